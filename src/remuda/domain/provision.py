@@ -1,0 +1,71 @@
+"""A provision's record: the intent that is written before anything is claimed or launched.
+
+`open → committed` is the commit point and records the instances; `open | committed → released` takes them back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+
+from remuda.domain.errors import IllegalTransition
+
+
+class ProvisionStatus(StrEnum):
+    OPEN = "open"
+    COMMITTED = "committed"
+    RELEASED = "released"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provision:
+    provision_id: str
+    run_id: str
+    attempt: int
+    resource_class: str
+    count: int
+    created_at: datetime
+    #: When it must be committed; past it, anyone may release it.
+    deadline: datetime
+    status: ProvisionStatus = ProvisionStatus.OPEN
+    #: Set by the commit: what a release gives back.
+    instance_ids: tuple[str, ...] = ()
+    #: Why it has its status.
+    why: str = ""
+    released_at: datetime | None = None
+    #: Released, and none of its instances is held any more: sweeps need not look again.
+    settled: bool = False
+
+
+#: Which status may follow which.
+_STATUS_AFTER = {
+    ProvisionStatus.OPEN: frozenset({ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED}),
+    ProvisionStatus.COMMITTED: frozenset({ProvisionStatus.RELEASED}),
+    ProvisionStatus.RELEASED: frozenset[ProvisionStatus](),
+}
+
+
+def _move(provision: Provision, status: ProvisionStatus) -> None:
+    if status not in _STATUS_AFTER[provision.status]:
+        raise IllegalTransition(
+            f"provision {provision.provision_id} cannot go from {provision.status} to {status}", history=[provision]
+        )
+
+
+def committed(provision: Provision, instance_ids: tuple[str, ...]) -> Provision:
+    _move(provision, ProvisionStatus.COMMITTED)
+    return replace(
+        provision, status=ProvisionStatus.COMMITTED, instance_ids=instance_ids, why="all instances are running"
+    )
+
+
+def released(provision: Provision, *, now: datetime, why: str) -> Provision:
+    _move(provision, ProvisionStatus.RELEASED)
+    return replace(provision, status=ProvisionStatus.RELEASED, released_at=now, why=why)
+
+
+def settled(provision: Provision) -> Provision:
+    if provision.status is not ProvisionStatus.RELEASED:
+        raise IllegalTransition(f"provision {provision.provision_id} is {provision.status}, not released")
+    return replace(provision, settled=True)

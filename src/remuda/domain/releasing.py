@@ -1,0 +1,55 @@
+"""What happens next to a `releasing` instance, seen its report. `release` and `refresh` decide alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from remuda.domain.instance import Instance, retirement
+from remuda.domain.signals import Report, Verdict, removal_verdict
+from remuda.domain.thresholds import Lifetimes
+from remuda.domain.transitions import Cause, End, Event, Extend, Pool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Next:
+    event: Event
+    why: str
+
+
+def next_for_releasing(
+    instance: Instance, report: Report | None, *, now: datetime, lifetimes: Lifetimes
+) -> Next | None:
+    """The next event, or None while there is nothing to do but wait."""
+    verdict = removal_verdict(report, instance.epoch)
+    if report is not None and verdict is Verdict.OK:
+        reason = retirement(
+            instance,
+            now=now,
+            max_age_s=lifetimes.max_age_s,
+            max_uses=lifetimes.max_uses,
+            notice=report.notice,
+        )
+        if reason:
+            return Next(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=f"clean, but {reason}")
+        return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why="deregistered and reset")
+    if report is not None and verdict is Verdict.FAILED:
+        return Next(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")
+    if report is not None and report.busy and _worth_extending(instance, now=now, lifetimes=lifetimes):
+        return Next(event=Extend(report=report, release_time_s=lifetimes.release_time_s), why="a job still runs")
+    return None
+
+
+def _worth_extending(instance: Instance, *, now: datetime, lifetimes: Lifetimes) -> bool:
+    """Only once half of the time is used up, and only as far as the run's own deadline."""
+    half = timedelta(seconds=lifetimes.release_time_s / 2)
+    latest = instance.run_deadline or instance.threshold
+    return instance.threshold < latest and instance.threshold - now < half
+
+
+def credential_is_short(instance: Instance, *, now: datetime, margin_s: float) -> bool:
+    """Whether the removal credential runs out before the instance's time does."""
+    credential = instance.assignment.credential if instance.assignment else None
+    if credential is None:
+        return instance.assignment is not None
+    return credential.expires_at <= max(now + timedelta(seconds=margin_s), instance.threshold)

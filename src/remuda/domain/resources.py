@@ -1,0 +1,218 @@
+"""What a run asks for and what a pool message offers: classes, usage, type patterns, and whether they fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from remuda.domain.errors import UserError
+
+MAX_PATTERN_TEXT = 1_000
+MAX_PATTERN = 64
+MAX_CLASSES = 50
+MAX_CPU = 1_024
+MAX_MMEM = 32 * 1024 * 1024
+
+_CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+_PATTERN = re.compile(r"[A-Za-z0-9.*-]+")
+_INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/[A-Za-z0-9._-]{1,100})?")
+
+#: Labels that GitHub gives to runners by itself: as a run id they would attract other workflows' jobs.
+_GENERIC_LABELS = frozenset({"self-hosted", "linux", "windows", "macos", "x64", "arm", "arm64"})
+
+
+class UsageClass(StrEnum):
+    ON_DEMAND = "on-demand"
+    SPOT = "spot"
+
+
+class Tier(StrEnum):
+    """How far the code of a run is trusted. An instance keeps the tier of its first run."""
+
+    TRUSTED = "trusted"
+    UNTRUSTED = "untrusted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResourceClass:
+    name: str
+    #: vCPUs at least.
+    cpu: int
+    #: Memory at least, in MiB.
+    mmem: int
+
+
+DEFAULT_CLASSES: tuple[ResourceClass, ...] = tuple(
+    ResourceClass(name=name, cpu=cpu, mmem=mmem)
+    for name, cpu, mmem in (
+        ("large", 2, 4_096),
+        ("xlarge", 4, 8_192),
+        ("2xlarge", 8, 16_384),
+        ("4xlarge", 16, 32_768),
+        ("8xlarge", 32, 65_536),
+        ("12xlarge", 48, 98_304),
+        ("16xlarge", 64, 131_072),
+    )
+)
+
+
+def parse_classes(document: Any, *, field: str = "resource-class-config") -> tuple[ResourceClass, ...]:
+    """Own classes: `{"large": {"cpu": 2, "mmem": 4096}, …}`. They replace the defaults."""
+    fix = 'give an object such as {"large": {"cpu": 2, "mmem": 4096}}'
+    if not isinstance(document, Mapping) or not document:
+        raise UserError(f"{field} must be a non-empty object of classes", field=field, fix=fix)
+    if len(document) > MAX_CLASSES:
+        raise UserError(f"{field} has {len(document)} classes; {MAX_CLASSES} are the most", field=field, fix=fix)
+    classes = []
+    for name, body in document.items():
+        if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
+            raise UserError(
+                f"{field}: {name!r} cannot be a class name",
+                field=field,
+                fix="use up to 40 letters, digits, - and _",
+            )
+        if not isinstance(body, Mapping):
+            raise UserError(f"{field}: class {name!r} must be an object", field=field, fix=fix)
+        classes.append(
+            ResourceClass(
+                name=name,
+                cpu=_whole(body.get("cpu"), f"{field}: cpu of {name!r}", MAX_CPU, field),
+                mmem=_whole(body.get("mmem"), f"{field}: mmem of {name!r}", MAX_MMEM, field),
+            )
+        )
+    return tuple(classes)
+
+
+def _whole(value: Any, what: str, most: int, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UserError(f"{what} is {value!r}", field=field, fix=f"give a whole number from 1 to {most}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class TypePatterns:
+    """Instance types as words, literal but for `*`: `c* m6i.large`. Any one that matches will do."""
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "allowed-instance-types") -> TypePatterns:
+        fix = "give words such as 'c* m6i.large', literal but for *"
+        if len(text) > MAX_PATTERN_TEXT:
+            raise UserError(
+                f"{field} is {len(text)} characters long; {MAX_PATTERN_TEXT} are the most", field=field, fix=fix
+            )
+        words = tuple(dict.fromkeys(text.replace(",", " ").split()))
+        if not words:
+            raise UserError(f"{field} is empty", field=field, fix=fix)
+        for word in words:
+            if len(word) > MAX_PATTERN or not _PATTERN.fullmatch(word):
+                raise UserError(f"{field}: {word[:MAX_PATTERN]!r} is not a type pattern", field=field, fix=fix)
+        return cls(words)
+
+    def matches(self, instance_type: str) -> bool:
+        return any(_matches(word, instance_type) for word in self.words)
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Greedy, in linear time: no pattern can make it slow."""
+    first, *rest = pattern.split("*")
+    if not rest:
+        return pattern == text
+    *middle, last = rest
+    if not text.startswith(first) or len(text) < len(first) + len(last) or not text.endswith(last):
+        return False
+    at, end = len(first), len(text) - len(last)
+    for part in middle:
+        found = text.find(part, at, end)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolMessage:
+    """A hint that an instance was idle at an epoch. The record proves it or not."""
+
+    id: str
+    epoch: int
+    resource_class: str
+    instance_type: str
+    usage_class: UsageClass
+    cpu: int
+    mmem: int
+    tier: Tier = Tier.TRUSTED
+
+    def __post_init__(self) -> None:
+        if not is_instance_id(self.id):
+            raise ValueError(f"{self.id[:40]!r} is not an instance id")
+        if self.epoch < 1:
+            raise ValueError(f"epoch {self.epoch} is below 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a run asks of each of its instances."""
+
+    resource_class: ResourceClass
+    usage_class: UsageClass
+    patterns: TypePatterns
+    tier: Tier
+
+
+def misfit(message: PoolMessage, request: Request) -> str | None:
+    """Why a message does not fit a request, or None where it does."""
+    wanted = request.resource_class
+    if message.resource_class != wanted.name:
+        return f"class {message.resource_class}, not {wanted.name}"
+    if message.usage_class is not request.usage_class:
+        return f"{message.usage_class}, not {request.usage_class}"
+    if not request.patterns.matches(message.instance_type):
+        return f"type {message.instance_type} is not among {request.patterns}"
+    if message.cpu < wanted.cpu:
+        return f"{message.cpu} cpu, {wanted.cpu} wanted"
+    if message.mmem < wanted.mmem:
+        return f"{message.mmem} MiB, {wanted.mmem} wanted"
+    if message.tier is not request.tier:
+        return f"tier {message.tier}, not {request.tier}"
+    return None
+
+
+def is_instance_id(text: str) -> bool:
+    return _INSTANCE_ID.fullmatch(text) is not None
+
+
+def check_run_id(text: str, *, field: str = "run-id") -> str:
+    """A run id is a label: it must be one word, and one that attracts no other workflow's jobs."""
+    if not _RUN_ID.fullmatch(text):
+        raise UserError(
+            f"{field} is {text[:80]!r}",
+            field=field,
+            fix="give the workflow's run id (github.run_id): up to 64 letters, digits, '.', '_' or '-'",
+        )
+    if text.lower() in _GENERIC_LABELS:
+        raise UserError(
+            f"{field} is {text!r}, a label of every self-hosted runner",
+            field=field,
+            fix="give the workflow's run id (github.run_id)",
+        )
+    return text
+
+
+def check_scope(text: str, *, field: str = "github-scope") -> str:
+    if not _SCOPE.fullmatch(text):
+        raise UserError(
+            f"{field} is {text[:80]!r}",
+            field=field,
+            fix="give an organisation ('owner') or a repository ('owner/repo')",
+        )
+    return text

@@ -1,0 +1,30 @@
+"""Times as text: UTC, ISO-8601, fixed width, milliseconds and Z, so that text order is time order."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+_SHAPE = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{3}Z")
+
+
+def to_text(at: datetime) -> str:
+    if at.tzinfo is None:
+        raise ValueError("a time without a zone cannot be written")
+    at = at.astimezone(UTC)
+    return f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z"
+
+
+def from_text(text: str) -> datetime:
+    if not _SHAPE.fullmatch(text):
+        raise ValueError(f"{text!r} is not a time of the form 2025-05-31T12:00:00.000Z")
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+
+
+def to_milliseconds(at: datetime) -> datetime:
+    """What survives a round trip through text."""
+    return at.replace(microsecond=at.microsecond // 1000 * 1000)
+
+
+def after(at: datetime, seconds: float) -> datetime:
+    return to_milliseconds(at + timedelta(seconds=seconds))

@@ -1,0 +1,565 @@
+"""The table of an instance's transitions and the one function that applies it.
+
+`TRANSITIONS` is the documentation: the state diagram in the docs is generated from it. Every row is one conditional
+write on (state, epoch). `advance` checks the row and the evidence for it and returns the write as a `Change`; a store
+carries it out where its guard holds and refuses it with the winner's record where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import Assignment, Credential, HistoryEntry, Instance, State
+from remuda.domain.resources import PoolMessage, Tier
+from remuda.domain.signals import Report, Verdict, registration_verdict, removal_verdict
+from remuda.domain.timestamps import after, to_milliseconds
+
+#: What a history entry may say at most.
+MAX_WHY = 300
+
+_FIELDS = frozenset(item.name for item in fields(Instance))
+
+
+class Actor(StrEnum):
+    PROVISION = "provision"
+    RELEASE = "release"
+    REFRESH = "refresh"
+    SCALE_DOWN = "scale-down"
+
+
+class Cause(StrEnum):
+    """Why an instance ends."""
+
+    EXPIRED = "expired"
+    FAILED = "failed"
+    TIMED_OUT = "timed-out"
+    RELEASED = "released"
+    RETIRED = "retired"
+    GONE = "gone"
+    UNRECORDED = "unrecorded"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transition:
+    """One row of the table."""
+
+    name: str
+    #: None stands for: no record.
+    sources: frozenset[State | None]
+    #: None stands for: the state stays.
+    target: State | None
+    by: tuple[Actor, ...]
+    when: str
+    effect: str
+    #: For ends: what may cause one from these states.
+    causes: frozenset[Cause] = frozenset()
+
+
+def _row(  # noqa: PLR0917 - a row of a table reads by position
+    name: str,
+    sources: tuple[State | None, ...],
+    target: State | None,
+    by: tuple[Actor, ...],
+    when: str,
+    effect: str,
+    causes: tuple[Cause, ...] = (),
+) -> Transition:
+    return Transition(
+        name=name,
+        sources=frozenset(sources),
+        target=target,
+        by=by,
+        when=when,
+        effect=effect,
+        causes=frozenset(causes),
+    )
+
+
+_P, _L, _R, _S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+_ENDED = "run and assignment cleared; threshold = now"
+
+TRANSITIONS: tuple[Transition, ...] = (
+    _row("create", (None,), State.CREATED, (_P,), "no record", "epoch 1; threshold = provision deadline"),
+    _row(
+        "tombstone",
+        (None,),
+        State.TERMINATING,
+        (_P, _R),
+        "EC2 instance with our tags, no record past a grace, or rolled back",
+        "locked",
+        (Cause.UNRECORDED,),
+    ),
+    _row(
+        "claim",
+        (State.IDLE,),
+        State.CLAIMED,
+        (_P,),
+        "message's epoch; tier fits; not retired",
+        "epoch + 1; run, owner, assignment; threshold = provision deadline",
+    ),
+    _row(
+        "commit",
+        (State.CREATED, State.CLAIMED),
+        State.RUNNING,
+        (_P,),
+        "UD_REG_OK of this epoch, by its owner",
+        "threshold = now + max runtime; registration credential dropped",
+    ),
+    _row(
+        "release",
+        (State.CLAIMED, State.RUNNING),
+        State.RELEASING,
+        (_P, _L, _R),
+        "provision released or failed",
+        "run cleared; threshold = now + release time; removal credential given",
+    ),
+    _row(
+        "extend",
+        (State.RELEASING,),
+        None,
+        (_L, _R),
+        "the agent reports a running job",
+        "threshold = now + release time, at most the run's deadline",
+    ),
+    _row("credential", (State.RELEASING,), None, (_L, _R), "it expires before the threshold", "credential only"),
+    _row(
+        "pool",
+        (State.RELEASING,),
+        State.IDLE,
+        (_L, _R),
+        "UD_REMOVE_REG_REMOVE_RUN_OK of this epoch, not retired",
+        "credential dropped; uses + 1; threshold = now + idle time",
+    ),
+    _row("announce", (State.IDLE,), None, (_L, _R), "never announced, or long ago", "announced now"),
+    _row("renew", (State.IDLE,), None, (_S,), "within the idle quota and the maximum age", "threshold only"),
+    _row(
+        "retire",
+        (State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE),
+        None,
+        (_L, _R),
+        "spot notice",
+        "not pooled again",
+    ),
+    _row(
+        "end-created",
+        (State.CREATED,),
+        State.TERMINATING,
+        (_P, _L, _R),
+        "failed, timed out, released, expired, gone from EC2",
+        _ENDED,
+        (Cause.FAILED, Cause.TIMED_OUT, Cause.RELEASED, Cause.EXPIRED, Cause.GONE),
+    ),
+    _row(
+        "end-claimed",
+        (State.CLAIMED,),
+        State.TERMINATING,
+        (_P, _R),
+        "failed signal, owner's timeout, expired, gone",
+        _ENDED,
+        (Cause.FAILED, Cause.TIMED_OUT, Cause.EXPIRED, Cause.GONE),
+    ),
+    _row(
+        "end-running",
+        (State.RUNNING,),
+        State.TERMINATING,
+        (_R,),
+        "expired, UD_REG_FAILED of this epoch, gone",
+        _ENDED,
+        (Cause.EXPIRED, Cause.FAILED, Cause.GONE),
+    ),
+    _row(
+        "end-releasing",
+        (State.RELEASING,),
+        State.TERMINATING,
+        (_L, _R),
+        "UD_REMOVE_*_FAILED of this epoch; OK of this epoch and retired; expired; gone",
+        _ENDED,
+        (Cause.FAILED, Cause.RETIRED, Cause.EXPIRED, Cause.GONE),
+    ),
+    _row(
+        "end-idle",
+        (State.IDLE,),
+        State.TERMINATING,
+        (_R,),
+        "expired, too old, too many uses, spot notice, gone",
+        _ENDED,
+        (Cause.EXPIRED, Cause.RETIRED, Cause.GONE),
+    ),
+    _row("confirm", (State.TERMINATING,), State.TERMINATED, (_R,), "EC2 confirmed", "kept for reports, then forgotten"),
+)
+
+_BY_NAME = {row.name: row for row in TRANSITIONS}
+_ENDS = {
+    source: row
+    for row in TRANSITIONS
+    if row.target is State.TERMINATING
+    for source in row.sources
+    if source is not None
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """What must hold of the stored record for a write to happen, checked and written in one step."""
+
+    #: None: there must be no record.
+    state: State | None
+    epoch: int
+    #: Whose assignment it must be, where that matters.
+    owner: str | None = None
+    #: The threshold must lie after this time.
+    unexpired_at: datetime | None = None
+    #: The threshold must not lie after this time.
+    expired_at: datetime | None = None
+    #: The record must not be retired.
+    not_retired: bool = False
+    tier: Tier | None = None
+
+    def admits(self, record: Instance | None) -> bool:
+        if record is None or self.state is None:
+            return record is None and self.state is None
+        return (
+            record.state is self.state
+            and record.epoch == self.epoch
+            and (self.owner is None or record.owner == self.owner)
+            and (self.unexpired_at is None or record.threshold > self.unexpired_at)
+            and (self.expired_at is None or record.threshold <= self.expired_at)
+            and not (self.not_retired and record.retire)
+            and (self.tier is None or record.tier is self.tier)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A conditional write: where `guard` holds, `sets` is laid over the record and `entry` joins its history."""
+
+    instance_id: str
+    guard: Guard
+    sets: Mapping[str, Any]
+    entry: HistoryEntry
+
+    def applied_to(self, record: Instance | None) -> Instance:
+        if record is None:
+            return Instance(**self.sets)
+        return replace(record, **self.sets)
+
+
+def create(record: Instance, *, by: Actor, why: str) -> Change:
+    """∅ → created."""
+    if record.state is not State.CREATED or record.epoch != 1:
+        raise IllegalTransition(f"{record.instance_id} cannot be born {record.state} at epoch {record.epoch}")
+    return _birth(_BY_NAME["create"], record, by=by, at=record.created_at, why=why)
+
+
+def tombstone(record: Instance, *, by: Actor, now: datetime, why: str) -> Change:
+    """∅ → terminating, for a machine that has our tags and no record."""
+    if record.state is not State.TERMINATING:
+        raise IllegalTransition(f"a tombstone for {record.instance_id} must be terminating, not {record.state}")
+    return _birth(_BY_NAME["tombstone"], record, by=by, at=now, why=why)
+
+
+def _birth(row: Transition, record: Instance, *, by: Actor, at: datetime, why: str) -> Change:
+    return Change(
+        instance_id=record.instance_id,
+        guard=Guard(state=None, epoch=record.epoch),
+        sets={name: getattr(record, name) for name in sorted(_FIELDS)},
+        entry=HistoryEntry(
+            at=to_milliseconds(at),
+            transition=row.name,
+            source="",
+            target=record.state.value,
+            epoch=record.epoch,
+            run_id=record.run_id,
+            by=by.value,
+            why=why[:MAX_WHY],
+        ),
+    )
+
+
+def presumed(message: PoolMessage, *, now: datetime) -> Instance:
+    """The idle record that a message hints at: enough to claim by, because the guard proves it."""
+    return Instance(
+        instance_id=message.id,
+        state=State.IDLE,
+        epoch=message.epoch,
+        threshold=now,
+        resource_class=message.resource_class,
+        instance_type=message.instance_type,
+        usage_class=message.usage_class,
+        cpu=message.cpu,
+        mmem=message.mmem,
+        tier=message.tier,
+        created_at=now,
+    )
+
+
+# What may happen to an instance. Each carries its own evidence.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    run_id: str
+    owner: str
+    provision_id: str
+    scope: str
+    tier: Tier
+    threshold: datetime
+    assignment: Assignment
+    #: The clock margin: what is about to expire is not worth claiming.
+    margin_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    owner: str
+    report: Report | None
+    max_runtime_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    release_time_s: float
+    credential: Credential
+    #: Set by a rollback: only the owner's own assignment.
+    owner: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extend:
+    report: Report
+    release_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenewCredential:
+    credential: Credential
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    report: Report | None
+    idle_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announce:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renew:
+    idle_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retire:
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    cause: Cause
+    margin_s: float = 0.0
+    #: Evidence for FAILED and for RETIRED out of `releasing`.
+    report: Report | None = None
+    #: Evidence for RETIRED.
+    reason: str = ""
+    owner: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Confirm:
+    keep_records_s: float
+
+
+Event = Claim | Commit | Release | Extend | RenewCredential | Pool | Announce | Renew | Retire | End | Confirm
+
+
+def advance(instance: Instance, event: Event, *, by: Actor, now: datetime, why: str) -> Change:
+    """The write that carries out `event`, or `IllegalTransition` where the table or the evidence forbids it."""
+    row = _find_row(instance, event, by)
+    now = to_milliseconds(now)
+    guard, sets = _effect(instance, event, now)
+    if row.target is not None:
+        sets = {"state": row.target, **sets}
+    target = row.target or instance.state
+    return Change(
+        instance_id=instance.instance_id,
+        guard=guard,
+        sets=sets,
+        entry=HistoryEntry(
+            at=now,
+            transition=row.name,
+            source=instance.state.value,
+            target=target.value,
+            epoch=int(sets.get("epoch", instance.epoch)),
+            run_id=str(sets.get("run_id") or instance.run_id or instance.last_run_id),
+            by=by.value,
+            why=why[:MAX_WHY],
+        ),
+    )
+
+
+_ROW_OF_EVENT: dict[type, str] = {
+    Claim: "claim",
+    Commit: "commit",
+    Release: "release",
+    Extend: "extend",
+    RenewCredential: "credential",
+    Pool: "pool",
+    Announce: "announce",
+    Renew: "renew",
+    Retire: "retire",
+    Confirm: "confirm",
+}
+
+
+def _find_row(instance: Instance, event: Event, by: Actor) -> Transition:
+    name = type(event).__name__.lower()
+    row = _ENDS.get(instance.state) if isinstance(event, End) else _BY_NAME[_ROW_OF_EVENT[type(event)]]
+    if row is None or instance.state not in row.sources:
+        raise _illegal(instance, f"{name} from {instance.state}")
+    if by not in row.by:
+        raise _illegal(instance, f"{name} from {instance.state} by {by}")
+    if isinstance(event, End):
+        if event.cause not in row.causes:
+            raise _illegal(instance, f"{name} from {instance.state} because {event.cause}")
+        _check_end(instance, event)
+    return row
+
+
+def _illegal(instance: Instance, what: str) -> IllegalTransition:
+    return IllegalTransition(f"no {what} (instance {instance.instance_id}, epoch {instance.epoch})", history=[instance])
+
+
+def _check_end(instance: Instance, event: End) -> None:
+    if event.cause is Cause.FAILED:
+        releasing = instance.state is State.RELEASING
+        verdict = (removal_verdict if releasing else registration_verdict)(event.report, instance.epoch)
+        if verdict is not Verdict.FAILED:
+            raise _illegal(instance, "end for failure without a failed signal of this epoch")
+    if event.cause is Cause.RETIRED:
+        if not (event.reason or instance.retire):
+            raise _illegal(instance, "retirement without a reason")
+        clean = removal_verdict(event.report, instance.epoch) is Verdict.OK
+        if instance.state is State.RELEASING and not clean:
+            raise _illegal(instance, "retirement of a releasing instance before its OK")
+
+
+def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dict[str, Any]]:
+    alive = Guard(state=instance.state, epoch=instance.epoch, unexpired_at=now)
+    match event:
+        case Claim():
+            return _claim(instance, event, now)
+        case Commit():
+            return _commit(instance, event, alive, now)
+        case Release():
+            return replace(alive, owner=event.owner), _release(instance, event, now)
+        case Extend():
+            return alive, _extend(instance, event, now)
+        case RenewCredential():
+            return alive, {"assignment": _with_credential(instance, event.credential)}
+        case Pool():
+            return _pool(instance, event, alive, now)
+        case Announce():
+            return alive, {"announced_at": now}
+        case Renew():
+            return replace(alive, not_retired=True), {"threshold": after(now, event.idle_time_s)}
+        case Retire():
+            return alive, {"retire": event.reason[:MAX_WHY]}
+        case End():
+            return _end(instance, event, now)
+        case Confirm():
+            return (
+                Guard(state=instance.state, epoch=instance.epoch),
+                {"forget_at": after(now, event.keep_records_s)},
+            )
+
+
+def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[Guard, dict[str, Any]]:
+    if instance.tier is not event.tier:
+        raise _illegal(instance, f"claim of a {instance.tier} instance for a {event.tier} run")
+    guard = Guard(
+        state=State.IDLE,
+        epoch=instance.epoch,
+        unexpired_at=now + timedelta(seconds=event.margin_s),
+        not_retired=True,
+        tier=event.tier,
+    )
+    return guard, {
+        "epoch": instance.epoch + 1,
+        "run_id": event.run_id,
+        "owner": event.owner,
+        "provision_id": event.provision_id,
+        "scope": event.scope,
+        "threshold": to_milliseconds(event.threshold),
+        "assignment": event.assignment,
+        "announced_at": None,
+        "run_deadline": None,
+    }
+
+
+def _commit(instance: Instance, event: Commit, alive: Guard, now: datetime) -> tuple[Guard, dict[str, Any]]:
+    if registration_verdict(event.report, instance.epoch) is not Verdict.OK:
+        raise _illegal(instance, "commit without UD_REG_OK of this epoch")
+    return replace(alive, owner=event.owner), {
+        "threshold": after(now, event.max_runtime_s),
+        "assignment": _with_credential(instance, None),
+    }
+
+
+def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any]:
+    return {
+        "run_id": "",
+        "last_run_id": instance.run_id,
+        "run_deadline": instance.threshold,
+        "threshold": after(now, event.release_time_s),
+        "assignment": _with_credential(instance, event.credential),
+    }
+
+
+def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
+    if not event.report.busy:
+        raise _illegal(instance, "extension without a running job")
+    wanted = after(now, event.release_time_s)
+    latest = instance.run_deadline or instance.threshold
+    return {"threshold": max(instance.threshold, min(wanted, latest))}
+
+
+def _pool(instance: Instance, event: Pool, alive: Guard, now: datetime) -> tuple[Guard, dict[str, Any]]:
+    if removal_verdict(event.report, instance.epoch) is not Verdict.OK:
+        raise _illegal(instance, "pooling without UD_REMOVE_REG_REMOVE_RUN_OK of this epoch")
+    if instance.retire:
+        raise _illegal(instance, f"pooling of an instance that is retired ({instance.retire})")
+    return replace(alive, not_retired=True), {
+        "assignment": None,
+        "announced_at": None,
+        "run_deadline": None,
+        "uses": instance.uses + 1,
+        "threshold": after(now, event.idle_time_s),
+    }
+
+
+def _end(instance: Instance, event: End, now: datetime) -> tuple[Guard, dict[str, Any]]:
+    expired_at = now - timedelta(seconds=event.margin_s) if event.cause is Cause.EXPIRED else None
+    guard = Guard(state=instance.state, epoch=instance.epoch, expired_at=expired_at, owner=event.owner)
+    return guard, {
+        "run_id": "",
+        "last_run_id": instance.run_id or instance.last_run_id,
+        "assignment": None,
+        "announced_at": None,
+        "retire": instance.retire or event.reason or event.cause.value,
+        # In the past for every reader, so that the sweep for what expired finds it too.
+        "threshold": now,
+    }
+
+
+def _with_credential(instance: Instance, credential: Credential | None) -> Assignment | None:
+    if instance.assignment is None:
+        return None
+    return replace(instance.assignment, credential=credential, jit_config="")

@@ -1,0 +1,16 @@
+"""What happened and why, as it happens. The CLI shows it, logs keep it; use cases only tell."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Journal(Protocol):
+    def note(self, action: str, why: str = "", **facts: Any) -> None:
+        """`action` is a short stable word pair such as `claim-won`; facts are ids, numbers, times. No credentials."""
+        ...
+
+
+class SilentJournal:
+    def note(self, action: str, why: str = "", **facts: Any) -> None:
+        pass
