@@ -1,0 +1,179 @@
+"""GitHub's REST for self-hosted runners, of a repository or an organisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+
+from remuda.adapters.github.errors import translate
+from remuda.domain.errors import NotFound, Unavailable, UserError
+from remuda.domain.instance import Credential
+from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock, Ids
+from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
+
+PER_PAGE = 100
+#: No list is longer than this; a Link header that goes round in circles ends here.
+MAX_PAGES = 1_000
+TIMEOUT_S = 15.0
+#: For calls that may be repeated: how often, and the first pause.
+TRIES = 4
+PAUSE_S = 0.25
+
+_HEADERS = {
+    "Accept": "application/vnd.github+json",
+    "X-GitHub-Api-Version": "2022-11-28",
+    "User-Agent": "remuda",
+}
+
+
+def web_url(api_url: str) -> str:
+    """Where runners register, for an API base: github.com, a GHES host, a ghe.com tenant, or a local GitHub."""
+    base = api_url.rstrip("/")
+    if base == "https://api.github.com":
+        return "https://github.com"
+    if base.endswith("/api/v3"):
+        return base.removesuffix("/api/v3")
+    if base.startswith("https://api."):
+        return "https://" + base.removeprefix("https://api.")
+    return base
+
+
+class GithubForge:
+    def __init__(self, *, api_url: str, token: str, clock: Clock, ids: Ids, calls: CallCounter) -> None:
+        self._clock = clock
+        self._ids = ids
+        self._calls = calls
+        self._client = httpx.AsyncClient(
+            base_url=api_url.rstrip("/"),
+            headers={**_HEADERS, "Authorization": f"Bearer {token}"},
+            timeout=TIMEOUT_S,
+            follow_redirects=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def registration_token(self, scope: str) -> Credential:
+        return await self._token(scope, "registration-token")
+
+    async def removal_token(self, scope: str) -> Credential:
+        return await self._token(scope, "remove-token")
+
+    async def _token(self, scope: str, kind: str) -> Credential:
+        # Minting twice does no harm: it may be repeated.
+        try:
+            response = await self._call("POST", f"{_runners(scope)}/{kind}", repeat=True)
+        except NotFound as error:
+            raise UserError(
+                error.message,
+                field="github-scope",
+                fix=f"check that {scope} exists and the credential may administer its runners",
+            ) from error
+        body = _object(response)
+        try:
+            expires_at = datetime.fromisoformat(str(body["expires_at"]))
+            token = str(body["token"])
+        except (KeyError, ValueError) as error:
+            raise Unavailable(f"GitHub's {kind} has no usable token or expiry") from error
+        if expires_at.tzinfo is None:
+            expires_at = expires_at.replace(tzinfo=UTC)
+        return Credential(token=token, expires_at=to_milliseconds(expires_at.astimezone(UTC)))
+
+    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+        body = {"name": name, "runner_group_id": 1, "labels": list(labels)}
+        response = await self._call("POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+        answer = _object(response)
+        try:
+            return JitRunner(runner_id=int(answer["runner"]["id"]), config=str(answer["encoded_jit_config"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unavailable("GitHub's JIT configuration lacks its runner or its configuration") from error
+
+    async def list_runners(self, scope: str) -> Sequence[ForgeRunner]:
+        runners: dict[int, ForgeRunner] = {}
+        for page in range(1, MAX_PAGES + 1):
+            params = {"per_page": str(PER_PAGE), "page": str(page)}
+            response = await self._call("GET", _runners(scope), params=params, repeat=True)
+            found = _object(response).get("runners")
+            if not isinstance(found, list):
+                raise Unavailable("GitHub's list of runners is not a list")
+            runners.update((runner.runner_id, runner) for runner in map(_parse_runner, found))
+            if 'rel="next"' not in response.headers.get("link", ""):
+                break
+        return list(runners.values())
+
+    async def get_runner(self, scope: str, runner_id: int) -> ForgeRunner | None:
+        try:
+            response = await self._call("GET", f"{_runners(scope)}/{runner_id}", repeat=True)
+        except NotFound:
+            return None
+        return _parse_runner(_object(response))
+
+    async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
+        try:
+            response = await self._call("DELETE", f"{_runners(scope)}/{runner_id}", repeat=True, accept={422})
+        except NotFound:
+            return Deletion.GONE
+        return Deletion.BUSY if response.status_code == 422 else Deletion.DELETED
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        json: Any = None,
+        repeat: bool = False,
+        accept: frozenset[int] | set[int] = frozenset(),
+    ) -> httpx.Response:
+        what = f"{method} {path}"
+        pause_s = PAUSE_S
+        for attempt in range(1, TRIES + 1):
+            self._calls.add("github", f"{method} {path.rsplit('/', 1)[-1] if method == 'POST' else 'runners'}")
+            try:
+                response = await self._client.request(method, path, params=params, json=json)
+            except httpx.HTTPError as error:
+                failure = Unavailable(f"GitHub cannot be reached ({what}): {type(error).__name__}")
+            else:
+                if response.is_success or response.status_code in accept:
+                    return response
+                translated = translate(response, what)
+                if type(translated) is not Unavailable:
+                    raise translated
+                failure = translated
+            if not repeat or attempt == TRIES:
+                raise failure
+            await self._clock.sleep(pause_s * (0.5 + self._ids.jitter()))
+            pause_s *= 2
+        raise AssertionError  # pragma: no cover - the loop returns or raises
+
+
+def _runners(scope: str) -> str:
+    return f"/repos/{scope}/actions/runners" if "/" in scope else f"/orgs/{scope}/actions/runners"
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        body = response.json()
+    except ValueError as error:
+        raise Unavailable("GitHub's answer is not JSON") from error
+    if not isinstance(body, dict):
+        raise Unavailable("GitHub's answer is not an object")
+    return body
+
+
+def _parse_runner(body: Any) -> ForgeRunner:
+    try:
+        return ForgeRunner(
+            runner_id=int(body["id"]),
+            name=str(body["name"]),
+            online=body["status"] == "online",
+            busy=bool(body["busy"]),
+            labels=tuple(str(label["name"]) for label in body.get("labels", ())),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unavailable("GitHub's runner lacks a field") from error

@@ -1,0 +1,54 @@
+"""GitHub's answers as our errors: one place for all of them."""
+
+from __future__ import annotations
+
+import httpx
+
+from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
+
+#: GitHub's word for it: without a retry-after, wait a minute at least.
+DEFAULT_RETRY_AFTER_S = 60.0
+
+
+def translate(response: httpx.Response, what: str) -> RemudaError:
+    status = response.status_code
+    said = _message(response)
+    if status in {403, 429} and _is_rate_limit(response, said):
+        return Throttled(f"GitHub limits our calls ({what}): {said}", retry_after_s=_retry_after_s(response))
+    if status in {401, 403}:
+        return UserError(
+            f"GitHub refuses the credential ({what}): {status} {said}",
+            field="github-token",
+            fix="set REMUDA_GITHUB_TOKEN to a token that may administer runners of this scope",
+        )
+    if status == 404:
+        return NotFound(f"GitHub does not know it, or the credential may not see it ({what}): {said}")
+    if status == 409:
+        return Conflict(f"GitHub: {said} ({what})")
+    if status == 422:
+        return UserError(f"GitHub cannot use the input ({what}): {said}", field="github-scope")
+    return Unavailable(f"GitHub answered {status} ({what}): {said}")
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+    except ValueError:
+        return "no explanation"
+    return str(body.get("message", "no explanation"))[:200] if isinstance(body, dict) else "no explanation"
+
+
+def _is_rate_limit(response: httpx.Response, said: str) -> bool:
+    return (
+        response.status_code == 429
+        or "retry-after" in response.headers
+        or response.headers.get("x-ratelimit-remaining") == "0"
+        or "rate limit" in said.lower()
+    )
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    try:
+        return max(0.0, float(response.headers["retry-after"]))
+    except (KeyError, ValueError):
+        return DEFAULT_RETRY_AFTER_S

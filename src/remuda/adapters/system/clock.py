@@ -1,0 +1,28 @@
+"""The real clock and the real source of ids: the one place that touches them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from datetime import UTC, datetime
+
+
+class SystemClock:
+    def now(self) -> datetime:
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class SystemIds:
+    def new(self, prefix: str) -> str:
+        return prefix + secrets.token_hex(8)
+
+    def jitter(self) -> float:
+        return random.random()

@@ -1,0 +1,83 @@
+"""The heartbeat: it rises only while the main loop is healthy, so that a hung agent looks dead."""
+
+from __future__ import annotations
+
+import asyncio
+
+from remuda.domain.errors import RemudaError
+from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
+from remuda.ports.clock import Clock
+from remuda.ports.journal import Journal
+from remuda.ports.machine import Machine
+from remuda.ports.runner import RunnerSoftware
+from remuda.ports.store import InstanceStore
+
+
+class Vital:
+    """What the main loop says of itself: what it does now will be over by then, or it hangs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until = 0.0
+
+    def works_for(self, limit_s: float) -> None:
+        self._until = self._clock.monotonic() + limit_s
+
+    @property
+    def healthy(self) -> bool:
+        return self._clock.monotonic() < self._until
+
+
+class Heartbeat:
+    def __init__(
+        self,
+        *,
+        instance_id: str,
+        store: InstanceStore,
+        machine: Machine,
+        runner: RunnerSoftware,
+        clock: Clock,
+        journal: Journal,
+        vital: Vital,
+        version: str,
+        interval_s: float = HEARTBEAT_INTERVAL_S,
+    ) -> None:
+        self._instance_id = instance_id
+        self._store = store
+        self._machine = machine
+        self._runner = runner
+        self._clock = clock
+        self._journal = journal
+        self._vital = vital
+        self._version = version
+        self._interval_s = interval_s
+        self._due = asyncio.Event()
+
+    def soon(self) -> None:
+        """Beat now: something that others wait for has changed."""
+        self._due.set()
+
+    async def run(self) -> None:
+        while True:
+            self._due.clear()
+            if self._vital.healthy:
+                await self._beat()
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._due.wait()
+            except TimeoutError:
+                continue
+
+    async def _beat(self) -> None:
+        try:
+            runner = self._runner.state()
+            await self._store.beat(
+                self._instance_id,
+                at=self._clock.now(),
+                busy=runner.busy,
+                listening=runner.listening,
+                notice=await self._machine.spot_notice(),
+                version=self._version,
+            )
+        except RemudaError as error:
+            self._journal.note("beat-failed", error.message, instance_id=self._instance_id)

@@ -1,0 +1,246 @@
+"""The agent: observe, decide, act, wait for the next event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import TypeVar
+
+from remuda.agent.heartbeat import Heartbeat, Vital
+from remuda.agent.lifecycle import Do, Step, View, next_step
+from remuda.agent.lifetime import Lifetime
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.instance import Instance, State
+from remuda.domain.signals import Signal, with_took
+from remuda.ports.clock import Clock, Ids
+from remuda.ports.journal import Journal
+from remuda.ports.machine import Identity, Machine, Script
+from remuda.ports.runner import Removal, RunnerSoftware, RunnerState
+from remuda.ports.store import InstanceStore
+
+T = TypeVar("T")
+
+#: How long each step may take before the heartbeat stops.
+SCRIPT_LIMIT_S = 3_600.0
+STEP_LIMIT_S = 180.0
+#: The longest wait without a look around.
+WAIT_LIMIT_S = 30.0
+#: After a failure: the first and the longest pause.
+BACKOFF_FIRST_S = 0.2
+BACKOFF_LAST_S = 5.0
+#: A removal that was refused because a job runs is tried again after so long, unless the job ends before.
+BUSY_PAUSE_S = 1.0
+
+
+class Agent:
+    def __init__(
+        self,
+        *,
+        store: InstanceStore,
+        machine: Machine,
+        runner: RunnerSoftware,
+        clock: Clock,
+        ids: Ids,
+        journal: Journal,
+        version: str,
+    ) -> None:
+        self._store = store
+        self._machine = machine
+        self._runner = runner
+        self._clock = clock
+        self._ids = ids
+        self._journal = journal
+        self._version = version
+        self._vital = Vital(clock)
+        self._signalled: tuple[int, Signal] | None = None
+        self._position: tuple[int, State] | None = None
+        self._starts = 0
+        self._removals = 0
+        self._release_s = 0.0
+        self._pause_s = 0.0
+        self._backoff_s = BACKOFF_FIRST_S
+
+    async def run(self) -> str:
+        """Live until the end; returns why it came."""
+        self._vital.works_for(STEP_LIMIT_S)
+        identity = await self._machine.identity()
+        lifetime = Lifetime(machine=self._machine, clock=self._clock, margin_s=identity.margin_s)
+        heartbeat = Heartbeat(
+            instance_id=identity.instance_id,
+            store=self._store,
+            machine=self._machine,
+            runner=self._runner,
+            clock=self._clock,
+            journal=self._journal,
+            vital=self._vital,
+            version=self._version,
+        )
+        beating = asyncio.create_task(heartbeat.run())
+        try:
+            why = await self._live(identity, lifetime, heartbeat)
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+        self._journal.note("end", why, instance_id=identity.instance_id)
+        await self._machine.end(why)
+        return why
+
+    async def _live(self, identity: Identity, lifetime: Lifetime, heartbeat: Heartbeat) -> str:
+        record: Instance | None = None
+        reachable = False
+        while True:
+            self._vital.works_for(STEP_LIMIT_S)
+            try:
+                if not reachable:
+                    record = await self._store.get(identity.instance_id)
+                    reachable = True
+                step, runner = self._decide(identity, record, lifetime)
+                if step.do is Do.END:
+                    fresh = await self._store.get(identity.instance_id)
+                    if fresh == record:
+                        return step.why
+                    record = fresh
+                    continue
+                if step.do is Do.WAIT:
+                    record = await self._wait(identity, record, runner, lifetime, heartbeat)
+                    continue
+                await self._act(identity, record, step)
+                heartbeat.soon()
+                self._backoff_s = BACKOFF_FIRST_S
+                # A step takes time: look again before the next one.
+                record = await self._store.get(identity.instance_id)
+            except RemudaError as error:
+                self._journal.note("step-failed", error.message, instance_id=identity.instance_id)
+                if lifetime.is_over():
+                    return "its time is up and the store cannot be read"
+                reachable = False
+                await self._back_off()
+
+    def _decide(self, identity: Identity, record: Instance | None, lifetime: Lifetime) -> tuple[Step, RunnerState]:
+        runner = self._runner.state()
+        signalled = None
+        if record is not None:
+            lifetime.observe(record)
+            if self._position != (record.epoch, record.state):
+                self._position = (record.epoch, record.state)
+                self._starts = self._removals = 0
+                self._release_s = 0.0
+                self._journal.note(
+                    "state",
+                    f"the record says {record.state}",
+                    instance_id=identity.instance_id,
+                    epoch=record.epoch,
+                    run_id=record.run_id,
+                )
+            if self._signalled is not None and self._signalled[0] == record.epoch:
+                signalled = self._signalled[1]
+        elif lifetime.is_over():
+            return Step(do=Do.END, why="its time is up and its record is gone"), runner
+        view = View(
+            record=record,
+            runner=runner,
+            script=self._machine.recall().script,
+            now=self._clock.now(),
+            margin_s=identity.margin_s,
+            signalled=signalled,
+            starts=self._starts,
+            removals=self._removals,
+        )
+        return next_step(view), runner
+
+    async def _wait(
+        self,
+        identity: Identity,
+        record: Instance | None,
+        runner: RunnerState,
+        lifetime: Lifetime,
+        heartbeat: Heartbeat,
+    ) -> Instance | None:
+        """Until the record or the runner changes, or time is up."""
+        left_s = lifetime.seconds_left(record)
+        timeout_s = WAIT_LIMIT_S if left_s is None else min(WAIT_LIMIT_S, max(0.0, left_s) + 0.001)
+        if self._pause_s:
+            timeout_s, self._pause_s = min(timeout_s, self._pause_s), 0.0
+        self._vital.works_for(timeout_s + STEP_LIMIT_S)
+        control = asyncio.create_task(self._store.wait_for_control(identity.instance_id, record, timeout_s))
+        local = asyncio.create_task(self._runner.wait_for_change(runner, timeout_s))
+        try:
+            await asyncio.wait({control, local}, return_when=asyncio.FIRST_COMPLETED)
+            if local.done() and local.result() != runner:
+                heartbeat.soon()
+            return control.result() if control.done() else record
+        finally:
+            for task in (control, local):
+                task.cancel()
+            await asyncio.gather(control, local, return_exceptions=True)
+
+    async def _act(self, identity: Identity, record: Instance | None, step: Step) -> None:
+        self._journal.note("step", step.why, instance_id=identity.instance_id, do=step.do.value)
+        if step.do is Do.RUN_SCRIPT:
+            await self._run_script(record)
+        elif record is None:
+            return
+        elif step.do is Do.SIGNAL and step.signal is not None:
+            await self._signal(record, step.signal, step.why)
+        elif step.do is Do.CONFIGURE and record.assignment is not None:
+            started = self._clock.monotonic()
+            outcome = await self._runner.configure(record.assignment)
+            signal = Signal.UD_REG_OK if outcome.ok else Signal.UD_REG_FAILED
+            await self._signal(record, signal, outcome.detail, took_s=self._clock.monotonic() - started)
+        elif step.do is Do.START:
+            if self._starts:
+                await self._back_off()
+            self._starts += 1
+            await self._runner.start()
+        elif step.do is Do.REMOVE:
+            await self._timed_release(self._remove(record))
+        elif step.do is Do.STOP:
+            await self._timed_release(self._runner.stop())
+        elif step.do is Do.RESET:
+            outcome = await self._timed_release(self._machine.reset())
+            failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
+            signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
+            await self._signal(record, signal, outcome.detail, took_s=self._release_s)
+
+    async def _timed_release(self, work: Awaitable[T]) -> T:
+        """A release is several steps; what they take together is the machine's own part of it."""
+        started = self._clock.monotonic()
+        result = await work
+        self._release_s += self._clock.monotonic() - started
+        return result
+
+    async def _run_script(self, record: Instance | None) -> None:
+        self._vital.works_for(SCRIPT_LIMIT_S)
+        outcome = await self._machine.run_script(SCRIPT_LIMIT_S)
+        script = Script.OK if outcome.ok else Script.FAILED
+        self._machine.remember(replace(self._machine.recall(), script=script, script_detail=outcome.detail))
+        if record is not None:
+            await self._signal(record, Signal.UD_OK if outcome.ok else Signal.UD_FAILED, outcome.detail)
+
+    async def _remove(self, record: Instance) -> None:
+        if record.assignment is None:
+            return
+        removal, detail = await self._runner.remove(record.assignment)
+        if removal is Removal.BUSY:
+            self._pause_s = BUSY_PAUSE_S
+            await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
+        elif removal is Removal.FAILED:
+            self._removals += 1
+            self._journal.note("removal-failed", detail, instance_id=record.instance_id)
+            await self._back_off()
+
+    async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:
+        if took_s is not None:
+            detail = with_took(took_s, detail)
+        try:
+            await self._store.write_signal(record.instance_id, epoch=record.epoch, signal=signal, detail=detail)
+        except Conflict as conflict:
+            # A later signal is there already, written before a restart: that one stands.
+            self._journal.note("signal-refused", conflict.message, instance_id=record.instance_id, signal=signal.value)
+        self._signalled = (record.epoch, signal)
+
+    async def _back_off(self) -> None:
+        pause_s = self._backoff_s * (0.5 + self._ids.jitter() / 2)
+        self._backoff_s = min(BACKOFF_LAST_S, self._backoff_s * 2)
+        await self._clock.sleep(pause_s)

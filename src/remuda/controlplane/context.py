@@ -1,0 +1,112 @@
+"""What every use case works with, and the small steps that they share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
+from remuda.domain.instance import Credential, Instance
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.transitions import Actor, Change, Event, advance
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock, Ids
+from remuda.ports.compute import Compute
+from remuda.ports.forge import Forge
+from remuda.ports.journal import Journal
+from remuda.ports.pool import ResourcePool
+from remuda.ports.store import InstanceStore
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: How many instances one process works on at a time.
+CONCURRENCY = 64
+#: How often a write whose answer was lost is looked into and tried again.
+AMBIGUOUS_TRIES = 4
+AMBIGUOUS_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    store: InstanceStore
+    pool: ResourcePool
+    compute: Compute
+    #: None where the process holds no GitHub credential of its own.
+    forge: Forge | None
+    clock: Clock
+    ids: Ids
+    journal: Journal
+    calls: CallCounter
+
+
+async def read_config(context: Context) -> PoolConfig:
+    config = await context.store.get_config()
+    if config is None:
+        raise UserError("the pool has no configuration yet", field="backend", fix="run remuda refresh first")
+    return config
+
+
+async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]]) -> Sequence[R | RemudaError]:
+    """Work on all of them concurrently; one that fails leaves the others untouched and is returned in its place."""
+    limit = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(item: T) -> R | RemudaError:
+        async with limit:
+            try:
+                return await work(item)
+            except RemudaError as error:
+                return error
+
+    return await asyncio.gather(*(one(item) for item in items))
+
+
+async def transition(context: Context, instance: Instance, event: Event, *, by: Actor, why: str) -> Instance:
+    """Advance an instance by one row and tell the journal. `Conflict` where somebody else was first."""
+    change = advance(instance, event, by=by, now=context.clock.now(), why=why)
+    after = await apply_surely(context, change)
+    if change.entry.source != change.entry.target:
+        context.journal.note(
+            change.entry.transition,
+            why,
+            instance_id=instance.instance_id,
+            source=change.entry.source,
+            target=change.entry.target,
+            run_id=change.entry.run_id,
+            epoch=change.entry.epoch,
+        )
+    return after
+
+
+async def apply_surely(context: Context, change: Change) -> Instance:
+    """Apply a change and know whether it was applied, even where an answer was lost on the way.
+
+    After `Unavailable` the record is read: if it is what the change would have made of it, with our owner, the write
+    was ours. (state, epoch) never recurs, so nobody else can have made it look so.
+    """
+    for _ in range(AMBIGUOUS_TRIES):
+        try:
+            return await context.store.apply(change)
+        except Conflict as conflict:
+            current = conflict.current
+            if isinstance(current, Instance) and made_by(change, current):
+                return current
+            raise
+        except Unavailable as error:
+            context.journal.note("write-unsure", error.message, instance_id=change.instance_id)
+            await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
+    return await context.store.apply(change)
+
+
+def made_by(change: Change, current: Instance) -> bool:
+    """Whether the record shows this very change: every field that it sets has the value that it sets."""
+    return replace(current, **change.sets) == current
+
+
+async def removal_credential(context: Context, config: PoolConfig, scope: str) -> Credential:
+    """A fresh one of our own, or the pool's. The pool's may be stale: a sweep renews it on the instance later."""
+    if context.forge is not None:
+        return await context.forge.removal_token(scope)
+    return config.tokens_for(scope).removal

@@ -1,0 +1,181 @@
+"""Provision: as many registered, committed runners as a run asks for, from the pool if it can, created if it must.
+
+Intent first, then selection and creation side by side, then the commit. Whatever goes wrong on the way gives back
+everything with one conditional write for each instance; sweeps finish the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from remuda.controlplane.context import Context, read_config
+from remuda.controlplane.provision.commit import commit
+from remuda.controlplane.provision.creation import Creation
+from remuda.controlplane.provision.holdings import Holdings, roll_back
+from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult
+from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.provision.selection import Ready, Selection, Terms
+from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.instance import Credential, Instance
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.resources import Request
+from remuda.domain.signals import took_s
+from remuda.domain.timestamps import to_milliseconds
+
+__all__ = ["ProvisionOrder", "ProvisionResult", "Provisioned", "provision"]
+
+
+#: A provision gives up so long before its deadline (or this part of its time, if less): what it claimed can be given
+#: back only while its threshold has not passed.
+ROLLBACK_RESERVE_S = 10.0
+ROLLBACK_RESERVE_PART = 0.1
+
+
+class _Phases:
+    """Seconds of each phase, one after the other."""
+
+    def __init__(self, context: Context) -> None:
+        self._clock = context.clock
+        self._started = self._last = context.clock.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, name: str) -> None:
+        now = self._clock.monotonic()
+        self.seconds[name] = round(now - self._last, 4)
+        self._last = now
+
+    @property
+    def total_s(self) -> float:
+        return round(self._clock.monotonic() - self._started, 4)
+
+
+async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
+    phases = _Phases(context)
+    terms = await _agree(context, order)
+    await context.store.put_provision(terms.provision)
+    phases.done("intent")
+    holdings = Holdings()
+    pickup = PickupManager(context, terms.request)
+    max_runtime_s = order.max_runtime_s or terms.config.lifetimes.max_runtime_s
+    try:
+        ready = await _gather(context, terms, pickup, holdings)
+        phases.done("instances")
+        running = await commit(context, terms.provision, ready, holdings, max_runtime_s=max_runtime_s)
+        phases.done("commit")
+    except BaseException as error:
+        why = error.message if isinstance(error, RemudaError) else "interrupted"
+        await _undo(context, terms, holdings, why=why)
+        raise
+    return ProvisionResult(
+        run_id=order.run_id,
+        provision_id=terms.provision.provision_id,
+        label=order.run_id,
+        instances=tuple(_provisioned(item, instance) for item, instance in zip(ready, running, strict=True)),
+        seconds=phases.total_s,
+        phases=phases.seconds,
+        calls=context.calls.by_service(),
+        refused=dict(pickup.refused),
+    )
+
+
+async def _agree(context: Context, order: ProvisionOrder) -> Terms:
+    """Everything that can be refused is refused here, before the first claim or launch."""
+    config = await read_config(context)
+    resource_class = config.resource_class(order.resource_class)
+    if order.count > config.max_instances:
+        raise UserError(
+            f"instance-count is {order.count}; the pool's max-instances is {config.max_instances}",
+            field="instance-count",
+            fix="ask for fewer, or raise --max-instances and run remuda refresh",
+        )
+    timeout_s = order.timeout_s or config.lifetimes.provision_timeout_s
+    now = context.clock.now()
+    deadline = to_milliseconds(now + timedelta(seconds=timeout_s))
+    return Terms(
+        config=config,
+        provision=Provision(
+            provision_id=context.ids.new("p-"),
+            run_id=order.run_id,
+            attempt=order.attempt,
+            resource_class=order.resource_class,
+            count=order.count,
+            created_at=to_milliseconds(now),
+            deadline=deadline,
+        ),
+        request=Request(
+            resource_class=resource_class,
+            usage_class=order.usage_class,
+            patterns=order.patterns,
+            tier=order.tier,
+        ),
+        scope=order.scope,
+        registration=await _registration(context, config, order, timeout_s),
+        until=context.clock.monotonic() + timeout_s - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_PART),
+    )
+
+
+async def _registration(context: Context, config: PoolConfig, order: ProvisionOrder, timeout_s: float) -> Credential:
+    """A token that outlives the provision, or an error before anything is claimed: it would burn the pool."""
+    if context.forge is not None:
+        return await context.forge.registration_token(order.scope)
+    credential = config.tokens_for(order.scope).registration
+    left_s = (credential.expires_at - context.clock.now()).total_seconds()
+    if left_s < timeout_s:
+        raise UserError(
+            f"the pool's registration token for {order.scope} is good for {max(0, left_s):.0f} s more; "
+            f"a provision may take {timeout_s:.0f} s",
+            field="github-scope",
+            fix="run remuda refresh",
+        )
+    return credential
+
+
+async def _gather(context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings) -> list[Ready]:
+    """One worker for each instance asked for: from the pool first, created where the pool is exhausted."""
+    selection = Selection(context, terms, pickup, holdings)
+    creation = Creation(context, terms, holdings)
+
+    async def fill() -> Ready:
+        return await selection.take_one() or await creation.make_one()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            services = [group.create_task(pickup.run()), group.create_task(creation.run())]
+            workers = [group.create_task(fill()) for _ in range(terms.provision.count)]
+            await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            for service in services:
+                service.cancel()
+    except BaseExceptionGroup as group_error:
+        raise _first(group_error) from group_error
+    finally:
+        await _close_pickup(context, pickup)
+    return [worker.result() for worker in workers]
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that says most: one of ours before anything else."""
+    for error in group.exceptions:
+        if isinstance(error, RemudaError):
+            return error
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def _close_pickup(context: Context, pickup: PickupManager) -> None:
+    try:
+        await asyncio.shield(pickup.close())
+    except RemudaError as error:
+        # Messages that stay come back after their visibility timeout and prove stale.
+        context.journal.note("hand-back-failed", error.message)
+
+
+async def _undo(context: Context, terms: Terms, holdings: Holdings, *, why: str) -> None:
+    context.journal.note("rollback", why, run_id=terms.provision.run_id, instances=len(holdings.all()))
+    await asyncio.shield(asyncio.ensure_future(roll_back(context, terms.config, terms.provision, holdings, why=why)))
+
+
+def _provisioned(item: Ready, instance: Instance) -> Provisioned:
+    detail = item.report.detail if item.report else ""
+    return Provisioned(instance=instance, source=item.source, registration_s=took_s(detail))

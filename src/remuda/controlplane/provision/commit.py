@@ -1,0 +1,53 @@
+"""The commit: every instance to `running`, then the provision to `committed`. Until then, all can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remuda.controlplane.context import AMBIGUOUS_TRIES, Context, each, transition
+from remuda.controlplane.provision.holdings import Holdings
+from remuda.controlplane.provision.selection import Ready
+from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.instance import Instance
+from remuda.domain.provision import Provision, committed
+from remuda.domain.transitions import Actor, Commit
+
+
+async def commit(
+    context: Context, provision: Provision, ready: Sequence[Ready], holdings: Holdings, *, max_runtime_s: float
+) -> list[Instance]:
+    async def start(item: Ready) -> Instance:
+        event = Commit(owner=item.instance.owner, report=item.report, max_runtime_s=max_runtime_s)
+        why = f"all {provision.count} of run {provision.run_id} are registered"
+        running = await transition(context, item.instance, event, by=Actor.PROVISION, why=why)
+        holdings.hold(running, item.source)
+        return running
+
+    running: list[Instance] = []
+    for result in await each(ready, start):
+        if isinstance(result, Conflict):
+            raise Unavailable(f"an instance was lost before the commit: {result.message}")
+        if isinstance(result, RemudaError):
+            raise result
+        running.append(result)
+    await _record(context, provision, tuple(instance.instance_id for instance in running))
+    return running
+
+
+async def _record(context: Context, provision: Provision, instance_ids: tuple[str, ...]) -> None:
+    after = committed(provision, instance_ids)
+    for attempt in range(AMBIGUOUS_TRIES):
+        try:
+            await context.store.replace_provision(provision, after)
+        except Conflict as conflict:
+            if conflict.current == after:
+                break
+            raise Conflict(
+                f"run {provision.run_id} was released while it was being provisioned", current=conflict.current
+            ) from conflict
+        except Unavailable:
+            if attempt == AMBIGUOUS_TRIES - 1:
+                raise
+        else:
+            break
+    context.journal.note("committed", f"{len(instance_ids)} instances run", run_id=provision.run_id)

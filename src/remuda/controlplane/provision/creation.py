@@ -1,0 +1,143 @@
+"""Creation of what the pool could not give: one launch for all that is missing at a time, all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from remuda.controlplane.context import Context, apply_surely
+from remuda.controlplane.provision.holdings import Holdings
+from remuda.controlplane.provision.order import CREATED
+from remuda.controlplane.provision.selection import Ready, Terms, describe_failure, raise_if_hopeless
+from remuda.controlplane.waiting import Ended, SignalWait
+from remuda.domain.errors import CapacityError, TimedOut, Unavailable
+from remuda.domain.instance import Instance, State
+from remuda.domain.signals import Verdict, registration_verdict
+from remuda.domain.timestamps import to_milliseconds
+from remuda.domain.transitions import Actor, create
+from remuda.ports.compute import Launched, LaunchRequest, LaunchResult
+
+#: After a cancellation: how long to wait for the answer of a launch under way, so that nothing leaks.
+LAUNCH_ANSWER_S = 4.0
+
+
+class Creation:
+    def __init__(self, context: Context, terms: Terms, holdings: Holdings) -> None:
+        self._context = context
+        self._terms = terms
+        self._holdings = holdings
+        self._needs: list[asyncio.Future[Instance]] = []
+        self._wake = asyncio.Event()
+        self._launches = 0
+
+    async def make_one(self) -> Ready:
+        """A new instance, registered. Those who ask at the same time share a launch."""
+        future: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
+        self._needs.append(future)
+        self._wake.set()
+        return await self._await_registration(await future)
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            needs, self._needs = self._needs, []
+            if needs:
+                instances = await self._launch(len(needs))
+                for future, instance in zip(needs, instances, strict=True):
+                    if not future.done():
+                        future.set_result(instance)
+
+    async def _launch(self, count: int) -> list[Instance]:
+        terms, context = self._terms, self._context
+        await self._check_cap(count)
+        self._launches += 1
+        lifetimes = terms.config.lifetimes
+        request = LaunchRequest(
+            provision_id=terms.provision.provision_id,
+            client_token=f"{terms.provision.provision_id}-{self._launches}",
+            count=count,
+            request=terms.request,
+            launch=terms.config.launch,
+            first_life_s=(terms.provision.deadline - context.clock.now()).total_seconds() + 2 * lifetimes.margin_s,
+            margin_s=lifetimes.margin_s,
+        )
+        context.journal.note("launch", f"the pool lacks {count}", count=count, run_id=terms.provision.run_id)
+        result = await self._ask(request)
+        if len(result.instances) < count:
+            said = "; ".join(result.errors) or "no reason was given"
+            raise CapacityError(
+                f"{len(result.instances)} of {count} instances could be launched: {said}",
+                fix="allow more instance types or subnets, another usage class, or try later",
+            )
+        async with asyncio.TaskGroup() as group:
+            records = [group.create_task(self._write_record(self._born(launched))) for launched in result.instances]
+        return [record.result() for record in records]
+
+    async def _check_cap(self, count: int) -> None:
+        most = self._terms.config.max_instances
+        live = await self._context.store.count_live()
+        if live + count > most:
+            raise CapacityError(
+                f"{count} more instances would make {live + count}; max-instances is {most}",
+                fix="raise --max-instances and run remuda refresh, or try later",
+            )
+
+    async def _ask(self, request: LaunchRequest) -> LaunchResult:
+        """Launch, and know the answer even when cancelled meanwhile."""
+        launching = asyncio.ensure_future(self._context.compute.launch(request))
+        try:
+            result = await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            await asyncio.wait({launching}, timeout=LAUNCH_ANSWER_S)
+            if launching.done() and not launching.cancelled() and launching.exception() is None:
+                self._remember(launching.result())
+            launching.cancel()
+            raise
+        self._remember(result)
+        return result
+
+    def _remember(self, result: LaunchResult) -> None:
+        for launched in result.instances:
+            self._holdings.hold(self._born(launched), CREATED, recorded=False)
+
+    def _born(self, launched: Launched) -> Instance:
+        terms = self._terms
+        wanted = terms.request.resource_class
+        return Instance(
+            instance_id=launched.instance_id,
+            state=State.CREATED,
+            epoch=1,
+            threshold=to_milliseconds(terms.provision.deadline),
+            run_id=terms.provision.run_id,
+            owner=f"{terms.provision.provision_id}/launch",
+            provision_id=terms.provision.provision_id,
+            resource_class=wanted.name,
+            instance_type=launched.instance_type,
+            usage_class=terms.request.usage_class,
+            cpu=wanted.cpu,
+            mmem=wanted.mmem,
+            scope=terms.scope,
+            tier=terms.request.tier,
+            created_at=to_milliseconds(self._context.clock.now()),
+            assignment=terms.assignment(launched.instance_id, 1),
+        )
+
+    async def _write_record(self, born: Instance) -> Instance:
+        why = f"launched for run {born.run_id}"
+        instance = await apply_surely(self._context, create(born, by=Actor.PROVISION, why=why))
+        self._holdings.hold(instance, CREATED)
+        self._context.journal.note("create", why, instance_id=instance.instance_id, target=State.CREATED.value)
+        return instance
+
+    async def _await_registration(self, instance: Instance) -> Ready:
+        wait = SignalWait(
+            self._context, instance_id=instance.instance_id, epoch=instance.epoch, verdict_of=registration_verdict
+        )
+        waited = await wait.wait(until=self._terms.until)
+        if waited.verdict is Verdict.OK:
+            return Ready(instance=instance, source=CREATED, report=waited.report)
+        raise_if_hopeless(waited)
+        why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
+        if waited.ended is Ended.TIMEOUT:
+            raise TimedOut(why)
+        raise Unavailable(why)

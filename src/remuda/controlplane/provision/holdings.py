@@ -1,0 +1,116 @@
+"""What a provision holds, or may hold: written down before each call, so that it can be given back at any await."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from remuda.controlplane.context import Context, each, removal_credential, transition
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.instance import ASSIGNED, Credential, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision, ProvisionStatus, released
+from remuda.domain.transitions import Actor, Cause, End, Release, tombstone
+
+#: How long a rollback may take: after that, sweeps finish it.
+ROLLBACK_LIMIT_S = 10.0
+#: How often one instance is tried again while its record moves.
+GIVE_BACK_TRIES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    #: The record as we know it, or as it will be if a write under way succeeds.
+    instance: Instance
+    source: str
+    #: Whether the record is known to exist: a launch whose record was not written yet has none.
+    recorded: bool = True
+
+
+class Holdings:
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+
+    def hold(self, instance: Instance, source: str, *, recorded: bool = True) -> None:
+        self._held[instance.instance_id] = Held(instance=instance, source=source, recorded=recorded)
+
+    def drop(self, instance_id: str) -> None:
+        self._held.pop(instance_id, None)
+
+    def all(self) -> tuple[Held, ...]:
+        return tuple(self._held.values())
+
+
+async def roll_back(
+    context: Context, config: PoolConfig, provision: Provision, holdings: Holdings, *, why: str
+) -> None:
+    """One conditional write for each instance, then the provision's: nothing here waits for a machine."""
+    try:
+        async with asyncio.timeout(ROLLBACK_LIMIT_S):
+            removal = await removal_credential(context, config, _scope(holdings)) if holdings.all() else None
+            results = await each(holdings.all(), lambda held: _give_back(context, config, held, removal, why=why))
+            for result in results:
+                if isinstance(result, RemudaError):
+                    context.journal.note("rollback-incomplete", result.message)
+            await _close(context, provision, why=why)
+    except (TimeoutError, RemudaError) as error:
+        context.journal.note("rollback-incomplete", f"sweeps will finish it ({error or 'time is up'})")
+
+
+def _scope(holdings: Holdings) -> str:
+    return holdings.all()[0].instance.scope
+
+
+async def _give_back(context: Context, config: PoolConfig, held: Held, removal: Credential | None, *, why: str) -> None:
+    if not held.recorded:
+        await _bury(context, held.instance, why=why)
+        return
+    instance = held.instance
+    for _ in range(GIVE_BACK_TRIES):
+        event: End | Release
+        if instance.state is State.CREATED:
+            event = End(cause=Cause.RELEASED, owner=held.instance.owner)
+        elif instance.state in ASSIGNED and removal is not None:
+            event = Release(
+                release_time_s=config.lifetimes.release_time_s, credential=removal, owner=held.instance.owner
+            )
+        else:
+            return
+        try:
+            await transition(context, instance, event, by=Actor.PROVISION, why=why)
+        except Conflict as conflict:
+            current = conflict.current
+            if not isinstance(current, Instance) or current.owner != held.instance.owner or current == instance:
+                return
+            instance = current
+        else:
+            return
+
+
+async def _bury(context: Context, instance: Instance, *, why: str) -> None:
+    """A machine that was launched and whose record may be missing: lock the record, then ask for its end."""
+    now = context.clock.now()
+    stone = replace(
+        instance, state=State.TERMINATING, threshold=now, run_id="", last_run_id=instance.run_id, assignment=None
+    )
+    try:
+        await context.store.apply(tombstone(stone, by=Actor.PROVISION, now=now, why=why))
+        context.journal.note("tombstone", why, instance_id=instance.instance_id)
+    except Conflict as conflict:
+        current = conflict.current
+        if not isinstance(current, Instance) or current.owner != instance.owner or current.state is not State.CREATED:
+            return
+        event = End(cause=Cause.RELEASED, owner=instance.owner)
+        await transition(context, current, event, by=Actor.PROVISION, why=why)
+    await context.compute.terminate([instance.instance_id])
+
+
+async def _close(context: Context, provision: Provision, *, why: str) -> None:
+    current: Provision | None = provision
+    while current is not None and current.status is not ProvisionStatus.RELEASED:
+        try:
+            await context.store.replace_provision(current, released(current, now=context.clock.now(), why=why))
+        except Conflict as conflict:
+            current = conflict.current if isinstance(conflict.current, Provision) else None
+        else:
+            return

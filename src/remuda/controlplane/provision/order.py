@@ -1,0 +1,57 @@
+"""What a provision is asked for and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from remuda.domain.instance import Instance
+from remuda.domain.resources import Tier, TypePatterns, UsageClass
+
+POOL = "pool"
+CREATED = "created"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvisionOrder:
+    run_id: str
+    attempt: int
+    count: int
+    resource_class: str
+    usage_class: UsageClass
+    patterns: TypePatterns
+    scope: str
+    tier: Tier
+    #: None: the pool's.
+    max_runtime_s: float | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provisioned:
+    instance: Instance
+    #: `pool` or `created`.
+    source: str
+    #: What the runner's own registration took on the machine, where it said so.
+    registration_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvisionResult:
+    run_id: str
+    provision_id: str
+    label: str
+    instances: tuple[Provisioned, ...]
+    seconds: float
+    phases: Mapping[str, float]
+    calls: Mapping[str, Mapping[str, int]]
+    #: Messages that were looked at and not used, and why.
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def reused(self) -> int:
+        return sum(1 for item in self.instances if item.source == POOL)
+
+    @property
+    def created(self) -> int:
+        return len(self.instances) - self.reused

@@ -1,0 +1,195 @@
+"""Claim workers: each takes one idle instance from the pool and waits until it is registered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from remuda.controlplane.context import Context, apply_surely, transition
+from remuda.controlplane.provision.holdings import Holdings
+from remuda.controlplane.provision.order import POOL
+from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.waiting import Ended, SignalWait, Waited
+from remuda.domain.errors import Conflict, Unavailable, UserError
+from remuda.domain.instance import Assignment, Credential, Instance
+from remuda.domain.pool_config import PoolConfig, runner_name
+from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.resources import PoolMessage, Request
+from remuda.domain.signals import CREDENTIAL_REFUSED, Report, Signal, Verdict, registration_verdict
+from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
+from remuda.ports.pool import Delivery
+
+#: A warm machine that has not registered by then is too slow.
+CLAIM_WAIT_S = 60.0
+#: So many claimed machines more than asked for may fail before the provision gives up: a fault of ours would else
+#: burn the whole pool.
+SPARE_FAILURES = 3
+#: How old the shared knowledge that the provision is open may be.
+OPEN_CHECK_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """Registered, runner off: ready to be committed."""
+
+    instance: Instance
+    source: str
+    report: Report | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What all instances of one provision have in common."""
+
+    config: PoolConfig
+    provision: Provision
+    request: Request
+    scope: str
+    registration: Credential
+    #: The provision's deadline on our own monotonic clock.
+    until: float
+
+    def assignment(self, instance_id: str, epoch: int) -> Assignment:
+        return Assignment(
+            url=f"{self.config.github_url}/{self.scope}",
+            runner_name=runner_name(self.config.pool, epoch, instance_id),
+            labels=(self.provision.run_id, self.provision.resource_class),
+            credential=self.registration,
+        )
+
+
+class Selection:
+    def __init__(self, context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings) -> None:
+        self._context = context
+        self._terms = terms
+        self._pickup = pickup
+        self._holdings = holdings
+        self._failures = 0
+        # Its record was written just now.
+        self._open_until = context.clock.monotonic() + OPEN_CHECK_S
+
+    async def take_one(self) -> Ready | None:
+        """An instance from the pool, registered; None when the pool has none that fits."""
+        while True:
+            delivery = await self._pickup.next()
+            if delivery is None or delivery.message is None:
+                return None
+            await self._check_open()
+            claimed = await self._claim(delivery, delivery.message)
+            if claimed is None:
+                continue
+            ready = await self._await_registration(claimed)
+            if ready is not None:
+                return ready
+
+    async def _check_open(self) -> None:
+        """A shared, recent read will do: the commit point catches what slips through."""
+        now = self._context.clock.monotonic()
+        if now < self._open_until:
+            return
+        self._open_until = now + OPEN_CHECK_S
+        ours = self._terms.provision
+        current = await self._context.store.get_provision(ours.run_id, ours.provision_id)
+        if current is None or current.status is not ProvisionStatus.OPEN:
+            raise Conflict(f"run {ours.run_id} was released while it was being provisioned", current=current)
+
+    async def _claim(self, delivery: Delivery, message: PoolMessage) -> Instance | None:
+        context, terms = self._context, self._terms
+        now: datetime = context.clock.now()
+        owner = f"{terms.provision.provision_id}/{context.ids.new('w-')}"
+        hint = presumed(message, now=now)
+        change = advance(
+            hint,
+            Claim(
+                run_id=terms.provision.run_id,
+                owner=owner,
+                provision_id=terms.provision.provision_id,
+                scope=terms.scope,
+                tier=terms.request.tier,
+                threshold=terms.provision.deadline,
+                assignment=terms.assignment(message.id, message.epoch + 1),
+                margin_s=terms.config.lifetimes.margin_s,
+            ),
+            by=Actor.PROVISION,
+            now=now,
+            why=f"fits run {terms.provision.run_id}",
+        )
+        # Before the call: if it is cut, the write may have happened all the same.
+        self._holdings.hold(change.applied_to(hint), POOL)
+        try:
+            claimed = await apply_surely(context, change)
+        except Conflict as conflict:
+            self._holdings.drop(message.id)
+            self._pickup.refused["lost"] += 1
+            self._pickup.used(delivery)
+            context.journal.note("claim-lost", _why_lost(conflict.current, message), instance_id=message.id)
+            return None
+        self._holdings.hold(claimed, POOL)
+        self._pickup.used(delivery)
+        context.journal.note(
+            "claim-won", f"fits run {claimed.run_id}", instance_id=claimed.instance_id, epoch=claimed.epoch
+        )
+        return claimed
+
+    async def _await_registration(self, claimed: Instance) -> Ready | None:
+        clock = self._context.clock
+        wait = SignalWait(
+            self._context, instance_id=claimed.instance_id, epoch=claimed.epoch, verdict_of=registration_verdict
+        )
+        waited = await wait.wait(until=min(self._terms.until, clock.monotonic() + CLAIM_WAIT_S))
+        if waited.verdict is Verdict.OK:
+            return Ready(instance=claimed, source=POOL, report=waited.report)
+        raise_if_hopeless(waited)
+        await self._give_up(claimed, waited)
+        return None
+
+    async def _give_up(self, claimed: Instance, waited: Waited) -> None:
+        failed = waited.ended is Ended.VERDICT
+        event = End(
+            cause=Cause.FAILED if failed else Cause.TIMED_OUT,
+            report=waited.report,
+            owner=claimed.owner,
+        )
+        why = describe_failure(waited)
+        self._pickup.refused["failed"] += 1
+        try:
+            await transition(self._context, claimed, event, by=Actor.PROVISION, why=why)
+        except Conflict:
+            self._context.journal.note("claim-lost", "taken away meanwhile", instance_id=claimed.instance_id)
+        self._holdings.drop(claimed.instance_id)
+        self._failures += 1
+        if self._failures > self._terms.provision.count + SPARE_FAILURES:
+            raise Unavailable(f"{self._failures} instances of the pool failed to register; the last: {why}")
+
+
+def _why_lost(current: object, message: PoolMessage) -> str:
+    if not isinstance(current, Instance):
+        return "the message is stale: there is no record"
+    if current.epoch != message.epoch:
+        return f"the message is stale: assignment {message.epoch}, the record is at {current.epoch}"
+    return f"the record is {current.state}, or about to expire"
+
+
+def describe_failure(waited: Waited) -> str:
+    if waited.ended is Ended.VERDICT and waited.report is not None:
+        return f"{waited.report.signal}: {waited.report.detail}"
+    return f"not registered: {waited.ended.value}"
+
+
+def raise_if_hopeless(waited: Waited) -> None:
+    """A credential that the forge refuses, or a script that fails, would fail everywhere."""
+    report = waited.report
+    if waited.verdict is not Verdict.FAILED or report is None:
+        return
+    if CREDENTIAL_REFUSED in report.detail:
+        raise UserError(
+            f"GitHub refused the registration: {report.detail}",
+            field="github-token",
+            fix="check the credential's rights on the scope and run remuda refresh",
+        )
+    if report.signal is Signal.UD_FAILED:
+        raise UserError(
+            f"the pre-runner script failed: {report.detail}",
+            field="pre-runner-script",
+            fix="mend the script and run remuda refresh",
+        )

@@ -1,0 +1,152 @@
+"""The configuration half of a refresh."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from remuda.controlplane.context import Context
+from remuda.controlplane.refresh.result import Tally
+from remuda.domain.errors import Conflict, RemudaError, UserError
+from remuda.domain.pool_config import PoolConfig, ScopeTokens
+from remuda.domain.resources import ResourceClass
+from remuda.domain.thresholds import Lifetimes
+from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.forge import Forge
+
+#: A token is replaced when less than this is left of its hour.
+TOKEN_LEFT_S = 3_000.0
+#: How often a write is tried again when another refresh was first.
+TRIES = 5
+
+#: What changes with every refresh and is not worth a line.
+_BOOKKEEPING = frozenset({"applied_at", "revision", "tokens"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Desired:
+    """What the operator wants, from flags, environment and file."""
+
+    pool: str
+    classes: tuple[ResourceClass, ...]
+    lifetimes: Lifetimes
+    max_instances: int
+    github_url: str
+    scope: str
+    launch: Mapping[str, str] = field(default_factory=dict)
+
+
+async def apply_configuration(context: Context, desired: Desired, tally: Tally) -> PoolConfig:
+    forge = _forge(context)
+    created = await asyncio.gather(
+        context.store.prepare(),
+        context.pool.prepare([resource_class.name for resource_class in desired.classes]),
+        context.compute.prepare(desired.launch),
+    )
+    tally.applied.extend(line for lines in created for line in lines)
+    tokens: ScopeTokens | None = None
+    for _ in range(TRIES):
+        stored = await context.store.get_config()
+        kept = stored.tokens if stored else ()
+        if tokens is None and not _fresh(context, kept, desired.scope):
+            tokens = await _mint(forge, desired.scope)
+        config = PoolConfig(
+            pool=desired.pool,
+            classes=desired.classes,
+            lifetimes=desired.lifetimes,
+            max_instances=desired.max_instances,
+            github_url=desired.github_url,
+            launch=dict(desired.launch),
+            applied_at=to_milliseconds(context.clock.now()),
+            revision=stored.revision + 1 if stored else 1,
+            tokens=_with(kept, tokens),
+        )
+        changes = _changes(stored, config)
+        if tokens:
+            changes.append(f"tokens for {desired.scope}")
+        if stored is not None and not changes:
+            return stored
+        try:
+            await context.store.put_config(config)
+        except Conflict:
+            continue
+        tally.applied.extend(changes)
+        return await keep_tokens_fresh(context, config, tally)
+    raise Conflict("the pool's configuration keeps changing; is another refresh at work?")
+
+
+async def keep_tokens_fresh(context: Context, config: PoolConfig, tally: Tally) -> PoolConfig:
+    """Mint again what runs out, for every scope that the pool serves."""
+    if context.forge is None:
+        return config
+    for scope in [tokens.scope for tokens in config.tokens]:
+        if _fresh(context, config.tokens, scope):
+            continue
+        try:
+            minted = await _mint(context.forge, scope)
+            after = replace(
+                config,
+                tokens=_with(config.tokens, minted),
+                revision=config.revision + 1,
+                applied_at=to_milliseconds(context.clock.now()),
+            )
+            await context.store.put_config(after)
+        except Conflict as conflict:
+            # Another refresh was first; its tokens are as good.
+            config = conflict.current if isinstance(conflict.current, PoolConfig) else config
+        except RemudaError as error:
+            tally.error(f"tokens for {scope}: {error.message}")
+        else:
+            config = after
+            tally.applied.append(f"tokens for {scope}")
+    return config
+
+
+def _forge(context: Context) -> Forge:
+    if context.forge is None:
+        raise UserError(
+            "refresh needs a GitHub credential",
+            field="github-token",
+            fix="set REMUDA_GITHUB_TOKEN",
+        )
+    return context.forge
+
+
+def _fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str) -> bool:
+    now = context.clock.now()
+    return any(
+        (min(item.registration.expires_at, item.removal.expires_at) - now).total_seconds() > TOKEN_LEFT_S
+        for item in tokens
+        if item.scope.lower() == scope.lower()
+    )
+
+
+async def _mint(forge: Forge, scope: str) -> ScopeTokens:
+    registration, removal = await asyncio.gather(forge.registration_token(scope), forge.removal_token(scope))
+    return ScopeTokens(scope=scope, registration=registration, removal=removal)
+
+
+def _with(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tuple[ScopeTokens, ...]:
+    if new is None:
+        return tokens
+    return (*(item for item in tokens if item.scope.lower() != new.scope.lower()), new)
+
+
+def _changes(stored: PoolConfig | None, config: PoolConfig) -> list[str]:
+    if stored is None:
+        return [f"configuration of pool {config.pool}"]
+    changed: list[str] = []
+    for item in fields(PoolConfig):
+        before, after = getattr(stored, item.name), getattr(config, item.name)
+        if item.name in _BOOKKEEPING or before == after:
+            continue
+        if isinstance(before, Lifetimes):
+            changed += [
+                f"{part.name}: {getattr(before, part.name):g} to {getattr(after, part.name):g}"
+                for part in fields(Lifetimes)
+                if getattr(before, part.name) != getattr(after, part.name)
+            ]
+        else:
+            changed.append(item.name)
+    return changed

@@ -1,0 +1,60 @@
+"""Ghost registrations: runners with our prefix that no assignment owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from remuda.controlplane.context import Context, each
+from remuda.controlplane.refresh.machines import Sightings
+from remuda.controlplane.refresh.result import Tally
+from remuda.domain.errors import RemudaError
+from remuda.domain.ghosts import ghost_reason
+from remuda.domain.instance import Instance
+from remuda.domain.pool_config import PoolConfig, parse_runner_name
+from remuda.ports.forge import Deletion, ForgeRunner
+
+
+class GhostSweep:
+    def __init__(self, context: Context, config: PoolConfig, tally: Tally, sightings: Sightings) -> None:
+        self._context = context
+        self._config = config
+        self._tally = tally
+        self._sightings = sightings
+
+    async def run(self, runners: Mapping[str, Sequence[ForgeRunner]]) -> None:
+        """`runners` were listed before: the records are read now."""
+        ours = [
+            (scope, runner, parsed[1])
+            for scope, listed in runners.items()
+            for runner in listed
+            if (parsed := parse_runner_name(self._config.pool, runner.name)) is not None
+        ]
+        records = await self._context.store.get_many({instance_id for _, _, instance_id in ours})
+        ghosts = [
+            (scope, runner, why)
+            for scope, runner, instance_id in ours
+            if (why := self._why(runner, records.get(instance_id))) is not None
+        ]
+        for result in await each(ghosts, lambda ghost: self._remove(*ghost)):
+            if isinstance(result, RemudaError):
+                self._tally.error(f"ghost registrations: {result.message}")
+
+    def _why(self, runner: ForgeRunner, record: Instance | None) -> str | None:
+        since = self._sightings.since(f"ghost:{runner.name}") if record is None else None
+        return ghost_reason(
+            runner.name,
+            record,
+            pool=self._config.pool,
+            unrecorded_since=since,
+            now=self._context.clock.now(),
+            grace_s=self._config.lifetimes.ghost_grace_s,
+        )
+
+    async def _remove(self, scope: str, runner: ForgeRunner, why: str) -> None:
+        forge = self._context.forge
+        if forge is None:
+            return
+        deletion = await forge.delete_runner(scope, runner.runner_id)
+        self._context.journal.note("ghost", f"{why}: {deletion.value}", runner=runner.name, scope=scope)
+        if deletion is not Deletion.BUSY:
+            self._tally.removed.append(runner.name)

@@ -1,0 +1,132 @@
+"""Machines against records: those without a record, records without a machine, and ends to be confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+from remuda.controlplane.context import Context, each, transition
+from remuda.controlplane.refresh.result import Tally
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.resources import UsageClass
+from remuda.domain.timestamps import to_milliseconds
+from remuda.domain.transitions import Actor, Cause, Confirm, End, tombstone
+from remuda.ports.compute import PROVISION_TAG, MachineState, MachineView
+from remuda.ports.store import InstanceStore
+
+T = TypeVar("T")
+
+_OVER = frozenset({MachineState.SHUTTING_DOWN, MachineState.TERMINATED})
+
+
+class Sightings:
+    """Since when something has looked amiss. What looks right again is dropped."""
+
+    def __init__(self, known: Mapping[str, datetime], *, now: datetime) -> None:
+        self._known = dict(known)
+        self._now = now
+        self._seen: dict[str, datetime] = {}
+
+    def since(self, what: str) -> datetime:
+        """Note a sighting; the time of the first one."""
+        self._seen[what] = self._known.get(what, to_milliseconds(self._now))
+        return self._seen[what]
+
+    async def save(self, store: InstanceStore) -> None:
+        if self._seen != self._known:
+            await store.put_sightings(self._seen)
+
+
+class MachineSweep:
+    def __init__(self, context: Context, config: PoolConfig, tally: Tally, sightings: Sightings) -> None:
+        self._context = context
+        self._config = config
+        self._tally = tally
+        self._sightings = sightings
+
+    async def run(self, views: Sequence[MachineView], records: Mapping[str, Instance]) -> None:
+        machines = {view.instance_id: view for view in views}
+        unknown = [key for key in machines if key not in records]
+        # The search may lag: what it missed is read by key before it is called unrecorded.
+        known = {**records, **await self._context.store.get_many(unknown)}
+        live = [item for item in known.values() if item.state not in ABSORBING]
+        await self._each(live, lambda item: self._close_if_gone(item, machines.get(item.instance_id)))
+        strays = [machines[key] for key in unknown if key not in known]
+        await self._each(strays, self._bury_if_stray)
+        await self._terminate(machines, known)
+
+    async def _each(self, items: Sequence[T], work: Callable[[T], Awaitable[None]]) -> None:
+        for result in await each(items, work):
+            if isinstance(result, RemudaError) and not isinstance(result, Conflict):
+                self._tally.error(f"machines: {result.message}")
+
+    async def _close_if_gone(self, instance: Instance, view: MachineView | None) -> None:
+        if view is not None and view.state not in _OVER:
+            return
+        if view is None and not self._is_missing(instance):
+            return
+        why = f"the machine is {view.state}" if view else "the machine is not found any more"
+        await transition(self._context, instance, End(cause=Cause.GONE), by=Actor.REFRESH, why=why)
+        self._tally.retired[instance.instance_id] = why
+
+    def _is_missing(self, instance: Instance) -> bool:
+        """Not found twice, far enough apart, past the launch: a list may lag."""
+        now = self._context.clock.now()
+        grace = timedelta(seconds=self._config.lifetimes.gone_after_s)
+        return now - self._sightings.since(f"missing:{instance.instance_id}") >= grace and (
+            now - instance.created_at >= grace
+        )
+
+    async def _bury_if_stray(self, view: MachineView) -> None:
+        now = self._context.clock.now()
+        grace = timedelta(seconds=self._config.lifetimes.unrecorded_grace_s)
+        if view.state in _OVER or now - view.launched_at < grace:
+            return
+        stone = Instance(
+            instance_id=view.instance_id,
+            state=State.TERMINATING,
+            epoch=1,
+            threshold=to_milliseconds(now),
+            resource_class="",
+            instance_type=view.instance_type,
+            usage_class=UsageClass.ON_DEMAND,
+            cpu=0,
+            mmem=0,
+            created_at=to_milliseconds(view.launched_at),
+            provision_id=view.tags.get(PROVISION_TAG, ""),
+            retire=Cause.UNRECORDED.value,
+        )
+        why = "a machine of this pool without a record"
+        await self._context.store.apply(tombstone(stone, by=Actor.REFRESH, now=now, why=why))
+        self._context.journal.note("tombstone", why, instance_id=view.instance_id)
+        self._tally.retired[view.instance_id] = why
+
+    async def _terminate(self, machines: Mapping[str, MachineView], known: Mapping[str, Instance]) -> None:
+        """Ask until it is confirmed; also for machines that live on although their record says terminated."""
+        revived = [
+            key
+            for key, view in machines.items()
+            if key in known and known[key].state is State.TERMINATED and view.state not in _OVER
+        ]
+        ending = {key for key, item in known.items() if item.state is State.TERMINATING} | set(self._tally.retired)
+        if not ending and not revived:
+            return
+        asked = [*sorted(ending), *revived]
+        for instance_id, why in (await self._context.compute.terminate(asked)).items():
+            self._tally.error(f"{instance_id} could not be terminated: {why}")
+        views = await self._context.compute.describe(sorted(ending))
+        records = await self._context.store.get_many(sorted(ending))
+        waiting = [item for item in records.values() if item.state is State.TERMINATING]
+        await self._each(waiting, lambda item: self._confirm(item, views.get(item.instance_id)))
+
+    async def _confirm(self, instance: Instance, view: MachineView | None) -> None:
+        if view is not None and view.state is not MachineState.TERMINATED:
+            return
+        if view is None and not self._is_missing(instance):
+            return
+        event = Confirm(keep_records_s=self._config.lifetimes.keep_records_s)
+        await transition(self._context, instance, event, by=Actor.REFRESH, why="the machine has ended")
+        self._tally.terminated.append(instance.instance_id)

@@ -1,0 +1,70 @@
+"""Provisions that nobody finishes any more, and the instances that they still hold."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from remuda.controlplane.context import Context, each, removal_credential, transition
+from remuda.controlplane.refresh.result import Tally
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.instance import ASSIGNED, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision, ProvisionStatus, released, settled
+from remuda.domain.transitions import Actor, Cause, End, Release
+
+#: A released provision is looked at for so long after its deadline: a claim under way may come late.
+SETTLE_AFTER_S = 60.0
+
+
+class ProvisionSweep:
+    def __init__(self, context: Context, config: PoolConfig, tally: Tally) -> None:
+        self._context = context
+        self._config = config
+        self._tally = tally
+
+    async def run(self) -> None:
+        margin = timedelta(seconds=self._config.lifetimes.margin_s)
+        unsettled = await self._context.store.unsettled_provisions(self._context.clock.now() - margin)
+        for provision, result in zip(unsettled, await each(unsettled, self._one), strict=True):
+            if isinstance(result, RemudaError) and not isinstance(result, Conflict):
+                self._tally.error(f"provision {provision.provision_id}: {result.message}")
+
+    async def _one(self, provision: Provision) -> None:
+        if provision.status is ProvisionStatus.OPEN:
+            provision = await self._release(provision)
+        found = await self._context.store.find_by_provision(provision.provision_id)
+        ids = {*provision.instance_ids, *(instance.instance_id for instance in found)}
+        records = await self._context.store.get_many(ids)
+        held = [
+            instance
+            for instance in records.values()
+            if instance.provision_id == provision.provision_id and instance.state in ASSIGNED
+        ]
+        for result in await each(held, self._take_back):
+            if isinstance(result, RemudaError) and not isinstance(result, Conflict):
+                self._tally.error(f"provision {provision.provision_id}: {result.message}")
+        if not held and self._is_late(provision, self._context.clock.now()):
+            await self._context.store.replace_provision(provision, settled(provision))
+
+    async def _release(self, provision: Provision) -> Provision:
+        after = released(provision, now=self._context.clock.now(), why="its deadline passed before the commit")
+        await self._context.store.replace_provision(provision, after)
+        self._context.journal.note("provision-closed", after.why, run_id=provision.run_id)
+        return after
+
+    def _is_late(self, provision: Provision, now: datetime) -> bool:
+        latest = max(provision.deadline, provision.released_at or provision.deadline)
+        return now - latest >= timedelta(seconds=SETTLE_AFTER_S + self._config.lifetimes.margin_s)
+
+    async def _take_back(self, instance: Instance) -> None:
+        why = "its provision was released"
+        event: End | Release
+        if instance.state is State.CREATED:
+            event = End(cause=Cause.RELEASED)
+        else:
+            credential = await removal_credential(self._context, self._config, instance.scope)
+            event = Release(release_time_s=self._config.lifetimes.release_time_s, credential=credential)
+        await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
+        self._tally.rolled_back.append(instance.instance_id)
+        if isinstance(event, End):
+            self._tally.retired[instance.instance_id] = why

@@ -1,0 +1,64 @@
+"""What a refresh did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from remuda.controlplane.context import Context
+from remuda.ports.journal import Journal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefreshResult:
+    #: What of the configuration changed, one sentence each.
+    applied: tuple[str, ...]
+    #: Instances that were locked for their end, and those whose end is confirmed.
+    retired: Mapping[str, str]
+    terminated: tuple[str, ...]
+    #: Instances taken back from provisions that failed, crashed or were released.
+    rolled_back: tuple[str, ...]
+    announced: tuple[str, ...]
+    #: Interrupted releases that were brought to their end.
+    finished: tuple[str, ...]
+    #: Registrations that nobody owns.
+    removed: tuple[str, ...]
+    forgotten: int
+    errors: tuple[str, ...]
+    seconds: float
+    calls: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+class Tally:
+    """Collects as the sweeps go."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.applied: list[str] = []
+        self.retired: dict[str, str] = {}
+        self.terminated: list[str] = []
+        self.rolled_back: list[str] = []
+        self.announced: list[str] = []
+        self.finished: list[str] = []
+        self.removed: list[str] = []
+        self.forgotten = 0
+        self.errors: list[str] = []
+
+    def error(self, what: str) -> None:
+        self.errors.append(what)
+        self._journal.note("sweep-failed", what)
+
+    def result(self, context: Context, started: float) -> RefreshResult:
+        return RefreshResult(
+            applied=tuple(self.applied),
+            retired=dict(self.retired),
+            terminated=tuple(self.terminated),
+            rolled_back=tuple(self.rolled_back),
+            announced=tuple(self.announced),
+            finished=tuple(self.finished),
+            removed=tuple(self.removed),
+            forgotten=self.forgotten,
+            errors=tuple(self.errors),
+            seconds=round(context.clock.monotonic() - started, 4),
+            calls=context.calls.by_service(),
+        )

@@ -1,0 +1,148 @@
+"""The sweeps: what is expired, lost, half done or nobody's is found and finished.
+
+The outside world is listed *before* the records are read: what a list shows and the records then disown stays
+disowned. Each sweep stands alone; one that fails is reported, and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from remuda.controlplane.context import Context, each, transition
+from remuda.controlplane.handshake import announce, settle
+from remuda.controlplane.refresh.ghosts import GhostSweep
+from remuda.controlplane.refresh.machines import MachineSweep, Sightings
+from remuda.controlplane.refresh.provisions import ProvisionSweep
+from remuda.controlplane.refresh.result import Tally
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.instance import ABSORBING, LIVE, Instance, State, retirement
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.signals import Report, Verdict, registration_verdict
+from remuda.domain.thresholds import expired
+from remuda.domain.transitions import Actor, Cause, End, Retire
+from remuda.ports.compute import MachineView
+from remuda.ports.forge import ForgeRunner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outside:
+    """What was listed before the records were read. None where it could not be."""
+
+    machines: Sequence[MachineView] | None
+    runners: Mapping[str, Sequence[ForgeRunner]]
+
+
+class Sweep:
+    def __init__(self, context: Context, config: PoolConfig, tally: Tally) -> None:
+        self._context = context
+        self._config = config
+        self._tally = tally
+
+    async def run(self) -> None:
+        context, config, tally = self._context, self._config, self._tally
+        outside = await self._look_outside()
+        sightings = Sightings(await context.store.get_sightings(), now=context.clock.now())
+        await self._guarded("provisions", ProvisionSweep(context, config, tally).run)
+        records = {item.instance_id: item for item in await context.store.find(LIVE)}
+        reports = await context.store.get_reports([key for key, item in records.items() if item.state not in ABSORBING])
+        await self._guarded("records", lambda: self._sweep_records(records, reports))
+        if outside.machines is not None:
+            machines = MachineSweep(context, config, tally, sightings)
+            views = outside.machines
+            await self._guarded("machines", lambda: machines.run(views, records))
+        ghosts = GhostSweep(context, config, tally, sightings)
+        await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners))
+        await self._guarded("sightings", lambda: sightings.save(context.store))
+        await self._guarded("old records", self._forget)
+
+    async def _guarded(self, what: str, sweep: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await sweep()
+        except RemudaError as error:
+            self._tally.error(f"{what}: {error.message}")
+
+    async def _look_outside(self) -> Outside:
+        machines: Sequence[MachineView] | None = None
+        try:
+            machines = await self._context.compute.list_pool()
+        except RemudaError as error:
+            self._tally.error(f"machines: {error.message}")
+        runners: dict[str, Sequence[ForgeRunner]] = {}
+        forge = self._context.forge
+        scopes = [item.scope for item in self._config.tokens] if forge is not None else []
+        for scope in scopes:
+            try:
+                runners[scope] = await forge.list_runners(scope) if forge is not None else ()
+            except RemudaError as error:
+                self._tally.error(f"runners of {scope}: {error.message}")
+        return Outside(machines=machines, runners=runners)
+
+    async def _sweep_records(self, records: Mapping[str, Instance], reports: Mapping[str, Report]) -> None:
+        """Expired, failed, interrupted, to be announced: one decision for each record."""
+        due: list[Instance] = []
+
+        async def one(instance: Instance) -> None:
+            try:
+                after = await self._decide(instance, reports.get(instance.instance_id))
+            except Conflict:
+                # It moved on meanwhile: the next sweep sees it as it is then.
+                return
+            if after.state is State.IDLE and self._is_due(after):
+                due.append(after)
+
+        live = [item for item in records.values() if item.state not in ABSORBING]
+        for instance, result in zip(live, await each(live, one), strict=True):
+            if isinstance(result, RemudaError):
+                self._tally.error(f"{instance.instance_id}: {result.message}")
+        for error in await announce(self._context, due, by=Actor.REFRESH):
+            self._tally.error(f"announcements: {error.message}")
+        self._tally.announced.extend(item.instance_id for item in due)
+
+    async def _decide(self, instance: Instance, report: Report | None) -> Instance:
+        lifetimes = self._config.lifetimes
+        now = self._context.clock.now()
+        if expired(instance.threshold, now=now, margin_s=lifetimes.margin_s):
+            why = f"its time as {instance.state} is up"
+            return await self._end(instance, End(cause=Cause.EXPIRED, margin_s=lifetimes.margin_s), why)
+        if report is not None and report.notice and not instance.retire and instance.threshold > now:
+            reason = f"spot notice: {report.notice}"
+            instance = await self._go(instance, Retire(reason=reason), reason)
+        if instance.state is State.RELEASING:
+            before = instance
+            instance = await settle(self._context, self._config, instance, report, by=Actor.REFRESH)
+            if instance.state is State.IDLE:
+                self._tally.finished.append(instance.instance_id)
+            if instance.state in ABSORBING:
+                self._tally.retired[instance.instance_id] = instance.retire
+            if instance != before:
+                return instance
+        if instance.state is State.RUNNING and registration_verdict(report, instance.epoch) is Verdict.FAILED:
+            why = f"its runner failed: {report.detail if report else ''}"
+            return await self._end(instance, End(cause=Cause.FAILED, report=report), why)
+        if instance.state is State.IDLE and (reason := self._too_old(instance, now)):
+            return await self._end(instance, End(cause=Cause.RETIRED, reason=reason), reason)
+        return instance
+
+    def _too_old(self, instance: Instance, now: datetime) -> str:
+        lifetimes = self._config.lifetimes
+        # An idle instance has ended its use: one more would be counted when it ends the next.
+        return retirement(instance, now=now, max_age_s=lifetimes.max_age_s, max_uses=lifetimes.max_uses + 1)
+
+    async def _end(self, instance: Instance, event: End, why: str) -> Instance:
+        after = await self._go(instance, event, why)
+        self._tally.retired[instance.instance_id] = why
+        return after
+
+    async def _go(self, instance: Instance, event: End | Retire, why: str) -> Instance:
+        return await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
+
+    def _is_due(self, instance: Instance) -> bool:
+        if instance.announced_at is None:
+            return True
+        age = self._context.clock.now() - instance.announced_at
+        return age >= timedelta(seconds=self._config.lifetimes.reannounce_s)
+
+    async def _forget(self) -> None:
+        self._tally.forgotten = await self._context.store.forget(self._context.clock.now())

@@ -1,0 +1,55 @@
+"""Status: the fleet as the records, the pool and the provisions show it. Reads only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from remuda.controlplane.context import Context
+from remuda.domain.errors import NotFound
+from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.signals import Report
+
+#: How many provisions a status shows.
+RECENT_PROVISIONS = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolLevel:
+    idle: int
+    #: Messages: about as many as idle instances, sometimes stale or doubled.
+    hints: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    config: PoolConfig | None
+    instances: Sequence[Instance]
+    reports: Mapping[str, Report]
+    pools: Mapping[str, PoolLevel]
+    runs: Sequence[Provision]
+
+
+async def status(context: Context, *, everything: bool = False) -> Status:
+    """`everything` shows terminated instances too."""
+    config = await context.store.get_config()
+    states = LIVE | {State.TERMINATED} if everything else LIVE
+    instances = sorted(await context.store.find(states), key=lambda item: (item.created_at, item.instance_id))
+    idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
+    pools: dict[str, PoolLevel] = {}
+    for resource_class in config.classes if config else ():
+        try:
+            hints = await context.pool.depth(resource_class.name)
+        except NotFound:
+            hints = 0
+        pools[resource_class.name] = PoolLevel(idle=idle[resource_class.name], hints=hints)
+    return Status(
+        config=config,
+        instances=instances,
+        reports=await context.store.get_reports([item.instance_id for item in instances]),
+        pools=pools,
+        runs=await context.store.recent_provisions(RECENT_PROVISIONS),
+    )

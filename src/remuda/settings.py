@@ -1,0 +1,310 @@
+"""The only reader of the environment and of remuda.toml.
+
+A value comes from a flag, else from an environment variable, else from the file, else from its default; where each one
+came from is kept. `--idle-time-sec`, `REMUDA_IDLE_TIME_SEC` and `idle-time-sec` are the same setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+
+from remuda.domain.errors import UserError
+from remuda.domain.resources import (
+    DEFAULT_CLASSES,
+    ResourceClass,
+    Tier,
+    TypePatterns,
+    UsageClass,
+    check_run_id,
+    check_scope,
+    parse_classes,
+)
+from remuda.domain.thresholds import Lifetimes
+
+FILE_NAME = "remuda.toml"
+MAX_SCRIPT = 10_000
+DAY_S = 86_400.0
+LOCAL_MARGIN_S = 1.0
+AWS_MARGIN_S = 60.0
+
+#: What GitHub Actions sets by itself in a workflow.
+_GITHUB_VARIABLES = {
+    "run_id": "GITHUB_RUN_ID",
+    "run_attempt": "GITHUB_RUN_ATTEMPT",
+    "github_scope": "GITHUB_REPOSITORY",
+    "github_api_url": "GITHUB_API_URL",
+}
+
+_POOL_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
+
+
+def _seconds(default: float, least: float, most: float, what: str) -> Any:
+    return Field(
+        default=default,
+        ge=least,
+        le=most,
+        allow_inf_nan=False,
+        description=what,
+        json_schema_extra={"fix": f"give seconds from {least:g} to {most:g}"},
+    )
+
+
+def _whole(default: int, least: int, most: int, what: str) -> Any:
+    return Field(
+        default=default,
+        ge=least,
+        le=most,
+        description=what,
+        json_schema_extra={"fix": f"give a whole number from {least} to {most}"},
+    )
+
+
+class Settings(BaseModel):
+    """Every setting, with its default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    backend: Literal["local", "aws"] = Field(
+        default="local",
+        description="Where instances live.",
+        json_schema_extra={"fix": "use local or aws"},
+    )
+    dir: Path = Field(default=Path(".remuda"), description="State folder of the local backend.")
+    pool: str = Field(default="default", description="Name of the pool.")
+
+    github_scope: str = Field(default="remuda/demo", description="Organisation or owner/repo that runners register in.")
+    github_token: SecretStr | None = Field(default=None, description="Credential for GitHub (a secret).")
+    github_api_url: str = Field(default="", description="GitHub's API; the local backend has its own.")
+
+    run_id: str = Field(default="", description="The workflow's run id: label of its runners.")
+    run_attempt: int = _whole(1, 1, 1_000_000, "The workflow's attempt.")
+    instance_count: int = _whole(1, 1, 1_000, "How many runners.")
+    resource_class: str = Field(default="large", description="Class of the runners.")
+    usage_class: UsageClass = Field(
+        default=UsageClass.ON_DEMAND,
+        description="spot or on-demand.",
+        json_schema_extra={"fix": "use spot or on-demand"},
+    )
+    allowed_instance_types: TypePatterns = Field(
+        default=TypePatterns(("*",)), description="Instance types, such as 'c* m6i.large'."
+    )
+    tier: Tier = Field(
+        default=Tier.TRUSTED,
+        description="How far the run's code is trusted.",
+        json_schema_extra={"fix": "use trusted or untrusted"},
+    )
+
+    max_runtime_min: float = Field(
+        default=30.0,
+        ge=0.05,
+        le=7 * 1_440,
+        allow_inf_nan=False,
+        description="How long a run may keep its runners, in minutes.",
+        json_schema_extra={"fix": "give minutes from 0.05 to 10080"},
+    )
+    idle_time_sec: float = _seconds(420, 1, 7 * DAY_S, "How long an idle instance stays in the pool.")
+    release_time_sec: float = _seconds(300, 2, DAY_S, "How long a release may take.")
+    provision_timeout_sec: float = _seconds(300, 2, DAY_S, "By when a provision must be complete.")
+    max_age_sec: float = _seconds(86_400, 10, 365 * DAY_S, "Beyond this age an instance is not pooled again.")
+    max_uses: int = _whole(50, 1, 100_000, "After so many uses an instance is not pooled again.")
+    max_instances: int = _whole(100, 1, 100_000, "How many instances the pool may have.")
+    margin_sec: float | None = Field(
+        default=None,
+        ge=0.1,
+        le=3_600,
+        allow_inf_nan=False,
+        description="What clocks may differ by (local 1, aws 60).",
+        json_schema_extra={"fix": "give seconds from 0.1 to 3600"},
+    )
+    unrecorded_grace_sec: float = _seconds(300, 1, DAY_S, "How long a machine may lack a record.")
+    ghost_grace_sec: float = _seconds(900, 1, DAY_S, "How long a registration may lack a record.")
+    gone_after_sec: float = _seconds(60, 1, DAY_S, "A machine must be missing twice, so far apart, to be gone.")
+    reannounce_sec: float = _seconds(600, 1, DAY_S, "An idle instance is announced again after so long.")
+    keep_records_sec: float = _seconds(30 * DAY_S, 1, 3_650 * DAY_S, "How long records of ended instances are kept.")
+
+    resource_class_config: tuple[ResourceClass, ...] = Field(
+        default=DEFAULT_CLASSES, description='Own classes, as JSON: {"large": {"cpu": 2, "mmem": 4096}}.'
+    )
+    pre_runner_script: str = Field(
+        default="", description="Shell script that each new machine runs first: text, or @FILE."
+    )
+    boot_delay_sec: float = _seconds(0, 0, 600, "Local backend: how long a machine takes to boot.")
+    fault: str = Field(default="", description="Local backend: a failure to play, such as never-boots.")
+
+    @field_validator("pool")
+    @classmethod
+    def _check_pool(cls, value: str) -> str:
+        if not _POOL_NAME.fullmatch(value):
+            raise UserError(
+                f"pool is {value[:40]!r}", field="pool", fix="use up to 20 lower-case letters, digits and -"
+            )
+        return value
+
+    @field_validator("github_scope")
+    @classmethod
+    def _check_scope(cls, value: str) -> str:
+        return check_scope(value)
+
+    @field_validator("run_id", mode="before")
+    @classmethod
+    def _check_run_id(cls, value: Any) -> str:
+        return check_run_id(str(value)) if value != "" else ""
+
+    @field_validator("allowed_instance_types", mode="before")
+    @classmethod
+    def _parse_patterns(cls, value: Any) -> TypePatterns:
+        if isinstance(value, TypePatterns):
+            return value
+        return TypePatterns.parse(" ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+    @field_validator("resource_class_config", mode="before")
+    @classmethod
+    def _parse_classes(cls, value: Any) -> tuple[ResourceClass, ...]:
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"resource-class-config is not JSON: {error}",
+                    field="resource-class-config",
+                    fix='give JSON such as {"large": {"cpu": 2, "mmem": 4096}}',
+                ) from None
+        return parse_classes(value)
+
+    @field_validator("pre_runner_script")
+    @classmethod
+    def _read_script(cls, value: str) -> str:
+        if value.startswith("@"):
+            try:
+                value = Path(value[1:]).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"pre-runner-script {value!r} cannot be read: {error}",
+                    field="pre-runner-script",
+                    fix="give the text of a shell script, or @ and the path of one",
+                ) from None
+        if len(value) > MAX_SCRIPT:
+            raise UserError(
+                f"pre-runner-script is {len(value)} characters long",
+                field="pre-runner-script",
+                fix=f"keep it under {MAX_SCRIPT}; let it fetch what is longer",
+            )
+        return value
+
+    @property
+    def lifetimes(self) -> Lifetimes:
+        margin_s = self.margin_sec or (LOCAL_MARGIN_S if self.backend == "local" else AWS_MARGIN_S)
+        return Lifetimes(
+            provision_timeout_s=self.provision_timeout_sec,
+            max_runtime_s=self.max_runtime_min * 60,
+            idle_time_s=self.idle_time_sec,
+            release_time_s=self.release_time_sec,
+            max_age_s=self.max_age_sec,
+            max_uses=self.max_uses,
+            margin_s=margin_s,
+            unrecorded_grace_s=self.unrecorded_grace_sec,
+            ghost_grace_s=self.ghost_grace_sec,
+            gone_after_s=self.gone_after_sec,
+            reannounce_s=self.reannounce_sec,
+            keep_records_s=self.keep_records_sec,
+        )
+
+    def launch_options(self) -> dict[str, str]:
+        """What compute needs to know beyond the request."""
+        options = {
+            "boot-delay-s": f"{self.boot_delay_sec:g}" if self.boot_delay_sec else "",
+            "pre-runner-script": self.pre_runner_script,
+            "fault": self.fault,
+        }
+        return {name: value for name, value in options.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    settings: Settings
+    #: Where each value came from, in the user's words.
+    origins: Mapping[str, str]
+
+    def given(self, name: str) -> bool:
+        return self.origins[name] != "default"
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return "REMUDA_" + name.upper()
+
+
+def key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None = None) -> Loaded:
+    """Merge and check. One sentence for the first thing that is wrong, before any call is made."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = dict.fromkeys(Settings.model_fields, "default")
+    for name, value in _from_file(file, environ).items():
+        values[name], origins[name] = value, f"file: {key(name)}"
+    for name in Settings.model_fields:
+        for source in (_GITHUB_VARIABLES.get(name), variable(name)):
+            if source and environ.get(source):
+                values[name], origins[name] = environ[source], source
+        if flags.get(name) is not None:
+            values[name], origins[name] = flags[name], flag(name)
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        _refuse(error, origins)
+    except UserError as error:
+        field = error.field.replace("-", "_")
+        raise UserError(error.message, field=_shown(field, origins), fix=error.fix) from None
+    return Loaded(settings=settings, origins=origins)
+
+
+def _from_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    named = file or (Path(environ["REMUDA_CONFIG"]) if environ.get("REMUDA_CONFIG") else None)
+    path = named or Path(FILE_NAME)
+    if named is None and not path.exists():
+        return {}
+    fix = "mend it, or name another with --config"
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", field="config", fix=fix) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}", field="config", fix=fix) from None
+    known = {key(name): name for name in Settings.model_fields}
+    for given in document:
+        if given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "remuda config lists the settings"
+            raise UserError(f"{path} has an unknown key {given!r}", field=given, fix=hint)
+    return {known[given]: value for given, value in document.items()}
+
+
+def _shown(name: str, origins: Mapping[str, str]) -> str:
+    origin = origins.get(name, "default")
+    return flag(name) if origin == "default" else origin.removeprefix("file: ")
+
+
+def _refuse(error: ValidationError, origins: Mapping[str, str]) -> NoReturn:
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    schema = Settings.model_fields[name].json_schema_extra
+    fix = str(schema["fix"]) if isinstance(schema, dict) and "fix" in schema else first["msg"]
+    secret = name == "github_token"
+    shown = "(hidden)" if secret else repr(first["input"])[:80]
+    raise UserError(f"{_shown(name, origins)} is {shown}", field=_shown(name, origins), fix=fix) from None
