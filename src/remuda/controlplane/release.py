@@ -19,8 +19,8 @@ from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.signals import removal_verdict, took_s
 from remuda.domain.transitions import Actor, Cause, End, Release
 
-#: How often a waiting release looks at the threshold and the credential.
-LOOK_S = 20.0
+#: How often a waiting release looks at the record, its threshold and its credential.
+LOOK_S = 5.0
 #: How often a record that moves meanwhile is tried again.
 TRIES = 4
 
@@ -182,6 +182,8 @@ class _Releasing:
                 return _left(instance, "its heartbeat is dead; its threshold will retire it")
             if waited.ended is Ended.TIMEOUT:
                 return _left(instance, "it did not finish in time; its threshold will retire it")
+            if waited.ended is Ended.LOOK:
+                instance = await self._reread(instance)
             after = await settle(context, self._config, instance, waited.report, by=Actor.RELEASE)
             took = took_s(waited.report.detail) if waited.report else None
             if after.state is State.IDLE:
@@ -195,6 +197,13 @@ class _Releasing:
             if after.state is not State.RELEASING:
                 return Outcome(instance_id=instance.instance_id, fate=Fate.RETIRED, why=after.retire)
             instance = after
+
+    async def _reread(self, instance: Instance) -> Instance:
+        """The record may have moved meanwhile: a sweep may have ended it, another release finished it."""
+        current = await self._context.store.get(instance.instance_id)
+        if current is None or (current.state, current.epoch) != (instance.state, instance.epoch):
+            raise Conflict(f"{instance.instance_id} moved on", current=current)
+        return current
 
 
 def _skipped(instance: Instance, why: str) -> Outcome:

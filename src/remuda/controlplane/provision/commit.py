@@ -50,4 +50,4 @@ async def _record(context: Context, provision: Provision, instance_ids: tuple[st
                 raise
         else:
             break
-    context.journal.note("committed", f"{len(instance_ids)} instances run", run_id=provision.run_id)
+    context.journal.note("committed", f"all {len(instance_ids)} asked for are running", run_id=provision.run_id)

@@ -23,6 +23,8 @@ class RefreshResult:
     finished: tuple[str, ...]
     #: Registrations that nobody owns.
     removed: tuple[str, ...]
+    #: Messages about instances that are not idle any more.
+    dropped: int
     forgotten: int
     errors: tuple[str, ...]
     seconds: float
@@ -41,6 +43,7 @@ class Tally:
         self.announced: list[str] = []
         self.finished: list[str] = []
         self.removed: list[str] = []
+        self.dropped = 0
         self.forgotten = 0
         self.errors: list[str] = []
 
@@ -57,6 +60,7 @@ class Tally:
             announced=tuple(self.announced),
             finished=tuple(self.finished),
             removed=tuple(self.removed),
+            dropped=self.dropped,
             forgotten=self.forgotten,
             errors=tuple(self.errors),
             seconds=round(context.clock.monotonic() - started, 4),

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from remuda.controlplane.context import Context, each, transition
 from remuda.controlplane.handshake import announce, settle
 from remuda.controlplane.refresh.ghosts import GhostSweep
+from remuda.controlplane.refresh.hints import HintSweep
 from remuda.controlplane.refresh.machines import MachineSweep, Sightings
 from remuda.controlplane.refresh.provisions import ProvisionSweep
 from remuda.controlplane.refresh.result import Tally
@@ -52,6 +53,8 @@ class Sweep:
             machines = MachineSweep(context, config, tally, sightings)
             views = outside.machines
             await self._guarded("machines", lambda: machines.run(views, records))
+        hints = HintSweep(context, config, tally)
+        await self._guarded("stale hints", lambda: hints.run(self._still_idle(records)))
         ghosts = GhostSweep(context, config, tally, sightings)
         await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners))
         await self._guarded("sightings", lambda: sightings.save(context.store))
@@ -143,6 +146,9 @@ class Sweep:
             return True
         age = self._context.clock.now() - instance.announced_at
         return age >= timedelta(seconds=self._config.lifetimes.reannounce_s)
+
+    def _still_idle(self, records: Mapping[str, Instance]) -> list[Instance]:
+        return [item for key, item in records.items() if item.state is State.IDLE and key not in self._tally.retired]
 
     async def _forget(self) -> None:
         self._tally.forgotten = await self._context.store.forget(self._context.clock.now())

@@ -1,0 +1,58 @@
+# Two commands do all set-up: `make demo` and `make test`. They need Python 3.11 or newer, and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := requirements/constraints.txt
+# Also pins what building the package itself needs.
+export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check unit conformance acceptance docs clean
+
+help: ## What there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(VENV)/.installed ## The whole story on this machine, in under two minutes
+	@$(BIN)/remuda demo
+
+test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
+
+check: $(VENV)/.tools ## Style, types, directions, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python docs/generate.py --check
+
+unit: $(VENV)/.tools ## Tests without I/O
+	$(BIN)/pytest tests/unit -q -n 2
+
+conformance: $(VENV)/.tools ## One suite a port, over every adapter
+	$(BIN)/pytest tests/conformance -q -n 2
+
+acceptance: $(VENV)/.tools ## The installed command, with real processes
+	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile
+
+docs: $(VENV)/.tools ## Generate the parts of the docs that come from the code
+	$(BIN)/python docs/generate.py
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'remuda needs Python 3.11 or newer: set PYTHON=...'; exit 2; }
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { rm -rf $(VENV); \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo 'installing python3-venv'; apt-get update -qq && apt-get install -y -qq python3-venv; \
+	  else echo 'install Python venv support first (Debian: apt-get install python3-venv)'; exit 2; fi; \
+	  $(PYTHON) -m venv $(VENV); }
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	@echo 'setting up (once)'
+	@$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.installed requirements/dev.txt
+	@$(BIN)/python -m pip install -q -r requirements/dev.txt
+	@touch $@
+
+clean: ## Remove what was generated
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

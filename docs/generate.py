@@ -1,0 +1,76 @@
+"""Generates the parts of the docs that come from the code; with --check it only says whether they are current."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from remuda.domain.transitions import TRANSITIONS
+from remuda.settings import Settings, flag, key, variable
+
+DOCS = Path(__file__).parent
+MARK = "<!-- generated: {} -->"
+
+
+def state_diagram() -> str:
+    lines = ["```mermaid", "stateDiagram-v2"]
+    for row in TRANSITIONS:
+        for source in sorted(row.sources, key=str):
+            if row.target is None:
+                continue
+            start = source.value if source else "[*]"
+            lines.append(f"    {start} --> {row.target.value} : {row.name.split('-')[0]}")
+    lines += ["    terminated --> [*]", "```"]
+    return "\n".join(lines)
+
+
+def transition_table() -> str:
+    lines = ["| row | from | to | by | when | effect |", "|---|---|---|---|---|---|"]
+    for row in TRANSITIONS:
+        sources = ", ".join(sorted(source.value if source else "(none)" for source in row.sources))
+        target = row.target.value if row.target else "(stays)"
+        actors = ", ".join(actor.value for actor in row.by)
+        lines.append(f"| `{row.name}` | {sources} | {target} | {actors} | {row.when} | {row.effect} |")
+    return "\n".join(lines)
+
+
+def settings_table() -> str:
+    lines = ["| flag | environment | key in remuda.toml | default | what |", "|---|---|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = field.default
+        shown = "seven classes" if isinstance(default, tuple) else "" if default in {None, ""} else str(default)
+        lines.append(
+            f"| `{flag(name)}` | `{variable(name)}` | `{key(name)}` | {shown or '(none)'} | {field.description} |"
+        )
+    return "\n".join(lines)
+
+
+#: File, name of the part, and what makes it.
+PARTS = (
+    ("reference/lifecycle.md", "state diagram", state_diagram),
+    ("reference/lifecycle.md", "transitions", transition_table),
+    ("reference/settings.md", "settings", settings_table),
+)
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    for name, part, make in PARTS:
+        file = DOCS / name
+        text = file.read_text(encoding="utf-8")
+        begin, end = MARK.format(part), MARK.format(f"end of {part}")
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        fresh = f"{head}{begin}\n{make()}\n{end}{tail}"
+        if fresh != text:
+            stale.append(name)
+            if "--check" not in arguments:
+                file.write_text(fresh, encoding="utf-8")
+    if stale and "--check" in arguments:
+        sys.stderr.write(f"not current: {', '.join(sorted(set(stale)))}; run make docs\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

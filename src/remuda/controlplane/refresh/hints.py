@@ -1,0 +1,73 @@
+"""Stale hints: messages about instances that have ended, moved on, or are announced twice.
+
+A provision drops such a message when it meets it; this sweep does so for those that nobody meets. It looks only where
+a queue holds more hints than the class has idle instances: while it looks, hints are hidden from provisions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from remuda.controlplane.context import Context
+from remuda.controlplane.refresh.result import Tally
+from remuda.domain.errors import NotFound
+from remuda.domain.instance import Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.ports.pool import BATCH, Delivery
+
+VISIBILITY_S = 10.0
+#: How many messages of a class one sweep looks at.
+MAX_LOOKS = 200
+
+
+class HintSweep:
+    def __init__(self, context: Context, config: PoolConfig, tally: Tally) -> None:
+        self._context = context
+        self._config = config
+        self._tally = tally
+
+    async def run(self, idle_instances: Iterable[Instance]) -> None:
+        idle = Counter(item.resource_class for item in idle_instances)
+        for resource_class in self._config.classes:
+            try:
+                depth = await self._context.pool.depth(resource_class.name)
+                if depth > idle[resource_class.name]:
+                    await self._clean(resource_class.name, min(depth, MAX_LOOKS))
+            except NotFound:
+                self._tally.error(f"class {resource_class.name} has no queue; run remuda refresh")
+
+    async def _clean(self, name: str, most: int) -> None:
+        pool = self._context.pool
+        good: list[str] = []
+        seen: set[tuple[str, int]] = set()
+        looked = 0
+        try:
+            while looked < most:
+                batch = await pool.receive(name, limit=BATCH, visibility_s=VISIBILITY_S)
+                if not batch:
+                    break
+                looked += len(batch)
+                stale = await self._stale(batch, seen)
+                good += [delivery.receipt for delivery in batch if delivery.receipt not in stale]
+                await pool.delete(name, stale)
+                self._tally.dropped += len(stale)
+        finally:
+            await pool.hand_back(name, good)
+
+    async def _stale(self, batch: Iterable[Delivery], seen: set[tuple[str, int]]) -> list[str]:
+        messages = [(delivery.receipt, delivery.message) for delivery in batch]
+        records = await self._context.store.get_many({message.id for _, message in messages if message is not None})
+        stale: list[str] = []
+        for receipt, message in messages:
+            record = records.get(message.id) if message is not None else None
+            if (
+                message is None
+                or record is None
+                or (record.state, record.epoch) != (State.IDLE, message.epoch)
+                or (message.id, message.epoch) in seen
+            ):
+                stale.append(receipt)
+            else:
+                seen.add((message.id, message.epoch))
+        return stale

@@ -1,0 +1,252 @@
+"""The command line. Thin: flags in, a use case, a result out. What is heavy is imported where it is used."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from click.exceptions import Abort, ClickException, Exit
+
+from remuda import __version__
+from remuda.domain.errors import UserError
+from remuda.entrypoints import options as opt
+from remuda.entrypoints.output import Output
+from remuda.entrypoints.run import EXIT_INTERRUPTED, command
+
+app = typer.Typer(
+    name="remuda",
+    help="A herd of warm machines for GitHub Actions: provision, run, release, reuse.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _flags(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings among a command's parameters."""
+    return {name: value for name, value in values.items() if name not in {"as_json", "quiet", "config"}}
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"remuda {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def up(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Start the local backend in the background: a local GitHub and the sweeps."""
+    flags = _flags(locals())
+    from remuda.entrypoints.commands import run_up
+
+    return run_up(flags, config, Output(as_json=as_json, quiet=quiet))
+
+
+@app.command()
+def down(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    purge: Annotated[bool, typer.Option("--purge", help="Remove the state folder too.")] = False,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Stop the local backend and every local machine; leaves no process."""
+    flags = _flags({key: value for key, value in locals().items() if key != "purge"})
+    from remuda.entrypoints.commands import run_down
+
+    return run_down(flags, config, Output(as_json=as_json, quiet=quiet), purge=purge)
+
+
+@app.command()
+def refresh(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    github_scope: opt.Scope = None,
+    idle_time_sec: opt.IdleTime = None,
+    max_runtime_min: opt.MaxRuntime = None,
+    release_time_sec: opt.ReleaseTime = None,
+    provision_timeout_sec: opt.ProvisionTimeout = None,
+    max_age_sec: opt.MaxAge = None,
+    max_uses: opt.MaxUses = None,
+    max_instances: opt.MaxInstances = None,
+    resource_class_config: opt.ClassConfig = None,
+    pre_runner_script: opt.PreRunnerScript = None,
+    margin_sec: opt.Margin = None,
+    unrecorded_grace_sec: opt.UnrecordedGrace = None,
+    ghost_grace_sec: opt.GhostGrace = None,
+    gone_after_sec: opt.GoneAfter = None,
+    reannounce_sec: opt.Reannounce = None,
+    keep_records_sec: opt.KeepRecords = None,
+    boot_delay_sec: opt.BootDelay = None,
+    fault: opt.Fault = None,
+    sweep_only: Annotated[bool, typer.Option("--sweep-only", help="Leave the configuration as it is.")] = False,
+    every: Annotated[
+        float | None, typer.Option("--every", min=0.2, max=86_400, help="Repeat after so many seconds, until stopped.")
+    ] = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Apply the configuration, keep tokens fresh, and sweep: expired, lost, interrupted, orphaned."""
+    flags = _flags({key: value for key, value in locals().items() if key not in {"sweep_only", "every"}})
+    from remuda.entrypoints.commands import run_refresh
+
+    return run_refresh(flags, config, Output(as_json=as_json, quiet=quiet), sweep_only=sweep_only, every=every)
+
+
+@app.command()
+def provision(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    github_scope: opt.Scope = None,
+    run_id: opt.RunId = None,
+    run_attempt: opt.RunAttempt = None,
+    instance_count: opt.InstanceCount = None,
+    resource_class: opt.ResourceClassName = None,
+    usage_class: opt.UsageClassName = None,
+    allowed_instance_types: opt.AllowedTypes = None,
+    max_runtime_min: opt.MaxRuntime = None,
+    provision_timeout_sec: opt.ProvisionTimeout = None,
+    tier: opt.TierName = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Get runners for a run: reused from the pool if it can, created if it must; all or nothing."""
+    flags = _flags(locals())
+    from remuda.entrypoints.commands import run_provision
+
+    return run_provision(flags, config, Output(as_json=as_json, quiet=quiet))
+
+
+@app.command()
+def release(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    run_id: opt.RunId = None,
+    run_attempt: opt.RunAttempt = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Give a run's runners back: deregistered, reset, into the pool."""
+    flags = _flags(locals())
+    from remuda.entrypoints.commands import run_release
+
+    return run_release(flags, config, Output(as_json=as_json, quiet=quiet))
+
+
+@app.command()
+def status(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    all_: Annotated[bool, typer.Option("--all", help="Terminated instances too.")] = False,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Show instances, pools and runs."""
+    flags = _flags({key: value for key, value in locals().items() if key != "all_"})
+    from remuda.entrypoints.commands import run_status
+
+    return run_status(flags, config, Output(as_json=as_json, quiet=quiet), everything=all_)
+
+
+@app.command(name="config")
+def config_(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+) -> int:
+    """Print every setting, its value and where it came from."""
+    flags = _flags(locals())
+    from remuda.entrypoints.commands import run_config
+
+    return run_config(flags, config, Output(as_json=as_json))
+
+
+@app.command(name="run-workflow")
+def run_workflow(
+    file: Annotated[str, typer.Argument(help="A small workflow: jobs with needs, runs-on, matrix, run steps.")],
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    github_scope: opt.Scope = None,
+    run_id: opt.RunId = None,
+    run_attempt: opt.RunAttempt = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Run a small workflow against the local GitHub and wait for its jobs."""
+    flags = _flags({key: value for key, value in locals().items() if key != "file"})
+    from remuda.entrypoints.commands import run_workflow_file
+
+    return run_workflow_file(flags, config, Output(as_json=as_json, quiet=quiet), file=file)
+
+
+@app.command()
+def demo(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """The whole story in under two minutes, on this machine; verifies its own claims."""
+    flags = _flags(locals())
+    from remuda.entrypoints.commands import run_demo
+
+    return run_demo(flags, config, Output(as_json=as_json, quiet=quiet))
+
+
+@app.command(hidden=True)
+def agent() -> None:
+    """Run the agent of a machine (started by the machine itself)."""
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code. With --json every error is a document, usage errors included."""
+    output = Output(as_json="--json" in arguments)
+
+    def call() -> int:
+        try:
+            code = app(arguments, standalone_mode=False)
+        except Exit as done:
+            return done.exit_code
+        except Abort:
+            return EXIT_INTERRUPTED
+        except ClickException as error:
+            message = error.format_message()
+            raise UserError(message.rstrip("."), field=_option(error), fix="see remuda --help") from None
+        return code if isinstance(code, int) else 0
+
+    return command(output, call)
+
+
+def _option(error: ClickException) -> str:
+    parameter = getattr(error, "param", None)
+    if parameter is not None and parameter.opts:
+        return str(parameter.opts[0])
+    return str(getattr(error, "option_name", "") or "")

@@ -1,0 +1,203 @@
+"""What each command does: settings, a use case, its result for people and programs, and the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from remuda.adapters.system.clock import SystemClock
+from remuda.bootstrap import check_backend, desired, open_context
+from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
+from remuda.controlplane.refresh import RefreshResult, refresh
+from remuda.controlplane.release import Fate, ReleaseResult, release
+from remuda.controlplane.status import Status, status
+from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.entrypoints import views
+from remuda.entrypoints.output import ConsoleJournal, Output
+from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
+from remuda.settings import Settings
+
+Flags = Mapping[str, Any]
+
+
+def _journal(output: Output) -> ConsoleJournal:
+    return ConsoleJournal(output, SystemClock())
+
+
+def _need_run_id(settings: Settings) -> None:
+    if not settings.run_id:
+        raise UserError(
+            "--run-id is empty", field="--run-id", fix="give the workflow's run id (GITHUB_RUN_ID in a workflow)"
+        )
+
+
+def run_up(flags: Flags, config: str | None, output: Output) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints.local_backend import start  # noqa: PLC0415 - only the local backend's commands need it
+
+    result = run_async(lambda: start(settings, _journal(output)))
+    output.say(f"local backend in {settings.dir}: GitHub at {result.url}" + ("" if result.started else " (was up)"))
+    output.result({"dir": str(settings.dir), "github_url": result.url, "started": list(result.started)})
+    return EXIT_OK
+
+
+def run_down(flags: Flags, config: str | None, output: Output, *, purge: bool) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints.local_backend import stop  # noqa: PLC0415 - only the local backend's commands need it
+
+    result = run_async(lambda: stop(settings, _journal(output), purge=purge))
+    if result.left:
+        output.say(f"{len(result.left)} processes could not be ended: {', '.join(map(str, result.left))}")
+    else:
+        output.say(f"down: {len(result.terminated)} machines ended, no process is left")
+    output.result(
+        {
+            "dir": str(settings.dir),
+            "stopped": list(result.stopped),
+            "terminated": list(result.terminated),
+            "left": list(result.left),
+        }
+    )
+    return EXIT_PARTIAL if result.left else EXIT_OK
+
+
+def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only: bool, every: float | None) -> int:
+    settings = load_settings(flags, config).settings
+    journal = _journal(output)
+
+    async def once() -> RefreshResult:
+        async with open_context(settings, journal, credentialed=True) as context:
+            return await refresh(context, None if sweep_only else desired(settings))
+
+    async def again_and_again(interval_s: float) -> int:
+        clock = SystemClock()
+        while True:
+            try:
+                await once()
+            except RemudaError as error:
+                # The next round may do better: nothing here may end the sweeps.
+                journal.note("sweep-failed", error.message)
+            await clock.sleep(interval_s)
+
+    if every is not None:
+        check_backend(settings)
+        return run_async(lambda: again_and_again(every))
+    result = run_async(once)
+    _say_refresh(output, result)
+    output.result(views.refresh_document(result))
+    return EXIT_PARTIAL if result.errors else EXIT_OK
+
+
+def _say_refresh(output: Output, result: RefreshResult) -> None:
+    counts = {
+        "applied": len(result.applied),
+        "retired": len(result.retired),
+        "terminated": len(result.terminated),
+        "rolled back": len(result.rolled_back),
+        "announced": len(result.announced),
+        "releases finished": len(result.finished),
+        "ghosts removed": len(result.removed),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    output.say(f"refresh: {told or 'all is as it should be'} ({result.seconds:.2f} s)")
+    for line in result.applied:
+        output.say(f"  applied: {line}")
+
+
+def run_provision(flags: Flags, config: str | None, output: Output) -> int:
+    loaded = load_settings(flags, config)
+    settings = loaded.settings
+    _need_run_id(settings)
+    order = ProvisionOrder(
+        run_id=settings.run_id,
+        attempt=settings.run_attempt,
+        count=settings.instance_count,
+        resource_class=settings.resource_class,
+        usage_class=settings.usage_class,
+        patterns=settings.allowed_instance_types,
+        scope=settings.github_scope,
+        tier=settings.tier,
+        # The pool's own, unless this run asks for another.
+        max_runtime_s=settings.max_runtime_min * 60 if loaded.given("max_runtime_min") else None,
+        timeout_s=settings.provision_timeout_sec if loaded.given("provision_timeout_sec") else None,
+    )
+
+    async def work() -> ProvisionResult:
+        async with open_context(settings, _journal(output), credentialed=False) as context:
+            return await provision(context, order)
+
+    result = run_async(work)
+    output.say(
+        f"run {result.run_id} has {len(result.instances)} runners: {result.reused} reused, {result.created} created, "
+        f"in {result.seconds:.2f} s"
+    )
+    output.result(views.provision_document(result))
+    return EXIT_OK
+
+
+def run_release(flags: Flags, config: str | None, output: Output) -> int:
+    settings = load_settings(flags, config).settings
+    _need_run_id(settings)
+
+    async def work() -> ReleaseResult:
+        async with open_context(settings, _journal(output), credentialed=False) as context:
+            return await release(context, run_id=settings.run_id, attempt=settings.run_attempt)
+
+    result = run_async(work)
+    for outcome in result.outcomes:
+        if outcome.fate is not Fate.RELEASED:
+            output.say(f"{outcome.instance_id} {outcome.fate.value}: {outcome.why}", style="yellow")
+    for error in result.errors:
+        output.say(f"error: {error}", style="bold red")
+    counts = ", ".join(f"{len(result.of(fate))} {fate.value}" for fate in Fate if result.of(fate))
+    output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")
+    output.result(views.release_document(result))
+    return EXIT_PARTIAL if result.errors or result.of(Fate.EXPIRED) else EXIT_OK
+
+
+def run_status(flags: Flags, config: str | None, output: Output, *, everything: bool) -> int:
+    settings = load_settings(flags, config).settings
+
+    async def work() -> Status:
+        async with open_context(settings, _journal(output), credentialed=False) as context:
+            return await status(context, everything=everything)
+
+    result = run_async(work)
+    if not output.as_json:
+        if result.instances:
+            output.show(views.status_table(result, SystemClock().now()))
+            output.show(views.pools_table(result))
+        else:
+            output.say("no instances")
+    output.result(views.status_document(result))
+    return EXIT_OK
+
+
+def run_config(flags: Flags, config: str | None, output: Output) -> int:
+    loaded = load_settings(flags, config)
+    rows = views.config_rows(loaded)
+    if not output.as_json:
+        output.show(views.config_table(rows))
+    output.result({"settings": rows})
+    return EXIT_OK
+
+
+def run_workflow_file(flags: Flags, config: str | None, output: Output, *, file: str) -> int:
+    settings = load_settings(flags, config).settings
+    check_backend(settings)
+    from remuda.entrypoints.workflow import run_workflow  # noqa: PLC0415 - YAML and HTTP only where needed
+
+    return run_async(lambda: run_workflow(settings, output, file=file))
+
+
+def run_demo(flags: Flags, config: str | None, output: Output) -> int:
+    loaded = load_settings(flags, config)
+    check_backend(loaded.settings)
+    from remuda.entrypoints.demo import run_demo_story  # noqa: PLC0415 - only the demo needs it
+
+    folder = loaded.settings.dir if loaded.given("dir") else None
+    try:
+        return run_async(lambda: run_demo_story(output, folder))
+    except Unavailable as error:
+        output.error(error)
+        return error.exit_code

@@ -1,0 +1,370 @@
+"""`remuda demo`: the whole story on this machine, told as it happens, with its claims checked at the end.
+
+It drives the same commands that a person would type, against the same backend that `remuda up` starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from remuda.adapters.local import procfs
+from remuda.adapters.local.folder import supervisor
+from remuda.adapters.system.clock import SystemClock
+from remuda.bootstrap import layout, open_context
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.pool_config import parse_runner_name
+from remuda.entrypoints.demo_report import Claim, DemoReport, Provisioning, Releasing, Retired, show
+from remuda.entrypoints.local_backend import SWEEPER, Background
+from remuda.entrypoints.output import Output
+from remuda.githubsim.client import SimClient, SimJob, SimStep
+from remuda.githubsim.endpoint import read_endpoint
+from remuda.ports.journal import SilentJournal
+from remuda.settings import Settings
+
+SCOPE = "remuda/demo"
+#: A machine boots this long in the demo: what a warm one saves.
+BOOT_S = 3.0
+IDLE_S = 45.0
+SHORT_IDLE_S = 2.0
+RELEASE_S = 20.0
+LEASE_S = 3.0
+#: How long the story waits for something that should happen.
+LIMIT_S = 30.0
+PAUSE_S = 0.05
+
+_WORKFLOW = """\
+name: {name}
+on: push
+jobs:
+  provision:
+    runs-on: ubuntu-latest
+    steps:
+      - run: remuda provision --instance-count {count} --json > "$DEMO_FOLDER/provision-$GITHUB_RUN_ID.json"
+  test:
+    needs: provision
+    runs-on: ${{{{ github.run_id }}}}
+    strategy:
+      matrix:
+        shard: [{shards}]
+    steps:
+      - name: left from another run?
+        run: test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"
+      - name: test
+        run: echo "shard ${{{{ matrix.shard }}}} of run $GITHUB_RUN_ID" && sleep {work_s}
+  release:
+    needs: [provision, test]
+    if: always()
+    runs-on: ubuntu-latest
+    steps:
+      - run: remuda release --json > "$DEMO_FOLDER/release-$GITHUB_RUN_ID.json"
+"""
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """What the story has gathered so far."""
+
+    provisions: list[Provisioning] = field(default_factory=list)
+    releases: list[Releasing] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+
+    def claim(self, text: str, *, holds: bool, detail: str = "") -> None:
+        self.claims.append(Claim(text=text, holds=holds, detail=detail))
+
+
+async def run_demo_story(output: Output, folder: Path | None) -> int:
+    root = folder or Path(tempfile.mkdtemp(prefix="remuda-demo-"))
+    story = Story(output, root)
+    try:
+        report = await story.tell()
+    finally:
+        await asyncio.shield(story.clean_up())
+        if folder is None:
+            shutil.rmtree(root, ignore_errors=True)
+    show(output, report)
+    output.result(report.document())
+    return 0 if report.holds else 1
+
+
+class Story:
+    def __init__(self, output: Output, root: Path) -> None:
+        self._output = output
+        self._settings = Settings(dir=root / "state", github_scope=SCOPE)
+        self._root = root
+        self._clock = SystemClock()
+        self._began = self._clock.monotonic()
+        self._told = _Told()
+        self._cleaned = False
+
+    async def tell(self) -> DemoReport:
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._title("Up: a local GitHub and the sweeps, in the background")
+        await self._remuda("up")
+        self._title(f"Refresh: the pool's configuration (machines boot for {BOOT_S:g} s here)")
+        await self._refresh(idle_s=IDLE_S)
+        await self._cold()
+        await self._warm()
+        await self._crash()
+        await self._self_termination()
+        return await self._last_look()
+
+    async def clean_up(self) -> None:
+        """Also after Ctrl-C: nothing stays behind."""
+        if not self._cleaned:
+            self._cleaned = True
+            with contextlib.suppress(Unavailable):
+                await self._remuda("down")
+
+    async def _cold(self) -> None:
+        self._title("A workflow with a matrix of three: the pool is empty, three runners are created")
+        jobs = await self._workflow("cold", run_id="1001", count=3)
+        cold = self._told.provisions[-1]
+        self._told.claim("the first run creates three runners", holds=(cold.reused, cold.created) == (0, 3))
+        self._told.claim("its three jobs succeed on three machines", holds=_spread(jobs) == 3)
+
+    async def _warm(self) -> None:
+        self._title("Two workflows at once, five runners: three are reused, two are created")
+        await asyncio.gather(
+            self._workflow("left", run_id="1002", count=2), self._workflow("right", run_id="1003", count=3)
+        )
+        reused = sum(item.reused for item in self._told.provisions[-2:])
+        created = sum(item.created for item in self._told.provisions[-2:])
+        self._told.claim("two overlapping runs reuse all three and create two", holds=(reused, created) == (3, 2))
+        self._title("A workflow on a warm pool: nothing to wait for")
+        await self._workflow("warm", run_id="1004", count=3)
+        warm = self._told.provisions[-1]
+        self._told.claim("a run on a warm pool creates nothing", holds=(warm.reused, warm.created) == (3, 0))
+
+    async def _crash(self) -> None:
+        self._title("A machine loses its power during release: it is retired, never pooled")
+        run_id = "1005"
+        provisioned = await self._json("provision", "--run-id", run_id, "--instance-count", "1")
+        self._told.provisions.append(Provisioning.parse("crash", provisioned))
+        instance_id = str(provisioned["instances"][0]["instance_id"])
+        async with self._sim() as sim:
+            # GitHub keeps a lost runner busy for ten minutes; the local one need not.
+            await sim.change_settings(lease_s=LEASE_S)
+            slow = SimStep(run="sleep 60")
+            job = await sim.queue_job(repo=SCOPE, run_id=run_id, labels=[run_id], name="slow", steps=[slow])
+            await self._until(lambda: self._job_started(sim, job.id), "a job to start")
+        releasing = asyncio.create_task(self._json("release", "--run-id", run_id, ok={0, 4}))
+        await self._until(lambda: self._in_state(instance_id, State.RELEASING), "the release to begin")
+        self._pull_the_plug(instance_id)
+        await self._until(lambda: self._in_state(instance_id, State.TERMINATED), "the sweeps to retire it")
+        released = await releasing
+        await self._json("refresh", "--sweep-only")
+        self._told.claim(
+            "a machine that crashes during release is retired, not pooled",
+            holds=not released["released"] and await self._in_state(instance_id, State.TERMINATED),
+        )
+
+    async def _self_termination(self) -> None:
+        self._title(f"No control plane at all: an idle machine whose {SHORT_IDLE_S:g} s are up ends itself")
+        await self._refresh(idle_s=SHORT_IDLE_S)
+        await Background(layout(self._settings), SWEEPER).stop(self._clock)
+        self._say("the sweeps are stopped")
+        await self._workflow("last", run_id="1006", count=1)
+        instance_id = self._told.releases[-1].instance_ids[0]
+        await self._until(lambda: self._machine_over(instance_id), "the machine to end itself")
+        why = self._end_of(instance_id)
+        self._say(f"{instance_id} ended: {why}")
+        record = await self._record(instance_id)
+        self._told.claim(
+            "an idle machine ends itself when its time is up, without any control plane",
+            holds=record is not None and record.state is State.IDLE and "time in idle is up" in why,
+            detail=why,
+        )
+
+    async def _last_look(self) -> DemoReport:
+        self._title("A last look: refresh confirms what happened; then everything is taken down")
+        await self._refresh(idle_s=SHORT_IDLE_S)
+        await self._remuda("status")
+        foreign = await self._foreign_jobs()
+        async with self._sim() as sim:
+            registrations = [runner.name for runner in await sim.runners()]
+        down = await self._json("down")
+        self._cleaned = True
+        live, retired = await self._retirements()
+        left = self._leaked()
+        told = self._told
+        told.claim("no job ran on another run's machine", holds=not foreign, detail=", ".join(foreign))
+        told.claim("every job saw a clean machine", holds=all(item.jobs_ok for item in told.provisions))
+        told.claim("no process is left", holds=not left and not down["left"], detail=", ".join(map(str, left)))
+        told.claim("no record says that a machine lives", holds=not live, detail=", ".join(live))
+        told.claim("no registration is left on GitHub", holds=not registrations, detail=", ".join(registrations))
+        return DemoReport(
+            provisions=tuple(told.provisions),
+            releases=tuple(told.releases),
+            retired=tuple(retired),
+            claims=tuple(told.claims),
+            leaked_processes=len(left),
+            foreign_jobs=len(foreign),
+            seconds=round(self._clock.monotonic() - self._began, 1),
+        )
+
+    # Telling ----------------------------------------------------------------------------------------------------
+
+    def _title(self, text: str) -> None:
+        self._output.say(f"\n== {text}", style="bold")
+
+    def _say(self, text: str) -> None:
+        self._output.say(f"{self._clock.now():%H:%M:%S} {text}")
+
+    # Acting -----------------------------------------------------------------------------------------------------
+
+    async def _remuda(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> str:
+        """The command as a person would type it; its progress is shown, its document returned."""
+        self._output.say(f"$ remuda {' '.join(arguments)}", style="bold cyan")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "remuda", *arguments, "--dir", str(self._settings.dir)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "DEMO_FOLDER": str(self._root), "GITHUB_REPOSITORY": SCOPE},
+        )
+        try:
+            answer, _ = await asyncio.gather(_read(process.stdout), self._echo(process.stderr))
+            code = await process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            await process.wait()
+            raise
+        if code not in ok:
+            raise Unavailable(f"remuda {arguments[0]} ended with exit code {code}")
+        return answer
+
+    async def _json(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(await self._remuda(*arguments, "--json", ok=ok))
+        return document
+
+    async def _echo(self, stream: asyncio.StreamReader | None) -> None:
+        if stream is not None:
+            async for line in stream:
+                self._output.say("  " + line.decode(errors="replace").rstrip())
+
+    async def _refresh(self, *, idle_s: float) -> None:
+        await self._remuda(
+            *("refresh", "--github-scope", SCOPE, "--boot-delay-sec", f"{BOOT_S:g}"),
+            *("--idle-time-sec", f"{idle_s:g}", "--release-time-sec", f"{RELEASE_S:g}"),
+        )
+
+    async def _workflow(self, name: str, *, run_id: str, count: int) -> list[dict[str, Any]]:
+        file = self._root / f"{name}.yml"
+        shards = ", ".join(str(number + 1) for number in range(count))
+        file.write_text(_WORKFLOW.format(name=name, count=count, shards=shards, work_s="0.5"))
+        result = await self._json("run-workflow", str(file), "--run-id", run_id, ok={0, 1})
+        jobs: list[dict[str, Any]] = [job for job in result["jobs"] if job["name"].startswith("test")]
+        provisioned = json.loads((self._root / f"provision-{run_id}.json").read_text())
+        released = json.loads((self._root / f"release-{run_id}.json").read_text())
+        ok = result["conclusion"] == "success"
+        self._told.provisions.append(Provisioning.parse(name, provisioned, jobs_ok=ok))
+        self._told.releases.append(Releasing.parse(name, released))
+        return jobs
+
+    def _pull_the_plug(self, instance_id: str) -> None:
+        known = supervisor(str(layout(self._settings).instances / instance_id))
+        if known is not None:
+            procfs.send(*known, signal.SIGKILL)
+        self._say(f"{instance_id} lost its power (kill -9)")
+
+    # Looking ----------------------------------------------------------------------------------------------------
+
+    async def _until(self, holds: Any, what: str) -> None:
+        until = self._clock.monotonic() + LIMIT_S
+        while not await holds():
+            if self._clock.monotonic() > until:
+                raise Unavailable(f"waited {LIMIT_S:g} s for {what} in vain")
+            await self._clock.sleep(PAUSE_S)
+
+    def _sim(self) -> SimClient:
+        endpoint = read_endpoint(layout(self._settings).github)
+        if endpoint is None:
+            raise Unavailable("the local GitHub is not up")
+        return SimClient(endpoint.url, endpoint.token)
+
+    @staticmethod
+    async def _job_started(sim: SimClient, job_id: int) -> bool:
+        return (await sim.job(job_id)).status != "queued"
+
+    async def _record(self, instance_id: str) -> Instance | None:
+        async with open_context(self._settings, SilentJournal(), credentialed=False) as context:
+            return await context.store.get(instance_id)
+
+    async def _in_state(self, instance_id: str, state: State) -> bool:
+        record = await self._record(instance_id)
+        return record is not None and record.state is state
+
+    async def _machine_over(self, instance_id: str) -> bool:
+        return bool(self._end_of(instance_id))
+
+    def _end_of(self, instance_id: str) -> str:
+        try:
+            document = json.loads((layout(self._settings).instances / instance_id / "instance.json").read_text())
+        except (OSError, ValueError):
+            return ""
+        return str(document.get("reason") or "")
+
+    async def _histories(self) -> dict[str, tuple[Instance, Sequence[HistoryEntry]]]:
+        async with open_context(self._settings, SilentJournal(), credentialed=False) as context:
+            instances = await context.store.find(frozenset(State))
+            return {item.instance_id: (item, await context.store.history(item.instance_id)) for item in instances}
+
+    async def _foreign_jobs(self) -> list[str]:
+        """Jobs whose machine was, at the epoch in its runner's name, assigned to another run."""
+        histories = await self._histories()
+        async with self._sim() as sim:
+            jobs = await sim.jobs()
+        return [f"{job.name} of run {job.run_id}" for job in jobs if self._is_foreign(job, histories)]
+
+    def _is_foreign(self, job: SimJob, histories: dict[str, tuple[Instance, Sequence[HistoryEntry]]]) -> bool:
+        parsed = parse_runner_name(self._settings.pool, job.runner_name or "")
+        if parsed is None:
+            return job.runner_name is not None
+        epoch, instance_id = parsed
+        if instance_id not in histories:
+            return True
+        return not any(
+            entry.epoch == epoch and entry.run_id == job.run_id and entry.target in {State.CREATED, State.CLAIMED}
+            for entry in histories[instance_id][1]
+        )
+
+    async def _retirements(self) -> tuple[list[str], list[Retired]]:
+        live: list[str] = []
+        retired: list[Retired] = []
+        for instance_id, (instance, entries) in (await self._histories()).items():
+            if instance.state is not State.TERMINATED:
+                live.append(instance_id)
+            for entry in entries:
+                if entry.target == State.TERMINATING and entry.source != entry.target:
+                    ended = self._end_of(instance_id)
+                    retired.append(
+                        Retired(instance_id=instance_id, state=entry.source, why=entry.why, machine_said=ended)
+                    )
+        return live, retired
+
+    def _leaked(self) -> list[int]:
+        folders = layout(self._settings).instances.glob("i-*")
+        return sorted(
+            {item.pid for folder in folders for item in procfs.leftovers(folder.name, str(folder.resolve()), 0)}
+        )
+
+
+def _spread(jobs: list[dict[str, Any]]) -> int:
+    return len({job["instance_id"] for job in jobs if job["conclusion"] == "success"})
+
+
+async def _read(stream: asyncio.StreamReader | None) -> str:
+    return (await stream.read()).decode() if stream is not None else ""

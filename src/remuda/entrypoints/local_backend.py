@@ -1,0 +1,234 @@
+"""The local backend's background processes: a local GitHub and the sweeps. `up` starts them, `down` leaves none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from remuda.adapters.local import procfs
+from remuda.adapters.sqlite.store import SqliteInstanceStore
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.bootstrap import LocalLayout, check_backend, layout, local_compute, open_context, passed_on
+from remuda.controlplane.refresh import refresh
+from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.githubsim.endpoint import read_endpoint
+from remuda.githubsim.package import install
+from remuda.ports.calls import CallCounter
+from remuda.ports.compute import MachineState
+from remuda.ports.journal import Journal
+from remuda.settings import Settings
+
+#: How long a background process may take to be ready, and to end.
+READY_S = 20.0
+END_S = 5.0
+PAUSE_S = 0.02
+SWEEP_EVERY_S = 5.0
+PRIVATE = 0o700
+
+GITHUB = "github"
+SWEEPER = "sweeper"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpResult:
+    url: str
+    #: Names of the processes that had to be started.
+    started: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DownResult:
+    stopped: tuple[str, ...]
+    terminated: tuple[str, ...]
+    #: Processes that could not be ended.
+    left: tuple[int, ...]
+
+
+class Background:
+    """One background process, known by pid and start time so that a reused pid is never hit."""
+
+    def __init__(self, places: LocalLayout, name: str) -> None:
+        self._file = places.root / f"{name}.json"
+        self._log = places.logs / f"{name}.log"
+        self.name = name
+
+    def alive(self) -> int | None:
+        """Its pid, where it runs."""
+        known = self._known()
+        return known[0] if known and procfs.is_alive(*known) else None
+
+    def start(self, command: Sequence[str]) -> int:
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"},
+            )
+        seen = procfs.look(process.pid)
+        draft = self._file.with_suffix(".new")
+        draft.write_text(json.dumps({"pid": process.pid, "started": seen.started if seen else 0}))
+        draft.replace(self._file)
+        return process.pid
+
+    async def stop(self, clock: SystemClock) -> bool:
+        """Whether there was one to stop."""
+        known = self._known()
+        if known is None or not procfs.is_alive(*known):
+            self._file.unlink(missing_ok=True)
+            return False
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            procfs.send(*known, number)
+            if await _wait_until(clock, END_S, lambda: not _runs(*known)):
+                break
+        self._file.unlink(missing_ok=True)
+        return True
+
+    def last_words(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1][:200] if lines else ""
+
+    def _known(self) -> tuple[int, int] | None:
+        try:
+            document = json.loads(self._file.read_text())
+            return int(document["pid"]), int(document["started"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _runs(pid: int, started: int) -> bool:
+    """A child of ours that has ended stays in the table until it is reaped."""
+    with contextlib.suppress(OSError):
+        os.waitpid(pid, os.WNOHANG)
+    return procfs.is_alive(pid, started)
+
+
+async def _wait_until(clock: SystemClock, limit_s: float, holds: Callable[[], bool]) -> bool:
+    until = clock.monotonic() + limit_s
+    while not holds():
+        if clock.monotonic() >= until:
+            return False
+        await clock.sleep(PAUSE_S)
+    return True
+
+
+async def start(settings: Settings, journal: Journal) -> UpResult:
+    check_backend(settings)
+    clock, places = SystemClock(), layout(settings)
+    _make_folders(places)
+    install(places.runner)
+    store = SqliteInstanceStore(path=places.database, clock=clock, ids=SystemIds(), calls=CallCounter())
+    try:
+        await store.prepare()
+    finally:
+        await store.close()
+    started: list[str] = []
+    url = await _start_github(places, clock, started)
+    sweeper = Background(places, SWEEPER)
+    if sweeper.alive() is None:
+        sweeper.start(
+            [
+                *(sys.executable, "-m", "remuda", "refresh", "--sweep-only", "--every", f"{SWEEP_EVERY_S:g}"),
+                *("--dir", str(places.root), "--pool", settings.pool),
+            ]
+        )
+        started.append(SWEEPER)
+    for name in started:
+        journal.note("started", name)
+    return UpResult(url=url, started=tuple(started))
+
+
+def _make_folders(places: LocalLayout) -> None:
+    try:
+        for folder in (places.root, places.logs, places.github, places.instances):
+            folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--dir {places.root} cannot be used: {error.strerror}",
+            field="--dir",
+            fix="name a folder that you may write",
+        ) from None
+
+
+async def _start_github(places: LocalLayout, clock: SystemClock, started: list[str]) -> str:
+    github = Background(places, GITHUB)
+    endpoint = read_endpoint(places.github)
+    if github.alive() is not None and endpoint is not None:
+        return endpoint.url
+    pid = github.start([sys.executable, "-m", "remuda.githubsim", "--dir", str(places.github)])
+    started.append(GITHUB)
+
+    def ready() -> bool:
+        known = read_endpoint(places.github)
+        return github.alive() is None or (known is not None and known.pid == pid)
+
+    await _wait_until(clock, READY_S, ready)
+    endpoint = read_endpoint(places.github)
+    if github.alive() is None or endpoint is None or endpoint.pid != pid:
+        raise Unavailable(f"the local GitHub did not start: {github.last_words()}")
+    return endpoint.url
+
+
+async def stop(settings: Settings, journal: Journal, *, purge: bool) -> DownResult:
+    """Sweeps first, then the machines, then a last sweep so that records and registrations agree, then GitHub."""
+    check_backend(settings)
+    clock, places = SystemClock(), layout(settings)
+    stopped: list[str] = []
+    if not places.root.exists():
+        return DownResult(stopped=(), terminated=(), left=())
+    if await Background(places, SWEEPER).stop(clock):
+        stopped.append(SWEEPER)
+    terminated = await _end_machines(settings)
+    github = Background(places, GITHUB)
+    if github.alive() is not None:
+        await _last_sweep(settings, journal)
+    if await github.stop(clock):
+        stopped.append(GITHUB)
+    left = _left(places)
+    for name in stopped:
+        journal.note("stopped", name)
+    if purge and not left:
+        shutil.rmtree(places.root, ignore_errors=True)
+    return DownResult(stopped=tuple(stopped), terminated=terminated, left=left)
+
+
+async def _end_machines(settings: Settings) -> tuple[str, ...]:
+    compute = local_compute(settings, CallCounter())
+    try:
+        live = [view.instance_id for view in await compute.list_pool() if view.state is not MachineState.TERMINATED]
+        if live:
+            await compute.terminate(live)
+    finally:
+        await compute.close()
+    return tuple(live)
+
+
+async def _last_sweep(settings: Settings, journal: Journal) -> None:
+    try:
+        async with open_context(settings, journal, credentialed=True) as context:
+            await refresh(context, None)
+    except RemudaError as error:
+        journal.note("sweep-failed", error.message)
+
+
+def _left(places: LocalLayout) -> tuple[int, ...]:
+    """Whatever still runs in, or on behalf of, the state folder."""
+    found: set[int] = set()
+    for folder in places.instances.glob("i-*"):
+        found |= {process.pid for process in procfs.leftovers(folder.name, str(folder), 0)}
+    for name in (GITHUB, SWEEPER):
+        pid = Background(places, name).alive()
+        found |= {pid} if pid else set()
+    return tuple(sorted(found))

@@ -1,0 +1,137 @@
+"""The flags, each declared once. All are text here: settings check them, so that every source gets the same words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_RUN = "The run"
+_POOL = "The pool"
+_COMMON = "Everywhere"
+
+Backend = Annotated[
+    str | None, typer.Option("--backend", help="local or aws. [default: local]", rich_help_panel=_COMMON)
+]
+Dir = Annotated[
+    str | None,
+    typer.Option("--dir", help="State folder of the local backend. [default: .remuda]", rich_help_panel=_COMMON),
+]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", help="Settings file. [default: remuda.toml if there is one]", rich_help_panel=_COMMON),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=_COMMON)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=_COMMON)]
+Pool = Annotated[
+    str | None, typer.Option("--pool", help="Name of the pool. [default: default]", rich_help_panel=_COMMON)
+]
+Scope = Annotated[
+    str | None,
+    typer.Option("--github-scope", help="owner or owner/repo. [default: GITHUB_REPOSITORY]", rich_help_panel=_COMMON),
+]
+
+RunId = Annotated[
+    str | None, typer.Option("--run-id", help="The workflow's run id. [default: GITHUB_RUN_ID]", rich_help_panel=_RUN)
+]
+RunAttempt = Annotated[
+    str | None,
+    typer.Option(
+        "--run-attempt", help="The workflow's attempt. [default: GITHUB_RUN_ATTEMPT, or 1]", rich_help_panel=_RUN
+    ),
+]
+InstanceCount = Annotated[
+    str | None, typer.Option("--instance-count", help="How many runners. [default: 1]", rich_help_panel=_RUN)
+]
+ResourceClassName = Annotated[
+    str | None, typer.Option("--resource-class", help="Class of the runners. [default: large]", rich_help_panel=_RUN)
+]
+UsageClassName = Annotated[
+    str | None, typer.Option("--usage-class", help="spot or on-demand. [default: on-demand]", rich_help_panel=_RUN)
+]
+AllowedTypes = Annotated[
+    str | None,
+    typer.Option("--allowed-instance-types", help="Such as 'c* m6i.large'. [default: *]", rich_help_panel=_RUN),
+]
+MaxRuntime = Annotated[
+    str | None,
+    typer.Option("--max-runtime-min", help="How long a run may keep its runners. [default: 30]", rich_help_panel=_RUN),
+]
+TierName = Annotated[
+    str | None,
+    typer.Option(
+        "--tier", help="trusted or untrusted: never mixed on a machine. [default: trusted]", rich_help_panel=_RUN
+    ),
+]
+ProvisionTimeout = Annotated[
+    str | None,
+    typer.Option(
+        "--provision-timeout-sec", help="By when a provision must be complete. [default: 300]", rich_help_panel=_RUN
+    ),
+]
+
+IdleTime = Annotated[
+    str | None,
+    typer.Option("--idle-time-sec", help="How long an idle instance stays. [default: 420]", rich_help_panel=_POOL),
+]
+ReleaseTime = Annotated[
+    str | None,
+    typer.Option("--release-time-sec", help="How long a release may take. [default: 300]", rich_help_panel=_POOL),
+]
+MaxAge = Annotated[
+    str | None, typer.Option("--max-age-sec", help="Oldest age for reuse. [default: 86400]", rich_help_panel=_POOL)
+]
+MaxUses = Annotated[str | None, typer.Option("--max-uses", help="Most uses. [default: 50]", rich_help_panel=_POOL)]
+MaxInstances = Annotated[
+    str | None,
+    typer.Option("--max-instances", help="Most instances in the pool. [default: 100]", rich_help_panel=_POOL),
+]
+ClassConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--resource-class-config",
+        help='Own classes as JSON: {"large": {"cpu": 2, "mmem": 4096}}.',
+        rich_help_panel=_POOL,
+    ),
+]
+PreRunnerScript = Annotated[
+    str | None,
+    typer.Option(
+        "--pre-runner-script", help="Shell script each new machine runs first: text or @FILE.", rich_help_panel=_POOL
+    ),
+]
+Margin = Annotated[
+    str | None,
+    typer.Option("--margin-sec", help="What clocks may differ by. [default: local 1, aws 60]", rich_help_panel=_POOL),
+]
+UnrecordedGrace = Annotated[
+    str | None,
+    typer.Option(
+        "--unrecorded-grace-sec", help="A machine may lack a record so long. [default: 300]", rich_help_panel=_POOL
+    ),
+]
+GhostGrace = Annotated[
+    str | None,
+    typer.Option(
+        "--ghost-grace-sec", help="A registration may lack a record so long. [default: 900]", rich_help_panel=_POOL
+    ),
+]
+GoneAfter = Annotated[
+    str | None,
+    typer.Option("--gone-after-sec", help="Missing twice, so far apart: gone. [default: 60]", rich_help_panel=_POOL),
+]
+Reannounce = Annotated[
+    str | None,
+    typer.Option("--reannounce-sec", help="Idle ones are announced again. [default: 600]", rich_help_panel=_POOL),
+]
+KeepRecords = Annotated[
+    str | None,
+    typer.Option("--keep-records-sec", help="Records of ended instances. [default: 30 days]", rich_help_panel=_POOL),
+]
+BootDelay = Annotated[
+    str | None,
+    typer.Option("--boot-delay-sec", help="Local: how long a machine boots. [default: 0]", rich_help_panel=_POOL),
+]
+Fault = Annotated[
+    str | None, typer.Option("--fault", help="Local: a failure to play, such as never-boots.", rich_help_panel=_POOL)
+]

@@ -1,0 +1,102 @@
+"""What people and programs see: one JSON document on stdout, everything for people on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from remuda.domain.errors import RemudaError, UserError
+from remuda.ports.clock import Clock
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: How an action looks on a terminal; others are plain.
+_STYLES = {
+    "claim-won": "green",
+    "create": "cyan",
+    "launch": "cyan",
+    "commit": "green",
+    "committed": "bold green",
+    "pool": "green",
+    "rollback": "bold yellow",
+    "confirm": "dim",
+}
+_ENDING = "magenta"
+_TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
+#: What a person does not need to see one by one.
+_QUIET = frozenset({"announce", "renew", "credential", "extend"})
+
+
+class Output:
+    def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self._quiet = quiet
+        self._console: Console | None = None
+
+    @property
+    def console(self) -> Console:
+        """People's output: rich on a terminal, plain lines in a log."""
+        if self._console is None:
+            from rich.console import Console  # noqa: PLC0415 - rich is slow to import and often not needed
+
+            width = None if sys.stderr.isatty() else 160
+            self._console = Console(stderr=True, highlight=False, width=width, soft_wrap=True)
+        return self._console
+
+    def say(self, text: str, *, style: str | None = None) -> None:
+        if not self._quiet:
+            self.console.print(text, style=style, markup=False)
+
+    def show(self, renderable: Any) -> None:
+        if not self._quiet:
+            self.console.print(renderable)
+
+    def result(self, document: Mapping[str, Any]) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
+            sys.stdout.flush()
+
+    def error(self, error: RemudaError) -> None:
+        fix = f"; {error.fix}" if error.fix else ""
+        self.console.print(f"remuda: {error.message}{fix}", style="bold red", markup=False)
+        self.result(
+            {
+                "error": {
+                    "type": type(error).__name__,
+                    "message": error.message,
+                    "field": error.field if isinstance(error, UserError) else None,
+                    "fix": error.fix or None,
+                }
+            }
+        )
+
+
+class ConsoleJournal:
+    """One line an event, as it happens."""
+
+    def __init__(self, output: Output, clock: Clock) -> None:
+        self._output = output
+        self._clock = clock
+
+    def note(self, action: str, why: str = "", **facts: Any) -> None:
+        if action in _QUIET:
+            return
+        at: datetime = self._clock.now()
+        subject = facts.get("instance_id") or facts.get("run_id") or facts.get("runner") or ""
+        arrow = ""
+        if facts.get("source") or facts.get("target"):
+            arrow = f"{facts.get('source') or 'new'} to {facts.get('target')}: "
+        line = f"{at:%H:%M:%S} {action:<16} {subject:<20} {arrow}{why}"
+        self._output.say(line.rstrip(), style=self._style(action))
+
+    @staticmethod
+    def _style(action: str) -> str | None:
+        if any(word in action for word in _TROUBLE):
+            return "yellow"
+        if action.startswith(("end-", "tombstone", "retire", "ghost")):
+            return _ENDING
+        return _STYLES.get(action)

@@ -1,0 +1,65 @@
+"""Running a use case as a command: settings in, one result or one error out, signals in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from remuda.domain.errors import Interrupted, RemudaError
+from remuda.entrypoints.output import Output
+from remuda.settings import Loaded, load
+
+T = TypeVar("T")
+
+EXIT_OK = 0
+EXIT_PARTIAL = 4
+EXIT_INTERRUPTED = 130
+
+
+def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Loaded:
+    return load(flags, environ=os.environ, file=Path(config) if config else None)
+
+
+def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run to the end. The first SIGINT or SIGTERM cancels, and what is held is given back; the second ends at once."""
+
+    async def main() -> T:
+        task = asyncio.ensure_future(work())
+        loop = asyncio.get_running_loop()
+        interrupted = False
+
+        def interrupt() -> None:
+            nonlocal interrupted
+            if interrupted:
+                os._exit(EXIT_INTERRUPTED)
+            interrupted = True
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if interrupted:
+                raise Interrupted from None
+            raise
+
+    return asyncio.run(main())
+
+
+def command(output: Output, work: Callable[[], int]) -> int:
+    """One command: its exit code, or one clear sentence and the error's own exit code."""
+    try:
+        return work()
+    except RemudaError as error:
+        output.error(error)
+        return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has gone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
