@@ -1,0 +1,205 @@
+"""A client for the admin API of the local GitHub."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+#: On top of what a long poll asks the server to wait.
+ANSWER_LIMIT_S = 30.0
+
+
+class SimError(Exception):
+    """The local GitHub refused a request."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimStep:
+    run: str
+    name: str | None = None
+    #: Of a finished job: success, failure, cancelled, skipped.
+    conclusion: str | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimJob:
+    id: int
+    run_id: str
+    run_attempt: int
+    repo: str
+    name: str
+    labels: tuple[str, ...]
+    #: queued, in_progress, completed.
+    status: str
+    #: success, failure, cancelled, or None while it is not completed.
+    conclusion: str | None
+    runner_id: int | None
+    runner_name: str | None
+    created_at: str
+    started_at: str | None
+    completed_at: str | None
+    log: str
+    steps: tuple[SimStep, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimRunner:
+    id: int
+    scope: str
+    name: str
+    labels: tuple[str, ...]
+    ephemeral: bool
+    online: bool
+    busy: bool
+    #: registered, idle, assigned, busy, offline.
+    state: str
+    job_id: int | None
+    version: str | None
+    created_at: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimFault:
+    id: int
+    kind: str
+    operation: str
+    times: int | None
+    status: int | None
+    message: str | None
+    seconds: float | None
+    runner: str | None
+
+
+class SimClient:
+    def __init__(self, url: str, token: str) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"authorization": f"Bearer {token}"},
+            timeout=ANSWER_LIMIT_S,
+            trust_env=False,  # it is on this machine: no proxy
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def queue_job(
+        self,
+        *,
+        repo: str,
+        run_id: int | str,
+        labels: Sequence[str],
+        run_attempt: int = 1,
+        name: str = "job",
+        steps: Sequence[SimStep] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> SimJob:
+        body = {
+            "repo": repo,
+            "run_id": run_id,
+            "run_attempt": run_attempt,
+            "name": name,
+            "labels": list(labels),
+            "steps": [{"name": step.name, "run": step.run, "env": dict(step.env)} for step in steps],
+            "env": dict(env or {}),
+        }
+        return _job(await self._call("POST", "/_sim/jobs", body=body))
+
+    async def job(self, job_id: int, *, wait_s: float = 0.0, since: str | None = None) -> SimJob:
+        """The job; with a wait, as soon as its status is not `since` (by default: the present one)."""
+        query = {"wait": str(wait_s)} | ({} if since is None else {"since": since})
+        return _job(await self._call("GET", f"/_sim/jobs/{job_id}", query=query, wait_s=wait_s))
+
+    async def jobs(self, *, run_id: int | str | None = None, repo: str | None = None) -> list[SimJob]:
+        wanted = {"run_id": run_id, "repo": repo}
+        query = {name: str(value) for name, value in wanted.items() if value is not None}
+        answer = await self._call("GET", "/_sim/jobs", query=query)
+        return [_job(document) for document in answer["jobs"]]
+
+    async def cancel_job(self, job_id: int) -> SimJob:
+        return _job(await self._call("POST", f"/_sim/jobs/{job_id}/cancel"))
+
+    async def runners(self) -> list[SimRunner]:
+        return (await self.watch_runners())[1]
+
+    async def watch_runners(self, *, since: int | None = None, wait_s: float = 0.0) -> tuple[int, list[SimRunner]]:
+        """The version of the server's state and its runners; with both arguments, after the next change."""
+        query = {} if since is None else {"since": str(since), "wait": str(wait_s)}
+        answer = await self._call("GET", "/_sim/runners", query=query, wait_s=wait_s)
+        return answer["version"], [_runner(document) for document in answer["runners"]]
+
+    async def set_fault(
+        self,
+        kind: str,
+        *,
+        operation: str = "*",
+        times: int | None = 1,
+        status: int | None = None,
+        message: str | None = None,
+        seconds: float | None = None,
+        runner: str | None = None,
+    ) -> SimFault:
+        body = {
+            "kind": kind,
+            "operation": operation,
+            "times": times,
+            "status": status,
+            "message": message,
+            "seconds": seconds,
+            "runner": runner,
+        }
+        return SimFault(**await self._call("POST", "/_sim/faults", body=body))
+
+    async def faults(self) -> list[SimFault]:
+        answer = await self._call("GET", "/_sim/faults")
+        return [SimFault(**document) for document in answer["faults"]]
+
+    async def clear_faults(self) -> None:
+        await self._call("DELETE", "/_sim/faults")
+
+    async def change_settings(self, **settings: Any) -> dict[str, Any]:
+        """Any of token_life_s, lease_s, liveness_s, pickup_s, known_scopes, rate_limit, enforce_rate_limit."""
+        return await self._call("PATCH", "/_sim/settings", body=settings)
+
+    async def issue_token(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
+        """An access token for these scopes only (none: all), that may only read if `write` is False."""
+        answer = await self._call("POST", "/_sim/tokens", body={"scopes": list(scopes), "write": write})
+        return str(answer["token"])
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        wait_s: float = 0.0,
+    ) -> dict[str, Any]:
+        response = await self._http.request(method, path, params=query, json=body, timeout=ANSWER_LIMIT_S + wait_s)
+        document: dict[str, Any] = response.json() if response.content else {}
+        if response.is_error:
+            raise SimError(response.status_code, str(document.get("message", "")))
+        return document
+
+
+def _job(document: dict[str, Any]) -> SimJob:
+    steps = tuple(SimStep(**step) for step in document["steps"])
+    return SimJob(**{**document, "labels": tuple(document["labels"]), "steps": steps})
+
+
+def _runner(document: dict[str, Any]) -> SimRunner:
+    return SimRunner(**{**document, "labels": tuple(document["labels"])})

@@ -1,0 +1,13 @@
+#!/bin/bash
+# The stand-in's config.sh: the same commands and flags as that of actions/runner.
+if [[ $EUID -eq 0 && -z "$RUNNER_ALLOW_RUNASROOT" ]]; then
+  echo "Must not run with sudo"
+  exit 1
+fi
+case "$0" in
+  */*) cd -- "${0%/*}" || exit 1 ;;
+esac
+if [[ "$1" == "remove" ]]; then
+  exec ./bin/Runner.Listener "$@"
+fi
+exec ./bin/Runner.Listener configure "$@"
