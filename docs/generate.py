@@ -9,7 +9,8 @@ from remuda.domain.transitions import TRANSITIONS
 from remuda.settings import Settings, flag, key, variable
 
 DOCS = Path(__file__).parent
-MARK = "<!-- generated: {} -->"
+BEGIN = "<!-- generated: {} -->"
+END = "<!-- end of {} -->"
 
 
 def state_diagram() -> str:
@@ -58,9 +59,11 @@ def main(arguments: list[str]) -> int:
     for name, part, make in PARTS:
         file = DOCS / name
         text = file.read_text(encoding="utf-8")
-        begin, end = MARK.format(part), MARK.format(f"end of {part}")
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
+        begin, end = BEGIN.format(part), END.format(part)
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not (found and closed):
+            sys.exit(f"{name} lacks the marks of {part!r}")
         fresh = f"{head}{begin}\n{make()}\n{end}{tail}"
         if fresh != text:
             stale.append(name)
