@@ -13,6 +13,10 @@ BEGIN = "<!-- generated: {} -->"
 END = "<!-- end of {} -->"
 
 
+#: A secret has no place in argv; the API's address comes with the workflow or the backend.
+NO_FLAG = frozenset({"github_token", "github_api_url"})
+
+
 def state_diagram() -> str:
     lines = ["```mermaid", "stateDiagram-v2"]
     for row in TRANSITIONS:
@@ -40,9 +44,8 @@ def settings_table() -> str:
     for name, field in Settings.model_fields.items():
         default = field.default
         shown = "seven classes" if isinstance(default, tuple) else "" if default in {None, ""} else str(default)
-        lines.append(
-            f"| `{flag(name)}` | `{variable(name)}` | `{key(name)}` | {shown or '(none)'} | {field.description} |"
-        )
+        given = "(none)" if name in NO_FLAG else f"`{flag(name)}`"
+        lines.append(f"| {given} | `{variable(name)}` | `{key(name)}` | {shown or '(none)'} | {field.description} |")
     return "\n".join(lines)
 
 
