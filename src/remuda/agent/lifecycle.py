@@ -124,8 +124,7 @@ def _run(view: View, record: Instance) -> Step:
 
 def _release(view: View, record: Instance) -> Step:
     if view.signalled is not None and (
-        view.signalled is Signal.UD_REMOVE_REG_FAILED
-        or view.signalled.rank >= Signal.UD_REMOVE_REG_REMOVE_RUN_OK.rank
+        view.signalled is Signal.UD_REMOVE_REG_FAILED or view.signalled.rank >= Signal.UD_REMOVE_REG_REMOVE_RUN_OK.rank
     ):
         return _wait(f"{view.signalled} was signalled")
     if view.runner.busy:

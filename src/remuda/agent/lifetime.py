@@ -33,9 +33,7 @@ class Lifetime:
         self._machine.remember(replace(self._machine.recall(), threshold=record.threshold))
 
     def is_over(self) -> bool:
-        return self._threshold is not None and expired(
-            self._threshold, now=self._clock.now(), margin_s=self._margin_s
-        )
+        return self._threshold is not None and expired(self._threshold, now=self._clock.now(), margin_s=self._margin_s)
 
     def seconds_left(self, record: Instance | None) -> float | None:
         """Until the agent must end, by the record or by what it remembers; None where it knows neither."""

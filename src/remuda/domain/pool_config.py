@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential
-from remuda.domain.resources import ResourceClass
+from remuda.domain.resources import ResourceClass, is_instance_id
 from remuda.domain.thresholds import Lifetimes
 
 #: GitHub's limit for a runner's name.
 MAX_RUNNER_NAME = 64
+
+_EPOCH = re.compile(r"[1-9][0-9]{0,18}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +87,7 @@ def parse_runner_name(pool: str, name: str) -> tuple[int, str] | None:
     if not name.startswith(prefix):
         return None
     epoch, _, instance_id = name[len(prefix) :].partition("-")
-    if not epoch.isascii() or not epoch.isdigit() or not instance_id:
+    # The id is checked too: to pool `ci`, the names of pool `ci-1` look like its own.
+    if not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id):
         return None
     return int(epoch), instance_id

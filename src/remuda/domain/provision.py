@@ -36,6 +36,22 @@ class Provision:
     released_at: datetime | None = None
     #: Released, and none of its instances is held any more: sweeps need not look again.
     settled: bool = False
+    #: When a settled provision may be forgotten.
+    forget_at: datetime | None = None
+
+    def is_as_stored(self, current: Provision | None) -> bool:
+        """Whether what is stored is still what this one was read as: what a replacement is conditional on."""
+        return current is not None and (current.status, current.instance_ids, current.settled) == (
+            self.status,
+            self.instance_ids,
+            self.settled,
+        )
+
+    def is_unsettled(self, deadline_before: datetime) -> bool:
+        """Open past its deadline, or released and still to be looked after."""
+        if self.status is ProvisionStatus.OPEN:
+            return self.deadline <= deadline_before
+        return self.status is ProvisionStatus.RELEASED and not self.settled
 
 
 #: Which status may follow which.
@@ -65,7 +81,7 @@ def released(provision: Provision, *, now: datetime, why: str) -> Provision:
     return replace(provision, status=ProvisionStatus.RELEASED, released_at=now, why=why)
 
 
-def settled(provision: Provision) -> Provision:
+def settled(provision: Provision, *, forget_at: datetime) -> Provision:
     if provision.status is not ProvisionStatus.RELEASED:
         raise IllegalTransition(f"provision {provision.provision_id} is {provision.status}, not released")
-    return replace(provision, settled=True)
+    return replace(provision, settled=True, forget_at=forget_at)

@@ -13,6 +13,8 @@ from remuda.domain.errors import UserError
 MAX_PATTERN_TEXT = 1_000
 MAX_PATTERN = 64
 MAX_CLASSES = 50
+#: How much of a wrong value an error repeats.
+MAX_SHOWN = 80
 MAX_CPU = 1_024
 MAX_MMEM = 32 * 1024 * 1024
 
@@ -20,7 +22,7 @@ _CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _PATTERN = re.compile(r"[A-Za-z0-9.*-]+")
 _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/[A-Za-z0-9._-]{1,100})?")
+_SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
 
 #: Labels that GitHub gives to runners by itself: as a run id they would attract other workflows' jobs.
 _GENERIC_LABELS = frozenset({"self-hosted", "linux", "windows", "macos", "x64", "arm", "arm64"})
@@ -72,7 +74,7 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
     for name, body in document.items():
         if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
             raise UserError(
-                f"{field}: {name!r} cannot be a class name",
+                f"{field}: {_brief(name)} cannot be a class name",
                 field=field,
                 fix="use up to 40 letters, digits, - and _",
             )
@@ -88,9 +90,15 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
     return tuple(classes)
 
 
+def _brief(value: Any) -> str:
+    """As a person wrote it, but never a page of it."""
+    shown = repr(value)
+    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+
+
 def _whole(value: Any, what: str, most: int, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(f"{what} is {value!r}", field=field, fix=f"give a whole number from 1 to {most}")
+        raise UserError(f"{what} is {_brief(value)}", field=field, fix=f"give a whole number from 1 to {most}")
     return value
 
 

@@ -7,7 +7,7 @@ back in (epoch, rank). A signal counts only for its own epoch and for the phase 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum, StrEnum
 
@@ -37,6 +37,9 @@ _ORDER = tuple(Signal)
 _REGISTRATION_FAILURES = frozenset({Signal.UD_FAILED, Signal.UD_REG_FAILED})
 _REMOVAL_FAILURES = frozenset({Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED})
 
+
+#: How long a signal's detail may be.
+MAX_DETAIL = 1_000
 
 #: How a detail begins where the forge refused the credential: trying more machines would only burn them.
 CREDENTIAL_REFUSED = "credential refused"
@@ -89,6 +92,14 @@ class Report:
     def may_become(self, epoch: int, signal: Signal) -> bool:
         """Whether a signal may be written over this report: (epoch, rank) must not fall."""
         return (epoch, signal.rank) >= (self.epoch, self.rank)
+
+    def signalled(self, *, epoch: int, signal: Signal, detail: str) -> Report:
+        return replace(self, epoch=epoch, signal=signal, detail=detail[:MAX_DETAIL])
+
+    def beaten(self, *, at: datetime, busy: bool, listening: bool, notice: str, version: str) -> Report:
+        return replace(
+            self, beat=self.beat + 1, beat_at=at, busy=busy, listening=listening, notice=notice, version=version
+        )
 
 
 def registration_verdict(report: Report | None, epoch: int) -> Verdict:

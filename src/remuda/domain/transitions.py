@@ -264,6 +264,8 @@ def tombstone(record: Instance, *, by: Actor, now: datetime, why: str) -> Change
 
 
 def _birth(row: Transition, record: Instance, *, by: Actor, at: datetime, why: str) -> Change:
+    if by not in row.by:
+        raise _illegal(record, f"{row.name} by {by}")
     return Change(
         instance_id=record.instance_id,
         guard=Guard(state=None, epoch=record.epoch),
@@ -426,10 +428,14 @@ def _find_row(instance: Instance, event: Event, by: Actor) -> Transition:
         raise _illegal(instance, f"{name} from {instance.state}")
     if by not in row.by:
         raise _illegal(instance, f"{name} from {instance.state} by {by}")
+    if by is Actor.PROVISION and isinstance(event, End | Release) and not event.owner:
+        raise _illegal(instance, f"{name} by a provision that does not say who owns it")
     if isinstance(event, End):
         if event.cause not in row.causes:
             raise _illegal(instance, f"{name} from {instance.state} because {event.cause}")
         _check_end(instance, event)
+    if isinstance(event, Retire) and not event.reason:
+        raise _illegal(instance, "retirement without a reason")
     return row
 
 
@@ -443,6 +449,8 @@ def _check_end(instance: Instance, event: End) -> None:
         verdict = (removal_verdict if releasing else registration_verdict)(event.report, instance.epoch)
         if verdict is not Verdict.FAILED:
             raise _illegal(instance, "end for failure without a failed signal of this epoch")
+    if event.cause is Cause.TIMED_OUT and instance.state is State.CLAIMED and not event.owner:
+        raise _illegal(instance, "end of a claim for a timeout that is not its owner's")
     if event.cause is Cause.RETIRED:
         if not (event.reason or instance.retire):
             raise _illegal(instance, "retirement without a reason")

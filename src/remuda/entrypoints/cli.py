@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from click.exceptions import Abort, ClickException, Exit
+from typer.exceptions import Abort, Exit, TyperException
 
 from remuda import __version__
 from remuda.domain.errors import UserError
@@ -237,7 +237,7 @@ def main(arguments: list[str]) -> int:
             return done.exit_code
         except Abort:
             return EXIT_INTERRUPTED
-        except ClickException as error:
+        except TyperException as error:
             message = error.format_message()
             raise UserError(message.rstrip("."), field=_option(error), fix="see remuda --help") from None
         return code if isinstance(code, int) else 0
@@ -245,7 +245,7 @@ def main(arguments: list[str]) -> int:
     return command(output, call)
 
 
-def _option(error: ClickException) -> str:
+def _option(error: TyperException) -> str:
     parameter = getattr(error, "param", None)
     if parameter is not None and parameter.opts:
         return str(parameter.opts[0])

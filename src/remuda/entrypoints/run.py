@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.domain.errors import Interrupted, RemudaError
 from remuda.entrypoints.output import Output
-from remuda.settings import Loaded, load
+
+if TYPE_CHECKING:
+    from remuda.settings import Loaded
 
 T = TypeVar("T")
 
@@ -22,6 +24,8 @@ EXIT_INTERRUPTED = 130
 
 
 def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Loaded:
+    from remuda.settings import load  # noqa: PLC0415 - pydantic is slow to import, and help does not need it
+
     return load(flags, environ=os.environ, file=Path(config) if config else None)
 
 

@@ -26,8 +26,6 @@ from remuda.domain.transitions import Change
 
 #: How many entries of an instance's history are kept.
 HISTORY_LIMIT = 200
-#: How long a signal's detail may be.
-DETAIL_LIMIT = 1_000
 
 
 class InstanceStore(Protocol):
@@ -74,8 +72,8 @@ class InstanceStore(Protocol):
         ...
 
     async def forget(self, now: datetime) -> int:
-        """Remove terminated records (with reports and history) whose `forget_at` has passed, and settled provisions
-        as old. Returns how many; a store that does so by itself returns 0.
+        """Remove terminated records (with reports and history) and settled provisions whose
+        `forget_at` has passed. Returns how many; a store that does so by itself returns 0.
         """
         ...
 
@@ -88,7 +86,7 @@ class InstanceStore(Protocol):
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         """Conditional on (epoch, rank) not falling (equal is allowed and rewrites); else `Conflict`.
 
-        Details are cut at `DETAIL_LIMIT`. Other fields of the report stay.
+        Details are cut at `MAX_DETAIL`. Other fields of the report stay.
         """
         ...
 

@@ -10,6 +10,7 @@ from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released, settled
+from remuda.domain.timestamps import after
 from remuda.domain.transitions import Actor, Cause, End, Release
 
 #: A released provision is looked at for so long after its deadline: a claim under way may come late.
@@ -43,14 +44,16 @@ class ProvisionSweep:
         for result in await each(held, self._take_back):
             if isinstance(result, RemudaError) and not isinstance(result, Conflict):
                 self._tally.error(f"provision {provision.provision_id}: {result.message}")
-        if not held and self._is_late(provision, self._context.clock.now()):
-            await self._context.store.replace_provision(provision, settled(provision))
+        now = self._context.clock.now()
+        if not held and self._is_late(provision, now):
+            forget_at = after(now, self._config.lifetimes.keep_records_s)
+            await self._context.store.replace_provision(provision, settled(provision, forget_at=forget_at))
 
     async def _release(self, provision: Provision) -> Provision:
-        after = released(provision, now=self._context.clock.now(), why="its deadline passed before the commit")
-        await self._context.store.replace_provision(provision, after)
-        self._context.journal.note("provision-closed", after.why, run_id=provision.run_id)
-        return after
+        closed = released(provision, now=self._context.clock.now(), why="its deadline passed before the commit")
+        await self._context.store.replace_provision(provision, closed)
+        self._context.journal.note("provision-closed", closed.why, run_id=provision.run_id)
+        return closed
 
     def _is_late(self, provision: Provision, now: datetime) -> bool:
         latest = max(provision.deadline, provision.released_at or provision.deadline)

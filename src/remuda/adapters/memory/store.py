@@ -1,0 +1,294 @@
+"""The store in memory: for unit tests, and for simulations in virtual time.
+
+No threads and no clock of its own; a wait costs nothing until the record changes. Every operation is one step of the
+event loop, which makes it atomic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+from remuda.domain.errors import Conflict
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.signals import Report, Signal
+from remuda.domain.timestamps import to_milliseconds
+from remuda.domain.transitions import Change
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock
+from remuda.ports.store import HISTORY_LIMIT
+
+T = TypeVar("T")
+R = TypeVar("R", Instance, Report)
+
+
+class Changes:
+    """Who waits for a change of which key. All are woken, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[type, str], dict[asyncio.Future[None], None]] = {}
+
+    async def next(self, key: tuple[type, str]) -> None:
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, {})[woken] = None
+        try:
+            await woken
+        finally:
+            waiting = self._waiting.get(key, {})
+            waiting.pop(woken, None)
+            if not waiting:
+                self._waiting.pop(key, None)
+
+    def tell(self, key: tuple[type, str]) -> None:
+        for woken in self._waiting.pop(key, {}):
+            if not woken.done():
+                woken.set_result(None)
+
+
+@dataclass(kw_only=True, slots=True)
+class MemoryDatabase:
+    """What the store objects of all simulated processes share."""
+
+    instances: dict[str, Instance] = field(default_factory=dict)
+    histories: dict[str, tuple[HistoryEntry, ...]] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+    #: By run id and provision id.
+    provisions: dict[tuple[str, str], Provision] = field(default_factory=dict)
+    config: PoolConfig | None = None
+    sightings: dict[str, datetime] = field(default_factory=dict)
+    prepared: bool = False
+    changes: Changes = field(default_factory=Changes)
+
+
+class MemoryInstanceStore:
+    def __init__(
+        self,
+        *,
+        clock: Clock,  # noqa: ARG002 - every store is given one; this one need not ask what time it is
+        calls: CallCounter,
+        database: MemoryDatabase | None = None,
+    ) -> None:
+        self._calls = calls
+        self._database = database or MemoryDatabase()
+
+    async def prepare(self) -> Sequence[str]:
+        self._count("prepare")
+        created = not self._database.prepared
+        self._database.prepared = True
+        return ["store in memory"] if created else []
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    @property
+    def malformed_records(self) -> int:
+        return 0
+
+    # Control records ------------------------------------------------------------------------------------------
+
+    async def apply(self, change: Change) -> Instance:
+        self._count("apply")
+        current = self._database.instances.get(change.instance_id)
+        if not change.guard.admits(current):
+            raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
+        record = _kept(change.applied_to(current))
+        entries = (*self._database.histories.get(change.instance_id, ()), _kept(change.entry))
+        self._database.instances[change.instance_id] = record
+        self._database.histories[change.instance_id] = entries[-HISTORY_LIMIT:]
+        self._database.changes.tell((Instance, change.instance_id))
+        return record
+
+    async def get(self, instance_id: str) -> Instance | None:
+        self._count("get")
+        return self._database.instances.get(instance_id)
+
+    async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
+        self._count("get_many")
+        return _those(self._database.instances, instance_ids)
+
+    async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
+        self._count("find")
+        return [
+            record
+            for record in self._database.instances.values()
+            if record.state in states and (threshold_before is None or record.threshold <= threshold_before)
+        ]
+
+    async def find_by_provision(self, provision_id: str) -> Sequence[Instance]:
+        self._count("find_by_provision")
+        return [
+            record
+            for record in self._database.instances.values()
+            if provision_id and record.provision_id == provision_id
+        ]
+
+    async def count_live(self) -> int:
+        self._count("count_live")
+        return sum(record.state is not State.TERMINATED for record in self._database.instances.values())
+
+    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
+        return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s)
+
+    async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
+        self._count("history")
+        return self._database.histories.get(instance_id, ())
+
+    async def forget(self, now: datetime) -> int:
+        self._count("forget")
+        database = self._database
+        due = [record.instance_id for record in database.instances.values() if _is_due(record, now)]
+        for instance_id in due:
+            del database.instances[instance_id]
+            database.histories.pop(instance_id, None)
+            database.reports.pop(instance_id, None)
+            database.changes.tell((Instance, instance_id))
+            database.changes.tell((Report, instance_id))
+        old = [
+            key
+            for key, provision in database.provisions.items()
+            if provision.forget_at is not None and provision.forget_at <= now
+        ]
+        for key in old:
+            del database.provisions[key]
+        return len(due) + len(old)
+
+    # Reports --------------------------------------------------------------------------------------------------
+
+    async def get_report(self, instance_id: str) -> Report | None:
+        self._count("get_report")
+        return self._database.reports.get(instance_id)
+
+    async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
+        self._count("get_reports")
+        return _those(self._database.reports, instance_ids)
+
+    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+        self._count("write_signal")
+        current = self._database.reports.get(instance_id)
+        report = current or Report(instance_id=instance_id)
+        if not report.may_become(epoch, signal):
+            raise Conflict(f"{instance_id} has signalled {report.signal} of epoch {report.epoch}", current=current)
+        self._keep_report(report.signalled(epoch=epoch, signal=signal, detail=detail))
+
+    async def beat(
+        self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
+    ) -> None:
+        self._count("beat")
+        report = self._database.reports.get(instance_id) or Report(instance_id=instance_id)
+        self._keep_report(report.beaten(at=at, busy=busy, listening=listening, notice=notice, version=version))
+
+    async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
+        return await self._wait(Report, self._database.reports, instance_id, since, timeout_s)
+
+    # Provisions -----------------------------------------------------------------------------------------------
+
+    async def put_provision(self, provision: Provision) -> None:
+        self._count("put_provision")
+        current = self._database.provisions.get(_key(provision))
+        if current is not None:
+            raise Conflict(f"provision {provision.provision_id} exists", current=current)
+        self._database.provisions[_key(provision)] = _kept(provision)
+
+    async def replace_provision(self, before: Provision, after: Provision) -> None:
+        self._count("replace_provision")
+        current = self._database.provisions.get(_key(before))
+        if not before.is_as_stored(current):
+            raise Conflict(f"provision {before.provision_id} has moved on", current=current)
+        self._database.provisions[_key(after)] = _kept(after)
+
+    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
+        self._count("get_provision")
+        return self._database.provisions.get((run_id, provision_id))
+
+    async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
+        self._count("provisions_of_run")
+        return [provision for provision in self._by_age() if provision.run_id == run_id]
+
+    async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
+        self._count("unsettled_provisions")
+        return [provision for provision in self._by_age() if provision.is_unsettled(deadline_before)]
+
+    async def recent_provisions(self, limit: int) -> Sequence[Provision]:
+        self._count("recent_provisions")
+        return self._by_age()[::-1][: max(limit, 0)]
+
+    # Pool configuration and the sweeps' memory ----------------------------------------------------------------
+
+    async def get_config(self) -> PoolConfig | None:
+        self._count("get_config")
+        return self._database.config and _kept(self._database.config)
+
+    async def put_config(self, config: PoolConfig) -> None:
+        self._count("put_config")
+        current = self._database.config
+        if config.revision != (current.revision if current else 0) + 1:
+            raise Conflict(f"revision {config.revision} does not follow the stored one", current=current)
+        self._database.config = _kept(config)
+
+    async def get_sightings(self) -> Mapping[str, datetime]:
+        self._count("get_sightings")
+        return dict(self._database.sightings)
+
+    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
+        self._count("put_sightings")
+        self._database.sightings = dict(_kept(sightings))
+
+    # Inside ---------------------------------------------------------------------------------------------------
+
+    def _count(self, operation: str) -> None:
+        self._calls.add("store", operation)
+
+    def _by_age(self) -> list[Provision]:
+        return sorted(self._database.provisions.values(), key=lambda each: (each.created_at, each.provision_id))
+
+    def _keep_report(self, report: Report) -> None:
+        self._database.reports[report.instance_id] = _kept(report)
+        self._database.changes.tell((Report, report.instance_id))
+
+    async def _wait(
+        self, kind: type[R], records: Mapping[str, R], instance_id: str, since: R | None, timeout_s: float
+    ) -> R | None:
+        self._count("poll")
+        try:
+            async with asyncio.timeout(timeout_s):
+                while records.get(instance_id) == since:
+                    await self._database.changes.next((kind, instance_id))
+                    self._count("poll")
+        except TimeoutError:
+            pass
+        return records.get(instance_id)
+
+
+def _kept(value: T) -> T:
+    """As it would come back from a real store: times to the millisecond, nothing mutable shared with the writer."""
+    return cast("T", _settled(value))
+
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return to_milliseconds(value)
+    if isinstance(value, tuple):
+        return tuple(_settled(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _settled(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: _settled(getattr(value, item.name)) for item in fields(value)})
+    return value
+
+
+def _those(records: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:
+    """In an order that does not hang on how strings hash."""
+    return {each: records[each] for each in sorted(set(wanted)) if each in records}
+
+
+def _key(provision: Provision) -> tuple[str, str]:
+    return provision.run_id, provision.provision_id
+
+
+def _is_due(record: Instance, now: datetime) -> bool:
+    return record.state is State.TERMINATED and record.forget_at is not None and record.forget_at <= now

@@ -1,0 +1,37 @@
+"""Records as the text of a JSON column, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, TypeVar
+
+from remuda.domain import documents, timestamps
+
+T = TypeVar("T")
+
+
+def encode(record: Any) -> str:
+    return json.dumps(documents.plain(record), separators=(",", ":"))
+
+
+def decode(kind: type[T], text: str) -> T:
+    """`ValueError` where the text is not such a record."""
+    return documents.from_document(kind, _load(text))
+
+
+def decode_times(text: str) -> Mapping[str, datetime]:
+    times: Mapping[str, datetime] = documents.parse(Mapping[str, datetime], _load(text), "sightings")
+    return times
+
+
+def time_text(at: datetime | None) -> str | None:
+    return None if at is None else timestamps.to_text(at)
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"not a JSON text: {type(error).__name__}") from None

@@ -1,0 +1,140 @@
+"""The pool in one SQLite file: queues as SQS has them, for many processes of one machine."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from remuda.adapters.sqlite import queues
+from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, transaction
+from remuda.adapters.sqlite.documents import decode, encode
+from remuda.adapters.sqlite.queues import Incoming, Outgoing, Seal
+from remuda.adapters.sqlite.watch import Watch
+from remuda.domain.resources import PoolMessage
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock, Ids
+from remuda.ports.pool import BATCH, Delivery
+
+T = TypeVar("T")
+
+#: How much a log may hear of a body that cannot be parsed.
+MAX_REASON = 200
+
+
+class SqliteResourcePool:
+    def __init__(
+        self, *, path: Path, clock: Clock, ids: Ids, calls: CallCounter, busy_timeout_s: float = BUSY_TIMEOUT_S
+    ) -> None:
+        self._file = SqliteFile(path=path, busy_timeout_s=busy_timeout_s, thread_name="remuda-pool")
+        self._clock = clock
+        self._ids = ids
+        self._calls = calls
+        self._watch: Watch[str, bool] = Watch(look=self._look, clock=clock, ids=ids)
+
+    async def prepare(self, classes: Collection[str]) -> Sequence[str]:
+        self._calls.add("pool", "prepare")
+        path = self._file.path
+        await self._file.create(path.with_name(self._ids.new(f".{path.name}-")))
+        created = await self._write(partial(queues.write_queues, names=sorted(set(classes))))
+        return [f"queue {name}" for name in created]
+
+    async def close(self) -> None:
+        await self._watch.close()
+        await self._file.close()
+
+    async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
+        for count in Counter(message.resource_class for message in messages).values():
+            self._count("send", count)
+        visible_at = self._now() + delay_s
+        outgoing = [
+            Outgoing(
+                queue=message.resource_class,
+                body=encode(message),
+                visible_at=visible_at,
+                shuffle=self._ids.jitter(),
+            )
+            for message in messages
+        ]
+        if outgoing:
+            await self._write(partial(queues.write_new, messages=outgoing))
+
+    async def receive(
+        self, resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
+    ) -> Sequence[Delivery]:
+        self._calls.add("pool", "receive")
+        give_up_at = self._clock.monotonic() + wait_s
+        taken = await self._take(resource_class, limit, visibility_s)
+        while not taken:
+            remaining_s = give_up_at - self._clock.monotonic()
+            if remaining_s <= 0:
+                return []
+            try:
+                await self._watch.wait(resource_class, bool, remaining_s)
+            except TimeoutError:
+                return []
+            taken = await self._take(resource_class, limit, visibility_s)
+        return [_delivery(message) for message in taken]
+
+    async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
+        self._count("delete", len(receipts))
+        await self._write(
+            partial(queues.write_deleted, queue=resource_class, receipts=receipts, now=self._now()),
+        )
+
+    async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
+        self._count("hand_back", len(receipts))
+        await self._write(
+            partial(queues.write_handed_back, queue=resource_class, receipts=receipts, now=self._now()),
+        )
+
+    async def depth(self, resource_class: str) -> int:
+        self._calls.add("pool", "depth")
+        return await self._file.run(partial(queues.depth, queue=resource_class))
+
+    async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[Incoming]:
+        seals = [
+            Seal(receipt=self._ids.new("r-"), shuffle=self._ids.jitter()) for _ in range(max(0, min(limit, BATCH)))
+        ]
+        now = self._now()
+
+        def job(connection: sqlite3.Connection) -> Sequence[Incoming]:
+            queues.check(connection, queue)
+            # An empty queue is looked at often: it shall not cost others the write lock.
+            if not queues.ready(connection, [queue], now):
+                return []
+            with transaction(connection):
+                return queues.write_taken(connection, queue, seals, now=now, hidden_until=now + visibility_s)
+
+        return await self._file.run(job)
+
+    async def _look(self, names: Collection[str], new: Collection[str]) -> Mapping[str, bool]:  # noqa: ARG002
+        # Asked each time, commit or not: messages also come back because time passes.
+        ready = await self._file.run(partial(queues.ready, queues=names, now=self._now()))
+        return dict.fromkeys(ready, True)
+
+    async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        def whole(connection: sqlite3.Connection) -> T:
+            with transaction(connection):
+                return job(connection)
+
+        result = await self._file.run(whole)
+        self._watch.nudge()
+        return result
+
+    def _count(self, operation: str, items: int) -> None:
+        for _ in range(0, items, BATCH):
+            self._calls.add("pool", operation)
+
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
+
+
+def _delivery(incoming: Incoming) -> Delivery:
+    try:
+        return Delivery(receipt=incoming.receipt, message=decode(PoolMessage, incoming.body))
+    except ValueError as error:
+        return Delivery(receipt=incoming.receipt, message=None, malformed=str(error)[:MAX_REASON])

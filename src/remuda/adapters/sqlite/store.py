@@ -1,0 +1,266 @@
+"""The store in one SQLite file, for many processes of one machine."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from remuda.adapters.sqlite import tables
+from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, Token, transaction
+from remuda.adapters.sqlite.documents import decode, decode_times, encode
+from remuda.adapters.sqlite.tables import Key, Kind
+from remuda.adapters.sqlite.watch import Watch
+from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.signals import Report, Signal
+from remuda.domain.transitions import Change
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock, Ids
+
+T = TypeVar("T")
+R = TypeVar("R", Instance, Report)
+
+_CONFIG = "config"
+_SIGHTINGS = "sightings"
+_KINDS: Mapping[type[Any], Kind] = {Instance: Kind.CONTROL, Report: Kind.REPORT}
+
+
+class SqliteInstanceStore:
+    def __init__(
+        self, *, path: Path, clock: Clock, ids: Ids, calls: CallCounter, busy_timeout_s: float = BUSY_TIMEOUT_S
+    ) -> None:
+        self._file = SqliteFile(path=path, busy_timeout_s=busy_timeout_s, thread_name="remuda-store")
+        self._ids = ids
+        self._calls = calls
+        self._malformed = 0
+        self._watch: Watch[Key, str | None] = Watch(look=self._look, clock=clock, ids=ids)
+        # What the watch has seen: a file without commits, and documents without changes, are not looked at twice.
+        self._seen: Token | None = None
+        self._texts: dict[Key, str | None] = {}
+
+    async def prepare(self) -> Sequence[str]:
+        self._calls.add("store", "prepare")
+        path = self._file.path
+        created = await self._file.create(path.with_name(self._ids.new(f".{path.name}-")))
+        return [f"store {path}"] if created else []
+
+    async def close(self) -> None:
+        await self._watch.close()
+        await self._file.close()
+
+    @property
+    def malformed_records(self) -> int:
+        return self._malformed
+
+    # Control records ------------------------------------------------------------------------------------------
+
+    async def apply(self, change: Change) -> Instance:
+        def job(connection: sqlite3.Connection) -> str:
+            current = self._one(connection, Instance, change.instance_id)
+            if not change.guard.admits(current):
+                raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
+            return tables.write_instance(connection, change.applied_to(current), change.entry)
+
+        # Parsed again, so that the caller holds exactly what readers will see.
+        return self._there(Instance, await self._write("apply", job), change.instance_id)
+
+    async def get(self, instance_id: str) -> Instance | None:
+        return await self._read("get", lambda connection: self._one(connection, Instance, instance_id))
+
+    async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
+        return await self._get_many("get_many", Instance, instance_ids)
+
+    async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
+        docs = await self._read("find", partial(tables.in_states, states=states, before=threshold_before))
+        return self._readable(Instance, docs)
+
+    async def find_by_provision(self, provision_id: str) -> Sequence[Instance]:
+        docs = await self._read("find_by_provision", partial(tables.of_provision, provision_id=provision_id))
+        return self._readable(Instance, docs)
+
+    async def count_live(self) -> int:
+        return await self._read("count_live", tables.count_live)
+
+    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
+        return await self._wait(Instance, instance_id, since, timeout_s)
+
+    async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
+        docs = await self._read("history", partial(tables.history, instance_id=instance_id))
+        return [self._there(HistoryEntry, doc, instance_id) for doc in docs]
+
+    async def forget(self, now: datetime) -> int:
+        return await self._write("forget", partial(tables.write_forget, now=now))
+
+    # Reports --------------------------------------------------------------------------------------------------
+
+    async def get_report(self, instance_id: str) -> Report | None:
+        return await self._read("get_report", lambda connection: self._one(connection, Report, instance_id))
+
+    async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
+        return await self._get_many("get_reports", Report, instance_ids)
+
+    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            current = self._one(connection, Report, instance_id)
+            report = current or Report(instance_id=instance_id)
+            if not report.may_become(epoch, signal):
+                raise Conflict(f"{instance_id} has signalled {report.signal} of epoch {report.epoch}", current=current)
+            tables.write_report(connection, report.signalled(epoch=epoch, signal=signal, detail=detail))
+
+        await self._write("write_signal", job)
+
+    async def beat(
+        self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
+    ) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            report = self._one(connection, Report, instance_id) or Report(instance_id=instance_id)
+            beaten = report.beaten(at=at, busy=busy, listening=listening, notice=notice, version=version)
+            tables.write_report(connection, beaten)
+
+        await self._write("beat", job)
+
+    async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
+        return await self._wait(Report, instance_id, since, timeout_s)
+
+    # Provisions -----------------------------------------------------------------------------------------------
+
+    async def put_provision(self, provision: Provision) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            current = self._provision(connection, provision.run_id, provision.provision_id)
+            if current is not None:
+                raise Conflict(f"provision {provision.provision_id} exists", current=current)
+            tables.write_provision(connection, provision)
+
+        await self._write("put_provision", job)
+
+    async def replace_provision(self, before: Provision, after: Provision) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            current = self._provision(connection, before.run_id, before.provision_id)
+            if not before.is_as_stored(current):
+                raise Conflict(f"provision {before.provision_id} has moved on", current=current)
+            tables.write_provision(connection, after)
+
+        await self._write("replace_provision", job)
+
+    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
+        return await self._read("get_provision", lambda connection: self._provision(connection, run_id, provision_id))
+
+    async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
+        docs = await self._read("provisions_of_run", partial(tables.of_run, run_id=run_id))
+        return [self._there(Provision, doc, f"a provision of run {run_id}") for doc in docs]
+
+    async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
+        docs = await self._read("unsettled_provisions", partial(tables.unsettled, deadline_before=deadline_before))
+        return self._readable(Provision, docs)
+
+    async def recent_provisions(self, limit: int) -> Sequence[Provision]:
+        return self._readable(Provision, await self._read("recent_provisions", partial(tables.recent, limit=limit)))
+
+    # Pool configuration and the sweeps' memory ----------------------------------------------------------------
+
+    async def get_config(self) -> PoolConfig | None:
+        text = await self._read("get_config", partial(tables.single, name=_CONFIG))
+        return self._parsed(PoolConfig, text, _CONFIG)
+
+    async def put_config(self, config: PoolConfig) -> None:
+        def job(connection: sqlite3.Connection) -> None:
+            current = self._parsed(PoolConfig, tables.single(connection, _CONFIG), _CONFIG)
+            if config.revision != (current.revision if current else 0) + 1:
+                raise Conflict(f"revision {config.revision} does not follow the stored one", current=current)
+            tables.write_single(connection, _CONFIG, encode(config))
+
+        await self._write("put_config", job)
+
+    async def get_sightings(self) -> Mapping[str, datetime]:
+        text = await self._read("get_sightings", partial(tables.single, name=_SIGHTINGS))
+        return {} if text is None else self._checked(lambda: decode_times(text), _SIGHTINGS)
+
+    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
+        text = encode(sightings)
+        await self._write("put_sightings", lambda connection: tables.write_single(connection, _SIGHTINGS, text))
+
+    # Jobs -----------------------------------------------------------------------------------------------------
+
+    async def _read(self, operation: str, job: Callable[[sqlite3.Connection], T]) -> T:
+        self._calls.add("store", operation)
+        return await self._file.run(job)
+
+    async def _write(self, operation: str, job: Callable[[sqlite3.Connection], T]) -> T:
+        def whole(connection: sqlite3.Connection) -> T:
+            with transaction(connection):
+                return job(connection)
+
+        self._calls.add("store", operation)
+        result = await self._file.run(whole)
+        # Where the caller was cancelled meanwhile, the next look finds the write by its token.
+        self._watch.nudge()
+        return result
+
+    async def _get_many(self, operation: str, record: type[R], instance_ids: Collection[str]) -> Mapping[str, R]:
+        docs = await self._read(operation, partial(tables.many, kind=_KINDS[record], instance_ids=instance_ids))
+        return {instance_id: self._there(record, doc, instance_id) for instance_id, doc in docs.items()}
+
+    async def _wait(self, record: type[R], instance_id: str, since: R | None, timeout_s: float) -> R | None:
+        def differs(text: str | None) -> bool:
+            try:
+                return (None if text is None else decode(record, text)) != since
+            except ValueError:
+                return True  # the waiter's own parsing says what is wrong
+
+        key = (_KINDS[record], instance_id)
+        try:
+            text = await self._watch.wait(key, differs, timeout_s)
+        except TimeoutError:
+            text = await self._read("poll", partial(tables.one, kind=key[0], instance_id=instance_id))
+        return self._parsed(record, text, instance_id)
+
+    async def _look(self, keys: Collection[Key], new: Collection[Key]) -> Mapping[Key, str | None]:
+        seen = self._seen
+
+        def job(connection: sqlite3.Connection) -> tuple[Token, dict[Key, str | None]]:
+            # The token first: what is committed between the two reads is then seen twice, not never.
+            token = self._file.token(connection)
+            wanted = new if token == seen else keys
+            return token, tables.by_keys(connection, wanted) if wanted else {}
+
+        self._seen, texts = await self._file.run(job)
+        if texts:
+            self._calls.add("store", "poll")
+        news = {key: text for key, text in texts.items() if key in new or self._texts.get(key) != text}
+        self._texts = {key: texts.get(key, self._texts.get(key)) for key in keys}
+        return news
+
+    # Parsing --------------------------------------------------------------------------------------------------
+
+    def _one(self, connection: sqlite3.Connection, record: type[R], instance_id: str) -> R | None:
+        return self._parsed(record, tables.one(connection, _KINDS[record], instance_id), instance_id)
+
+    def _provision(self, connection: sqlite3.Connection, run_id: str, provision_id: str) -> Provision | None:
+        return self._parsed(Provision, tables.provision(connection, run_id, provision_id), provision_id)
+
+    def _parsed(self, record: type[T], text: str | None, what: str) -> T | None:
+        return None if text is None else self._there(record, text, what)
+
+    def _there(self, record: type[T], text: str, what: str) -> T:
+        return self._checked(lambda: decode(record, text), what)
+
+    def _checked(self, parse: Callable[[], T], what: str) -> T:
+        try:
+            return parse()
+        except ValueError as error:
+            raise Unavailable(f"the record of {what} in {self._file.path} cannot be read: {error}") from error
+
+    def _readable(self, record: type[T], texts: Iterable[str]) -> Sequence[T]:
+        found = []
+        for text in texts:
+            try:
+                found.append(decode(record, text))
+            except ValueError:
+                self._malformed += 1
+        return found

@@ -1,0 +1,201 @@
+"""The statements on the store's tables: plain functions of a connection, run in its thread.
+
+Functions named `write_…` must be called inside a transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from enum import StrEnum
+
+from remuda.adapters.sqlite.documents import encode, time_text
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.signals import Report
+from remuda.ports.store import HISTORY_LIMIT
+
+
+class Kind(StrEnum):
+    """What can be waited for."""
+
+    CONTROL = "control"
+    REPORT = "report"
+
+
+Key = tuple[Kind, str]
+
+_BY_ID = {
+    Kind.CONTROL: "SELECT doc FROM instances WHERE instance_id = ?",
+    Kind.REPORT: "SELECT doc FROM reports WHERE instance_id = ?",
+}
+_BY_IDS = {
+    Kind.CONTROL: "SELECT instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))",
+    Kind.REPORT: "SELECT instance_id, doc FROM reports WHERE instance_id IN (SELECT value FROM json_each(?))",
+}
+_BY_KEYS = """
+SELECT 'control', instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))
+UNION ALL
+SELECT 'report', instance_id, doc FROM reports WHERE instance_id IN (SELECT value FROM json_each(?))
+"""
+
+
+def one(connection: sqlite3.Connection, kind: Kind, instance_id: str) -> str | None:
+    return _first(connection.execute(_BY_ID[kind], (instance_id,)))
+
+
+def many(connection: sqlite3.Connection, kind: Kind, instance_ids: Collection[str]) -> dict[str, str]:
+    return dict(connection.execute(_BY_IDS[kind], (json.dumps(sorted(instance_ids)),)).fetchall())
+
+
+def by_keys(connection: sqlite3.Connection, keys: Collection[Key]) -> dict[Key, str | None]:
+    wanted = [json.dumps(sorted(each for kind, each in keys if kind is wanted)) for wanted in Kind]
+    found: dict[Key, str | None] = dict.fromkeys(keys)
+    for kind, instance_id, doc in connection.execute(_BY_KEYS, wanted):
+        found[Kind(kind), instance_id] = doc
+    return found
+
+
+# Control records --------------------------------------------------------------------------------------------------
+
+
+def write_instance(connection: sqlite3.Connection, record: Instance, entry: HistoryEntry) -> str:
+    """The record and its history entry. Returns the document."""
+    doc = encode(record)
+    connection.execute(
+        "INSERT OR REPLACE INTO instances (instance_id, state, epoch, threshold, provision_id, forget_at, doc)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            record.instance_id,
+            record.state.value,
+            record.epoch,
+            time_text(record.threshold),
+            record.provision_id,
+            time_text(record.forget_at),
+            doc,
+        ),
+    )
+    last = _first(connection.execute("SELECT max(seq) FROM history WHERE instance_id = ?", (record.instance_id,)))
+    seq = int(last or 0) + 1
+    connection.execute("INSERT INTO history VALUES (?, ?, ?)", (record.instance_id, seq, encode(entry)))
+    connection.execute(
+        "DELETE FROM history WHERE instance_id = ? AND seq <= ?", (record.instance_id, seq - HISTORY_LIMIT)
+    )
+    return doc
+
+
+def history(connection: sqlite3.Connection, instance_id: str) -> list[str]:
+    return _docs(connection.execute("SELECT doc FROM history WHERE instance_id = ? ORDER BY seq", (instance_id,)))
+
+
+def in_states(connection: sqlite3.Connection, states: Collection[State], before: datetime | None) -> list[str]:
+    return _docs(
+        connection.execute(
+            "SELECT doc FROM instances WHERE state IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL"
+            " OR threshold <= ?2) ORDER BY threshold, instance_id",
+            (json.dumps(sorted(states)), time_text(before)),
+        )
+    )
+
+
+def of_provision(connection: sqlite3.Connection, provision_id: str) -> list[str]:
+    return _docs(
+        connection.execute(
+            # The second term lets the partial index serve.
+            "SELECT doc FROM instances WHERE provision_id = ? AND provision_id <> '' ORDER BY instance_id",
+            (provision_id,),
+        )
+    )
+
+
+def count_live(connection: sqlite3.Connection) -> int:
+    return int(_first(connection.execute("SELECT count(*) FROM instances WHERE state <> 'terminated'")) or 0)
+
+
+def write_report(connection: sqlite3.Connection, report: Report) -> None:
+    connection.execute("INSERT OR REPLACE INTO reports VALUES (?, ?)", (report.instance_id, encode(report)))
+
+
+# Provisions -------------------------------------------------------------------------------------------------------
+
+
+def write_provision(connection: sqlite3.Connection, provision: Provision) -> None:
+    connection.execute(
+        "INSERT OR REPLACE INTO provisions"
+        " (run_id, provision_id, created_at, deadline, status, settled, forget_at, doc)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            provision.run_id,
+            provision.provision_id,
+            time_text(provision.created_at),
+            time_text(provision.deadline),
+            provision.status.value,
+            provision.settled,
+            time_text(provision.forget_at),
+            encode(provision),
+        ),
+    )
+
+
+def provision(connection: sqlite3.Connection, run_id: str, provision_id: str) -> str | None:
+    return _first(
+        connection.execute("SELECT doc FROM provisions WHERE run_id = ? AND provision_id = ?", (run_id, provision_id))
+    )
+
+
+def of_run(connection: sqlite3.Connection, run_id: str) -> list[str]:
+    return _docs(
+        connection.execute("SELECT doc FROM provisions WHERE run_id = ? ORDER BY created_at, provision_id", (run_id,))
+    )
+
+
+def unsettled(connection: sqlite3.Connection, deadline_before: datetime) -> list[str]:
+    return _docs(
+        connection.execute(
+            "SELECT doc FROM provisions WHERE settled = 0 AND ((status = ? AND deadline <= ?) OR status = ?)"
+            " ORDER BY deadline, provision_id",
+            (ProvisionStatus.OPEN.value, time_text(deadline_before), ProvisionStatus.RELEASED.value),
+        )
+    )
+
+
+def recent(connection: sqlite3.Connection, limit: int) -> list[str]:
+    return _docs(
+        connection.execute(
+            "SELECT doc FROM provisions ORDER BY created_at DESC, provision_id DESC LIMIT ?", (max(limit, 0),)
+        )
+    )
+
+
+# Single documents, and forgetting ---------------------------------------------------------------------------------
+
+
+def single(connection: sqlite3.Connection, name: str) -> str | None:
+    return _first(connection.execute("SELECT doc FROM singles WHERE name = ?", (name,)))
+
+
+def write_single(connection: sqlite3.Connection, name: str, doc: str) -> None:
+    connection.execute("INSERT OR REPLACE INTO singles VALUES (?, ?)", (name, doc))
+
+
+def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
+    """Remove what is due; how many records and provisions went."""
+    due = "SELECT instance_id FROM instances WHERE state = 'terminated' AND forget_at <= ?"
+    connection.execute(f"DELETE FROM reports WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
+    connection.execute(f"DELETE FROM history WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
+    instances = connection.execute(
+        "DELETE FROM instances WHERE state = 'terminated' AND forget_at <= ?", (time_text(now),)
+    )
+    provisions = connection.execute("DELETE FROM provisions WHERE forget_at <= ?", (time_text(now),))
+    return instances.rowcount + provisions.rowcount
+
+
+def _docs(cursor: sqlite3.Cursor) -> list[str]:
+    return [row[0] for row in cursor]
+
+
+def _first(cursor: sqlite3.Cursor) -> str | None:
+    rows: Sequence[tuple[str]] = cursor.fetchmany(1)
+    return rows[0][0] if rows else None

@@ -1,0 +1,255 @@
+"""The pool's contract (`remuda.ports.pool`), on every adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from conformance.conftest import POOLS_WITH_EXPIRING_RECEIPTS, Pools
+from remuda.domain.errors import NotFound
+from remuda.domain.resources import PoolMessage, Tier, UsageClass
+from remuda.ports.pool import BATCH, Delivery, ResourcePool
+from support.records import LONG_S, SHORT_S, message
+
+HIDDEN_S = 30.0
+
+
+def receipts(deliveries: Sequence[Delivery]) -> list[str]:
+    return [delivery.receipt for delivery in deliveries]
+
+
+def numbers(deliveries: Sequence[Delivery]) -> list[int]:
+    """Which messages they are, sorted: the order means nothing."""
+    return sorted(int(delivery.message.id.removeprefix("i-"), 16) for delivery in deliveries if delivery.message)
+
+
+async def drain(pool: ResourcePool, resource_class: str = "large") -> list[Delivery]:
+    """Receive until there is nothing more."""
+    found: list[Delivery] = []
+    while batch := await pool.receive(resource_class, visibility_s=HIDDEN_S):
+        found.extend(batch)
+    return found
+
+
+async def test_prepare_is_idempotent_and_says_what_it_created(pools: Pools) -> None:
+    pool = pools.open()
+    assert len(await pool.prepare(["large", "xlarge"])) == 2
+    assert await pool.prepare(["xlarge", "large"]) == []
+    assert len(await pool.prepare(["large", "huge"])) == 1
+    assert await pool.depth("huge") == 0
+    await pool.close()
+    await pool.close()
+
+
+async def test_an_unknown_class_is_not_found(pool: ResourcePool) -> None:
+    for call in (
+        pool.receive("small", visibility_s=1),
+        pool.send([message(1), message(2, resource_class="small")]),
+        pool.delete("small", ["r-1"]),
+        pool.hand_back("small", ["r-1"]),
+        pool.depth("small"),
+    ):
+        with pytest.raises(NotFound):
+            await call
+
+
+async def test_a_message_comes_back_as_it_was_sent(pool: ResourcePool, other_pool: ResourcePool) -> None:
+    sent = PoolMessage(
+        id="i-0123456789abcdef0",
+        epoch=7,
+        resource_class="large",
+        instance_type="m6i.metal",
+        usage_class=UsageClass.SPOT,
+        cpu=128,
+        mmem=524_288,
+        tier=Tier.UNTRUSTED,
+    )
+    await pool.send([sent])
+    (delivery,) = await other_pool.receive("large", visibility_s=HIDDEN_S)
+    assert (delivery.message, delivery.malformed) == (sent, "")
+    assert delivery.receipt
+
+
+async def test_each_goes_to_the_queue_of_its_class(pool: ResourcePool) -> None:
+    await pool.send([message(1), message(2, resource_class="xlarge")])
+    await pool.send([])
+    assert numbers(await pool.receive("large", visibility_s=HIDDEN_S)) == [1]
+    assert numbers(await pool.receive("xlarge", visibility_s=HIDDEN_S)) == [2]
+
+
+async def test_a_receive_takes_up_to_its_limit(pool: ResourcePool) -> None:
+    await pool.send([message(number) for number in range(25)])
+    assert await pool.depth("large") == 25
+    assert 1 <= len(await pool.receive("large", limit=3, visibility_s=0)) <= 3
+    assert 1 <= len(await pool.receive("large", limit=50, visibility_s=0)) <= BATCH
+    assert numbers(await drain(pool)) == list(range(25))
+
+
+async def test_a_received_message_is_hidden_from_all(pool: ResourcePool, other_pool: ResourcePool) -> None:
+    await pool.send([message(1)])
+    assert numbers(await pool.receive("large", visibility_s=HIDDEN_S)) == [1]
+    assert await pool.receive("large", visibility_s=HIDDEN_S) == []
+    assert await other_pool.receive("large", visibility_s=HIDDEN_S) == []
+    assert await pool.depth("large") == 1
+
+
+async def test_a_hidden_message_comes_back_unless_deleted(pools: Pools, pool: ResourcePool) -> None:
+    await pool.send([message(1), message(2)])
+    deliveries = await drain(pool)
+    await pool.delete("large", [each.receipt for each in deliveries if numbers([each]) == [1]])
+    assert await pool.depth("large") == 1
+    await pools.let_pass(HIDDEN_S + 1)
+    assert numbers(await drain(pool)) == [2]
+
+
+async def test_deletes_go_in_batches(pool: ResourcePool) -> None:
+    await pool.send([message(number) for number in range(23)])
+    await pool.delete("large", receipts(await drain(pool)))
+    assert await pool.depth("large") == 0
+    await pool.delete("large", [])
+
+
+async def test_what_is_handed_back_is_visible_at_once(pool: ResourcePool, other_pool: ResourcePool) -> None:
+    await pool.send([message(number) for number in range(12)])
+    deliveries = await drain(pool)
+    await pool.hand_back("large", receipts(deliveries))
+    again = await drain(other_pool)
+    assert numbers(again) == list(range(12))
+    assert set(receipts(again)).isdisjoint(receipts(deliveries))
+    await pool.hand_back("large", [])
+
+
+async def test_a_stale_receipt_is_ignored(pools: Pools, pool: ResourcePool, other_pool: ResourcePool) -> None:
+    await pool.send([message(1)])
+    (first,) = await pool.receive("large", visibility_s=HIDDEN_S)
+    await pools.let_pass(HIDDEN_S + 1)
+    (second,) = await other_pool.receive("large", visibility_s=HIDDEN_S)
+    await pool.delete("large", [first.receipt])
+    await pool.hand_back("large", [first.receipt])
+    assert await pool.receive("large", visibility_s=HIDDEN_S) == []
+    await other_pool.delete("large", [second.receipt])
+    await other_pool.delete("large", [second.receipt])
+    await other_pool.hand_back("large", [second.receipt])
+    assert await pool.depth("large") == 0
+
+
+async def test_a_receipt_is_of_one_queue(pool: ResourcePool) -> None:
+    await pool.send([message(1)])
+    (delivery,) = await pool.receive("large", visibility_s=HIDDEN_S)
+    await pool.delete("xlarge", [delivery.receipt])
+    assert await pool.depth("large") == 1
+
+
+@pytest.mark.parametrize("pools", POOLS_WITH_EXPIRING_RECEIPTS, indirect=True)
+async def test_a_receipt_is_good_until_its_message_comes_back(pools: Pools, pool: ResourcePool) -> None:
+    await pool.send([message(1)])
+    (delivery,) = await pool.receive("large", visibility_s=HIDDEN_S)
+    await pools.let_pass(HIDDEN_S + 1)
+    await pool.delete("large", [delivery.receipt])
+    assert await pool.depth("large") == 1
+
+
+async def test_a_delayed_message_comes_later(pools: Pools, pool: ResourcePool) -> None:
+    await pool.send([message(1)], delay_s=HIDDEN_S)
+    assert await pool.receive("large", visibility_s=HIDDEN_S) == []
+    assert await pool.depth("large") == 1
+    await pools.let_pass(HIDDEN_S + 1)
+    assert numbers(await pool.receive("large", visibility_s=HIDDEN_S)) == [1]
+
+
+async def test_the_same_message_may_be_there_twice(pool: ResourcePool) -> None:
+    await pool.send([message(1)])
+    await pool.send([message(1)])
+    assert numbers(await drain(pool)) == [1, 1]
+
+
+async def test_an_empty_queue_answers_at_once_or_after_its_wait(pool: ResourcePool) -> None:
+    assert await pool.receive("large", visibility_s=HIDDEN_S) == []
+    assert await pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
+
+
+@pytest.mark.parametrize("sender", ["own", "other"])
+async def test_a_waiting_receive_ends_on_the_message(pool: ResourcePool, other_pool: ResourcePool, sender: str) -> None:
+    by = pool if sender == "own" else other_pool
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        waiting = group.create_task(pool.receive("large", visibility_s=HIDDEN_S, wait_s=2 * LONG_S))
+        assert await pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
+        await by.send([message(1, resource_class="xlarge")])
+        await by.send([message(2)])
+        assert numbers(await waiting) == [2]
+
+
+async def test_a_waiting_receive_ends_when_a_message_comes_back(pool: ResourcePool, other_pool: ResourcePool) -> None:
+    await pool.send([message(1)])
+    await pool.receive("large", visibility_s=SHORT_S)
+    async with asyncio.timeout(LONG_S):
+        (again,) = await pool.receive("large", visibility_s=HIDDEN_S, wait_s=2 * LONG_S)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(other_pool.receive("large", visibility_s=HIDDEN_S, wait_s=2 * LONG_S))
+            assert await other_pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
+            await pool.hand_back("large", [again.receipt])
+            assert numbers(await waiting) == [1]
+
+
+async def test_each_message_goes_to_one_of_many_receivers(pools: Pools, pool: ResourcePool) -> None:
+    receivers = [pools.open() for _ in range(4)]
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        waits = [
+            group.create_task(each.receive("large", limit=1, visibility_s=HIDDEN_S, wait_s=2 * LONG_S))
+            for each in receivers
+            for _ in range(3)
+        ]
+        await pool.send([message(number) for number in range(12)])
+        deliveries = [delivery for wait in waits for delivery in await wait]
+    assert numbers(deliveries) == list(range(12))
+    await asyncio.gather(*(each.close() for each in receivers))
+
+
+async def test_a_cancelled_receive_loses_nothing(pools: Pools, pool: ResourcePool) -> None:
+    waiting = asyncio.create_task(pool.receive("large", visibility_s=HIDDEN_S, wait_s=LONG_S))
+    assert await pool.receive("large", visibility_s=HIDDEN_S, wait_s=SHORT_S) == []
+    waiting.cancel()
+    await pool.send([message(1)])
+    await asyncio.wait({waiting})
+    await pools.let_pass(HIDDEN_S + 1)
+    assert numbers(await pool.receive("large", visibility_s=HIDDEN_S, wait_s=LONG_S)) == [1]
+
+
+SECRET = "ghp_0123456789"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        SECRET,
+        "",
+        "[]",
+        json.dumps({"id": "i-1", "note": SECRET}),
+        "[" * 100_000,
+        json.dumps({"id": "nonsense", "epoch": 1}),
+    ],
+    ids=["text", "empty", "list", "object", "deep", "bad-id"],
+)
+async def test_a_malformed_body_is_delivered_as_such(pools: Pools, pool: ResourcePool, body: str) -> None:
+    pools.send_raw("large", body)
+    (delivery,) = await pool.receive("large", visibility_s=HIDDEN_S)
+    assert delivery.message is None
+    assert delivery.malformed
+    assert SECRET not in delivery.malformed
+    await pool.delete("large", [delivery.receipt])
+    assert await pool.depth("large") == 0
+
+
+async def test_calls_are_counted_by_the_batch(pools: Pools, pool: ResourcePool) -> None:
+    await pool.send([message(number, resource_class="large" if number < 11 else "xlarge") for number in range(13)])
+    deliveries = [
+        *await pool.receive("large", visibility_s=HIDDEN_S),
+        *await pool.receive("large", visibility_s=HIDDEN_S),
+    ]
+    await pool.hand_back("large", receipts(deliveries)[:1])
+    await pool.delete("large", receipts(deliveries))
+    counts = pools.calls.by_service()["pool"]
+    assert (counts["send"], counts["receive"], counts["hand_back"], counts["delete"]) == (3, 2, 1, 2)

@@ -1,0 +1,162 @@
+"""Memory and SQLite against the pure model: whatever is written, in whatever order, the records are as
+`Change.applied_to` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.conftest import STORES, Stores
+from remuda.domain.errors import Conflict
+from remuda.domain.instance import Instance, State
+from remuda.domain.resources import Tier
+from remuda.domain.transitions import Change, Guard
+from remuda.ports.store import InstanceStore
+from support.records import assignment, at, birth, change, instance, instance_id
+
+PROCESSES = 3
+INSTANCES = 2
+
+# Few values each, so that guards often hold and often do not.
+STATES = st.sampled_from([State.IDLE, State.CLAIMED])
+EPOCHS = st.sampled_from([1, 2])
+OWNERS = st.sampled_from(["", "a"])
+TIMES = st.sampled_from([at(1), at(2), at(2.0005)])
+TIERS = st.sampled_from(list(Tier))
+SETS = st.fixed_dictionaries(
+    {},
+    optional={
+        "state": STATES,
+        "epoch": EPOCHS,
+        "owner": OWNERS,
+        "threshold": TIMES,
+        "tier": TIERS,
+        "retire": st.sampled_from(["", "spot"]) | st.text(max_size=5),
+        "assignment": st.sampled_from([None, assignment()]),
+        "uses": st.integers(0, 9),
+    },
+)
+GUARDS = st.builds(
+    Guard,
+    state=STATES,
+    epoch=EPOCHS,
+    owner=st.none() | OWNERS,
+    unexpired_at=st.none() | TIMES,
+    expired_at=st.none() | TIMES,
+    not_retired=st.booleans(),
+    tier=st.none() | TIERS,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    number: int
+    process: int
+    born: bool
+    guard: Guard
+    sets: dict[str, Any]
+
+    def change(self, name: str) -> Change:
+        record = instance(self.number, **self.sets)
+        made = birth(record) if self.born else change(record, self.guard, **self.sets)
+        return replace(made, entry=replace(made.entry, transition=name))
+
+
+STEPS = st.lists(
+    st.builds(
+        Step,
+        number=st.integers(1, INSTANCES),
+        process=st.integers(0, PROCESSES - 1),
+        # One in four: most steps should meet a record.
+        born=st.integers(0, 3).map(lambda number: number == 0),
+        guard=GUARDS,
+        sets=SETS,
+    ),
+    max_size=25,
+).map(lambda steps: [replace(step, born=True) if index < INSTANCES else step for index, step in enumerate(steps)])
+
+
+def model(stored: Instance | None, step: Change) -> Instance | None:
+    """The record after the step, or None where it is refused."""
+    if not step.guard.admits(stored):
+        return None
+    after = step.applied_to(stored)
+    # A store keeps milliseconds.
+    return replace(after, threshold=after.threshold.replace(microsecond=after.threshold.microsecond // 1000 * 1000))
+
+
+async def attempt(store: InstanceStore, step: Change) -> tuple[bool, Instance | None]:
+    """Whether it was admitted, and the record that is there."""
+    try:
+        return True, await store.apply(step)
+    except Conflict as conflict:
+        return False, conflict.current
+
+
+async def play_in_turn(stores: Stores, steps: list[Step]) -> None:
+    processes = [stores.open() for _ in range(PROCESSES)]
+    await processes[0].prepare()
+    expected: dict[str, Instance] = {}
+    names: dict[str, list[str]] = {}
+    for index, step in enumerate(steps):
+        wanted = step.change(f"step-{index}")
+        before = expected.get(wanted.instance_id)
+        after = model(before, wanted)
+        assert await attempt(processes[step.process], wanted) == (after is not None, after or before)
+        if after is not None:
+            expected[wanted.instance_id] = after
+            names.setdefault(wanted.instance_id, []).append(wanted.entry.transition)
+    ids = [instance_id(number) for number in range(1, INSTANCES + 1)]
+    assert await processes[-1].get_many(ids) == expected
+    for each in ids:
+        assert [entry.transition for entry in await processes[0].history(each)] == names.get(each, [])
+    await asyncio.gather(*(process.close() for process in processes))
+
+
+async def play_at_once(stores: Stores, steps: list[Step]) -> None:
+    processes = [stores.open() for _ in range(PROCESSES)]
+    await processes[0].prepare()
+    changes = {f"step-{index}": step.change(f"step-{index}") for index, step in enumerate(steps)}
+    outcomes = await asyncio.gather(
+        *(attempt(processes[step.process], wanted) for step, wanted in zip(steps, changes.values(), strict=True))
+    )
+    # The history tells in which order they were carried out; in that order the model must agree with each.
+    answers = dict(zip(changes, outcomes, strict=True))
+    admitted = set()
+    for number in range(1, INSTANCES + 1):
+        record: Instance | None = None
+        for entry in await processes[0].history(instance_id(number)):
+            record = model(record, changes[entry.transition])
+            assert record is not None
+            assert answers[entry.transition] == (True, record)
+            admitted.add(entry.transition)
+        assert await processes[-1].get(instance_id(number)) == record
+    assert admitted == {name for name, (applied, _) in answers.items() if applied}
+    # What was refused was refused by the record that it was shown.
+    for name, (applied, shown) in answers.items():
+        assert applied or not changes[name].guard.admits(shown)
+    await asyncio.gather(*(process.close() for process in processes))
+
+
+@pytest.mark.parametrize("adapter", list(STORES))
+@settings(max_examples=50, deadline=None)
+@given(steps=STEPS)
+def test_changes_in_turn_are_as_the_model_says(adapter: str, steps: list[Step]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(play_in_turn(STORES[adapter](Path(folder)), steps))
+
+
+@pytest.mark.parametrize("adapter", list(STORES))
+@settings(max_examples=30, deadline=None)
+@given(steps=STEPS)
+def test_changes_at_once_are_as_some_order_of_them(adapter: str, steps: list[Step]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(play_at_once(STORES[adapter](Path(folder)), steps))

@@ -1,0 +1,525 @@
+"""The store's contract (`remuda.ports.store`), on every adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from conformance.conftest import PARSING_STORES, Stores
+from remuda.domain import provision as provisions
+from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.instance import LIVE, State
+from remuda.domain.provision import ProvisionStatus
+from remuda.domain.resources import Tier
+from remuda.domain.signals import MAX_DETAIL, Report, Signal
+from remuda.domain.transitions import Guard
+from remuda.ports.store import HISTORY_LIMIT, InstanceStore
+from support.records import (
+    LONG_S,
+    NOW,
+    SHORT_S,
+    assignment,
+    at,
+    birth,
+    change,
+    claim,
+    instance,
+    instance_id,
+    pool_config,
+    provision,
+)
+
+ID = instance_id(1)
+BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
+MS = timedelta(milliseconds=1)
+
+
+async def conflict(awaitable: Any) -> Any:
+    """What the refused write was shown."""
+    with pytest.raises(Conflict) as refused:
+        await awaitable
+    return refused.value.current
+
+
+# Changes ----------------------------------------------------------------------------------------------------------
+
+
+async def test_prepare_is_idempotent_and_says_what_it_created(stores: Stores) -> None:
+    store = stores.open()
+    assert await store.prepare() != []
+    assert await store.prepare() == []
+    await store.close()
+    await store.close()
+
+
+async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other: InstanceStore) -> None:
+    full = instance(
+        run_id="1234",
+        last_run_id="1233",
+        owner="p-1/a",
+        provision_id="p-1",
+        scope="octo/repo",
+        tier=Tier.UNTRUSTED,
+        uses=3,
+        run_deadline=at(9),
+        retire="spot notice: Ünïcode",
+        announced_at=at(5),
+        assignment=assignment(),
+        forget_at=at(7),
+    )
+    assert await store.apply(birth(full)) == full
+    assert await store.get(ID) == full
+    assert await other.get(ID) == full
+    assert await store.get(instance_id(2)) is None
+
+
+async def test_what_a_write_returns_is_what_readers_see(store: InstanceStore) -> None:
+    written = await store.apply(birth(instance(threshold=NOW + timedelta(microseconds=1_999))))
+    assert written.threshold == NOW + MS
+    assert await store.get(ID) == written
+
+
+async def test_a_record_is_born_only_where_there_is_none(store: InstanceStore) -> None:
+    first = await store.apply(birth(instance(owner="first")))
+    assert await conflict(store.apply(birth(instance(owner="second")))) == first
+    assert await store.get(ID) == first
+    assert len(await store.history(ID)) == 1
+
+
+async def test_a_change_of_nothing_conflicts_with_none(store: InstanceStore) -> None:
+    assert await conflict(store.apply(change(instance(), uses=1))) is None
+    assert await store.get(ID) is None
+    assert not await store.history(ID)
+
+
+OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED)
+
+
+@pytest.mark.parametrize(
+    ("guard", "admitted"),
+    [
+        ({}, True),
+        ({"state": State.RUNNING}, False),
+        ({"epoch": 2}, False),
+        ({"epoch": 0}, False),
+        ({"owner": "p-1/a"}, True),
+        ({"owner": "p-1/b"}, False),
+        ({"owner": ""}, False),
+        ({"unexpired_at": at(10) - MS}, True),
+        ({"unexpired_at": at(10)}, False),
+        ({"unexpired_at": at(10) - timedelta(microseconds=1)}, True),
+        ({"expired_at": at(10)}, True),
+        ({"expired_at": at(10) + timedelta(microseconds=1)}, True),
+        ({"expired_at": at(10) - MS}, False),
+        ({"expired_at": at(10) - timedelta(microseconds=1)}, False),
+        ({"not_retired": True}, True),
+        ({"tier": Tier.TRUSTED}, True),
+        ({"tier": Tier.UNTRUSTED}, False),
+        ({"owner": "p-1/a", "unexpired_at": at(9), "not_retired": True, "tier": Tier.TRUSTED}, True),
+        ({"owner": "p-1/a", "unexpired_at": at(11), "not_retired": True, "tier": Tier.TRUSTED}, False),
+    ],
+)
+async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: bool) -> None:  # noqa: FBT001
+    await store.apply(birth(OWNED))
+    wanted = change(OWNED, Guard(**{"state": State.IDLE, "epoch": 1, **guard}), uses=7)
+    if admitted:
+        assert await store.apply(wanted) == replace(OWNED, uses=7)
+    else:
+        assert await conflict(store.apply(wanted)) == OWNED
+        assert await store.get(ID) == OWNED
+        assert len(await store.history(ID)) == 1
+
+
+async def test_a_retired_record_is_refused_where_the_guard_says_so(store: InstanceStore) -> None:
+    retired = await store.apply(birth(instance(retire="spot notice")))
+    guard = Guard(state=State.IDLE, epoch=1, not_retired=True)
+    assert await conflict(store.apply(change(retired, guard, uses=1))) == retired
+    assert (await store.apply(change(retired, uses=1))).uses == 1
+
+
+async def test_only_what_the_change_sets_is_written(store: InstanceStore, other: InstanceStore) -> None:
+    seen = await store.apply(birth(instance()))
+    await other.apply(change(seen, retire="spot notice"))
+    written = await store.apply(change(seen, threshold=at(900), assignment=assignment()))
+    assert written == replace(seen, retire="spot notice", threshold=at(900), assignment=assignment())
+    cleared = await store.apply(change(seen, assignment=None))
+    assert cleared == replace(written, assignment=None)
+    assert await other.get(ID) == cleared
+
+
+async def test_concurrent_claims_have_one_winner(stores: Stores, store: InstanceStore) -> None:
+    idle = await store.apply(birth(instance()))
+    contenders = [stores.open() for _ in range(6)]
+    outcomes = await asyncio.gather(
+        *(each.apply(claim(idle, f"p-{number}/w")) for number, each in enumerate(contenders)), return_exceptions=True
+    )
+    await asyncio.gather(*(each.close() for each in contenders))
+    (winner,) = (outcome for outcome in outcomes if not isinstance(outcome, BaseException))
+    assert winner.epoch == 2
+    losers = [outcome for outcome in outcomes if isinstance(outcome, Conflict)]
+    assert [loser.current for loser in losers] == [winner] * 5
+    assert await store.get(ID) == winner
+
+
+# History ----------------------------------------------------------------------------------------------------------
+
+
+async def test_history_is_in_order_and_bounded(store: InstanceStore) -> None:
+    record = await store.apply(birth(instance()))
+    for number in range(HISTORY_LIMIT + 4):
+        await store.apply(change(record, transition=f"step-{number}", uses=number))
+    entries = await store.history(ID)
+    assert [entry.transition for entry in entries] == [f"step-{number}" for number in range(4, HISTORY_LIMIT + 4)]
+    assert entries[0] == replace(change(record).entry, transition="step-4")
+    assert not await store.history(instance_id(2))
+
+
+# Searches ---------------------------------------------------------------------------------------------------------
+
+
+async def test_get_many_returns_those_that_exist(store: InstanceStore) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(1, 131)]
+    wanted = [record.instance_id for record in records]
+    assert await store.get_many([*wanted, instance_id(999), wanted[0]]) == dict(zip(wanted, records, strict=True))
+    assert await store.get_many([]) == {}
+
+
+async def test_find_by_state_and_threshold(store: InstanceStore) -> None:
+    for number, state in enumerate(State):
+        await store.apply(birth(instance(number, state=state, threshold=at(number))))
+
+    async def found(*states: State, **limits: Any) -> set[State]:
+        return {record.state for record in await store.find(states, **limits)}
+
+    assert await found(State.IDLE, State.RUNNING) == {State.IDLE, State.RUNNING}
+    assert await found(*State) == set(State)
+    assert await found() == set()
+    assert await found(*State, threshold_before=at(1)) == {State.CREATED, State.CLAIMED}
+    assert await found(*State, threshold_before=at(1) - MS) == {State.CREATED}
+    assert await found(State.IDLE, threshold_before=at(1)) == set()
+    assert await store.count_live() == len(LIVE)
+
+
+async def test_find_returns_all_pages(store: InstanceStore) -> None:
+    for number in range(300):
+        await store.apply(birth(instance(number, assignment=assignment(number=number))))
+    assert len(await store.find([State.IDLE])) == 300
+
+
+async def test_searches_follow_changes(store: InstanceStore) -> None:
+    record = await store.apply(birth(instance(provision_id="p-1")))
+    moved = await store.apply(change(record, state=State.TERMINATED, provision_id="p-2", threshold=at(1)))
+    assert await store.find([State.IDLE]) == []
+    assert await store.find([State.TERMINATED], threshold_before=at(1)) == [moved]
+    assert await store.find_by_provision("p-1") == []
+    assert await store.find_by_provision("p-2") == [moved]
+    assert await store.find_by_provision("") == []
+    assert await store.count_live() == 0
+
+
+# Waiting ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_wait_returns_at_once_where_the_record_differs(store: InstanceStore) -> None:
+    record = await store.apply(birth(instance()))
+    await store.beat(ID, **BEAT)
+    report = await store.get_report(ID)
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        # One who waits in vain does not hide the present record from those who come later.
+        in_vain = group.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
+        assert await store.wait_for_control(ID, record, SHORT_S) == record
+        assert await store.wait_for_control(ID, None, 2 * LONG_S) == record
+        assert await store.wait_for_control(ID, replace(record, uses=9), 2 * LONG_S) == record
+        assert await store.wait_for_control(ID, None, 0) == record
+        assert await store.wait_for_report(ID, None, 2 * LONG_S) == report
+        assert await store.wait_for_report(ID, Report(instance_id=ID), 2 * LONG_S) == report
+        in_vain.cancel()
+
+
+async def test_a_wait_returns_what_is_there_at_its_timeout(store: InstanceStore) -> None:
+    assert await store.wait_for_control(ID, None, SHORT_S) is None
+    assert await store.wait_for_report(ID, None, SHORT_S) is None
+    record = await store.apply(birth(instance()))
+    assert await store.wait_for_control(ID, record, SHORT_S) == record
+    assert await store.wait_for_control(ID, record, 0) == record
+
+
+@pytest.mark.parametrize("writer", ["own", "other"])
+async def test_a_wait_ends_on_the_change(store: InstanceStore, other: InstanceStore, writer: str) -> None:
+    by = store if writer == "own" else other
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        seen = None
+        for uses in range(3):
+            waiting = group.create_task(store.wait_for_control(ID, seen, 2 * LONG_S))
+            await store.wait_for_control(ID, seen, SHORT_S / 10)
+            written = await by.apply(birth(instance()) if seen is None else change(seen, uses=uses))
+            assert await waiting == written
+            seen = written
+        waiting_for_report = group.create_task(store.wait_for_report(ID, None, 2 * LONG_S))
+        await store.wait_for_report(ID, None, SHORT_S / 10)
+        await by.write_signal(ID, epoch=1, signal=Signal.UD_OK)
+        assert await waiting_for_report == Report(instance_id=ID, epoch=1, signal=Signal.UD_OK)
+
+
+async def test_many_wait_and_each_hears_of_its_own(store: InstanceStore, other: InstanceStore) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(20)]
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        waits = [
+            group.create_task(store.wait_for_control(record.instance_id, record, 2 * LONG_S))
+            for record in records
+            for _ in range(3)
+        ]
+        for record in records[1:]:
+            await other.apply(change(record, uses=1))
+        assert [await wait for wait in waits[3:]] == [replace(each, uses=1) for each in records[1:] for _ in range(3)]
+        assert not any(wait.done() for wait in waits[:3])
+        waits[0].cancel()
+        await store.apply(change(records[0], uses=2))
+        assert [await wait for wait in waits[1:3]] == [replace(records[0], uses=2)] * 2
+
+
+async def test_a_write_elsewhere_does_not_end_a_wait(store: InstanceStore, other: InstanceStore) -> None:
+    record = await store.apply(birth(instance()))
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        waiting = group.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
+        witness = group.create_task(store.wait_for_report(ID, None, 2 * LONG_S))
+        await other.apply(birth(instance(2)))
+        await other.beat(ID, **BEAT)
+        await witness
+        assert not waiting.done()
+        assert await conflict(other.apply(birth(instance()))) == record
+        last = await other.apply(change(record, uses=1))
+        assert await waiting == last
+
+
+# Reports ----------------------------------------------------------------------------------------------------------
+
+
+async def test_signals_never_fall(store: InstanceStore) -> None:
+    await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK, detail="first")
+    await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK, detail="again")
+    report = await store.get_report(ID)
+    assert report == Report(instance_id=ID, epoch=2, signal=Signal.UD_REG_OK, detail="again")
+    assert await conflict(store.write_signal(ID, epoch=2, signal=Signal.UD_FAILED)) == report
+    assert await conflict(store.write_signal(ID, epoch=1, signal=Signal.UD_REMOVE_REG_OK)) == report
+    assert await store.get_report(ID) == report
+    await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_FAILED)
+    await store.write_signal(ID, epoch=3, signal=Signal.UD_OK)
+    assert await store.get_report(ID) == Report(instance_id=ID, epoch=3, signal=Signal.UD_OK)
+
+
+async def test_details_are_cut(store: InstanceStore) -> None:
+    await store.write_signal(ID, epoch=1, signal=Signal.UD_FAILED, detail="x" * (MAX_DETAIL + 1))
+    report = await store.get_report(ID)
+    assert report is not None
+    assert report.detail == "x" * MAX_DETAIL
+
+
+async def test_beats_count_and_leave_the_signal(store: InstanceStore, other: InstanceStore) -> None:
+    await store.beat(ID, at=at(1), busy=True, listening=True, notice="rebalance", version="1")
+    await other.write_signal(ID, epoch=1, signal=Signal.UD_REG_OK, detail="ready")
+    expected = Report(
+        instance_id=ID,
+        epoch=1,
+        signal=Signal.UD_REG_OK,
+        detail="ready",
+        beat=1,
+        beat_at=at(1),
+        busy=True,
+        listening=True,
+        notice="rebalance",
+        version="1",
+    )
+    assert await store.get_report(ID) == expected
+    await store.beat(ID, at=at(2), busy=False, listening=False, notice="", version="2")
+    after = replace(expected, beat=2, beat_at=at(2), busy=False, listening=False, notice="", version="2")
+    assert await other.get_report(ID) == after
+
+
+async def test_no_beat_and_no_signal_is_lost(store: InstanceStore, other: InstanceStore) -> None:
+    ladder = [Signal.UD_OK, Signal.UD_REG_OK, Signal.UD_REMOVE_REG_OK]
+    async with asyncio.TaskGroup() as group:
+        for _ in range(10):
+            group.create_task(store.beat(ID, **BEAT))
+            group.create_task(other.beat(ID, **BEAT))
+        for signal in ladder:
+            await other.write_signal(ID, epoch=1, signal=signal)
+    report = await store.get_report(ID)
+    assert report is not None
+    assert (report.beat, report.signal) == (20, ladder[-1])
+
+
+async def test_reports_by_id(store: InstanceStore) -> None:
+    await store.beat(ID, **BEAT)
+    assert await store.get_report(instance_id(2)) is None
+    assert await store.get_reports([ID, instance_id(2)]) == {ID: await store.get_report(ID)}
+    assert await store.get_reports([]) == {}
+
+
+# Provisions -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_provision_is_put_once(store: InstanceStore, other: InstanceStore) -> None:
+    first = provision()
+    await store.put_provision(first)
+    assert await conflict(other.put_provision(provision(count=9))) == first
+    assert await other.get_provision("1234", "p-1") == first
+    assert await store.get_provision("1235", "p-1") is None
+    assert await store.get_provision("1234", "p-2") is None
+
+
+async def test_replacing_a_provision_is_conditional(store: InstanceStore, other: InstanceStore) -> None:
+    opened = provision()
+    assert await conflict(store.replace_provision(opened, opened)) is None
+    await store.put_provision(opened)
+    committed = provisions.committed(opened, (ID,))
+    await store.replace_provision(opened, committed)
+    assert (
+        await conflict(other.replace_provision(opened, provisions.released(opened, now=NOW, why="late"))) == committed
+    )
+    assert await conflict(other.replace_provision(replace(committed, instance_ids=()), opened)) == committed
+    assert await conflict(other.replace_provision(replace(committed, settled=True), opened)) == committed
+    released = provisions.released(committed, now=at(1), why="done")
+    # Fields that the condition does not name may differ.
+    await other.replace_provision(replace(committed, why="another story"), released)
+    await store.replace_provision(released, provisions.settled(released, forget_at=at(99)))
+    assert await other.get_provision("1234", "p-1") == provisions.settled(released, forget_at=at(99))
+
+
+async def test_one_of_many_replacements_wins(stores: Stores, store: InstanceStore) -> None:
+    opened = provision()
+    await store.put_provision(opened)
+    rivals = [provisions.committed(opened, (instance_id(number),)) for number in range(5)]
+    processes = [stores.open() for _ in rivals]
+    outcomes = await asyncio.gather(
+        *(each.replace_provision(opened, rival) for each, rival in zip(processes, rivals, strict=True)),
+        return_exceptions=True,
+    )
+    await asyncio.gather(*(each.close() for each in processes))
+    (winner,) = (rival for rival, outcome in zip(rivals, outcomes, strict=True) if outcome is None)
+    assert [each.current for each in outcomes if isinstance(each, Conflict)] == [winner] * 4
+    assert await store.get_provision("1234", "p-1") == winner
+
+
+async def test_provisions_of_a_run_are_oldest_first(store: InstanceStore) -> None:
+    for number in (3, 1, 2):
+        await store.put_provision(provision(number))
+    await store.put_provision(provision(4, run_id="12345"))
+    assert [each.provision_id for each in await store.provisions_of_run("1234")] == ["p-1", "p-2", "p-3"]
+    assert await store.provisions_of_run("1") == []
+
+
+async def test_recent_provisions_are_newest_first(store: InstanceStore) -> None:
+    for number in (3, 1, 4, 2):
+        await store.put_provision(provision(number, run_id=f"run-{number}"))
+    assert [each.provision_id for each in await store.recent_provisions(3)] == ["p-4", "p-3", "p-2"]
+    assert len(await store.recent_provisions(10)) == 4
+
+
+async def test_unsettled_provisions(store: InstanceStore) -> None:
+    released = {"status": ProvisionStatus.RELEASED, "released_at": NOW}
+    for each in (
+        provision(1, deadline=at(1)),
+        provision(2, deadline=at(2)),
+        provision(3, deadline=at(3)),
+        provision(4, deadline=at(1), status=ProvisionStatus.COMMITTED),
+        provision(5, deadline=at(9), **released),
+        provision(6, deadline=at(1), **released, settled=True),
+    ):
+        await store.put_provision(each)
+    assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-5"}
+
+
+# Configuration, sightings, forgetting -----------------------------------------------------------------------------
+
+
+async def test_configurations_follow_each_other(store: InstanceStore, other: InstanceStore) -> None:
+    assert await store.get_config() is None
+    assert await conflict(store.put_config(pool_config(2))) is None
+    await store.put_config(pool_config(1))
+    assert await conflict(other.put_config(pool_config(1, pool="rival"))) == pool_config(1)
+    await other.put_config(pool_config(2, max_instances=5))
+    assert await conflict(store.put_config(pool_config(2))) == pool_config(2, max_instances=5)
+    assert await conflict(store.put_config(pool_config(4))) == pool_config(2, max_instances=5)
+    assert await store.get_config() == pool_config(2, max_instances=5)
+
+
+async def test_sightings_are_replaced_whole(store: InstanceStore, other: InstanceStore) -> None:
+    assert await store.get_sightings() == {}
+    await store.put_sightings({"gone:i-1": at(1), "ghost:7": at(2)})
+    await other.put_sightings({"gone:i-2": at(3)})
+    assert await store.get_sightings() == {"gone:i-2": at(3)}
+
+
+async def test_what_is_due_is_forgotten(store: InstanceStore) -> None:
+    for number, state, forget_at in (
+        (1, State.TERMINATED, at(10)),
+        (2, State.TERMINATED, at(11)),
+        (3, State.TERMINATED, None),
+        (4, State.IDLE, at(1)),
+    ):
+        await store.apply(birth(instance(number, state=state, forget_at=forget_at)))
+        await store.beat(instance_id(number), **BEAT)
+    released = {"status": ProvisionStatus.RELEASED, "released_at": at(10)}
+    await store.put_provision(provision(1, **released, settled=True, forget_at=at(610)))
+    await store.put_provision(provision(2, **released))
+    await store.put_provision(provision(3))
+    if not await store.forget(at(10)):
+        pytest.skip("this store forgets by itself, in its own time")
+    assert await store.get(ID) is None
+    assert await store.get_report(ID) is None
+    assert not await store.history(ID)
+    others = [instance_id(number) for number in (2, 3, 4)]
+    assert sorted(await store.get_many(others)) == others
+    assert sorted(await store.get_reports(others)) == others
+    assert await store.forget(at(609)) == 1  # the second record
+    assert await store.forget(at(610)) == 1  # the settled provision
+    assert [each.provision_id for each in await store.provisions_of_run("1234")] == ["p-2", "p-3"]
+
+
+# Records that cannot be parsed ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stores", PARSING_STORES, indirect=True)
+async def test_malformed_records(stores: Stores, store: InstanceStore) -> None:
+    for number in (1, 2):
+        await store.apply(birth(instance(number, provision_id="p-9")))
+        await store.beat(instance_id(number), **BEAT)
+        await store.put_provision(provision(number, deadline=NOW))
+    good = await store.get(instance_id(2))
+    stores.spoil(1)
+    for read in (
+        store.get(ID),
+        store.get_many([ID, instance_id(2)]),
+        store.get_report(ID),
+        store.get_reports([ID]),
+        store.get_provision("1234", "p-1"),
+        store.provisions_of_run("1234"),
+        store.wait_for_control(ID, None, LONG_S),
+        store.wait_for_report(ID, None, LONG_S),
+    ):
+        with pytest.raises(Unavailable):
+            await read
+    assert store.malformed_records == 0
+    assert await store.find([State.IDLE]) == [good]
+    assert await store.find_by_provision("p-9") == [good]
+    assert [each.provision_id for each in await store.unsettled_provisions(NOW)] == ["p-2"]
+    assert [each.provision_id for each in await store.recent_provisions(9)] == ["p-2"]
+    assert store.malformed_records == 4
+
+
+# Counting ---------------------------------------------------------------------------------------------------------
+
+
+async def test_calls_are_counted(stores: Stores, store: InstanceStore) -> None:
+    record = await store.apply(birth(instance()))
+    await store.get(ID)
+    await store.wait_for_control(ID, None, LONG_S)
+    counts = stores.calls.by_service()["store"]
+    assert counts["apply"] == counts["get"] == counts["poll"] == 1
+    await conflict(store.apply(birth(record)))
+    assert stores.calls.by_service()["store"]["apply"] == 2
