@@ -1,7 +1,8 @@
 """Domain records as plain documents (JSON types, camelCase keys) and back.
 
 Documents come from stores and queues that others can write to: parsing checks every field and raises `ValueError`
-with the field's name. Unknown keys are ignored, so that a newer version may add some.
+with the field's name, never with its value, which may be a secret or hostile. Unknown keys are ignored, so that a
+newer version may add some.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return from_document(typing.cast("type[Any]", kind), value)
     if kind is datetime:
-        return timestamps.from_text(_typed(str, value, where))
+        return _parse_time(value, where)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _parse_enum(kind, value, where)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -111,12 +112,19 @@ def _parse_mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
     return {_typed(str, key, where): parse(inner, item, f"{where}.{key}") for key, item in value.items()}
 
 
+def _parse_time(value: Any, where: str) -> datetime:
+    try:
+        return timestamps.from_text(_typed(str, value, where))
+    except ValueError:
+        raise ValueError(f"{where} is not a time of the form 2025-05-31T12:00:00.000Z") from None
+
+
 def _parse_enum(kind: type[Enum], value: Any, where: str) -> Enum:
     try:
         return kind(value)
     except ValueError:
         known = ", ".join(str(member.value) for member in kind)
-        raise ValueError(f"{where} is {value!r}, not one of {known}") from None
+        raise ValueError(f"{where} is not one of {known}") from None
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:

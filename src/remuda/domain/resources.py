@@ -162,9 +162,9 @@ class PoolMessage:
 
     def __post_init__(self) -> None:
         if not is_instance_id(self.id):
-            raise ValueError(f"{self.id[:40]!r} is not an instance id")
+            raise ValueError("its id is not an instance id")
         if self.epoch < 1:
-            raise ValueError(f"epoch {self.epoch} is below 1")
+            raise ValueError("its epoch is below 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

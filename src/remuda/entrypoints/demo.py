@@ -192,11 +192,12 @@ class Story:
         await self._refresh(idle_s=SHORT_IDLE_S)
         await self._remuda("status")
         foreign = await self._foreign_jobs()
+        _, retired = await self._retirements()
         async with self._sim() as sim:
             registrations = [runner.name for runner in await sim.runners()]
         down = await self._json("down")
         self._cleaned = True
-        live, retired = await self._retirements()
+        live, _ = await self._retirements()
         left = self._leaked()
         told = self._told
         told.claim("no job ran on another run's machine", holds=not foreign, detail=", ".join(foreign))
@@ -205,8 +206,8 @@ class Story:
         told.claim("no record says that a machine lives", holds=not live, detail=", ".join(live))
         told.claim("no registration is left on GitHub", holds=not registrations, detail=", ".join(registrations))
         return DemoReport(
-            provisions=tuple(told.provisions),
-            releases=tuple(told.releases),
+            provisions=tuple(sorted(told.provisions, key=lambda item: item.run_id)),
+            releases=tuple(sorted(told.releases, key=lambda item: item.run_id)),
             retired=tuple(retired),
             claims=tuple(told.claims),
             leaked_processes=len(left),

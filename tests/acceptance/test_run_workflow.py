@@ -1,0 +1,138 @@
+"""`remuda run-workflow`: real jobs on the right machines, failures that skip, releases that always run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT_S = 120
+
+WORKFLOW = """
+on: push
+jobs:
+  provision:
+    runs-on: ubuntu-latest
+    steps:
+      - run: remuda provision --instance-count 2
+  test:
+    needs: provision
+    runs-on: ${{ github.run_id }}
+    strategy: {matrix: {shard: [1, 2]}}
+    steps:
+      - run: test "$GITHUB_RUN_ID" = "${{ github.run_id }}" && %s
+  after:
+    needs: test
+    runs-on: ubuntu-latest
+    steps: [{run: "true"}]
+  release:
+    needs: [provision, test]
+    if: always()
+    runs-on: ubuntu-latest
+    steps:
+      - run: remuda release
+"""
+
+
+def remuda(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "remuda", *arguments, "--dir", str(folder), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("workflow") / "state"
+    assert remuda(folder, "up").returncode == 0
+    try:
+        assert remuda(folder, "refresh").returncode == 0
+        yield folder
+    finally:
+        assert answer(remuda(folder, "down"))["left"] == []
+
+
+def run(backend: Path, tmp_path: Path, run_id: str, step: str) -> tuple[int, dict[str, Any]]:
+    file = tmp_path / "w.yml"
+    file.write_text(WORKFLOW % step)
+    done = remuda(backend, "run-workflow", str(file), "--run-id", run_id)
+    return done.returncode, answer(done)
+
+
+def states(backend: Path) -> list[str]:
+    return [item["state"] for item in answer(remuda(backend, "status"))["instances"]]
+
+
+def test_jobs_run_each_on_a_machine_of_the_run(backend: Path, tmp_path: Path):
+    code, result = run(backend, tmp_path, "9001", "sleep 1")
+    assert (code, result["conclusion"]) == (0, "success")
+    conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
+    assert set(conclusions.values()) == {"success"}
+    machines = [job["instance_id"] for job in result["jobs"] if job["name"].startswith("test")]
+    assert len(set(machines)) == 2
+    assert set(states(backend)) == {"idle"}
+
+
+def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_path: Path):
+    code, result = run(backend, tmp_path, "9002", "false")
+    assert (code, result["conclusion"]) == (1, "failure")
+    conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
+    assert conclusions == {
+        "provision": "success",
+        "test (1)": "failure",
+        "test (2)": "failure",
+        "after": "skipped",
+        "release": "success",
+    }
+    assert set(states(backend)) == {"idle"}
+
+
+def test_an_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_path: Path):
+    file = tmp_path / "w.yml"
+    file.write_text(WORKFLOW % "sleep 300")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "remuda", "run-workflow", str(file), "--run-id", "9003", "--dir", str(backend)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stderr is not None
+    with process.stderr as lines:
+        for line in lines:
+            if "runs on i-" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        told = lines.read()
+    assert process.wait(timeout=LIMIT_S) == 130, told
+    assert set(states(backend)) == {"idle"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("jobs: [", "is not YAML"),
+        ("jobs: {a: {runs-on: x, steps: [{uses: a/b}]}}", "uses an action"),
+        ("jobs: {}", "jobs"),
+    ],
+)
+def test_bad_files_are_refused(backend: Path, tmp_path: Path, text: str, says: str):
+    file = tmp_path / "bad.yml"
+    file.write_text(text)
+    done = remuda(backend, "run-workflow", str(file))
+    assert done.returncode == 2
+    assert says in answer(done)["error"]["message"]
