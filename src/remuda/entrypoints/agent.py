@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from remuda import __version__
-from remuda.adapters.local.machine import LocalMachine
-from remuda.adapters.local.procfs import MARKER
+from remuda.adapters.local.machine import (
+    LocalMachine,
+    job_environment,
+    machine_folder,
+    pristine_runner,
+    supervisor_pid,
+)
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.actions_runner import ActionsRunner
 from remuda.agent.loop import Agent
 from remuda.agent.reset import Reset
-from remuda.bootstrap import LocalLayout, passed_on
+from remuda.bootstrap import LocalLayout
 from remuda.domain.errors import RemudaError
 from remuda.domain.timestamps import to_text
 from remuda.ports.calls import CallCounter
@@ -40,36 +45,22 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="remuda agent", description="Run the agent of this machine.")
     parser.add_argument("--dir", required=True, help="State folder of the local backend.")
     parsed = parser.parse_args(arguments)
-    folder = os.environ.get("REMUDA_MACHINE_FOLDER", "")
-    if not folder:
-        sys.stderr.write("remuda: the agent is started by its machine; use remuda provision\n")
-        return 2
     try:
-        asyncio.run(_run(LocalLayout(Path(parsed.dir)), Path(folder)))
+        asyncio.run(_run(LocalLayout(Path(parsed.dir)), machine_folder(os.environ)))
     except RemudaError as error:
         sys.stderr.write(f"remuda agent: {error.message}\n")
         return error.exit_code
     return 0
 
 
-def _job_environment(folder: Path) -> dict[str, str]:
-    """All that jobs get to see: their own home and temp folder, and the marker that a machine's processes carry."""
-    return {
-        **passed_on(os.environ),
-        "HOME": str(folder / "home"),
-        "TMPDIR": str(folder / "tmp"),
-        MARKER: folder.name,
-    }
-
-
 async def _run(places: LocalLayout, folder: Path) -> None:
     clock, ids = SystemClock(), SystemIds()
-    # The supervisor is our parent and adopts whatever a job leaves behind.
+    # The supervisor adopts whatever a job leaves behind.
     reset = Reset(
-        keep_root_pid=os.getppid(),
+        keep_root_pid=supervisor_pid(folder),
         keep=(os.getpid(),),
         runner_folder=folder / "runner",
-        pristine=places.runner,
+        pristine=pristine_runner(folder),
         recreate=(folder / "home", folder / "work", folder / "tmp"),
         clock=clock,
     )
@@ -84,7 +75,7 @@ async def _run(places: LocalLayout, folder: Path) -> None:
                 work=folder / "work",
                 log=folder / "logs" / "runner.log",
                 clock=clock,
-                environment=_job_environment(folder),
+                environment=job_environment(folder),
             ),
             clock=clock,
             ids=ids,

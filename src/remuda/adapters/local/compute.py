@@ -1,0 +1,291 @@
+"""Local processes as machines. Linux only: it needs /proc, and process descriptors.
+
+A machine is a folder and a supervisor process that outlives whoever launched it. All machines run as the user who
+launches them: they are kept apart from each other by convention, not by the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from remuda.adapters.local import folder as files
+from remuda.adapters.local import procfs
+from remuda.adapters.local.launch import DRAFT, ROOT_LOCK, Launcher, is_on
+from remuda.adapters.local.options import Options
+from remuda.adapters.local.record import Record, read_record
+from remuda.domain import timestamps
+from remuda.domain.errors import NotFound, Unavailable, UserError
+from remuda.domain.resources import is_instance_id
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock, Ids
+from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineState, MachineView
+
+T = TypeVar("T")
+
+SERVICE = "compute"
+#: How long a supervisor may take for an orderly end.
+END_LIMIT_S = 2.0
+KILLED_LIMIT_S = 1.0
+#: Looks for what is left of a machine that lost its power, and the wait after each.
+HUNTS = 40
+HUNT_PAUSE_S = 0.1
+MAX_FINISHED = 50
+
+
+class LocalCompute:
+    def __init__(
+        self,
+        *,
+        root: Path,
+        pool: str,
+        runner_source: Path,
+        agent_command: Sequence[str],
+        clock: Clock,
+        ids: Ids,
+        calls: CallCounter,
+        environment: Mapping[str, str],
+    ) -> None:
+        # Resolved: the kernel names processes' places so.
+        self._root = root.resolve()
+        self._pool = pool
+        self._runner_source = runner_source.resolve()
+        self._clock = clock
+        self._calls = calls
+        self._launcher = Launcher(
+            root=self._root,
+            pool=pool,
+            runner_source=self._runner_source,
+            agent_command=agent_command,
+            environment=environment,
+            clock=clock,
+            ids=ids,
+        )
+
+    async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
+        self._calls.add(SERVICE, "prepare")
+        Options.parse(launch)
+        if not self._runner_source.is_dir():
+            raise UserError(
+                f"there is no runner software in {self._runner_source}",
+                field="runner-source",
+                fix="unpack actions/runner there, or leave it to `remuda up`",
+            )
+        return await self._in_thread(self._launcher.prepare)
+
+    async def close(self) -> None:
+        self._launcher.reap()
+
+    async def launch(self, request: LaunchRequest) -> LaunchResult:
+        self._calls.add(SERVICE, "launch")
+
+        def launch() -> LaunchResult:
+            result = self._launcher.launch(request)
+            self._forget_finished()
+            return result
+
+        return await self._in_thread(launch)
+
+    async def describe(self, instance_ids: Collection[str]) -> Mapping[str, MachineView]:
+        self._calls.add(SERVICE, "describe")
+
+        def look() -> dict[str, MachineView]:
+            views = (self._view(self._root / name) for name in instance_ids if is_instance_id(name))
+            return {view.instance_id: view for view in views if view is not None}
+
+        return await self._in_thread(look)
+
+    async def list_pool(self) -> Sequence[MachineView]:
+        self._calls.add(SERVICE, "list_pool")
+
+        def look() -> list[MachineView]:
+            views = [self._view(folder) for folder in self._folders()]
+            return [view for view in views if view is not None and view.tags.get(POOL_TAG) == self._pool]
+
+        return await self._in_thread(look)
+
+    async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        self._calls.add(SERVICE, "terminate")
+        wanted = list(dict.fromkeys(instance_ids))
+        refusals = await asyncio.gather(*(self._terminate(name) for name in wanted))
+        self._launcher.reap()
+        return {name: refusal for name, refusal in zip(wanted, refusals, strict=True) if refusal}
+
+    async def tag(self, instance_ids: Collection[str], tags: Mapping[str, str]) -> None:
+        self._calls.add(SERVICE, "tag")
+        await self._change_tags(instance_ids, lambda present: {**present, **tags})
+
+    async def untag(self, instance_ids: Collection[str], keys: Collection[str]) -> None:
+        self._calls.add(SERVICE, "untag")
+        await self._change_tags(
+            instance_ids, lambda present: {key: value for key, value in present.items() if key not in keys}
+        )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Disks are slow at times; the loop has others to serve."""
+        try:
+            return await asyncio.to_thread(work)
+        except OSError as problem:
+            raise Unavailable(f"the machines' folder does not work: {problem}") from problem
+
+    def _folders(self) -> list[Path]:
+        if not self._root.is_dir():
+            return []
+        return sorted(path for path in self._root.iterdir() if is_instance_id(path.name))
+
+    # State
+
+    def _view(self, folder: Path) -> MachineView | None:
+        on = is_on(folder)
+        if not on:
+            self._launcher.reap()
+            on = not self._finish(folder, "lost its power")
+        record = read_record(folder)
+        if record is None:
+            return None
+        return MachineView(
+            instance_id=record.instance_id,
+            state=_state(record, on=on),
+            instance_type=record.instance_type,
+            launched_at=record.launched_at,
+            tags=record.tags,
+        )
+
+    def _finish(self, folder: Path, reason: str) -> bool:
+        """Kill and remove what is left of a machine without power. Whether nothing is left."""
+        record = read_record(folder)
+        if record is None or record.finished:
+            return True
+        with files.locked(str(folder / files.LOCK)):
+            record = read_record(folder)
+            if record is None or record.finished:
+                return True
+            if not self._hunt(folder):
+                return False
+            files.strip(str(folder))
+            document = files.read(str(folder / files.RECORD)) or {}
+            document |= {"finished": True, "reason": record.reason or reason}
+            document["endedAt"] = document.get("endedAt") or timestamps.to_text(self._clock.now())
+            files.write(str(folder / files.RECORD), files.encode(document))
+        return True
+
+    def _hunt(self, folder: Path) -> bool:
+        """Its processes were adopted by others when the supervisor died: they are found by their marks."""
+        known = files.supervisor(str(folder))
+        since = known[1] if known is not None else 0
+        for _ in range(HUNTS):
+            found = procfs.leftovers(folder.name, str(folder), since)
+            if not found:
+                return True
+            procfs.kill(found, HUNT_PAUSE_S)
+        return False
+
+    def _forget_finished(self) -> None:
+        """All but the newest: they are kept for reports only. And what launches left that were cut."""
+        with files.locked(str(self._root / ROOT_LOCK)):
+            finished: list[tuple[datetime, Path]] = []
+            drafts = (path for path in self._root.iterdir() if path.name.startswith(DRAFT))
+            abandoned = [path for path in drafts if not files.has_power(str(path))]
+            for folder in self._folders():
+                record = read_record(folder)
+                if is_on(folder):
+                    continue
+                if record is None and self._hunt(folder):
+                    abandoned.append(folder)  # nobody can tell any more what it was
+                elif record is not None and record.finished and record.ended_at is not None:
+                    finished.append((record.ended_at, folder))
+            finished.sort(reverse=True)
+            abandoned += [folder for _, folder in finished[MAX_FINISHED:]]
+            files.erase(str(folder) for folder in abandoned)
+
+    # Changes
+
+    async def _terminate(self, name: str) -> str:
+        """Why it cannot be asked for, or empty."""
+        folder = self._root / name
+        if not is_instance_id(name):
+            return f"{name[:40]!r} is no instance id"
+        if not folder.is_dir():
+            return ""
+        record = read_record(folder)
+        if record is None:
+            return "its record cannot be read"
+        if record.tags.get(POOL_TAG) != self._pool:
+            return f"it does not carry the tag {POOL_TAG}={self._pool}"
+        try:
+            return await self._end(folder)
+        except Unavailable as problem:
+            return problem.message
+
+    async def _end(self, folder: Path) -> str:
+        if is_on(folder):
+            known = files.supervisor(str(folder))
+            if known is None:
+                return "it is being launched at this moment"
+            with contextlib.suppress(Unavailable):  # a full disk must not keep it alive
+                await self._in_thread(lambda: self._mark_ending(folder))
+            if not await _stopped(*known, signal.SIGTERM, END_LIMIT_S):
+                await _stopped(*known, signal.SIGKILL, KILLED_LIMIT_S)
+        self._launcher.reap()
+        # What could not be killed now is looked for at each look at the machine.
+        await self._in_thread(lambda: not is_on(folder) and self._finish(folder, "terminated"))
+        return ""
+
+    def _mark_ending(self, folder: Path) -> None:
+        files.change(str(folder), {"endingAt": timestamps.to_text(self._clock.now()), "reason": "terminated"})
+
+    async def _change_tags(
+        self, instance_ids: Collection[str], change: Callable[[dict[str, str]], Mapping[str, str]]
+    ) -> None:
+        def write() -> list[str]:
+            return [name for name in instance_ids if not self._change_tags_of(name, change)]
+
+        unknown = await self._in_thread(write)
+        if unknown:
+            raise NotFound(f"there is no machine {', '.join(unknown)}")
+
+    def _change_tags_of(self, name: str, change: Callable[[dict[str, str]], Mapping[str, str]]) -> bool:
+        folder = self._root / name
+        if not is_instance_id(name) or not folder.is_dir():
+            return False
+        with files.locked(str(folder / files.LOCK)):
+            record = read_record(folder)
+            document: dict[str, Any] | None = files.read(str(folder / files.RECORD))
+            if record is None or document is None:
+                return False
+            document["tags"] = dict(change(dict(record.tags)))
+            files.write(str(folder / files.RECORD), files.encode(document))
+        return True
+
+
+def _state(record: Record, *, on: bool) -> MachineState:
+    if not on:
+        return MachineState.TERMINATED
+    if record.ending_at is not None or record.finished:
+        return MachineState.SHUTTING_DOWN
+    return MachineState.PENDING if record.booted_at is None else MachineState.RUNNING
+
+
+async def _stopped(pid: int, started: int, number: signal.Signals, timeout_s: float) -> bool:
+    """Send the signal to exactly this process and wait for its end. Whether it has ended."""
+    descriptor = procfs.send(pid, started, number)
+    if descriptor is None:
+        return True
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return True

@@ -1,0 +1,272 @@
+"""Launches: tokens that never launch twice, capacity, folders, supervisors. Synchronous, for a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import remuda
+from remuda.adapters.local import folder as files
+from remuda.adapters.local import procfs
+from remuda.adapters.local.options import MachineType, Options, choose_type
+from remuda.adapters.local.record import Record
+from remuda.domain.documents import from_document, to_document
+from remuda.domain.errors import CapacityError, Unavailable
+from remuda.domain.resources import is_instance_id
+from remuda.ports.clock import Clock, Ids
+from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchRequest, LaunchResult
+
+#: A folder has this before its name until all of it is there.
+DRAFT = ".new-"
+LAUNCHES = ".launches"
+ROOT_LOCK = ".lock"
+#: Copying is bound by the disk: more at once gain nothing.
+MAX_COPIES = 8
+MAX_TOKENS = 1_000
+_SOURCE = str(Path(remuda.__file__).parents[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a token stands for, on disk before the first machine is made."""
+
+    instance_ids: tuple[str, ...]
+    instance_type: str
+    errors: tuple[str, ...] = ()
+    #: All that could be made was made. Until then another process may have to finish it.
+    complete: bool = False
+
+    def result(self) -> LaunchResult:
+        launched = tuple(Launched(instance_id=name, instance_type=self.instance_type) for name in self.instance_ids)
+        return LaunchResult(instances=launched, errors=self.errors)
+
+
+class Launcher:
+    def __init__(
+        self,
+        *,
+        root: Path,
+        pool: str,
+        runner_source: Path,
+        agent_command: Sequence[str],
+        environment: Mapping[str, str],
+        clock: Clock,
+        ids: Ids,
+    ) -> None:
+        self._root = root
+        self._pool = pool
+        self._runner_source = runner_source
+        self._agent_command = list(agent_command)
+        self._environment = dict(environment)
+        self._clock = clock
+        self._ids = ids
+        #: Supervisors that this process started: it has to take note of their end.
+        self._children: set[int] = set()
+
+    def prepare(self) -> list[str]:
+        if self._root.is_dir():
+            changes = []
+        else:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            changes = [f"created {self._root}"]
+        (self._root / LAUNCHES).mkdir(mode=0o700, exist_ok=True)
+        return changes
+
+    def launch(self, request: LaunchRequest) -> LaunchResult:
+        options = Options.parse(request.launch)
+        machine_type = choose_type(request.request)
+        self.prepare()
+        path = self._root / LAUNCHES / hashlib.sha256(request.client_token.encode()).hexdigest()
+        # Held to the end: who comes with the same token meanwhile waits, and gets the same machines.
+        with files.locked(f"{path}.lock"):
+            plan = _read_plan(path)
+            if plan is not None and plan.complete:
+                return plan.result()
+            held: dict[str, int] = {}
+            try:
+                if plan is None:
+                    plan, held = self._plan(path, request, options, machine_type)
+                made, problems = self._make_all(plan, held, request, options, machine_type)
+            finally:
+                for descriptor in held.values():
+                    os.close(descriptor)
+            plan = Plan(
+                instance_ids=tuple(made),
+                instance_type=plan.instance_type,
+                errors=(*plan.errors, *problems),
+                complete=True,
+            )
+            if not made:
+                path.unlink()
+                raise Unavailable(f"no machine could be made: {problems[0]}")
+            files.write(str(path), files.encode(to_document(plan)))
+            return plan.result()
+
+    def reap(self) -> None:
+        for pid in tuple(self._children):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    continue
+            self._children.discard(pid)
+
+    # What to launch
+
+    def _plan(
+        self, path: Path, request: LaunchRequest, options: Options, machine_type: MachineType
+    ) -> tuple[Plan, dict[str, int]]:
+        """Decide on the names and give the drafts power, so that others count them."""
+        held: dict[str, int] = {}
+        with files.locked(str(self._root / ROOT_LOCK)):
+            count, errors = self._room(request, options)
+            if count == 0:
+                raise CapacityError(" ".join(errors))
+            self._forget_tokens()
+            try:
+                while len(held) < count:
+                    name = self._new_id()
+                    held[name] = self._draft(name)
+                plan = Plan(instance_ids=tuple(held), instance_type=machine_type.name, errors=tuple(errors))
+                files.write(str(path), files.encode(to_document(plan)))
+            except BaseException:
+                for descriptor in held.values():
+                    os.close(descriptor)
+                raise
+        return plan, held
+
+    def _room(self, request: LaunchRequest, options: Options) -> tuple[int, list[str]]:
+        limits: list[tuple[int, str]] = []
+        if options.no_capacity:
+            limits.append((0, "local: no capacity (fault no-capacity)."))
+        if options.partial is not None:
+            limits.append((options.partial, f"local: capacity for {options.partial} only (fault partial)."))
+        if options.capacity is not None:
+            free = max(0, options.capacity - self._live())
+            limits.append((free, f"local: {free} of {options.capacity} places are free, {request.count} wanted."))
+        short = [(room, error) for room, error in limits if room < request.count]
+        return min((room for room, _ in short), default=request.count), [error for _, error in short]
+
+    def _live(self) -> int:
+        """Machines with power, those that are still being made included."""
+        return sum(is_instance_id(path.name.removeprefix(DRAFT)) and is_on(path) for path in self._root.iterdir())
+
+    def _new_id(self) -> str:
+        while True:
+            # Whatever the source of ids makes of it, the name has EC2's shape.
+            name = "i-" + hashlib.sha256(self._ids.new("machine-").encode()).hexdigest()[:17]
+            if not (self._root / name).exists() and not (self._root / f"{DRAFT}{name}").exists():
+                return name
+
+    def _draft(self, name: str) -> int:
+        draft = self._root / f"{DRAFT}{name}"
+        draft.mkdir(mode=0o700)
+        return files.power_on(str(draft))
+
+    def _forget_tokens(self) -> None:
+        """The oldest, when there are many."""
+        written = [(path.stat().st_mtime, path) for path in (self._root / LAUNCHES).iterdir()]
+        # Each has a file and a lock.
+        for _, path in sorted(written, reverse=True)[2 * MAX_TOKENS :]:
+            path.unlink(missing_ok=True)
+
+    # The machines
+
+    def _make_all(
+        self, plan: Plan, held: dict[str, int], request: LaunchRequest, options: Options, machine_type: MachineType
+    ) -> tuple[list[str], list[str]]:
+        def make(name: str) -> str:
+            if (self._root / name).exists():
+                return ""  # by an earlier process that did not get to the end
+            if name not in held:
+                files.erase([str(self._root / f"{DRAFT}{name}")])
+                held[name] = self._draft(name)
+            try:
+                self._fill(name, request, options, machine_type)
+                folder = self._root / name
+                (self._root / f"{DRAFT}{name}").rename(folder)
+                self._power_up(folder, held[name])
+            except (OSError, shutil.Error) as problem:
+                files.erase([str(self._root / f"{DRAFT}{name}")])
+                return f"local: {name} could not be made: {problem}."
+            return ""
+
+        with ThreadPoolExecutor(max_workers=min(MAX_COPIES, len(plan.instance_ids))) as threads:
+            problems = dict(zip(plan.instance_ids, threads.map(make, plan.instance_ids), strict=True))
+        return [name for name in problems if not problems[name]], [text for text in problems.values() if text]
+
+    def _fill(self, name: str, request: LaunchRequest, options: Options, machine_type: MachineType) -> None:
+        draft = self._root / f"{DRAFT}{name}"
+        for room in (files.HOME, files.TMP, files.WORK, files.LOGS):
+            (draft / room).mkdir(mode=0o700)
+        shutil.copytree(self._runner_source, draft / files.RUNNER, symlinks=True)
+        record = Record(
+            instance_id=name,
+            pool=self._pool,
+            instance_type=machine_type.name,
+            cpu=machine_type.cpu,
+            mmem=machine_type.mmem,
+            tags={**request.tags, POOL_TAG: self._pool, PROVISION_TAG: request.provision_id},
+            launched_at=self._clock.now(),
+            launch=dict(request.launch),
+            first_life_s=request.first_life_s,
+            margin_s=request.margin_s,
+            runner_source=str(self._runner_source),
+        )
+        boot = {
+            "command": self._agent_command,
+            "environment": self._environment,
+            "bootDelayS": options.boot_delay_s,
+            "firstLifeS": request.first_life_s,
+            "neverBoots": options.never_boots,
+            "diesAfterS": options.dies_after_s,
+        }
+        if options.script:
+            files.write(str(draft / files.SCRIPT), options.script.encode(), mode=0o700)
+        files.write(str(draft / files.BOOT), files.encode(boot))
+        files.write(str(draft / files.RECORD), files.encode(to_document(record)))
+
+    def _power_up(self, folder: Path, power: int) -> None:
+        command = [sys.executable, "-s", "-S", "-P", "-m", "remuda.adapters.local.supervisor", str(folder), str(power)]
+        # Its whole environment: nothing of the launcher's own reaches the machine.
+        environment = {"PATH": os.defpath, "PYTHONPATH": _SOURCE, procfs.MARKER: folder.name}
+        with (folder / files.LOGS / "machine.log").open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(power,),
+            )
+        # It outlives this object and often this process; `reap` takes note of its end.
+        process.returncode = 0
+        self._children.add(process.pid)
+        seen = procfs.look(process.pid)
+        if seen is not None:
+            files.note_supervisor(power, seen.pid, seen.started)
+
+
+def is_on(folder: Path) -> bool:
+    """Whether a machine has power: its lock is held, and not by a stray child of a dead supervisor."""
+    if not files.has_power(str(folder)):
+        return False
+    known = files.supervisor(str(folder))
+    return known is None or procfs.is_alive(*known)
+
+
+def _read_plan(path: Path) -> Plan | None:
+    document = files.read(str(path))
+    if document is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return from_document(Plan, document)
+    return None

@@ -1,0 +1,174 @@
+"""Processes as the kernel tells of them, and their end. Standard library only: the supervisor starts with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+#: In the environment of everything that runs on a machine; its value is the instance id.
+MARKER = "REMUDA_MACHINE"
+#: Processes that are there but do nothing any more: they wait for their parent to look.
+_ENDED = frozenset({"Z", "X"})
+
+
+class Process(NamedTuple):
+    pid: int
+    ppid: int
+    #: Clock ticks since the computer's start: with the pid it names one process for ever.
+    started: int
+    state: str
+    #: Device number of its terminal; 0 where it has none.
+    terminal: int
+
+
+def look(pid: int) -> Process | None:
+    """One process, or None where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  # pathlib would slow each supervisor's start
+            text = file.read()
+    except OSError:
+        return None
+    # The name stands in brackets and may hold anything, brackets too.
+    fields = text[text.rindex(b")") + 2 :].split()
+    state = fields[0].decode()
+    # The first thread may end before the others: then it looks like an end, but is a way to hide.
+    if state in _ENDED and int(fields[17]) <= 1:
+        return None
+    return Process(pid, int(fields[1]), int(fields[19]), state, int(fields[4]))
+
+
+def is_alive(pid: int, started: int) -> bool:
+    process = look(pid)
+    return process is not None and process.started == started
+
+
+def everyone() -> Iterator[Process]:
+    try:
+        names = os.listdir("/proc")  # noqa: PTH208  # see above
+    except OSError:
+        return
+    for name in names:
+        process = look(int(name)) if name.isdecimal() else None
+        if process is not None:
+            yield process
+
+
+def descendants(root: int) -> list[Process]:
+    children: dict[int, list[Process]] = {}
+    for process in everyone():
+        children.setdefault(process.ppid, []).append(process)
+    found: list[Process] = []
+    waiting = [root]
+    while waiting:
+        below = children.pop(waiting.pop(), [])
+        found += below
+        waiting += [process.pid for process in below]
+    return found
+
+
+def send(pid: int, started: int, number: signal.Signals) -> int | None:
+    """Signal exactly this process. Returns a descriptor that becomes readable when it has ended, or None where it is
+    gone already. The descriptor pins the process: its number may be given anew, but is never hit.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if is_alive(pid, started):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, number)
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def kill(processes: Iterable[Process], wait_s: float) -> None:
+    """SIGKILL them and wait until they have ended, each `wait_s` at most."""
+    descriptors = [send(process.pid, process.started, signal.SIGKILL) for process in processes]
+    for descriptor in descriptors:
+        if descriptor is not None:
+            wait_for(descriptor, wait_s)
+            os.close(descriptor)
+
+
+def wait_for(descriptor: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0, round(timeout_s * 1000))))
+
+
+def leftovers(machine: str, folder: str, since: int) -> list[Process]:
+    """What still runs of a machine whose supervisor is dead.
+
+    Sure signs are the marker in the environment, or that it lives in the machine's folder. The second alone is not
+    enough against a person who looks around in there: so not what has a terminal, is older than the machine, belongs
+    to another machine, or is an ancestor of ours.
+    """
+    user = os.getuid()
+    spared = _ancestors()
+    found = []
+    for process in everyone():
+        if process.pid in spared or _owner(process.pid) != user:
+            continue
+        place = _place(process)
+        marker = _marker(place)
+        may_live_here = marker is None and process.terminal == 0 and process.started >= since
+        if marker == machine or (may_live_here and _lives_in(place, folder)):
+            found.append(process)
+    return found
+
+
+def _ancestors() -> set[int]:
+    """The present process and those above it."""
+    found: set[int] = set()
+    pid = os.getpid()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        process = look(pid)
+        pid = 0 if process is None else process.ppid
+    return found
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116  # see above
+    except OSError:
+        return None
+
+
+def _place(process: Process) -> str:
+    """Where the kernel tells about it: where its first thread has ended, another one has to tell."""
+    if process.state in _ENDED:
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208  # see above
+                if int(thread) != process.pid:
+                    return f"/proc/{process.pid}/task/{thread}"
+    return f"/proc/{process.pid}"
+
+
+def _marker(place: str) -> str | None:
+    try:
+        with open(f"{place}/environ", "rb") as file:  # noqa: PTH123  # see above
+            environment = file.read()
+    except OSError:
+        return None
+    prefix = MARKER.encode() + b"="
+    for entry in environment.split(b"\0"):
+        if entry.startswith(prefix):
+            return os.fsdecode(entry[len(prefix) :])
+    return None
+
+
+def _lives_in(place: str, folder: str) -> bool:
+    for link in ("cwd", "exe", "root"):
+        try:
+            target = os.readlink(f"{place}/{link}")  # noqa: PTH115  # see above
+        except OSError:
+            continue
+        if target == folder or target.startswith(folder + "/"):
+            return True
+    return False

@@ -1,0 +1,306 @@
+"""A machine's hypervisor and init in one small process: `python -m remuda.adapters.local.supervisor FOLDER POWER-FD`.
+
+It starts the agent and starts it again when it dies, reaps orphans, and ends the machine: when it is told to (SIGTERM,
+or `end <reason>` from the agent) or when the dead-man timer runs out, whatever the agent does. The agent moves that
+timer with `arm <unix time>`. Both are lines on the pipe whose number the agent finds in REMUDA_MACHINE_FD.
+Standard library only, and little of that: there is one for each machine, and its start is part of each launch.
+"""
+
+# pathlib would slow the start
+# ruff: noqa: PTH118
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from remuda.adapters.local import folder as files
+from remuda.adapters.local import procfs
+
+FOLDER_VARIABLE = "REMUDA_MACHINE_FOLDER"
+FD_VARIABLE = "REMUDA_MACHINE_FD"
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
+#: An agent that lived so long did not fail at its start: the next one follows soon again.
+HEALTHY_S = 10.0
+#: How long the end may take before it is left to whoever looks at the machine next.
+KILL_LIMIT_S = 5.0
+KILL_PAUSE_S = 0.05
+#: A sleeping computer stops the timers of waits, but not the time: look again at least so often.
+LONGEST_WAIT_S = 30.0
+MAX_LINE = 4096
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _now() -> float:
+    """Seconds that go on while the computer sleeps and do not jump when its clock is set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _unix_time() -> float:
+    # The machine's own clock: this process knows no ports, and deadlines come as wall times.
+    return time.clock_gettime(time.CLOCK_REALTIME)
+
+
+def _timestamp() -> str:
+    seconds, fraction = divmod(round(_unix_time() * 1000), 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{fraction:03d}Z"
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{_timestamp()} {text}\n".encode())
+
+
+class Supervisor:
+    def __init__(self, folder: str, boot: dict[str, Any], record: dict[str, Any]) -> None:
+        self._folder = folder
+        self._command: list[str] = boot["command"]
+        self._environment: dict[str, str] = boot["environment"]
+        self._never_boots: bool = boot["neverBoots"]
+        self._dies_after_s: float | None = boot["diesAfterS"]
+        self._record = record
+        self._reason = ""
+        self._agent = 0
+        self._agent_since = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._pipe = -1
+        self._partial = b""
+        now = _now()
+        self._deadline: float = now + boot["firstLifeS"]
+        self._boot_at: float | None = now + boot["bootDelayS"]
+        self._start_at: float | None = None
+        self._power_loss_at = math.inf
+        self._wake, wake_end = os.pipe()
+        for end in (self._wake, wake_end):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._asked_to_end)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Whoever launched the machine may be interrupted or lose its terminal: that is not the machine's end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def run(self) -> None:
+        while not self._reason:
+            self._wait(self._time_left())
+            self._reap()
+            self._hear()
+            self._keep_time()
+        self._end()
+
+    def _asked_to_end(self, *_: object) -> None:
+        self._reason = self._reason or "asked to end"
+
+    def _time_left(self) -> float:
+        moments = [self._deadline, self._power_loss_at]
+        moments += [moment for moment in (self._boot_at, self._start_at) if moment is not None]
+        return min(LONGEST_WAIT_S, max(0.0, min(moments) - _now()))
+
+    def _wait(self, timeout_s: float) -> None:
+        """Until a signal, a word of the agent, or the time is over."""
+        poll = select.poll()
+        for source in (self._wake, self._pipe):
+            if source >= 0:
+                poll.register(source, select.POLLIN)
+        # Rounded up: a wait that ends too early would only be repeated.
+        poll.poll(math.ceil(timeout_s * 1000))
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 1024)
+
+    def _keep_time(self) -> None:
+        now = _now()
+        if now >= self._deadline:
+            self._reason = self._reason or "the dead-man timer ran out"
+        elif now >= self._power_loss_at:
+            self._lose_power()
+        elif self._boot_at is not None and now >= self._boot_at:
+            self._boot()
+        elif self._start_at is not None and now >= self._start_at:
+            self._start_agent()
+
+    def _boot(self) -> None:
+        self._boot_at = None
+        self._change(bootedAt=_timestamp())
+        _log("booted")
+        if self._dies_after_s is not None:
+            self._power_loss_at = _now() + self._dies_after_s
+        if not self._never_boots:
+            self._start_agent()
+
+    def _lose_power(self) -> None:
+        """What a pulled plug does: everything stops at once, nobody writes anything down."""
+        self._kill_all()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # The agent
+
+    def _start_agent(self) -> None:
+        self._start_at = None
+        self._close_pipe()
+        self._pipe, agent_end = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._agent_since = _now()
+        parent = os.getpid()
+        self._agent = os.fork()
+        if self._agent == 0:
+            try:
+                self._become_agent(parent, agent_end)
+            except OSError as problem:
+                _log(f"the agent cannot be started: {problem}")
+            finally:
+                os._exit(127)
+        os.close(agent_end)
+        _log(f"agent {self._agent} started")
+
+    def _become_agent(self, parent: int, pipe: int) -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return  # the machine lost its power before the line above
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        output = os.open(
+            os.path.join(self._folder, files.LOGS, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.set_inheritable(pipe, True)  # noqa: FBT003  # os.set_inheritable takes no keyword
+        environment = self._environment | {
+            procfs.MARKER: self._record["instanceId"],
+            FOLDER_VARIABLE: self._folder,
+            FD_VARIABLE: str(pipe),
+            "HOME": os.path.join(self._folder, files.HOME),
+            "TMPDIR": os.path.join(self._folder, files.TMP),
+        }
+        os.execvpe(self._command[0], self._command, environment)  # noqa: S606  # no shell is wanted
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                if ended[0] == self._agent:
+                    self._agent_ended(os.waitstatus_to_exitcode(ended[1]))
+
+    def _agent_ended(self, code: int) -> None:
+        # Its last words count, and they are all in the pipe by now.
+        self._hear()
+        self._close_pipe()
+        self._agent = 0
+        if _now() - self._agent_since >= HEALTHY_S:
+            self._pause_s = FIRST_PAUSE_S
+        _log(f"the agent ended with {code}; the next one in {self._pause_s:g} s")
+        self._start_at = _now() + self._pause_s
+        self._pause_s = min(LAST_PAUSE_S, self._pause_s * 2)
+
+    def _hear(self) -> None:
+        while self._pipe >= 0:
+            try:
+                chunk = os.read(self._pipe, MAX_LINE)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self._close_pipe()
+                return
+            *lines, self._partial = (self._partial + chunk).split(b"\n")
+            self._partial = self._partial[-MAX_LINE:]
+            for line in lines:
+                self._obey(line.decode(errors="replace"))
+
+    def _obey(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "end":
+            self._reason = self._reason or rest or "the agent ended it"
+        elif word == "arm":
+            self._arm(rest)
+        else:
+            _log(f"the agent said {line!r}, which means nothing")
+
+    def _arm(self, text: str) -> None:
+        try:
+            at = float(text)
+        except ValueError:
+            at = math.nan
+        if not math.isfinite(at):
+            _log(f"the agent set the dead-man timer to {text!r}, which is no time")
+            return
+        self._deadline = _now() + at - _unix_time()
+
+    def _close_pipe(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+        self._pipe = -1
+        self._partial = b""
+
+    # The end
+
+    def _end(self) -> None:
+        _log(f"ending: {self._reason}")
+        self._change(endingAt=_timestamp(), reason=self._reason)
+        if not self._kill_all():
+            _log("some processes could not be killed")
+            return
+        with contextlib.suppress(OSError):
+            files.strip(self._folder)
+        self._change(endedAt=_timestamp(), finished=True)
+        _log("ended")
+
+    def _kill_all(self) -> bool:
+        """All that runs on this machine descends from this process, which adopts the orphans of all of them. Twice
+        nothing, because a process whose parent ended during the first look is not seen by it.
+        """
+        limit = _now() + KILL_LIMIT_S
+        empty = 0
+        while empty < 2:
+            self._reap_quietly()
+            found = procfs.descendants(os.getpid())
+            empty = 0 if found else empty + 1
+            if found and _now() >= limit:
+                return False
+            procfs.kill(found, KILL_PAUSE_S)
+        self._reap_quietly()
+        return True
+
+    def _reap_quietly(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+
+    def _change(self, **values: Any) -> None:
+        try:
+            files.change(self._folder, values, self._record)
+        except OSError as problem:
+            _log(f"the record cannot be written: {problem}")
+
+
+def main() -> None:
+    folder, power = sys.argv[1], int(sys.argv[2])
+    # Nobody else may hold the power up.
+    os.set_inheritable(power, False)  # noqa: FBT003  # os.set_inheritable takes no keyword
+    itself = procfs.look(os.getpid())
+    if itself is not None:
+        files.note_supervisor(power, itself.pid, itself.started)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    os.umask(0o022)
+    boot = files.read(os.path.join(folder, files.BOOT))
+    record = files.read(os.path.join(folder, files.RECORD))
+    if boot is None or record is None:
+        _log("there is nothing to boot from")
+        sys.exit(1)
+    Supervisor(folder, boot, record).run()
+
+
+if __name__ == "__main__":
+    main()

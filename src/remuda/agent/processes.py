@@ -1,0 +1,216 @@
+"""The process tree as the kernel tells it, and the end of a part of it. Linux: it reads /proc."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from remuda.ports.clock import Clock
+
+KILL_LIMIT_S = 10.0
+#: How long one killed process may take to be gone before the next look.
+KILL_PAUSE_S = 0.1
+#: The end of a command's output that is kept.
+MAX_OUTPUT_BYTES = 64 * 1024
+#: Empty looks in a row that prove the end: a process whose parent ended during a look is not seen by it.
+EMPTY_LOOKS = 2
+#: Processes that are there but do nothing any more: they wait for their parent to look.
+_ENDED = frozenset({"Z", "X"})
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    pid: int
+    ppid: int
+    #: Clock ticks since the computer's start: with the pid it names one process for ever.
+    started: int
+
+
+def look(pid: int) -> Process | None:
+    """One process, or None where it has ended."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # The name stands in brackets and may hold anything, brackets too.
+    fields = text[text.rindex(b")") + 2 :].split()
+    # The first thread may end before the others: then it looks like an end, but is a way to hide.
+    if fields[0].decode() in _ENDED and int(fields[17]) <= 1:
+        return None
+    return Process(pid=pid, ppid=int(fields[1]), started=int(fields[19]))
+
+
+def is_alive(pid: int, started: int) -> bool:
+    process = look(pid)
+    return process is not None and process.started == started
+
+
+def table() -> dict[int, Process]:
+    with os.scandir(_PROC) as entries:
+        pids = [int(entry.name) for entry in entries if entry.name.isdecimal()]
+    found = (look(pid) for pid in pids)
+    return {process.pid: process for process in found if process is not None}
+
+
+def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[Process]:
+    """All below `root`, nearest first."""
+    children: dict[int, list[Process]] = {}
+    for process in (table() if processes is None else processes).values():
+        children.setdefault(process.ppid, []).append(process)
+    found: list[Process] = []
+    level = [root]
+    while level:
+        below = [child for pid in level for child in children.pop(pid, [])]
+        found += below
+        level = [process.pid for process in below]
+    return found
+
+
+def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
+    found: set[int] = set()
+    while pid in processes and pid not in found:
+        found.add(pid)
+        pid = processes[pid].ppid
+    return found
+
+
+def children(pid: int) -> list[Process]:
+    """Direct ones, without a look at everybody where the kernel lists them."""
+    try:
+        lists = [path.read_text() for path in (_PROC / str(pid) / "task").glob("*/children")]
+    except OSError:
+        return []
+    if not lists:
+        return [process for process in table().values() if process.ppid == pid]
+    found = (look(int(number)) for text in lists for number in text.split())
+    return [process for process in found if process is not None]
+
+
+def command(pid: int) -> tuple[str, ...]:
+    """Its command line; empty where it cannot be read."""
+    try:
+        text = (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return ()
+    return tuple(os.fsdecode(part) for part in text.split(b"\0")[:-1])
+
+
+def running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
+    """Those that run this program, by themselves or through an interpreter."""
+    for process in processes:
+        if str(program) in command(process.pid)[:3]:
+            yield process
+
+
+def send(process: Process, number: signal.Signals) -> int | None:
+    """Signal exactly this process. Returns a descriptor that becomes readable when it has ended, or None where it is
+    gone already. The descriptor pins the process: its number may be given anew, but is never hit.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    if is_alive(process.pid, process.started):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, number)
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Killing:
+    #: Command lines, as far as they could be read.
+    killed: tuple[str, ...]
+    left: tuple[Process, ...]
+
+
+def kill_all(root: int, *, keep: Collection[int], clock: Clock, limit_s: float = KILL_LIMIT_S) -> Killing:
+    """SIGKILL all descendants of `root` but those in `keep`, until none is left or the time is over. Blocks.
+    What stands between `root` and those to keep is kept as well: an interpreter, a wrapper.
+
+    Complete where `root` adopts the orphans below it (a subreaper): then nothing can leave its tree, neither by a
+    second fork nor by a session of its own nor by another environment.
+    """
+    limit = clock.monotonic() + limit_s
+    killed: dict[Process, str] = {}
+    empty = 0
+    while empty < EMPTY_LOOKS:
+        present = table()
+        kept = {above for pid in keep for above in _with_ancestors(pid, present)}
+        found = [process for process in descendants(root, present) if process.pid not in kept]
+        empty = 0 if found else empty + 1
+        if found and clock.monotonic() >= limit:
+            return Killing(killed=tuple(killed.values()), left=tuple(found))
+        for process in found:
+            killed.setdefault(process, " ".join(command(process.pid)) or f"process {process.pid}")
+        kill(found)
+    return Killing(killed=tuple(killed.values()), left=())
+
+
+def kill(processes: Iterable[Process]) -> None:
+    """SIGKILL, and wait a moment for each. First all signals: what is killed together cannot replace each other."""
+    descriptors = [send(process, signal.SIGKILL) for process in processes]
+    for descriptor in descriptors:
+        if descriptor is not None:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll(round(KILL_PAUSE_S * 1000))
+            os.close(descriptor)
+
+
+async def ended(descriptor: int, timeout_s: float) -> bool:
+    """Wait for the end of a process by its descriptor. Whether it has ended."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(descriptor, event.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
+    return True
+
+
+async def run(
+    arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], limit_s: float, scratch: Path
+) -> tuple[int | None, str]:
+    """Its exit code, None where it had to be killed, and the end of its output. The output goes to a file: a pipe
+    would be held open by what the command leaves in the background.
+    """
+    with tempfile.TemporaryFile(dir=scratch) as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                cwd=folder,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except OSError as problem:
+            return 127, str(problem)
+        code: int | None = None
+        try:
+            async with asyncio.timeout(limit_s):
+                code = await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
+        return code, output.read().decode(errors="replace")

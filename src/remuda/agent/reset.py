@@ -1,0 +1,274 @@
+"""A machine as new after a job: its processes killed, its folders emptied, the runner's software restored, and all that
+checked. It touches nothing but the machine's own folders and descendants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from remuda.agent import processes
+from remuda.domain.errors import Unavailable
+from remuda.ports.clock import Clock
+from remuda.ports.machine import Outcome
+
+MAX_DETAIL = 500
+#: Names in the detail, of each kind.
+MAX_NAMED = 5
+MAX_NAME = 80
+PRIVATE = 0o700
+#: Begins the names of folders on their way out. What a crash left of them goes with the next reset.
+ASIDE = ".erase-"
+_CHUNK = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What must be the same. `content` is the digest of a file, the target of a link."""
+
+    kind: str
+    mode: int = 0
+    size: int = 0
+    content: str = ""
+
+
+#: By path below the folder, parents first. The folder itself is "".
+Manifest = dict[str, Entry]
+
+
+class Reset:
+    def __init__(
+        self,
+        *,
+        keep_root_pid: int,
+        keep: Collection[int],
+        runner_folder: Path,
+        pristine: Path,
+        recreate: Sequence[Path],
+        clock: Clock,
+        kill_limit_s: float = processes.KILL_LIMIT_S,
+    ) -> None:
+        """`keep_root_pid` adopts all orphans of the machine (the supervisor); `keep` are it and the agent."""
+        self._root_pid = keep_root_pid
+        self._keep = frozenset({keep_root_pid, *keep})
+        self._runner = runner_folder
+        self._pristine = pristine
+        self._recreate = tuple(recreate)
+        self._clock = clock
+        self._kill_limit_s = kill_limit_s
+        self._manifest: Manifest | None = None
+        # By number: what a job puts in the place of one of these folders' parents is no place for us.
+        self._parents = {path.parent: _place(path.parent) for path in (runner_folder, *recreate)}
+
+    async def prepare(self) -> None:
+        """Learn what the pristine folder holds. Before the first job: it could change the copy that it is judged by."""
+        if self._manifest is None:
+            self._manifest = await asyncio.to_thread(manifest, self._pristine)
+
+    async def run(self) -> Outcome:
+        try:
+            await self.prepare()
+            return await asyncio.to_thread(self._run)
+        except (OSError, Unavailable) as problem:
+            return Outcome(ok=False, detail=_printable(f"reset failed: {problem}", MAX_DETAIL))
+
+    def _run(self) -> Outcome:
+        for parent, place in self._parents.items():
+            if _place(parent) != place:
+                raise Unavailable(f"{parent} is not the folder it was")
+        killing = self._kill()
+        if killing.left:
+            names = _some([" ".join(processes.command(process.pid)) for process in killing.left])
+            return Outcome(ok=False, detail=_printable(f"cannot be killed: {names}", MAX_DETAIL))
+        self._finish_earlier()
+        removed: list[str] = []
+        for path in self._recreate:
+            removed += _names_in(path)
+            erase(path)
+            path.mkdir(mode=PRIVATE)
+            path.chmod(PRIVATE)
+        changed = self._restore()
+        problem = self._check()
+        story = f"killed {_some(killing.killed)}; removed {_some(removed)}; restored {_some(changed)}"
+        return Outcome(ok=not problem, detail=_printable(f"{problem}{story}", MAX_DETAIL))
+
+    def _kill(self) -> processes.Killing:
+        return processes.kill_all(self._root_pid, keep=self._keep, clock=self._clock, limit_s=self._kill_limit_s)
+
+    def _finish_earlier(self) -> None:
+        for parent in self._parents:
+            parent.chmod(PRIVATE)
+            for name in [name for name in _names_in(parent) if name.startswith(ASIDE)]:
+                erase(parent / name)
+
+    def _restore(self) -> list[str]:
+        """Make the runner's folder as the pristine one. Returns what was not."""
+        wanted = self._manifest or {}
+        folders: dict[str, set[str]] = {}
+        for name in wanted:
+            if name:
+                parent, _, own = name.rpartition("/")
+                folders.setdefault(parent, set()).add(own)
+        changed: list[str] = []
+        for name, entry in wanted.items():
+            path = self._runner / name
+            # A folder's mode is judged at the end: it must let us in first.
+            if entry.kind == "folder":
+                changed += _open_folder(path, name)
+                changed += _remove_others(path, name, folders.get(name, set()))
+            elif not os.path.lexists(path) or _entry(path) != entry or path.lstat().st_nlink != 1:
+                # A second name of the file, elsewhere, would be a way to change it later.
+                erase(path)
+                shutil.copy2(self._pristine / name, path, follow_symlinks=False)
+                changed.append(name)
+        for name, entry in reversed(wanted.items()):
+            if entry.kind == "folder":
+                (self._runner / name).chmod(entry.mode)
+        return changed
+
+    def _check(self) -> str:
+        """What is still wrong, or empty."""
+        if self._kill().killed:
+            return "processes came back; "
+        if manifest(self._runner) != self._manifest:
+            return "the runner's folder is not as the pristine one; "
+        for path in self._recreate:
+            place = path.lstat()
+            mine = stat.S_ISDIR(place.st_mode) and stat.S_IMODE(place.st_mode) == PRIVATE
+            if not mine or any(path.iterdir()):
+                return f"{path.name} is not empty; "
+        return ""
+
+
+def manifest(folder: Path) -> Manifest:
+    found: Manifest = {"": _entry(folder)}
+    if found[""].kind != "folder":
+        return found
+    waiting = [""]
+    while waiting:
+        parent = waiting.pop()
+        with os.scandir(folder / parent) as entries:
+            names = sorted(entry.name for entry in entries)
+        for own in names:
+            name = f"{parent}/{own}" if parent else own
+            found[name] = _entry(folder / name)
+            if found[name].kind == "folder":
+                waiting.append(name)
+    return found
+
+
+def erase(path: Path) -> None:
+    """Remove a file or a tree, whatever its depth and modes. Links are removed, never followed; where something else is
+    mounted inside, it fails.
+
+    Each folder is emptied beside the tree, under a short name: so no path grows too long, and no descriptor has to be
+    kept open for each level.
+    """
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        path.unlink()
+        return
+    names = (path.with_name(f"{ASIDE}{number}") for number in count())
+    free = (name for name in names if not os.path.lexists(name))
+    waiting = [_move(path, next(free))]
+    while waiting:
+        folder = waiting.pop()
+        with os.scandir(folder) as entries:
+            content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for name, is_folder in content:
+            if is_folder:
+                waiting.append(_move(folder / name, next(free)))
+            else:
+                (folder / name).unlink()
+        folder.rmdir()
+
+
+def _move(folder: Path, target: Path) -> Path:
+    try:
+        folder.rename(target)
+    except PermissionError:
+        # A move changes the folder's "..": it must be writable for that.
+        folder.chmod(PRIVATE)
+        folder.rename(target)
+    # Only now: what could be moved is no place where something else is mounted.
+    target.chmod(PRIVATE)
+    return target
+
+
+def _entry(path: Path) -> Entry:
+    place = path.lstat()
+    mode = stat.S_IMODE(place.st_mode)
+    if stat.S_ISDIR(place.st_mode):
+        return Entry(kind="folder", mode=mode)
+    if stat.S_ISLNK(place.st_mode):
+        return Entry(kind="link", content=os.readlink(path))  # noqa: PTH115  # as it is, not made a path
+    if stat.S_ISREG(place.st_mode):
+        return Entry(kind="file", mode=mode, size=place.st_size, content=_digest(path))
+    return Entry(kind=f"special {stat.S_IFMT(place.st_mode):o}", mode=mode)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        # Not to hang, should it be a pipe by now.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError:
+        return "unreadable"
+    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123  # a descriptor
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _open_folder(path: Path, name: str) -> list[str]:
+    if os.path.lexists(path):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            path.chmod(PRIVATE)
+            return []
+        erase(path)
+    path.mkdir(mode=PRIVATE)
+    return [name or "the runner's folder"]
+
+
+def _remove_others(folder: Path, name: str, wanted: Collection[str]) -> list[str]:
+    others = [own for own in _names_in(folder) if own not in wanted]
+    for own in others:
+        erase(folder / own)
+    return [f"{name}/{own}" if name else own for own in others]
+
+
+def _names_in(path: Path) -> list[str]:
+    """What is directly in a folder of ours; where something else took its place, that."""
+    if not os.path.lexists(path):
+        return []
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        return [path.name]
+    path.chmod(PRIVATE)
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries)
+
+
+def _place(path: Path) -> tuple[int, int]:
+    place = path.lstat()
+    return place.st_dev, place.st_ino
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few, and how many there are."""
+    if not names:
+        return "nothing"
+    shown = ", ".join(_printable(name, MAX_NAME) for name in names[:MAX_NAMED])
+    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
+
+
+def _printable(text: str, most: int) -> str:
+    """Names are the job's: they may hold anything."""
+    return (text if text.isprintable() else text.encode("unicode_escape").decode("ascii"))[:most]

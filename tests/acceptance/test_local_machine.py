@@ -1,0 +1,636 @@
+"""Local machines for real: supervisors, power loss, dead-man timers, resets, the stand-in on the local GitHub."""
+
+# What is waited for happens in other processes, and a test may block.
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC240
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from remuda.adapters.local import folder as files
+from remuda.adapters.local import procfs
+from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.domain.errors import CapacityError, UserError
+from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.githubsim.endpoint import read_endpoint
+from remuda.githubsim.package import install
+from remuda.ports.calls import CallCounter
+from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
+
+LONG_S = 30.0
+#: Serves the agent's ports on a socket: a line is a call, the answer its result.
+AGENT = """
+import asyncio, json, os, sys
+from datetime import datetime, UTC
+from remuda.adapters.local.machine import LocalMachine, job_environment, machine_folder, pristine_runner, supervisor_pid
+from remuda.adapters.system.clock import SystemClock
+from remuda.agent.actions_runner import ActionsRunner
+from remuda.agent.reset import Reset
+from remuda.domain.instance import Assignment, Credential
+from remuda.ports.machine import Memory, Script
+from remuda.ports.runner import RunnerState
+
+async def main():
+    folder, clock = machine_folder(os.environ), SystemClock()
+    reset = Reset(
+        keep_root_pid=supervisor_pid(folder), keep={os.getpid()}, runner_folder=folder / "runner",
+        pristine=pristine_runner(folder), recreate=[folder / name for name in ("home", "work", "tmp")], clock=clock,
+    )
+    await reset.prepare()
+    machine = LocalMachine(folder=folder, clock=clock, reset=reset.run)
+    runner = ActionsRunner(
+        folder=folder / "runner", work=folder / "work", log=folder / "logs" / "listener.log", clock=clock,
+        environment=job_environment(folder),
+    )
+    def assignment(url, name, token):
+        return Assignment(url=url, runner_name=name, labels=("label",),
+                          credential=Credential(token=token, expires_at=clock.now()))
+    calls = {
+        "pid": lambda: os.getpid(),
+        "environ": lambda: dict(os.environ),
+        "identity": lambda: machine.identity(),
+        "arm": lambda at: machine.arm(datetime.fromtimestamp(at, UTC)),
+        "end": lambda why: machine.end(why),
+        "notice": lambda: machine.spot_notice(),
+        "script": lambda timeout_s: machine.run_script(timeout_s),
+        "remember": lambda text: machine.remember(Memory(script=Script.OK, script_detail=text, threshold=clock.now())),
+        "recall": lambda: machine.recall().script_detail,
+        "reset": lambda: machine.reset(),
+        "state": lambda: runner.state(),
+        "configure": lambda *given: runner.configure(assignment(*given)),
+        "start": lambda: runner.start(),
+        "remove": lambda *given: runner.remove(assignment(*given)),
+        "stop": lambda: runner.stop(),
+        "wait": lambda: runner.wait_for_change(runner.state(), 20),
+    }
+    async def serve(reader, writer):
+        name, *given = json.loads(await reader.readline())
+        result = calls[name](*given)
+        if asyncio.iscoroutine(result):
+            result = await result
+        writer.write(json.dumps(result, default=repr).encode() + b"\\n")
+        await writer.drain()
+        writer.close()
+    socket = folder / "agent.sock"
+    socket.unlink(missing_ok=True)
+    server = await asyncio.start_unix_server(serve, f"{socket}.new")
+    os.rename(f"{socket}.new", socket)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+
+
+class World:
+    """A root of machines, whose agents do as they are told."""
+
+    def __init__(self) -> None:
+        # Short: sockets' paths are limited.
+        self.folder = Path(tempfile.mkdtemp(prefix="remuda-"))
+        self.root = self.folder / "m"
+        self.source = self.folder / "runner"
+        install(self.source)
+        (self.folder / "agent.py").write_text(AGENT)
+        self.compute = LocalCompute(
+            root=self.root,
+            pool="pool",
+            runner_source=self.source,
+            agent_command=[sys.executable, str(self.folder / "agent.py")],
+            clock=SystemClock(),
+            ids=SystemIds(),
+            calls=CallCounter(),
+            environment={"PATH": os.environ["PATH"]},
+        )
+
+    async def launch(
+        self, token: str = "token", *, count: int = 1, first_life_s: float = 120.0, **launch: str
+    ) -> LaunchResult:
+        options = {name.replace("_", "-"): value for name, value in launch.items()}
+        await self.compute.prepare(options)
+        return await self.compute.launch(request(token, count=count, first_life_s=first_life_s, launch=options))
+
+    async def one(self, **launch: Any) -> str:
+        result = await self.launch(**launch)
+        return result.instances[0].instance_id
+
+    async def call(self, name: str, *line: Any) -> Any:
+        """Ask the machine's agent, as soon as there is one."""
+        async with asyncio.timeout(LONG_S):
+            while True:
+                try:
+                    return await self._ask(str(self.root / name / "agent.sock"), line)
+                except (ConnectionError, FileNotFoundError):
+                    await asyncio.sleep(0.01)
+
+    async def _ask(self, socket: str, line: tuple[Any, ...]) -> Any:
+        reader, writer = await asyncio.open_unix_connection(socket)
+        try:
+            writer.write(json.dumps(line).encode() + b"\n")
+            answer = await reader.readline()
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        if not answer and line[0] != "end":
+            raise ConnectionResetError("the agent died before its answer")
+        return json.loads(answer) if answer else None
+
+    async def state(self, name: str) -> MachineState:
+        return (await self.compute.describe([name]))[name].state
+
+    async def reaches(self, name: str, state: MachineState) -> None:
+        async with asyncio.timeout(LONG_S):
+            while await self.state(name) is not state:
+                await asyncio.sleep(0.01)
+
+    def supervisor(self, name: str) -> int:
+        known = files.supervisor(str(self.root / name))
+        assert known is not None
+        return known[0]
+
+    def record(self, name: str) -> dict[str, Any]:
+        document = files.read(str(self.root / name / files.RECORD))
+        assert document is not None
+        return document
+
+    def processes(self) -> list[int]:
+        """All that carry a machine's mark or live in one's folder."""
+        names = [path.name for path in self.root.glob("i-*")]
+        return [
+            process.pid for name in names for process in procfs.leftovers(name, str((self.root / name).resolve()), 0)
+        ]
+
+    async def close(self) -> None:
+        known = await self.compute.list_pool()
+        assert await self.compute.terminate([view.instance_id for view in known]) == {}
+        assert {view.state for view in await self.compute.list_pool()} <= {MachineState.TERMINATED}
+        assert self.processes() == []
+        for path in self.root.glob("i-*"):
+            assert {entry.name for entry in path.iterdir()} <= files.KEPT
+        shutil.rmtree(self.folder)
+
+
+def request(token: str, *, count: int, first_life_s: float, launch: dict[str, str]) -> LaunchRequest:
+    return LaunchRequest(
+        provision_id="provision",
+        client_token=token,
+        count=count,
+        request=Request(
+            resource_class=ResourceClass(name="large", cpu=2, mmem=4096),
+            usage_class=UsageClass.ON_DEMAND,
+            patterns=TypePatterns(("*",)),
+            tier=Tier.TRUSTED,
+        ),
+        launch=launch,
+        first_life_s=first_life_s,
+        margin_s=1,
+    )
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    await made.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    return procfs.look(pid) is not None
+
+
+# The machine and its agent
+
+
+async def test_a_machine_is_its_folder_and_nothing_else(world: World) -> None:
+    name = await world.one()
+    environ = await world.call(name, "environ")
+    folder = world.root.resolve() / name
+    assert environ["HOME"] == str(folder / "home")
+    assert environ["TMPDIR"] == str(folder / "tmp")
+    assert environ["REMUDA_MACHINE"] == name
+    assert set(environ) <= {
+        *("PATH", "HOME", "TMPDIR", "REMUDA_MACHINE", "REMUDA_MACHINE_FOLDER", "REMUDA_MACHINE_FD", "LC_CTYPE"),
+    }
+    assert folder.stat().st_mode & 0o777 == 0o700
+    supervisor = world.supervisor(name)
+    assert os.getsid(supervisor) == supervisor
+    for number, place in enumerate((Path("/dev/null"), folder / "logs" / "machine.log")):
+        assert Path(f"/proc/{supervisor}/fd/{number}").readlink() == place
+    assert "Identity" in await world.call(name, "identity")
+
+
+async def test_six_at_once(world: World) -> None:
+    result = await world.launch(count=6)
+    names = [launched.instance_id for launched in result.instances]
+    agents = await asyncio.gather(*(world.call(name, "pid") for name in names))
+    assert len(set(agents)) == 6
+    assert {await world.state(name) for name in names} == {MachineState.RUNNING}
+    assert await world.compute.terminate(names) == {}
+    assert {await world.state(name) for name in names} == {MachineState.TERMINATED}
+    assert world.processes() == []
+
+
+async def test_an_agent_that_dies_is_started_again(world: World) -> None:
+    name = await world.one()
+    await world.call(name, "remember", "before")
+    first = await world.call(name, "pid")
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: not alive(first))
+    assert await world.call(name, "pid") != first
+    assert await world.call(name, "recall") == "before"
+    (world.root / name / "memory.json").write_text("{")
+    assert await world.call(name, "recall") == ""
+
+
+async def test_it_ends_when_the_agent_says_so(world: World) -> None:
+    name = await world.one()
+    await world.call(name, "end", "threshold\npassed")
+    await world.reaches(name, MachineState.TERMINATED)
+    assert world.record(name)["reason"] == "threshold passed"
+
+
+async def test_the_dead_man_ends_it_whatever_the_agent_does(world: World) -> None:
+    name = await world.one(first_life_s=1.0)
+    agent = await world.call(name, "pid")
+    os.kill(agent, signal.SIGSTOP)
+    await world.reaches(name, MachineState.TERMINATED)
+    assert world.record(name)["reason"] == "the dead-man timer ran out"
+    assert not alive(agent)
+
+
+async def test_the_dead_man_is_moved_by_the_agent(world: World) -> None:
+    name = await world.one(first_life_s=3.0)
+    clock = SystemClock()
+    await world.call(name, "arm", (clock.now() + timedelta(seconds=60)).timestamp())
+    supervisor = procfs.look(world.supervisor(name))
+    assert supervisor is not None
+    descriptor = os.pidfd_open(supervisor.pid)
+    try:
+        assert not await asyncio.to_thread(procfs.wait_for, descriptor, 3.2)
+        await world.call(name, "arm", (clock.now() - timedelta(seconds=1)).timestamp())
+        assert await asyncio.to_thread(procfs.wait_for, descriptor, LONG_S)
+    finally:
+        os.close(descriptor)
+    assert await world.state(name) is MachineState.TERMINATED
+
+
+async def test_a_notice_can_be_played(world: World) -> None:
+    name = await world.one()
+    assert await world.call(name, "notice") == ""
+    (world.root / name / "notice").write_text("taken away\nin 2 minutes\n")
+    assert await world.call(name, "notice") == "taken away in 2 minutes"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo one; echo two >&2; exit 3", "Outcome(ok=False, detail='exit code 3: one | two')"),
+        ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "Outcome(ok=True, detail='exit code 0: fine')"),
+        ("echo begun; sleep 1000 & wait", "Outcome(ok=False, detail='no end after 1 s: begun')"),
+        ("", "Outcome(ok=True, detail='there is no pre-runner script')"),
+    ],
+)
+async def test_the_script_before_the_runner(world: World, script: str, expected: str) -> None:
+    name = await world.one(pre_runner_script=script)
+    assert await world.call(name, "script", 1) == expected
+
+
+# Power
+
+
+async def test_power_loss_takes_everything_with_it(world: World) -> None:
+    name = await world.one(pre_runner_script="setsid sleep 1000 >/dev/null 2>&1 &")
+    agent = await world.call(name, "pid")
+    await world.call(name, "script", 10)
+    os.kill(world.supervisor(name), signal.SIGKILL)
+    await until(lambda: not alive(agent))
+    assert world.processes(), "the script's daemon outlives its supervisor"
+
+    assert await world.state(name) is MachineState.TERMINATED
+    assert world.processes() == []
+    assert world.record(name)["reason"] == "lost its power"
+    assert not (world.root / name / "work").exists()
+
+
+async def test_without_its_mark_a_leftover_is_found_by_its_place(world: World) -> None:
+    name = await world.one(pre_runner_script="cd ../work && env -i setsid sleep 1000 >/dev/null 2>&1 &")
+    await world.call(name, "script", 10)
+    bystander = subprocess.Popen(
+        ["sleep", "1000"], env={"REMUDA_MACHINE": "i-11111111111111111"}, cwd=world.root / name
+    )
+    try:
+        os.kill(world.supervisor(name), signal.SIGKILL)
+        await world.reaches(name, MachineState.TERMINATED)
+        assert world.processes() == []
+        assert bystander.poll() is None, "another machine's process is not touched"
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+async def test_a_leftover_without_its_first_thread_is_found(world: World) -> None:
+    headless = (
+        "import ctypes, platform, threading; threading.Thread(target=threading.Event().wait).start(); "
+        "ctypes.CDLL(None).syscall(dict(x86_64=60, aarch64=93)[platform.machine()], 0)"
+    )
+    name = await world.one(pre_runner_script=f"{sys.executable} -c '{headless}' >/dev/null 2>&1 & echo $!")
+    await world.call(name, "script", 10)
+    pid = int((world.root / name / "logs" / "pre-runner.log").read_text())
+    await until(lambda: "(zombie)" in Path(f"/proc/{pid}/status").read_text())
+    os.kill(world.supervisor(name), signal.SIGKILL)
+    await world.reaches(name, MachineState.TERMINATED)
+    assert not alive(pid)
+
+
+async def test_a_supervisor_that_hangs_is_killed(world: World) -> None:
+    name = await world.one()
+    await world.call(name, "pid")
+    os.kill(world.supervisor(name), signal.SIGSTOP)
+    assert await world.compute.terminate([name]) == {}
+    assert await world.state(name) is MachineState.TERMINATED
+    assert world.processes() == []
+
+
+async def test_a_number_given_anew_is_not_hit(world: World) -> None:
+    name = await world.one()
+    await world.call(name, "pid")
+    power = world.root / name / files.POWER
+    bystander = subprocess.Popen(["sleep", "1000"])
+    try:
+        real = power.read_text()
+        with power.open("r+") as file:
+            file.write(f"{bystander.pid} 1\n")
+            file.truncate()
+        await world.compute.terminate([name])
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+        power.write_text(real)
+
+
+async def test_the_launcher_may_leave(world: World) -> None:
+    """A short-lived process launches; its end, its terminal's and its signals are nothing to the machine."""
+    script = f"""
+import asyncio, os, signal
+from pathlib import Path
+import test_local_machine as tests
+world = object.__new__(tests.World)
+from remuda.adapters.local.compute import LocalCompute
+world.compute = LocalCompute(root=Path({str(world.root)!r}), pool="pool", runner_source=Path({str(world.source)!r}),
+    agent_command={[sys.executable, str(world.folder / "agent.py")]!r}, clock=tests.SystemClock(),
+    ids=tests.SystemIds(), calls=tests.CallCounter(), environment={{"PATH": os.environ["PATH"]}})
+print(asyncio.run(world.one()), flush=True)
+os.killpg(0, signal.SIGINT)
+os.killpg(0, signal.SIGHUP)
+os.killpg(0, signal.SIGKILL)
+"""
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        script,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    # All of it: the machine holds nothing of it open.
+    output, _ = await asyncio.wait_for(launcher.communicate(), LONG_S)
+    name = output.decode().strip()
+    assert isinstance(await world.call(name, "pid"), int)
+    assert await world.state(name) is MachineState.RUNNING
+
+
+async def test_a_launch_that_was_cut_is_finished_with_the_same_token(world: World) -> None:
+    first = await world.launch(count=3)
+    names = [launched.instance_id for launched in first.instances]
+    await asyncio.gather(*(world.call(name, "pid") for name in names))
+    # As a launcher leaves it that died before the last machine was there.
+    (plan,) = [path for path in (world.root / ".launches").iterdir() if not path.suffix]
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"complete": False}))
+    await world.compute.terminate([names[2]])
+    shutil.rmtree(world.root / names[2])
+    (world.root / f".new-{names[2]}" / "home").mkdir(parents=True)
+
+    again = await world.launch(count=3)
+
+    assert again == first
+    assert isinstance(await world.call(names[2], "pid"), int)
+    assert len(await world.compute.list_pool()) == 3
+
+
+# Capacity and faults
+
+
+async def test_boots_are_slow_where_wanted(world: World) -> None:
+    name = await world.one(boot_delay_s="0.5")
+    assert await world.state(name) is MachineState.PENDING
+    await world.call(name, "pid")
+    assert await world.state(name) is MachineState.RUNNING
+
+
+async def test_a_machine_that_never_boots(world: World) -> None:
+    name = await world.one(fault="never-boots", first_life_s=1.0)
+    await world.reaches(name, MachineState.RUNNING)
+    assert not (world.root / name / "agent.sock").exists()
+    await world.reaches(name, MachineState.TERMINATED)
+
+
+async def test_a_machine_that_loses_power(world: World) -> None:
+    name = await world.one(fault="dies-after-s=0.2")
+    await world.reaches(name, MachineState.TERMINATED)
+    assert world.record(name)["reason"] == "lost its power"
+
+
+async def test_capacity_runs_out(world: World) -> None:
+    with pytest.raises(CapacityError, match="no capacity"):
+        await world.launch(fault="no-capacity")
+    partial = await world.launch("partial", count=3, fault="partial=1")
+    assert len(partial.instances) == 1
+    assert "capacity for 1 only" in partial.errors[0]
+    full = await world.launch("full", count=3, capacity="2")
+    assert len(full.instances) == 1
+    assert "1 of 2 places are free, 3 wanted" in full.errors[0]
+    with pytest.raises(CapacityError, match="0 of 2 places"):
+        await world.launch("more", capacity="2")
+    await world.compute.terminate([full.instances[0].instance_id])
+    assert len((await world.launch("more", capacity="2")).instances) == 1
+
+
+async def test_capacity_holds_between_launches_at_once(world: World) -> None:
+    results = await asyncio.gather(
+        *(world.launch(f"token-{number}", count=2, capacity="3") for number in range(4)), return_exceptions=True
+    )
+    assert sum(len(result.instances) for result in results if isinstance(result, LaunchResult)) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("boot-delay-s", "soon"),
+        ("boot-delay-s", "nan"),
+        ("boot-delay-s", "-1"),
+        ("capacity", "1.5"),
+        ("capacity", "99999999999"),
+        ("fault", "explodes"),
+        ("fault", "never-boots=3"),
+        ("fault", "dies-after-s"),
+        ("fault", "partial=x"),
+        ("pre-runner-script", "\0"),
+        ("boot-dela-s", "1"),
+    ],
+)
+async def test_bad_options_are_named(world: World, option: str, value: str) -> None:
+    with pytest.raises(UserError) as caught:
+        await world.compute.prepare({option: value})
+    assert caught.value.field == option
+    assert caught.value.fix
+
+
+async def test_runner_software_has_to_be_there(world: World) -> None:
+    shutil.rmtree(world.source)
+    with pytest.raises(UserError, match="no runner software"):
+        await world.compute.prepare({})
+    world.root.mkdir(exist_ok=True)
+
+
+async def test_only_the_newest_finished_machines_are_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remuda.adapters.local.compute.MAX_FINISHED", 2)
+    names = [await world.one(token=f"token-{number}", fault="never-boots") for number in range(4)]
+    for name in names:
+        await world.compute.terminate([name])
+    last = await world.one(token="last")
+    assert {view.instance_id for view in await world.compute.list_pool()} == {*names[2:], last}
+
+
+# The runner
+
+
+class GitHub:
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen([sys.executable, "-m", "remuda.githubsim", "--dir", str(folder)])
+        self._folder = folder
+        self.client = httpx.AsyncClient(timeout=LONG_S)
+
+    async def open(self) -> None:
+        async with asyncio.timeout(LONG_S):
+            while (endpoint := read_endpoint(self._folder)) is None or endpoint.pid != self._process.pid:
+                await asyncio.sleep(0.01)
+        self.url = endpoint.url
+        self.client.base_url = httpx.URL(endpoint.url)
+        self.client.headers["authorization"] = f"Bearer {endpoint.token}"
+        async with asyncio.timeout(LONG_S):
+            while True:
+                try:
+                    await self.client.get("/_sim/runners")
+                except httpx.TransportError:
+                    await asyncio.sleep(0.01)
+                else:
+                    return
+
+    async def token(self, kind: str) -> str:
+        answer = await self.client.post(f"/repos/o/r/actions/runners/{kind}-token")
+        return str(answer.raise_for_status().json()["token"])
+
+    async def job(self, *commands: str) -> int:
+        steps = [{"run": command} for command in commands]
+        body = {"repo": "o/r", "run_id": "1", "labels": ["label"], "steps": steps}
+        return int((await self.client.post("/_sim/jobs", json=body)).raise_for_status().json()["id"])
+
+    async def runners(self) -> list[dict[str, Any]]:
+        answer = await self.client.get("/repos/o/r/actions/runners")
+        return list(answer.raise_for_status().json()["runners"])
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        self._process.terminate()
+        self._process.wait(LONG_S)
+
+
+@pytest.fixture
+async def github(tmp_path: Path) -> AsyncIterator[GitHub]:
+    made = GitHub(tmp_path / "github")
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def state_of(world: World, name: str, *words: str) -> None:
+    async with asyncio.timeout(LONG_S):
+        state = await world.call(name, "state")
+        while any(word not in state for word in words):
+            state = await world.call(name, "wait")
+
+
+async def test_a_job_and_the_reset_after_it(world: World, github: GitHub) -> None:
+    name = await world.one()
+    where = f"{github.url}/o/r"
+    configured = await world.call(name, "configure", where, "first", await github.token("registration"))
+    assert "ok=True" in configured, configured
+    assert [runner["status"] for runner in await github.runners()] == ["offline"]
+    await world.call(name, "start")
+    await state_of(world, name, "configured_as='first'", "listening=True")
+
+    await github.job(
+        "env > $HOME/environment; touch $TMPDIR/x; cp /bin/sleep $HOME/sleep",
+        "env -i setsid sh -c 'cd /; (sleep 1000 &) ; exec sleep 1000' </dev/null >/dev/null 2>&1 &",
+        f"echo evil > {world.root}/{name}/runner/config.sh; mkfifo go; read x < go",
+    )
+    await state_of(world, name, "busy=True")
+    # A new agent finds the listener, and the job goes on.
+    os.kill(await world.call(name, "pid"), signal.SIGKILL)
+    await state_of(world, name, "listening=True", "busy=True")
+    shutil.copy2(world.source / "config.sh", world.root / name / "runner" / "config.sh")
+    refused = await world.call(name, "remove", where, "first", await github.token("remove"))
+    assert "BUSY" in refused[0], refused
+    (go,) = (world.root / name / "work").rglob("go")
+    await asyncio.to_thread(go.write_text, "on\n")
+    await state_of(world, name, "busy=False")
+
+    environment = (world.root / name / "home" / "environment").read_text()
+    assert "REMUDA_MACHINE_FD" not in environment
+    removed = await world.call(name, "remove", where, "first", await github.token("remove"))
+    assert "REMOVED" in removed[0], removed
+    assert await github.runners() == []
+    await world.call(name, "stop")
+    outcome = await world.call(name, "reset")
+
+    assert "ok=True" in outcome, outcome
+    assert "sleep 1000" in outcome
+    supervisor, agent = world.supervisor(name), await world.call(name, "pid")
+    assert [process.pid for process in procfs.descendants(supervisor)] == [agent]
+    assert list((world.root / name / "home").iterdir()) == []
+    again = await world.call(name, "configure", where, "second", await github.token("registration"))
+    assert "ok=True" in again, again
+
+
+async def test_a_job_ends_with_its_machine(world: World, github: GitHub) -> None:
+    name = await world.one()
+    await world.call(name, "configure", f"{github.url}/o/r", "first", await github.token("registration"))
+    await world.call(name, "start")
+    await github.job("sleep 1000")
+    await state_of(world, name, "busy=True")
+    await world.call(name, "end", "no more")
+    await world.reaches(name, MachineState.TERMINATED)
+    assert world.processes() == []

@@ -1,0 +1,220 @@
+"""The Compute port's contract. An adapter joins with one class here and one line in the table."""
+
+# What is waited for happens in other processes, and a test may block.
+# ruff: noqa: ASYNC110, ASYNC240
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.domain.errors import CapacityError
+from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass, is_instance_id
+from remuda.ports.calls import CallCounter
+from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
+
+LONG_S = 20.0
+UNKNOWN = "i-00000000000000000"
+LARGE = ResourceClass(name="large", cpu=2, mmem=4096)
+
+
+class Cloud(Protocol):
+    """Where machines are, and as many doors to it as there are pools and processes."""
+
+    def open(self, pool: str = "pool") -> Compute: ...
+
+    async def close(self) -> None:
+        """End all machines; fails where something of them is left."""
+        ...
+
+
+class LocalCloud:
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="remuda-"))
+        self._source = self._folder / "source"
+        (self._source / "bin").mkdir(parents=True)
+        (self._source / "config.sh").write_text("#!/bin/sh\n")
+        self._pools: dict[str, LocalCompute] = {}
+
+    def open(self, pool: str = "pool") -> Compute:
+        compute = LocalCompute(
+            root=self._folder / "machines",
+            pool=pool,
+            runner_source=self._source,
+            agent_command=["/bin/sh", "-c", "exec sleep 1000"],
+            clock=SystemClock(),
+            ids=SystemIds(),
+            calls=CallCounter(),
+            environment={"PATH": os.environ["PATH"]},
+        )
+        return self._pools.setdefault(pool, compute)
+
+    async def close(self) -> None:
+        for compute in self._pools.values():
+            known = await compute.list_pool()
+            assert await compute.terminate([view.instance_id for view in known]) == {}
+            views = await compute.list_pool()
+            assert {view.state for view in views} <= {MachineState.TERMINATED}
+            await compute.close()
+        marks = [view.instance_id.encode() for compute in self._pools.values() for view in await compute.list_pool()]
+        assert not [path for path in Path("/proc").glob("[0-9]*/environ") if _has_any(path, marks)]
+        shutil.rmtree(self._folder)
+
+
+def _has_any(path: Path, marks: list[bytes]) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return any(mark in content for mark in marks)
+
+
+CLOUDS: dict[str, Callable[[], Cloud]] = {"local": LocalCloud}
+
+
+@pytest.fixture(params=sorted(CLOUDS))
+async def cloud(request: pytest.FixtureRequest) -> AsyncIterator[Cloud]:
+    made = CLOUDS[request.param]()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def compute(cloud: Cloud) -> Compute:
+    opened = cloud.open()
+    await opened.prepare({})
+    return opened
+
+
+def wanted(
+    token: str = "token", *, count: int = 1, patterns: str = "*", tags: Mapping[str, str] | None = None
+) -> LaunchRequest:
+    return LaunchRequest(
+        provision_id=f"provision-{token}",
+        client_token=token,
+        count=count,
+        request=Request(
+            resource_class=LARGE,
+            usage_class=UsageClass.ON_DEMAND,
+            patterns=TypePatterns.parse(patterns),
+            tier=Tier.TRUSTED,
+        ),
+        first_life_s=120,
+        margin_s=1,
+        tags=tags or {},
+    )
+
+
+def ids(result: LaunchResult) -> list[str]:
+    return [launched.instance_id for launched in result.instances]
+
+
+async def reaches(compute: Compute, instance_id: str, state: MachineState) -> None:
+    async with asyncio.timeout(LONG_S):
+        while (await compute.describe([instance_id]))[instance_id].state is not state:
+            await asyncio.sleep(0.01)
+
+
+async def test_preparing_twice_changes_nothing_more(compute: Compute) -> None:
+    assert list(await compute.prepare({})) == []
+
+
+async def test_machines_come_up_with_the_pools_tags(compute: Compute) -> None:
+    result = await compute.launch(wanted(count=2, tags={"team": "a"}))
+
+    assert result.errors == ()
+    assert len(set(ids(result))) == 2
+    assert all(is_instance_id(name) for name in ids(result))
+    for name in ids(result):
+        await reaches(compute, name, MachineState.RUNNING)
+    views = await compute.describe(ids(result))
+    for launched in result.instances:
+        view = views[launched.instance_id]
+        assert view.instance_type == launched.instance_type
+        assert view.launched_at.tzinfo is not None
+        assert view.tags == {"team": "a", POOL_TAG: "pool", PROVISION_TAG: "provision-token"}
+    assert sorted(view.instance_id for view in await compute.list_pool()) == sorted(ids(result))
+
+
+async def test_the_types_are_among_those_allowed(compute: Compute) -> None:
+    result = await compute.launch(wanted(patterns="r6i.* m6i.xlarge"))
+    allowed = TypePatterns.parse("r6i.* m6i.xlarge")
+    assert all(allowed.matches(launched.instance_type) for launched in result.instances)
+
+
+async def test_no_such_type_is_no_capacity(compute: Compute) -> None:
+    with pytest.raises(CapacityError, match=r"x1\.tiny.*large"):
+        await compute.launch(wanted(patterns="x1.tiny"))
+    assert list(await compute.list_pool()) == []
+
+
+async def test_a_token_launches_once(compute: Compute) -> None:
+    results = await asyncio.gather(*(compute.launch(wanted(count=2)) for _ in range(3)))
+    again = await compute.launch(wanted(count=2))
+    assert all(result == again for result in results)
+    assert len(await compute.list_pool()) == 2
+    other = await compute.launch(wanted("other"))
+    assert not set(ids(other)) & set(ids(again))
+
+
+async def test_a_token_launches_once_even_after_the_end(compute: Compute) -> None:
+    first = await compute.launch(wanted())
+    await compute.terminate(ids(first))
+    assert ids(await compute.launch(wanted())) == ids(first)
+    await reaches(compute, ids(first)[0], MachineState.TERMINATED)
+
+
+async def test_unknown_ones_are_left_out(compute: Compute) -> None:
+    result = await compute.launch(wanted())
+    assert set(await compute.describe([*ids(result), UNKNOWN, "../etc"])) == set(ids(result))
+    assert await compute.describe([]) == {}
+
+
+async def test_terminated_ones_stay_known(compute: Compute) -> None:
+    result = await compute.launch(wanted(count=2))
+    assert await compute.terminate(ids(result)) == {}
+    for name in ids(result):
+        await reaches(compute, name, MachineState.TERMINATED)
+    assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
+
+
+async def test_what_is_gone_is_terminated_with_success(compute: Compute) -> None:
+    result = await compute.launch(wanted())
+    assert await compute.terminate([*ids(result), *ids(result), UNKNOWN]) == {}
+    assert await compute.terminate(ids(result)) == {}
+
+
+async def test_another_pools_machine_is_refused(cloud: Cloud, compute: Compute) -> None:
+    other = cloud.open("other")
+    await other.prepare({})
+    theirs, ours = ids(await other.launch(wanted("theirs"))), ids(await compute.launch(wanted("ours")))
+    await reaches(other, theirs[0], MachineState.RUNNING)
+
+    refused = await compute.terminate([*theirs, *ours])
+
+    assert list(refused) == theirs
+    assert POOL_TAG in refused[theirs[0]]
+    assert (await other.describe(theirs))[theirs[0]].state is MachineState.RUNNING
+    assert [view.instance_id for view in await other.list_pool()] == theirs
+    assert [view.instance_id for view in await compute.list_pool()] == ours
+
+
+async def test_tags_come_and_go(compute: Compute) -> None:
+    names = ids(await compute.launch(wanted(count=2)))
+    await asyncio.gather(*(compute.tag(names, {f"key-{number}": "value"}) for number in range(10)))
+    await compute.tag(names, {"key-0": "new"})
+    await compute.untag(names, ["key-1", "absent"])
+    for view in (await compute.describe(names)).values():
+        assert view.tags["key-0"] == "new"
+        assert "key-1" not in view.tags
+        assert {f"key-{number}" for number in range(2, 10)} <= set(view.tags)
+        assert view.tags[POOL_TAG] == "pool"

@@ -1,0 +1,382 @@
+"""The driver of actions/runner, with a runner of shell scripts."""
+
+# A test may block.
+# ruff: noqa: ASYNC220
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from remuda.adapters.system.clock import SystemClock
+from remuda.agent import actions_runner, processes
+from remuda.agent.actions_runner import UNKNOWN_EXIT, ActionsRunner
+from remuda.domain.instance import Assignment, Credential
+from remuda.ports.runner import Removal, RunnerState
+
+LONG_S = 20.0
+#: Does what the file `behave` beside it says, and notes what it was given.
+CONFIG = """#!/bin/sh
+cd "$(dirname "$0")"
+echo "$@" > arguments
+env > environment
+. ./behave
+"""
+#: Repeats what comes through the pipe `say` as its own output, until told to exit.
+LISTENER = """#!/bin/bash
+env > listener-environment
+[ -n "$ACTIONS_RUNNER_INPUT_JITCONFIG" ] && echo '{"agentName": "jit"}' > .runner
+trap '[ -e stubborn ] || exit 0' TERM
+exec 3<>say
+while true; do
+  read -t 0.1 -r line <&3 || continue
+  case $line in
+    exit*) exit ${line#exit } ;;
+    work) "$PWD/bin/Runner.Worker" & ;;
+    *) echo "$line" ;;
+  esac
+done
+"""
+REGISTER = """
+printf '\\357\\273\\277{"agentName": "%s"}' "$ACTIONS_RUNNER_INPUT_NAME" > .runner
+echo Connected with $ACTIONS_RUNNER_INPUT_TOKEN
+"""
+ASSIGNMENT = Assignment(
+    url="https://github.com/o/r",
+    runner_name="remuda-p-1-i-1",
+    labels=("123", "large"),
+    credential=Credential(token="SECRET", expires_at=datetime(2030, 1, 1, tzinfo=UTC)),
+)
+
+
+class Folder:
+    def __init__(self, root: Path) -> None:
+        self.runner = root / "runner"
+        (self.runner / "bin").mkdir(parents=True)
+        self._program("config.sh", CONFIG)
+        self._program("bin/Runner.Listener", LISTENER)
+        self._program("bin/Runner.Worker", "#!/bin/sh\nexec 3>&-\nsleep 1000\n")
+        os.mkfifo(self.runner / "say")
+        # Held open: what is said before the listener listens waits for it.
+        self.pipe = os.open(self.runner / "say", os.O_RDWR)
+        self.log = root / "logs" / "listener.log"
+        self.log.parent.mkdir()
+        self.behave(REGISTER)
+
+    def open(self, stop_limit_s: float = LONG_S) -> ActionsRunner:
+        return ActionsRunner(
+            folder=self.runner,
+            work=self.runner.parent / "work",
+            log=self.log,
+            clock=SystemClock(),
+            environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
+            stop_limit_s=stop_limit_s,
+        )
+
+    def behave(self, script: str) -> None:
+        (self.runner / "behave").write_text(script)
+
+    def say(self, *lines: str) -> None:
+        os.write(self.pipe, "".join(f"{line}\n" for line in lines).encode())
+
+    def read(self, name: str) -> str:
+        return (self.runner / name).read_text()
+
+    def listener(self) -> int:
+        document = json.loads(self.log.with_suffix(".listener.json").read_text())
+        return int(document["pid"])
+
+    def processes(self) -> list[processes.Process]:
+        return [process for process in processes.table().values() if _place(process.pid) == str(self.runner)]
+
+    def _program(self, name: str, text: str) -> None:
+        (self.runner / name).write_text(text)
+        (self.runner / name).chmod(0o755)
+
+
+@pytest.fixture
+async def folder(tmp_path: Path) -> AsyncIterator[Folder]:
+    made = Folder(tmp_path)
+    yield made
+    while left := made.processes():
+        processes.kill(left)
+    _reap()
+    os.close(made.pipe)
+    assert made.processes() == []
+
+
+def _place(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115  # as text: it may be gone
+    except OSError:
+        return ""
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+async def until(runner: ActionsRunner, **wanted: object) -> RunnerState:
+    """Through the port's own wait; fails where the state does not come."""
+    state = runner.state()
+    async with asyncio.timeout(LONG_S):
+        while any(getattr(state, name) != value for name, value in wanted.items()):
+            state = await runner.wait_for_change(state, LONG_S)
+    return state
+
+
+class TestConfigure:
+    async def test_registers_with_the_token_in_the_environment_only(self, folder: Folder) -> None:
+        runner = folder.open()
+        assert runner.state() == RunnerState()
+
+        outcome = await runner.configure(ASSIGNMENT)
+
+        assert outcome.ok
+        assert outcome.detail == "exit code 0: Connected with ***"
+        assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
+        work = folder.runner.parent / "work"
+        flags = f"--unattended --no-default-labels --disableupdate --replace --work {work}\n"
+        assert folder.read("arguments") == flags
+        environment = folder.read("environment").splitlines()
+        for line in (
+            "ACTIONS_RUNNER_INPUT_URL=https://github.com/o/r",
+            "ACTIONS_RUNNER_INPUT_TOKEN=SECRET",
+            "ACTIONS_RUNNER_INPUT_NAME=remuda-p-1-i-1",
+            "ACTIONS_RUNNER_INPUT_LABELS=123,large",
+            "HOME=/machine/home",
+        ):
+            assert line in environment
+
+    async def test_replaces_a_half_registration(self, folder: Folder) -> None:
+        folder.behave("[ -e .runner ] && exit 1;" + REGISTER)
+        (folder.runner / ".runner").write_text('{"agentName": "old"}')
+        runner = folder.open()
+        assert (await runner.configure(ASSIGNMENT)).ok
+
+    @pytest.mark.parametrize(
+        "script", ["echo refused SECRET; exit 1", "echo refused SECRET", "echo refused; kill -9 $$"]
+    )
+    async def test_says_why_it_failed(self, folder: Folder, script: str) -> None:
+        runner = folder.open()
+        folder.behave(script)
+        outcome = await runner.configure(ASSIGNMENT)
+        assert not outcome.ok
+        assert "refused" in outcome.detail
+        assert "SECRET" not in outcome.detail
+
+    async def test_does_not_wait_for_ever(self, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(actions_runner, "CONFIGURE_LIMIT_S", 0.2)
+        folder.behave("echo hangs; sleep 1000")
+        outcome = await folder.open().configure(ASSIGNMENT)
+        assert not outcome.ok
+        assert outcome.detail == "no end in time: hangs"
+
+    async def test_needs_a_token_and_software(self, folder: Folder) -> None:
+        runner = folder.open()
+        bare = Assignment(url="u", runner_name="n", labels=())
+        assert not (await runner.configure(bare)).ok
+        (folder.runner / "config.sh").unlink()
+        assert not (await runner.configure(ASSIGNMENT)).ok
+
+    async def test_not_over_a_listener(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.start()
+        assert not (await runner.configure(ASSIGNMENT)).ok
+        await runner.stop()
+
+
+class TestListener:
+    async def test_runs_with_nothing_of_the_agents_environment(
+        self, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("REMUDA_MACHINE_FD", "7")
+        runner = folder.open()
+        await runner.configure(ASSIGNMENT)
+        await runner.start()
+        assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1", listening=True)
+        folder.say("Listening for Jobs", "Running job: x")
+        await until(runner, busy=True)
+        names = {line.partition("=")[0] for line in folder.read("listener-environment").splitlines()}
+        assert names <= {"PATH", "LANG", "HOME", "RUNNER_ALLOW_RUNASROOT", "PWD", "SHLVL", "_", "OLDPWD"}
+        assert os.getsid(folder.listener()) == folder.listener()
+        await runner.stop()
+        assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
+
+    async def test_is_started_once(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.start()
+        first = folder.listener()
+        await runner.start()
+        assert folder.listener() == first
+        await runner.stop()
+
+    async def test_tells_jobs_by_its_last_word(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.start()
+        folder.say("2026-01-01 00:00:00Z: Running job: Job a completed with result: Succeeded")
+        await until(runner, busy=True)
+        folder.say("2026-01-01 00:00:01Z: Job a completed with result: Succeeded")
+        await until(runner, busy=False)
+        folder.say("2026-01-01 00:00:01Z: Job a completed with result: Succeeded", "Running job: b")
+        await until(runner, busy=True)
+        await runner.stop()
+        assert not runner.state().busy
+
+    async def test_a_worker_is_a_job_too(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.start()
+        folder.say("work")
+        await until(runner, busy=True)
+        await runner.stop()
+
+    async def test_words_of_an_earlier_one_do_not_count(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.start()
+        folder.say("Running job: a")
+        await until(runner, busy=True)
+        folder.say("exit 2")
+        assert await until(runner, listening=False) == RunnerState(exit_code=2)
+        await runner.start()
+        assert runner.state() == RunnerState(listening=True)
+        await runner.stop()
+
+    @pytest.mark.parametrize("code", [0, 1, 5])
+    async def test_its_exit_code_is_told(self, folder: Folder, code: int) -> None:
+        runner = folder.open()
+        await runner.start()
+        folder.say(f"exit {code}")
+        assert (await until(runner, listening=False)).exit_code == code
+
+    async def test_a_later_agent_finds_it(self, folder: Folder) -> None:
+        first = folder.open()
+        await first.start()
+        folder.say("Running job: a")
+        await until(first, busy=True)
+
+        second = folder.open()
+        assert second.state() == RunnerState(listening=True, busy=True)
+        folder.say("exit 3")
+        assert await until(second, listening=False) == RunnerState(exit_code=UNKNOWN_EXIT)
+        assert folder.open().state() == RunnerState(exit_code=UNKNOWN_EXIT)
+
+    async def test_one_that_nobody_wrote_down_is_found(self, folder: Folder) -> None:
+        first = folder.open()
+        await first.start()
+        folder.log.with_suffix(".listener.json").unlink()
+        second = folder.open()
+        assert second.state().listening
+        await second.stop()
+        await until(first, listening=False)
+
+    async def test_another_process_with_its_number_is_not_it(self, folder: Folder) -> None:
+        other = subprocess.Popen(["sleep", "1000"])
+        try:
+            note = {"pid": other.pid, "ppid": 1, "started": 1}
+            folder.log.with_suffix(".listener.json").write_text(json.dumps(note))
+            runner = folder.open()
+            assert runner.state() == RunnerState(exit_code=UNKNOWN_EXIT)
+            await runner.stop()
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
+
+    async def test_a_stubborn_one_is_killed(self, folder: Folder) -> None:
+        (folder.runner / "stubborn").touch()
+        runner = folder.open(stop_limit_s=0.2)
+        await runner.start()
+        folder.say("work", "Running job: a")
+        await until(runner, busy=True)
+        await runner.stop()
+        assert runner.state() == RunnerState()
+
+    async def test_nothing_to_watch_is_only_a_wait(self, folder: Folder) -> None:
+        runner = folder.open()
+        assert await runner.wait_for_change(RunnerState(), 0.05) == RunnerState()
+        assert await runner.wait_for_change(RunnerState(busy=True), LONG_S) == RunnerState()
+
+    async def test_what_a_job_puts_in_place_of_the_settings(self, folder: Folder) -> None:
+        runner = folder.open()
+        settings = folder.runner / ".runner"
+        for content in (b"", b"[]", b"\xff", b'{"agentName": 3}', b"[" * 100_000):
+            settings.write_bytes(content)
+            assert runner.state() == RunnerState()
+        settings.unlink()
+        os.mkfifo(settings)
+        assert runner.state() == RunnerState()
+
+    async def test_killed_from_outside(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.start()
+        waiting = asyncio.ensure_future(runner.wait_for_change(runner.state(), LONG_S))
+        await asyncio.sleep(0)
+        os.kill(folder.listener(), signal.SIGKILL)
+        assert await waiting == RunnerState(exit_code=-signal.SIGKILL)
+
+
+class TestJustInTime:
+    async def test_the_configuration_goes_with_the_start(self, folder: Folder) -> None:
+        assignment = Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED")
+        assert (await folder.open().configure(assignment)).ok
+        # An agent that comes later knows as much.
+        runner = folder.open()
+        assert runner.state() == RunnerState(configured_as="jit")
+        assert "PACKED" not in repr(runner.state())
+        removal, _ = await runner.remove(ASSIGNMENT)
+        assert removal is Removal.FAILED
+        await runner.start()
+        folder.say("Running job: a")
+        await until(runner, busy=True, configured_as="jit")
+        assert "ACTIONS_RUNNER_INPUT_JITCONFIG=PACKED" in folder.read("listener-environment")
+        assert b"PACKED" not in b"".join(path.read_bytes() for path in folder.log.parent.iterdir())
+        await runner.stop()
+
+
+class TestRemove:
+    async def test_gone_is_gone(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.configure(ASSIGNMENT)
+        folder.behave("rm .runner; echo removed with $ACTIONS_RUNNER_INPUT_TOKEN")
+        assert await runner.remove(ASSIGNMENT) == (Removal.REMOVED, "exit code 0: removed with ***")
+        assert folder.read("arguments") == "remove\n"
+        assert (await runner.remove(ASSIGNMENT))[0] is Removal.REMOVED
+
+    @pytest.mark.parametrize(
+        ("script", "expected"),
+        [
+            ("echo 'Runner \"x\" is currently running a job and cannot be deleted.'; exit 1", Removal.BUSY),
+            ('echo \'Runner "x" is still running a job"\'; exit 1', Removal.BUSY),
+            ("echo Http response code: NotFound; exit 1", Removal.FAILED),
+            ("echo done, but the file stays", Removal.FAILED),
+            ("rm .runner; exit 1", Removal.FAILED),
+            ("rm .runner; echo Does not exist. Skipping Removing runner from the server", Removal.REMOVED),
+            (
+                "rm .runner; echo Config files are missing. Skipping removing runner from the server.",
+                Removal.FAILED,
+            ),
+        ],
+    )
+    async def test_what_it_says_counts(self, folder: Folder, script: str, expected: Removal) -> None:
+        runner = folder.open()
+        await runner.configure(ASSIGNMENT)
+        folder.behave(script)
+        assert (await runner.remove(ASSIGNMENT))[0] is expected
+
+    async def test_needs_a_token(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.configure(ASSIGNMENT)
+        bare = Assignment(url="u", runner_name="n", labels=())
+        assert (await runner.remove(bare))[0] is Removal.FAILED

@@ -1,0 +1,237 @@
+"""The process tree and its end, with real processes."""
+
+# What is waited for happens in other processes, and a test may block.
+# ruff: noqa: ASYNC110, ASYNC220
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remuda.adapters.system.clock import SystemClock
+from remuda.agent import processes
+
+LONG_S = 20.0
+#: Adopts orphans, runs the script given to it, says "ready", and lives until its input ends.
+SUBREAPER = """
+import ctypes, os, signal, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+subprocess.Popen(["/bin/sh", "-c", sys.argv[1]], stdin=subprocess.DEVNULL, stdout=sys.stdout)
+sys.stdin.read()
+"""
+
+
+class Tree:
+    """A subreaper and what it runs. `ready` returns when the script has said its word."""
+
+    def __init__(self, script: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUBREAPER, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline().strip()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def find(self, *command: str) -> processes.Process:
+        """The one below it that runs this; waits until it does."""
+        limit = SystemClock().monotonic() + LONG_S
+        while SystemClock().monotonic() < limit:
+            for process in processes.descendants(self.pid):
+                if processes.command(process.pid) == command:
+                    return process
+        raise TimeoutError(command)
+
+    def close(self) -> None:
+        processes.kill_all(self.pid, keep=(), clock=SystemClock())
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def trees() -> Iterator[list[Tree]]:
+    made: list[Tree] = []
+    yield made
+    for tree in made:
+        tree.close()
+
+
+def test_descendants_are_found_nearest_first(trees: list[Tree]) -> None:
+    tree = Tree("sh -c 'echo ready; sleep 1000; :'; :")
+    trees.append(tree)
+
+    sleeper = tree.find("sleep", "1000")
+    found = processes.descendants(tree.pid)
+
+    assert found[0].ppid == tree.pid
+    assert found[-1] == sleeper
+    assert processes.descendants(tree.pid, {}) == []
+
+
+def test_children_are_the_direct_ones(trees: list[Tree]) -> None:
+    tree = Tree("sh -c 'echo ready; sleep 1000; :'; :")
+    trees.append(tree)
+
+    assert [process.ppid for process in processes.children(tree.pid)] == [tree.pid]
+    assert processes.children(2**22 + 1) == []
+
+
+def test_what_has_ended_is_not_there() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    assert processes.look(process.pid) is None, "a zombie does nothing any more"
+    process.wait()
+    assert processes.look(process.pid) is None
+    assert processes.command(process.pid) == ()
+
+
+def test_a_number_given_anew_is_not_hit() -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        seen = processes.look(process.pid)
+        assert seen is not None
+        assert processes.is_alive(seen.pid, seen.started)
+        other = processes.Process(pid=seen.pid, ppid=seen.ppid, started=seen.started - 1)
+
+        assert not processes.is_alive(other.pid, other.started)
+        assert processes.send(other, signal.SIGKILL) is None
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert processes.send(seen, signal.SIGKILL) is None
+
+
+def test_all_are_killed_but_those_to_keep(trees: list[Tree]) -> None:
+    tree = Tree("sleep 1000 & (setsid sh -c 'sleep 1001 & sleep 1002' >/dev/null &) ; echo ready; wait")
+    trees.append(tree)
+    for number in ("1001", "1002"):
+        tree.find("sleep", number)
+    sleeper = tree.find("sleep", "1000")
+
+    killing = processes.kill_all(tree.pid, keep={tree.pid, sleeper.pid}, clock=SystemClock())
+
+    assert killing.left == ()
+    assert {"sleep 1001", "sleep 1002"} <= set(killing.killed)
+    # And the shell between the two.
+    assert [process.pid for process in processes.descendants(tree.pid)] == [sleeper.ppid, sleeper.pid]
+
+
+def test_one_that_is_started_again_by_another_is_killed_for_good(trees: list[Tree]) -> None:
+    tree = Tree("while :; do sh -c 'while :; do sleep 1000; done'; done & echo ready; while :; do sleep 999; done")
+    trees.append(tree)
+
+    killing = processes.kill_all(tree.pid, keep=(), clock=SystemClock())
+
+    assert killing.left == ()
+    assert processes.descendants(tree.pid) == []
+
+
+#: Its first thread ends, and with it all that the kernel tells at first sight; the second goes on.
+HEADLESS = """
+import ctypes, platform, threading
+threading.Thread(target=lambda: threading.Event().wait()).start()
+print("ready", flush=True)
+ctypes.CDLL(None).syscall(dict(x86_64=60, aarch64=93)[platform.machine()], 0)
+"""
+
+
+def test_one_without_its_first_thread_is_seen(trees: list[Tree]) -> None:
+    tree = Tree(f"exec {sys.executable} -c '{HEADLESS}'")
+    trees.append(tree)
+    (process,) = processes.descendants(tree.pid)
+    status = Path(f"/proc/{process.pid}/status")
+    while "Z (zombie)" not in status.read_text():
+        pass
+
+    assert processes.is_alive(process.pid, process.started)
+    assert len(processes.kill_all(tree.pid, keep=(), clock=SystemClock()).killed) == 1
+    assert processes.descendants(tree.pid) == []
+
+
+def test_it_gives_up_in_time(trees: list[Tree]) -> None:
+    tree = Tree("echo ready; exec sleep 1000")
+    trees.append(tree)
+
+    killing = processes.kill_all(tree.pid, keep=(), clock=SystemClock(), limit_s=0)
+
+    assert [process.ppid for process in killing.left] == [tree.pid]
+
+
+def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
+    program = tmp_path / "pro gram"
+    program.write_text("#!/bin/sh\nsleep 1000\n")
+    program.chmod(0o755)
+    process = subprocess.Popen([program, "run"], start_new_session=True)
+    try:
+        found = list(processes.running(program, processes.table().values()))
+        assert [candidate.pid for candidate in found] == [process.pid]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def test_the_end_of_a_process_is_an_event() -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    seen = processes.look(process.pid)
+    assert seen is not None
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        assert not await processes.ended(descriptor, 0.01)
+        waiting = asyncio.ensure_future(processes.ended(descriptor, 30))
+        await asyncio.sleep(0)
+        process.kill()
+        assert await waiting
+    finally:
+        os.close(descriptor)
+        process.wait()
+
+
+class TestRun:
+    async def test_tells_code_and_output(self, tmp_path: Path) -> None:
+        code, output = await processes.run(
+            ["/bin/sh", "-c", "echo out; echo err >&2; echo $A; exit 3"],
+            folder=tmp_path,
+            environment={"A": "b"},
+            limit_s=30,
+            scratch=tmp_path,
+        )
+        assert (code, output) == (3, "out\nerr\nb\n")
+
+    async def test_is_not_held_up_by_what_stays_in_the_background(self, tmp_path: Path) -> None:
+        code, output = await processes.run(
+            ["/bin/sh", "-c", "sleep 1000 & echo $!"], folder=tmp_path, environment={}, limit_s=30, scratch=tmp_path
+        )
+        os.kill(int(output), signal.SIGKILL)
+        assert code == 0
+
+    async def test_is_killed_with_its_group_when_the_time_is_over(self, tmp_path: Path) -> None:
+        code, output = await processes.run(
+            ["/bin/sh", "-c", "sleep 1000 & echo $!; wait"],
+            folder=tmp_path,
+            environment={},
+            limit_s=0.3,
+            scratch=tmp_path,
+        )
+        assert code is None
+        child = processes.look(int(output))
+        while child is not None and processes.is_alive(child.pid, child.started):
+            await asyncio.sleep(0.01)
+
+    async def test_what_cannot_be_started_is_told(self, tmp_path: Path) -> None:
+        code, output = await processes.run(
+            ["/no/such/program"], folder=tmp_path, environment={}, limit_s=30, scratch=tmp_path
+        )
+        assert code == 127
+        assert "/no/such/program" in output

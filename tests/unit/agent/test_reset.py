@@ -1,0 +1,317 @@
+"""The machine reset against what jobs leave behind, by accident or not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remuda.adapters.system.clock import SystemClock
+from remuda.agent import processes
+from remuda.agent.reset import MAX_DETAIL, Reset, erase, manifest
+
+SUBREAPER = """
+import ctypes, signal, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("ready", flush=True)
+for line in sys.stdin:
+    subprocess.run(line, shell=True)
+    print("done", flush=True)
+"""
+#: Forks twice, in a session of its own, with an empty environment and nothing open: all that a daemon can do to hide.
+DAEMON = """env -i setsid {python} -c '
+import os
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+os.chdir("/")
+for descriptor in range(10):
+    try: os.close(descriptor)
+    except OSError: pass
+import signal
+signal.pause()
+'"""
+
+
+class Supervisor:
+    """Adopts the orphans of the commands that it is told to run."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SUBREAPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.pid = self._process.pid
+        self._wait("ready")
+
+    def run(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        self._wait("done")
+
+    def _wait(self, word: str) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline().strip() == word
+
+    def close(self) -> None:
+        processes.kill_all(self.pid, keep=(), clock=SystemClock())
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    made = Supervisor()
+    yield made
+    made.close()
+
+
+class Machine:
+    def __init__(self, root: Path, supervisor: Supervisor) -> None:
+        self.pristine = root / "pristine"
+        (self.pristine / "bin" / "deep").mkdir(parents=True)
+        (self.pristine / "config.sh").write_text("#!/bin/sh\n")
+        (self.pristine / "config.sh").chmod(0o755)
+        (self.pristine / "bin" / "Runner.Listener").write_bytes(b"\0" * 5000)
+        (self.pristine / "bin" / "node").symlink_to("deep/node")
+        self.folder = root / "machine"
+        self.folder.mkdir()
+        self.runner = self.folder / "runner"
+        shutil.copytree(self.pristine, self.runner, symlinks=True)
+        self.rooms = [self.folder / name for name in ("home", "work", "tmp")]
+        for room in self.rooms:
+            room.mkdir(mode=0o700)
+        self.outside = root / "outside"
+        self.outside.mkdir()
+        (self.outside / "precious").write_text("precious")
+        self.reset = Reset(
+            keep_root_pid=supervisor.pid,
+            keep=(),
+            runner_folder=self.runner,
+            pristine=self.pristine,
+            recreate=self.rooms,
+            clock=SystemClock(),
+        )
+
+    def is_clean(self) -> bool:
+        names = {path.name for path in self.folder.iterdir()}
+        rooms = all(not room.is_symlink() and list(room.iterdir()) == [] for room in self.rooms)
+        modes = all(room.stat().st_mode & 0o777 == 0o700 for room in self.rooms)
+        return names == {"runner", "home", "work", "tmp"} and rooms and modes and self.runner_is_pristine()
+
+    def runner_is_pristine(self) -> bool:
+        return manifest(self.runner) == manifest(self.pristine)
+
+    def nothing_outside_was_touched(self) -> bool:
+        precious = (self.outside / "precious").read_text()
+        return precious == "precious" and self.outside.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.fixture
+def machine(tmp_path: Path, supervisor: Supervisor) -> Machine:
+    os.umask(0o022)
+    return Machine(tmp_path, supervisor)
+
+
+async def test_a_clean_machine_stays_so(machine: Machine) -> None:
+    outcome = await machine.reset.run()
+    assert outcome.ok
+    assert outcome.detail == "killed nothing; removed nothing; restored nothing"
+    assert machine.is_clean()
+
+
+async def test_what_jobs_leave_is_removed_and_told(machine: Machine) -> None:
+    (machine.rooms[0] / ".bashrc").write_text("alias sudo=…")
+    (machine.rooms[1] / "repo" / "src").mkdir(parents=True)
+    (machine.rooms[1] / "repo" / "src" / "a.c").write_text("")
+    (machine.runner / "bin" / "Runner.Listener").write_bytes(b"\0" * 4999 + b"\1")
+    (machine.runner / "config.sh").chmod(0o777)
+    (machine.runner / ".runner").write_text("{}")
+    (machine.runner / "bin" / "node").unlink()
+
+    outcome = await machine.reset.run()
+
+    assert outcome.ok, outcome.detail
+    for name in (".bashrc", "repo", "Runner.Listener", "config.sh", ".runner", "bin/node"):
+        assert name in outcome.detail
+    assert machine.is_clean()
+
+
+async def test_many_files_and_long_names(machine: Machine) -> None:
+    for number in range(10_000):
+        (machine.rooms[1] / f"{number:03d}{'x' * 200}").touch()
+    outcome = await machine.reset.run()
+    assert outcome.ok
+    assert "and 9995 more" in outcome.detail
+    assert len(outcome.detail) <= MAX_DETAIL
+    assert machine.is_clean()
+
+
+async def test_names_that_are_no_text(machine: Machine) -> None:
+    for name in (b"new\nline", b"\xff\xfe", b"\x1b[2J", b"-rf", "ü".encode()):
+        (machine.rooms[0] / os.fsdecode(name)).touch()
+        (machine.runner / os.fsdecode(name)).mkdir()
+    outcome = await machine.reset.run()
+    assert outcome.ok
+    assert outcome.detail.isprintable()
+    assert machine.is_clean()
+
+
+async def test_pipes_sockets_and_the_like(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(machine.rooms[2] / "fifo")
+    (machine.runner / "config.sh").unlink()
+    os.mkfifo(machine.runner / "config.sh")
+    with socket.socket(socket.AF_UNIX) as server:
+        # By a short name: socket paths are limited.
+        monkeypatch.chdir(machine.rooms[0])
+        server.bind("s")
+        monkeypatch.undo()
+    assert (await machine.reset.run()).ok
+    assert machine.is_clean()
+
+
+async def test_links_are_not_followed(machine: Machine) -> None:
+    (machine.rooms[0] / "link").symlink_to(machine.outside)
+    (machine.rooms[1]).rmdir()
+    machine.rooms[1].symlink_to(machine.outside)
+    shutil.rmtree(machine.runner / "bin")
+    (machine.runner / "bin").symlink_to(machine.outside)
+    (machine.runner / "config.sh").unlink()
+    (machine.runner / "config.sh").symlink_to(machine.outside / "precious")
+    (machine.runner / "more").symlink_to("/")
+
+    assert (await machine.reset.run()).ok
+    assert machine.is_clean()
+    assert machine.nothing_outside_was_touched()
+
+
+async def test_the_runner_folder_replaced_by_a_link(machine: Machine) -> None:
+    shutil.rmtree(machine.runner)
+    machine.runner.symlink_to(machine.outside)
+    assert (await machine.reset.run()).ok
+    assert machine.is_clean()
+    assert machine.nothing_outside_was_touched()
+
+
+async def test_the_machine_folder_replaced_is_no_machine(machine: Machine, tmp_path: Path) -> None:
+    machine.folder.rename(tmp_path / "moved")
+    machine.folder.symlink_to(machine.outside)
+    outcome = await machine.reset.run()
+    assert not outcome.ok
+    assert "not the folder it was" in outcome.detail
+    assert machine.nothing_outside_was_touched()
+
+
+async def test_a_second_name_of_a_file_is_cut_off(machine: Machine) -> None:
+    (machine.outside / "config.sh").hardlink_to(machine.runner / "config.sh")
+    assert (await machine.reset.run()).ok
+    assert (machine.runner / "config.sh").stat().st_nlink == 1
+
+
+async def test_a_changed_pristine_copy_is_noticed(machine: Machine) -> None:
+    await machine.reset.prepare()
+    (machine.pristine / "config.sh").write_text("evil")
+    (machine.runner / "config.sh").write_text("evil")
+    outcome = await machine.reset.run()
+    assert not outcome.ok
+    assert "not as the pristine one" in outcome.detail
+
+
+async def test_without_a_pristine_copy_it_fails(machine: Machine) -> None:
+    shutil.rmtree(machine.pristine)
+    outcome = await machine.reset.run()
+    assert not outcome.ok
+    assert "reset failed" in outcome.detail
+
+
+async def test_a_reset_that_was_cut_is_finished_by_the_next(machine: Machine) -> None:
+    (machine.folder / ".erase-0" / "secret").mkdir(parents=True)
+    assert (await machine.reset.run()).ok
+    assert machine.is_clean()
+
+
+async def test_daemons_that_shed_everything_are_killed(machine: Machine, supervisor: Supervisor) -> None:
+    script = machine.rooms[1] / "job.sh"
+    script.write_text(DAEMON.format(python=sys.executable))
+    supervisor.run(f"sh {script}")
+    supervisor.run("env -i setsid sleep 1000 >/dev/null 2>&1 </dev/null &")
+    assert processes.descendants(supervisor.pid)
+
+    outcome = await machine.reset.run()
+
+    assert outcome.ok, outcome.detail
+    assert "sleep 1000" in outcome.detail
+    assert processes.descendants(supervisor.pid) == []
+
+
+async def test_what_cannot_be_killed_is_told(machine: Machine, supervisor: Supervisor) -> None:
+    supervisor.run("sleep 1000 >/dev/null &")
+    hasty = Reset(
+        keep_root_pid=supervisor.pid,
+        keep=(),
+        runner_folder=machine.runner,
+        pristine=machine.pristine,
+        recreate=machine.rooms,
+        clock=SystemClock(),
+        kill_limit_s=0,
+    )
+    outcome = await hasty.run()
+    assert not outcome.ok
+    assert outcome.detail == "cannot be killed: sleep 1000"
+
+
+def test_a_tree_deeper_than_any_path(tmp_path: Path) -> None:
+    top = tmp_path / "deep"
+    top.mkdir()
+    descriptor = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d" * 20, dir_fd=descriptor)
+        below = os.open("d" * 20, os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+    os.close(os.open("file", os.O_CREAT, dir_fd=descriptor))
+    os.close(descriptor)
+
+    erase(top)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+#: For a user to whom modes mean something.
+AS_NOBODY = """
+import os, tempfile
+from pathlib import Path
+from remuda.agent.reset import erase
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+top = Path(tempfile.mkdtemp()) / "tree"
+(top / "a" / "b").mkdir(parents=True)
+(top / "a" / "b" / "file").write_text("")
+(top / "a" / "b" / "file").chmod(0)
+(top / "a" / "b").chmod(0)
+(top / "a").chmod(0o111)
+top.chmod(0o555)
+erase(top)
+top.parent.rmdir()
+"""
+
+
+def test_modes_do_not_protect() -> None:
+    source = Path(processes.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY],
+        env={"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
