@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from remuda.domain.errors import UserError
 from remuda.domain.resources import (
     DEFAULT_CLASSES,
+    MAX_SHOWN,
     ResourceClass,
     Tier,
     TypePatterns,
@@ -66,6 +67,10 @@ def _whole(default: int, least: int, most: int, what: str) -> Any:
         description=what,
         json_schema_extra={"fix": f"give a whole number from {least} to {most}"},
     )
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class Settings(BaseModel):
@@ -140,6 +145,23 @@ class Settings(BaseModel):
     boot_delay_sec: float = _seconds(0, 0, 600, "Local backend: how long a machine takes to boot.")
     fault: str = Field(default="", description="Local backend: a failure to play, such as never-boots.")
 
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _check_dir(cls, value: Any) -> Any:
+        """Before anything is made in it, or removed from it: an empty one would be the present folder."""
+        if not isinstance(value, str):
+            return value
+        try:
+            if value.strip() and "\0" not in value:
+                Path(value).absolute().exists()
+                return value
+            reason = "it is no path"
+        except OSError as error:
+            reason = _reason(error)
+        raise UserError(
+            f"dir {value[:MAX_SHOWN]!r} cannot be used: {reason}", field="dir", fix="name a folder that you may write"
+        )
+
     @field_validator("pool")
     @classmethod
     def _check_pool(cls, value: str) -> str:
@@ -164,6 +186,8 @@ class Settings(BaseModel):
     def _parse_patterns(cls, value: Any) -> TypePatterns:
         if isinstance(value, TypePatterns):
             return value
+        if not isinstance(value, str | list):
+            raise ValueError("give words such as 'c* m6i.large'")
         return TypePatterns.parse(" ".join(map(str, value)) if isinstance(value, list) else str(value))
 
     @field_validator("resource_class_config", mode="before")
@@ -190,7 +214,7 @@ class Settings(BaseModel):
                 value = Path(value[1:]).read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"pre-runner-script {value!r} cannot be read: {error}",
+                    f"pre-runner-script {value[:MAX_SHOWN]!r} cannot be read: {_reason(error)}",
                     field="pre-runner-script",
                     fix="give the text of a shell script, or @ and the path of one",
                 ) from None
@@ -200,6 +224,14 @@ class Settings(BaseModel):
                 field="pre-runner-script",
                 fix=f"keep it under {MAX_SCRIPT}; let it fetch what is longer",
             )
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth(cls, value: Any) -> Any:
+        """No setting is true or false; `true` in the file would pass as 1. The last one here: it is asked first."""
+        if isinstance(value, bool):
+            raise ValueError("no setting is true or false")
         return value
 
     @property
@@ -284,14 +316,15 @@ def _from_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", field="config", fix=fix) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # Besides what is not TOML: bytes that are no text, numbers and nesting beyond what Python takes.
         raise UserError(f"{path} is not TOML: {error}", field="config", fix=fix) from None
     known = {key(name): name for name in Settings.model_fields}
     for given in document:
         if given not in known:
             near = difflib.get_close_matches(given, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "remuda config lists the settings"
-            raise UserError(f"{path} has an unknown key {given!r}", field=given, fix=hint)
+            raise UserError(f"{path} has an unknown key {given[:MAX_SHOWN]!r}", field=given[:MAX_SHOWN], fix=hint)
     return {known[given]: value for given, value in document.items()}
 
 
@@ -306,5 +339,5 @@ def _refuse(error: ValidationError, origins: Mapping[str, str]) -> NoReturn:
     schema = Settings.model_fields[name].json_schema_extra
     fix = str(schema["fix"]) if isinstance(schema, dict) and "fix" in schema else first["msg"]
     secret = name == "github_token"
-    shown = "(hidden)" if secret else repr(first["input"])[:80]
+    shown = "(hidden)" if secret else repr(first["input"])[:MAX_SHOWN]
     raise UserError(f"{_shown(name, origins)} is {shown}", field=_shown(name, origins), fix=fix) from None

@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
+from remuda import procfs
 from remuda.adapters.local import folder as files
-from remuda.adapters.local import procfs
 from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import CapacityError, UserError

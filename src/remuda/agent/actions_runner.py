@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from remuda import procfs
 from remuda.agent import processes
-from remuda.agent.processes import Process
 from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
@@ -24,6 +24,7 @@ from remuda.domain.signals import CREDENTIAL_REFUSED
 from remuda.ports.clock import Clock
 from remuda.ports.machine import Outcome
 from remuda.ports.runner import Removal, RunnerState
+from remuda.procfs import Process
 
 CONFIGURE_LIMIT_S = 120.0
 REMOVE_LIMIT_S = 120.0
@@ -165,7 +166,7 @@ class ActionsRunner:
         process.returncode = 0
         self._is_ours = True
         self._listener = _started(process.pid)
-        _write(self._listener_file, to_document(self._listener))
+        self._note(self._listener)
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         if not (self._folder / _SETTINGS).exists():
@@ -191,7 +192,7 @@ class ActionsRunner:
         listener = self._listener
         if listener is not None and self._is_listening():
             if not await _stopped(listener, signal.SIGTERM, self._stop_limit_s):
-                await asyncio.to_thread(processes.kill, [listener, *processes.descendants(listener.pid)])
+                await asyncio.to_thread(processes.kill, [listener, *procfs.descendants(listener.pid)])
             self._is_listening()
         self._forget()
 
@@ -233,7 +234,7 @@ class ActionsRunner:
                 if ended:
                     self._ended(os.waitstatus_to_exitcode(status))
                 return not ended
-        if processes.is_alive(listener.pid, listener.started):
+        if procfs.is_alive(listener.pid, listener.started):
             return True
         self._ended(UNKNOWN_EXIT)
         return False
@@ -246,14 +247,17 @@ class ActionsRunner:
     def _find_listener(self) -> Process | None:
         document = _read(self._listener_file)
         if document is not None:
-            with contextlib.suppress(ValueError):
-                return from_document(Process, document)
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                return Process(pid=int(document["pid"]), ppid=0, started=int(document["started"]))
         # An agent that was killed right after the start had no time to write it down.
-        for process in processes.running(self._program, processes.table().values()):
+        for process in processes.running(self._program, procfs.table().values()):
             if processes.command(process.pid)[-1:] == ("run",):
-                _write(self._listener_file, to_document(process))
+                self._note(process)
                 return process
         return None
+
+    def _note(self, listener: Process) -> None:
+        _write(self._listener_file, {"pid": listener.pid, "started": listener.started})
 
     def _configured_as(self) -> str:
         name = (_read(self._folder / _SETTINGS) or {}).get("agentName")
@@ -275,7 +279,7 @@ class ActionsRunner:
         worker = self._folder / "bin" / "Runner.Worker"
         if listening and self._listener is not None:
             return told or any(processes.running(worker, processes.children(self._listener.pid)))
-        return told and any(processes.running(worker, processes.table().values()))
+        return told and any(processes.running(worker, procfs.table().values()))
 
     def _forget(self) -> None:
         self._listener_file.unlink(missing_ok=True)
@@ -338,7 +342,7 @@ class _JobLog:
 
 def _started(pid: int) -> Process:
     """Of a child that is not reaped yet: its number is its own, even where it has ended already."""
-    return processes.look(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
+    return procfs.look(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
 
 
 async def _stopped(process: Process, number: signal.Signals, timeout_s: float) -> bool:

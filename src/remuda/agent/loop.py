@@ -29,6 +29,7 @@ WAIT_LIMIT_S = 30.0
 #: After a failure: the first and the longest pause.
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 5.0
+MAX_DOUBLINGS = 10
 #: A removal that was refused because a job runs is tried again after so long, unless the job ends before.
 BUSY_PAUSE_S = 1.0
 
@@ -59,7 +60,8 @@ class Agent:
         self._removals = 0
         self._release_s = 0.0
         self._pause_s = 0.0
-        self._backoff_s = BACKOFF_FIRST_S
+        #: Steps that failed one after the other, whatever they were.
+        self._failures = 0
 
     async def run(self) -> str:
         """Live until the end; returns why it came."""
@@ -107,7 +109,7 @@ class Agent:
                     continue
                 await self._act(identity, record, step)
                 heartbeat.soon()
-                self._backoff_s = BACKOFF_FIRST_S
+                self._failures = 0
                 # A step takes time: look again before the next one.
                 record = await self._store.get(identity.instance_id)
             except RemudaError as error:
@@ -115,7 +117,8 @@ class Agent:
                 if lifetime.is_over():
                     return "its time is up and the store cannot be read"
                 reachable = False
-                await self._back_off()
+                self._failures += 1
+                await self._back_off(self._failures)
 
     def _decide(self, identity: Identity, record: Instance | None, lifetime: Lifetime) -> tuple[Step, RunnerState]:
         runner = self._runner.state()
@@ -182,7 +185,8 @@ class Agent:
         elif record is None:
             return
         elif step.do is Do.SIGNAL and step.signal is not None:
-            await self._signal(record, step.signal, step.why)
+            told = self._machine.recall().script_detail if step.signal is Signal.UD_FAILED else ""
+            await self._signal(record, step.signal, told or step.why)
         elif step.do is Do.CONFIGURE and record.assignment is not None:
             started = self._clock.monotonic()
             outcome = await self._runner.configure(record.assignment)
@@ -190,7 +194,7 @@ class Agent:
             await self._signal(record, signal, outcome.detail, took_s=self._clock.monotonic() - started)
         elif step.do is Do.START:
             if self._starts:
-                await self._back_off()
+                await self._back_off(self._starts)
             self._starts += 1
             await self._runner.start()
         elif step.do is Do.REMOVE:
@@ -228,7 +232,7 @@ class Agent:
         elif removal is Removal.FAILED:
             self._removals += 1
             self._journal.note("removal-failed", detail, instance_id=record.instance_id)
-            await self._back_off()
+            await self._back_off(self._removals)
 
     async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:
         if took_s is not None:
@@ -240,7 +244,6 @@ class Agent:
             self._journal.note("signal-refused", conflict.message, instance_id=record.instance_id, signal=signal.value)
         self._signalled = (record.epoch, signal)
 
-    async def _back_off(self) -> None:
-        pause_s = self._backoff_s * (0.5 + self._ids.jitter() / 2)
-        self._backoff_s = min(BACKOFF_LAST_S, self._backoff_s * 2)
-        await self._clock.sleep(pause_s)
+    async def _back_off(self, failures: int) -> None:
+        pause_s = min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, MAX_DOUBLINGS))
+        await self._clock.sleep(pause_s * (0.5 + self._ids.jitter() / 2))

@@ -1,18 +1,19 @@
-"""The process tree as the kernel tells it, and the end of a part of it. Linux: it reads /proc."""
+"""A machine's processes: finding them, running commands, and the end of a part of the tree."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from remuda import procfs
 from remuda.ports.clock import Clock
+from remuda.procfs import Process, descendants, look, table
 
 KILL_LIMIT_S = 10.0
 #: How long one killed process may take to be gone before the next look.
@@ -21,57 +22,7 @@ KILL_PAUSE_S = 0.1
 MAX_OUTPUT_BYTES = 64 * 1024
 #: Empty looks in a row that prove the end: a process whose parent ended during a look is not seen by it.
 EMPTY_LOOKS = 2
-#: Processes that are there but do nothing any more: they wait for their parent to look.
-_ENDED = frozenset({"Z", "X"})
 _PROC = Path("/proc")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
-    pid: int
-    ppid: int
-    #: Clock ticks since the computer's start: with the pid it names one process for ever.
-    started: int
-
-
-def look(pid: int) -> Process | None:
-    """One process, or None where it has ended."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_bytes()
-    except OSError:
-        return None
-    # The name stands in brackets and may hold anything, brackets too.
-    fields = text[text.rindex(b")") + 2 :].split()
-    # The first thread may end before the others: then it looks like an end, but is a way to hide.
-    if fields[0].decode() in _ENDED and int(fields[17]) <= 1:
-        return None
-    return Process(pid=pid, ppid=int(fields[1]), started=int(fields[19]))
-
-
-def is_alive(pid: int, started: int) -> bool:
-    process = look(pid)
-    return process is not None and process.started == started
-
-
-def table() -> dict[int, Process]:
-    with os.scandir(_PROC) as entries:
-        pids = [int(entry.name) for entry in entries if entry.name.isdecimal()]
-    found = (look(pid) for pid in pids)
-    return {process.pid: process for process in found if process is not None}
-
-
-def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[Process]:
-    """All below `root`, nearest first."""
-    children: dict[int, list[Process]] = {}
-    for process in (table() if processes is None else processes).values():
-        children.setdefault(process.ppid, []).append(process)
-    found: list[Process] = []
-    level = [root]
-    while level:
-        below = [child for pid in level for child in children.pop(pid, [])]
-        found += below
-        level = [process.pid for process in below]
-    return found
 
 
 def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
@@ -111,19 +62,7 @@ def running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
 
 
 def send(process: Process, number: signal.Signals) -> int | None:
-    """Signal exactly this process. Returns a descriptor that becomes readable when it has ended, or None where it is
-    gone already. The descriptor pins the process: its number may be given anew, but is never hit.
-    """
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return None
-    if is_alive(process.pid, process.started):
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, number)
-            return descriptor
-    os.close(descriptor)
-    return None
+    return procfs.send(process.pid, process.started, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,14 +96,7 @@ def kill_all(root: int, *, keep: Collection[int], clock: Clock, limit_s: float =
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """SIGKILL, and wait a moment for each. First all signals: what is killed together cannot replace each other."""
-    descriptors = [send(process, signal.SIGKILL) for process in processes]
-    for descriptor in descriptors:
-        if descriptor is not None:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            poll.poll(round(KILL_PAUSE_S * 1000))
-            os.close(descriptor)
+    procfs.kill(processes, KILL_PAUSE_S)
 
 
 async def ended(descriptor: int, timeout_s: float) -> bool:

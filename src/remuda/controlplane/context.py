@@ -86,7 +86,9 @@ async def apply_surely(context: Context, change: Change) -> Instance:
     After `Unavailable` the record is read: if it is what the change would have made of it, with our owner, the write
     was ours. (state, epoch) never recurs, so nobody else can have made it look so.
     """
-    for _ in range(AMBIGUOUS_TRIES):
+    tries = 0
+    while True:
+        tries += 1
         try:
             return await context.store.apply(change)
         except Conflict as conflict:
@@ -96,8 +98,9 @@ async def apply_surely(context: Context, change: Change) -> Instance:
             raise
         except Unavailable as error:
             context.journal.note("write-unsure", error.message, instance_id=change.instance_id)
+            if tries > AMBIGUOUS_TRIES:
+                raise
             await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
-    return await context.store.apply(change)
 
 
 def made_by(change: Change, current: Instance) -> bool:
@@ -107,6 +110,13 @@ def made_by(change: Change, current: Instance) -> bool:
 
 async def removal_credential(context: Context, config: PoolConfig, scope: str) -> Credential:
     """A fresh one of our own, or the pool's. The pool's may be stale: a sweep renews it on the instance later."""
-    if context.forge is not None:
+    if context.forge is None:
+        return config.tokens_for(scope).removal
+    try:
         return await context.forge.removal_token(scope)
-    return config.tokens_for(scope).removal
+    except RemudaError as error:
+        # What is held must be given back all the same.
+        if all(item.scope.lower() != scope.lower() for item in config.tokens):
+            raise
+        context.journal.note("removal-token-failed", f"{error.message}; the pool's will do", scope=scope)
+        return config.tokens_for(scope).removal

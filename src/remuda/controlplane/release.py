@@ -9,11 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from remuda.controlplane.context import Context, each, read_config, removal_credential, transition
+from remuda.controlplane.context import (
+    AMBIGUOUS_PAUSE_S,
+    Context,
+    each,
+    read_config,
+    removal_credential,
+    transition,
+)
 from remuda.controlplane.handshake import Announcer, settle
 from remuda.controlplane.waiting import Ended, SignalWait
-from remuda.domain.errors import Conflict, RemudaError
-from remuda.domain.instance import Instance, State
+from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.signals import removal_verdict, took_s
@@ -94,6 +101,7 @@ async def _mark(context: Context, *, run_id: str, attempt: int, errors: list[str
     ours = [item for item in await context.store.provisions_of_run(run_id) if item.attempt <= attempt]
 
     async def mark(provision: Provision) -> Provision:
+        unsure: Unavailable | None = None
         for _ in range(TRIES):
             if provision.status is ProvisionStatus.RELEASED:
                 return provision
@@ -104,8 +112,15 @@ async def _mark(context: Context, *, run_id: str, attempt: int, errors: list[str
                 if not isinstance(conflict.current, Provision):
                     raise
                 provision = conflict.current
+            except Unavailable as error:
+                # It may have been applied: the next try finds out.
+                context.journal.note("write-unsure", error.message, run_id=run_id)
+                unsure = error
+                await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
             else:
                 return after
+        if unsure is not None:
+            raise unsure
         raise Conflict(f"provision {provision.provision_id} keeps changing")
 
     marked: list[Provision] = []
@@ -156,6 +171,8 @@ class _Releasing:
             except Conflict as conflict:
                 if not isinstance(conflict.current, Instance) or conflict.current == instance:
                     return _skipped(instance, "its time is up; refresh will retire it")
+                if instance.state is State.RELEASING and (outcome := _ended_by_another(instance, conflict.current)):
+                    return outcome
                 instance = conflict.current
         return _skipped(instance, "its record keeps changing")
 
@@ -204,6 +221,16 @@ class _Releasing:
         if current is None or (current.state, current.epoch) != (instance.state, instance.epoch):
             raise Conflict(f"{instance.instance_id} moved on", current=current)
         return current
+
+
+def _ended_by_another(instance: Instance, current: Instance) -> Outcome | None:
+    """A sweep or another release was quicker while we waited: the same end, whoever wrote it."""
+    if current.epoch > instance.epoch or current.state is State.IDLE:
+        return Outcome(instance_id=instance.instance_id, fate=Fate.RELEASED, why="clean, in the pool")
+    if current.state not in ABSORBING:
+        return None
+    fate = Fate.EXPIRED if current.retire == Cause.EXPIRED.value else Fate.RETIRED
+    return Outcome(instance_id=instance.instance_id, fate=fate, why=current.retire)
 
 
 def _skipped(instance: Instance, why: str) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from remuda.controlplane.context import Context
@@ -70,6 +70,8 @@ class SignalWait:
         except Unavailable as error:
             self._context.journal.note("read-failed", error.message, instance_id=self._instance_id)
             await clock.sleep(min(timeout_s, RETRY_PAUSE_S))
+            # What could not be read is no sign of death: the heartbeat gets its time anew.
+            self._pulse = replace(self._pulse, changed_at=clock.monotonic())
             return
         self._pulse = self._pulse.observe(self._report, now=clock.now(), monotonic=clock.monotonic())
 

@@ -16,7 +16,6 @@ from remuda.entrypoints.run import EXIT_INTERRUPTED, command
 app = typer.Typer(
     name="remuda",
     help="A herd of warm machines for GitHub Actions: provision, run, release, reuse.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -239,10 +238,15 @@ def main(arguments: list[str]) -> int:
             return EXIT_INTERRUPTED
         except TyperException as error:
             message = error.format_message()
-            raise UserError(message.rstrip("."), field=_option(error), fix="see remuda --help") from None
+            raise UserError(message.rstrip("."), field=_option(error), fix=f"see {_path(error)} --help") from None
         return code if isinstance(code, int) else 0
 
     return command(output, call)
+
+
+def _path(error: TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return str(context.command_path) if context is not None else "remuda"
 
 
 def _option(error: TyperException) -> str:

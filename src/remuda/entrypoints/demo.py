@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remuda.adapters.local import procfs
+from remuda import procfs
 from remuda.adapters.local.folder import supervisor
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import layout, open_context

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from remuda.adapters.local import procfs
+from remuda import procfs
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.bootstrap import LocalLayout, check_backend, layout, local_compute, open_context, passed_on

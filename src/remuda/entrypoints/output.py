@@ -62,7 +62,9 @@ class Output:
 
     def error(self, error: RemudaError) -> None:
         fix = f"; {error.fix}" if error.fix else ""
-        self.console.print(f"remuda: {error.message}{fix}", style="bold red", markup=False)
+        # One line, whatever a value or another program's message brings along.
+        line = " ".join(f"remuda: {error.message}{fix}".splitlines())
+        self.console.print(line, style="bold red", markup=False)
         self.result(
             {
                 "error": {

@@ -6,11 +6,12 @@ import asyncio
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from remuda.domain.errors import Interrupted, RemudaError
+from remuda.domain.errors import Interrupted, InvariantViolated, RemudaError
 from remuda.entrypoints.output import Output
 
 if TYPE_CHECKING:
@@ -67,3 +68,17 @@ def command(output: Output, work: Callable[[], int]) -> int:
         # Whoever read our output has gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug, and people get one sentence
+        output.error(_bug(error))
+        return InvariantViolated.exit_code
+
+
+def _bug(error: Exception) -> InvariantViolated:
+    """What a report about it needs, without a page of calls."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    where = f"{Path(frame.f_code.co_filename).name}:{line}"
+    bug = InvariantViolated(f"a bug: {type(error).__name__}: {error} ({where})")
+    bug.fix = "please report it with this line"
+    return bug

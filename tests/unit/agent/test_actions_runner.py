@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import actions_runner, processes
 from remuda.agent.actions_runner import UNKNOWN_EXIT, ActionsRunner
@@ -94,8 +95,8 @@ class Folder:
         document = json.loads(self.log.with_suffix(".listener.json").read_text())
         return int(document["pid"])
 
-    def processes(self) -> list[processes.Process]:
-        return [process for process in processes.table().values() if _place(process.pid) == str(self.runner)]
+    def processes(self) -> list[procfs.Process]:
+        return [process for process in procfs.table().values() if _place(process.pid) == str(self.runner)]
 
     def _program(self, name: str, text: str) -> None:
         (self.runner / name).write_text(text)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
 
@@ -43,11 +44,11 @@ class Tree:
     def pid(self) -> int:
         return self.process.pid
 
-    def find(self, *command: str) -> processes.Process:
+    def find(self, *command: str) -> procfs.Process:
         """The one below it that runs this; waits until it does."""
         limit = SystemClock().monotonic() + LONG_S
         while SystemClock().monotonic() < limit:
-            for process in processes.descendants(self.pid):
+            for process in procfs.descendants(self.pid):
                 if processes.command(process.pid) == command:
                     return process
         raise TimeoutError(command)
@@ -71,11 +72,11 @@ def test_descendants_are_found_nearest_first(trees: list[Tree]) -> None:
     trees.append(tree)
 
     sleeper = tree.find("sleep", "1000")
-    found = processes.descendants(tree.pid)
+    found = procfs.descendants(tree.pid)
 
     assert found[0].ppid == tree.pid
     assert found[-1] == sleeper
-    assert processes.descendants(tree.pid, {}) == []
+    assert procfs.descendants(tree.pid, {}) == []
 
 
 def test_children_are_the_direct_ones(trees: list[Tree]) -> None:
@@ -90,21 +91,21 @@ def test_what_has_ended_is_not_there() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    assert processes.look(process.pid) is None, "a zombie does nothing any more"
+    assert procfs.look(process.pid) is None, "a zombie does nothing any more"
     process.wait()
-    assert processes.look(process.pid) is None
+    assert procfs.look(process.pid) is None
     assert processes.command(process.pid) == ()
 
 
 def test_a_number_given_anew_is_not_hit() -> None:
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        seen = processes.look(process.pid)
+        seen = procfs.look(process.pid)
         assert seen is not None
-        assert processes.is_alive(seen.pid, seen.started)
-        other = processes.Process(pid=seen.pid, ppid=seen.ppid, started=seen.started - 1)
+        assert procfs.is_alive(seen.pid, seen.started)
+        other = procfs.Process(pid=seen.pid, ppid=seen.ppid, started=seen.started - 1)
 
-        assert not processes.is_alive(other.pid, other.started)
+        assert not procfs.is_alive(other.pid, other.started)
         assert processes.send(other, signal.SIGKILL) is None
         assert process.poll() is None
     finally:
@@ -125,7 +126,7 @@ def test_all_are_killed_but_those_to_keep(trees: list[Tree]) -> None:
     assert killing.left == ()
     assert {"sleep 1001", "sleep 1002"} <= set(killing.killed)
     # And the shell between the two.
-    assert [process.pid for process in processes.descendants(tree.pid)] == [sleeper.ppid, sleeper.pid]
+    assert [process.pid for process in procfs.descendants(tree.pid)] == [sleeper.ppid, sleeper.pid]
 
 
 def test_one_that_is_started_again_by_another_is_killed_for_good(trees: list[Tree]) -> None:
@@ -135,7 +136,7 @@ def test_one_that_is_started_again_by_another_is_killed_for_good(trees: list[Tre
     killing = processes.kill_all(tree.pid, keep=(), clock=SystemClock())
 
     assert killing.left == ()
-    assert processes.descendants(tree.pid) == []
+    assert procfs.descendants(tree.pid) == []
 
 
 #: Its first thread ends, and with it all that the kernel tells at first sight; the second goes on.
@@ -150,14 +151,14 @@ ctypes.CDLL(None).syscall(dict(x86_64=60, aarch64=93)[platform.machine()], 0)
 def test_one_without_its_first_thread_is_seen(trees: list[Tree]) -> None:
     tree = Tree(f"exec {sys.executable} -c '{HEADLESS}'")
     trees.append(tree)
-    (process,) = processes.descendants(tree.pid)
+    (process,) = procfs.descendants(tree.pid)
     status = Path(f"/proc/{process.pid}/status")
     while "Z (zombie)" not in status.read_text():
         pass
 
-    assert processes.is_alive(process.pid, process.started)
+    assert procfs.is_alive(process.pid, process.started)
     assert len(processes.kill_all(tree.pid, keep=(), clock=SystemClock()).killed) == 1
-    assert processes.descendants(tree.pid) == []
+    assert procfs.descendants(tree.pid) == []
 
 
 def test_it_gives_up_in_time(trees: list[Tree]) -> None:
@@ -175,7 +176,7 @@ def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
     program.chmod(0o755)
     process = subprocess.Popen([program, "run"], start_new_session=True)
     try:
-        found = list(processes.running(program, processes.table().values()))
+        found = list(processes.running(program, procfs.table().values()))
         assert [candidate.pid for candidate in found] == [process.pid]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -184,7 +185,7 @@ def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
 
 async def test_the_end_of_a_process_is_an_event() -> None:
     process = subprocess.Popen(["sleep", "1000"])
-    seen = processes.look(process.pid)
+    seen = procfs.look(process.pid)
     assert seen is not None
     descriptor = os.pidfd_open(process.pid)
     try:
@@ -225,8 +226,8 @@ class TestRun:
             scratch=tmp_path,
         )
         assert code is None
-        child = processes.look(int(output))
-        while child is not None and processes.is_alive(child.pid, child.started):
+        child = procfs.look(int(output))
+        while child is not None and procfs.is_alive(child.pid, child.started):
             await asyncio.sleep(0.01)
 
     async def test_what_cannot_be_started_is_told(self, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def one(**job: Any) -> Job:
     return parsed
 
 
-def test_a_matrix_makes_a_job_for_each_cell():
+def test_a_matrix_makes_a_job_for_each_cell() -> None:
     jobs = parse(
         {
             "test": {
@@ -37,7 +37,7 @@ def test_a_matrix_makes_a_job_for_each_cell():
     assert jobs[3].steps[0].run == "echo 2 2"
 
 
-def test_env_of_step_lies_over_job_lies_over_workflow():
+def test_env_of_step_lies_over_job_lies_over_workflow() -> None:
     (job,) = parse(
         {
             "a": {
@@ -52,7 +52,7 @@ def test_env_of_step_lies_over_job_lies_over_workflow():
     assert job.steps[0].run == "echo step workflow-job c"
 
 
-def test_ubuntu_labels_run_here_and_others_are_queued():
+def test_ubuntu_labels_run_here_and_others_are_queued() -> None:
     assert one(**{"runs-on": "ubuntu-latest"}).hosted
     assert not one(**{"runs-on": "${{ github.run_id }}"}).hosted
 
@@ -100,7 +100,7 @@ def test_what_is_not_understood_is_refused_by_name(jobs: Any, where: str):
     assert refused.value.fix
 
 
-def test_a_circle_of_needs_is_refused():
+def test_a_circle_of_needs_is_refused() -> None:
     job = {"runs-on": "x", "steps": STEPS}
     with pytest.raises(UserError, match="wait for each other: a, b"):
         parse({"a": {**job, "needs": "b"}, "b": {**job, "needs": ["a"]}, "c": job})

@@ -15,8 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from remuda import procfs
 from remuda.adapters.local import folder as files
-from remuda.adapters.local import procfs
 from remuda.adapters.local.launch import DRAFT, ROOT_LOCK, Launcher, is_on
 from remuda.adapters.local.options import Options
 from remuda.adapters.local.record import Record, read_record

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import remuda
+from remuda import procfs
 from remuda.adapters.local import folder as files
-from remuda.adapters.local import procfs
 from remuda.adapters.local.options import MachineType, Options, choose_type
 from remuda.adapters.local.record import Record
 from remuda.domain.documents import from_document, to_document

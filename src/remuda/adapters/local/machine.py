@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from remuda import procfs
 from remuda.adapters.local import folder as files
-from remuda.adapters.local import procfs
 from remuda.adapters.local.record import read_record
 from remuda.adapters.local.supervisor import FD_VARIABLE, FOLDER_VARIABLE
 from remuda.domain.documents import from_document, to_document

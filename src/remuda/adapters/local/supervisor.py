@@ -21,8 +21,8 @@ import sys
 import time
 from typing import Any
 
+from remuda import procfs
 from remuda.adapters.local import folder as files
-from remuda.adapters.local import procfs
 
 FOLDER_VARIABLE = "REMUDA_MACHINE_FOLDER"
 FD_VARIABLE = "REMUDA_MACHINE_FD"

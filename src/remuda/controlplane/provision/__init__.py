@@ -142,7 +142,7 @@ async def _gather(context: Context, terms: Terms, pickup: PickupManager, holding
 
     try:
         async with asyncio.TaskGroup() as group:
-            services = [group.create_task(pickup.run()), group.create_task(creation.run())]
+            services = [group.create_task(work) for work in (pickup.run(), creation.run(), selection.watch())]
             workers = [group.create_task(fill()) for _ in range(terms.provision.count)]
             await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
             for service in services:

@@ -7,7 +7,7 @@ import asyncio
 from remuda.controlplane.context import Context, apply_surely
 from remuda.controlplane.provision.holdings import Holdings
 from remuda.controlplane.provision.order import CREATED
-from remuda.controlplane.provision.selection import Ready, Terms, describe_failure, raise_if_hopeless
+from remuda.controlplane.provision.selection import Ready, Terms, describe_failure, raise_if_hopeless, raise_if_late
 from remuda.controlplane.waiting import Ended, SignalWait
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
 from remuda.domain.instance import Instance, State
@@ -49,6 +49,7 @@ class Creation:
 
     async def _launch(self, count: int) -> list[Instance]:
         terms, context = self._terms, self._context
+        raise_if_late(context, terms)
         await self._check_cap(count)
         self._launches += 1
         lifetimes = terms.config.lifetimes

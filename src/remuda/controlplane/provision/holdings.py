@@ -47,7 +47,7 @@ async def roll_back(
     """One conditional write for each instance, then the provision's: nothing here waits for a machine."""
     try:
         async with asyncio.timeout(ROLLBACK_LIMIT_S):
-            removal = await removal_credential(context, config, _scope(holdings)) if holdings.all() else None
+            removal = await _removal(context, config, holdings)
             results = await each(holdings.all(), lambda held: _give_back(context, config, held, removal, why=why))
             for result in results:
                 if isinstance(result, RemudaError):
@@ -57,8 +57,15 @@ async def roll_back(
         context.journal.note("rollback-incomplete", f"sweeps will finish it ({error or 'time is up'})")
 
 
-def _scope(holdings: Holdings) -> str:
-    return holdings.all()[0].instance.scope
+async def _removal(context: Context, config: PoolConfig, holdings: Holdings) -> Credential | None:
+    """For those that were registered. Without one they wait for a sweep; the others need not."""
+    if not holdings.all():
+        return None
+    try:
+        return await removal_credential(context, config, holdings.all()[0].instance.scope)
+    except RemudaError as error:
+        context.journal.note("rollback-incomplete", f"sweeps will finish it ({error.message})")
+        return None
 
 
 async def _give_back(context: Context, config: PoolConfig, held: Held, removal: Credential | None, *, why: str) -> None:

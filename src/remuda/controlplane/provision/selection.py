@@ -10,7 +10,7 @@ from remuda.controlplane.provision.holdings import Holdings
 from remuda.controlplane.provision.order import POOL
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.waiting import Ended, SignalWait, Waited
-from remuda.domain.errors import Conflict, Unavailable, UserError
+from remuda.domain.errors import Conflict, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Assignment, Credential, Instance
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
@@ -26,6 +26,8 @@ CLAIM_WAIT_S = 60.0
 SPARE_FAILURES = 3
 #: How old the shared knowledge that the provision is open may be.
 OPEN_CHECK_S = 1.0
+#: How often a provision that waits looks whether it was released meanwhile.
+OPEN_WATCH_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,7 @@ class Selection:
     async def take_one(self) -> Ready | None:
         """An instance from the pool, registered; None when the pool has none that fits."""
         while True:
+            raise_if_late(self._context, self._terms)
             delivery = await self._pickup.next()
             if delivery is None or delivery.message is None:
                 return None
@@ -81,6 +84,15 @@ class Selection:
             ready = await self._await_registration(claimed)
             if ready is not None:
                 return ready
+
+    async def watch(self) -> None:
+        """Ends a provision that somebody released, also while it only waits for machines."""
+        while True:
+            await self._context.clock.sleep(OPEN_WATCH_S)
+            try:
+                await self._check_open()
+            except Unavailable as error:
+                self._context.journal.note("read-failed", error.message, run_id=self._terms.provision.run_id)
 
     async def _check_open(self) -> None:
         """A shared, recent read will do: the commit point catches what slips through."""
@@ -140,6 +152,9 @@ class Selection:
         if waited.verdict is Verdict.OK:
             return Ready(instance=claimed, source=POOL, report=waited.report)
         raise_if_hopeless(waited)
+        if waited.ended is Ended.TIMEOUT:
+            # Too slow for this run is not yet sick: it is given back.
+            raise_if_late(self._context, self._terms)
         await self._give_up(claimed, waited)
         return None
 
@@ -174,6 +189,15 @@ def describe_failure(waited: Waited) -> str:
     if waited.ended is Ended.VERDICT and waited.report is not None:
         return f"{waited.report.signal}: {waited.report.detail}"
     return f"not registered: {waited.ended.value}"
+
+
+def raise_if_late(context: Context, terms: Terms) -> None:
+    """When time is up nothing more is claimed or launched: it would only be ended again."""
+    if context.clock.monotonic() >= terms.until:
+        raise TimedOut(
+            f"run {terms.provision.run_id} has not got its {terms.provision.count} instances in time",
+            fix="raise --provision-timeout-sec",
+        )
 
 
 def raise_if_hopeless(waited: Waited) -> None:

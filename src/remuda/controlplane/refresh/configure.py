@@ -66,7 +66,7 @@ async def apply_configuration(context: Context, desired: Desired, tally: Tally) 
         if tokens:
             changes.append(f"tokens for {desired.scope}")
         if stored is not None and not changes:
-            return stored
+            return await keep_tokens_fresh(context, stored, tally)
         try:
             await context.store.put_config(config)
         except Conflict:

@@ -11,6 +11,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.ghosts import ghost_reason
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
+from remuda.domain.resources import is_instance_id
 from remuda.ports.forge import Deletion, ForgeRunner
 
 
@@ -28,6 +29,8 @@ class GhostSweep:
             for scope, listed in runners.items()
             for runner in listed
             if (parsed := parse_runner_name(self._config.pool, runner.name)) is not None
+            # The prefix of pool `ci` also begins the names of a pool `ci-2`: the rest must be an instance.
+            and is_instance_id(parsed[1])
         ]
         records = await self._context.store.get_many({instance_id for _, _, instance_id in ours})
         ghosts = [

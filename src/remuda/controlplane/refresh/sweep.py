@@ -99,9 +99,11 @@ class Sweep:
         for instance, result in zip(live, await each(live, one), strict=True):
             if isinstance(result, RemudaError):
                 self._tally.error(f"{instance.instance_id}: {result.message}")
-        for error in await announce(self._context, due, by=Actor.REFRESH):
+        errors = await announce(self._context, due, by=Actor.REFRESH)
+        for error in errors:
             self._tally.error(f"announcements: {error.message}")
-        self._tally.announced.extend(item.instance_id for item in due)
+        if not errors:
+            self._tally.announced.extend(item.instance_id for item in due)
 
     async def _decide(self, instance: Instance, report: Report | None) -> Instance:
         lifetimes = self._config.lifetimes

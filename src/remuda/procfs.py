@@ -1,4 +1,7 @@
-"""Processes as the kernel tells of them, and their end. Standard library only: the supervisor starts with it."""
+"""Processes as the kernel tells of them, and their end. Linux: it reads /proc.
+
+Standard library only, and below everything else: the supervisor of a local machine starts with it alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 #: In the environment of everything that runs on a machine; its value is the instance id.
@@ -20,9 +23,10 @@ class Process(NamedTuple):
     ppid: int
     #: Clock ticks since the computer's start: with the pid it names one process for ever.
     started: int
-    state: str
     #: Device number of its terminal; 0 where it has none.
-    terminal: int
+    terminal: int = 0
+    #: As the kernel's letter for it.
+    state: str = ""
 
 
 def look(pid: int) -> Process | None:
@@ -38,7 +42,7 @@ def look(pid: int) -> Process | None:
     # The first thread may end before the others: then it looks like an end, but is a way to hide.
     if state in _ENDED and int(fields[17]) <= 1:
         return None
-    return Process(pid, int(fields[1]), int(fields[19]), state, int(fields[4]))
+    return Process(pid=pid, ppid=int(fields[1]), started=int(fields[19]), terminal=int(fields[4]), state=state)
 
 
 def is_alive(pid: int, started: int) -> bool:
@@ -46,27 +50,24 @@ def is_alive(pid: int, started: int) -> bool:
     return process is not None and process.started == started
 
 
-def everyone() -> Iterator[Process]:
-    try:
-        names = os.listdir("/proc")  # noqa: PTH208  # see above
-    except OSError:
-        return
-    for name in names:
-        process = look(int(name)) if name.isdecimal() else None
-        if process is not None:
-            yield process
+def table() -> dict[int, Process]:
+    """Everyone, by pid."""
+    names = os.listdir("/proc")  # noqa: PTH208  # see above
+    found = (look(int(name)) for name in names if name.isdecimal())
+    return {process.pid: process for process in found if process is not None}
 
 
-def descendants(root: int) -> list[Process]:
+def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[Process]:
+    """All below `root`, nearest first."""
     children: dict[int, list[Process]] = {}
-    for process in everyone():
+    for process in (table() if processes is None else processes).values():
         children.setdefault(process.ppid, []).append(process)
     found: list[Process] = []
-    waiting = [root]
-    while waiting:
-        below = children.pop(waiting.pop(), [])
+    level = [root]
+    while level:
+        below = [child for pid in level for child in children.pop(pid, [])]
         found += below
-        waiting += [process.pid for process in below]
+        level = [process.pid for process in below]
     return found
 
 
@@ -87,7 +88,9 @@ def send(pid: int, started: int, number: signal.Signals) -> int | None:
 
 
 def kill(processes: Iterable[Process], wait_s: float) -> None:
-    """SIGKILL them and wait until they have ended, each `wait_s` at most."""
+    """SIGKILL them and wait until they have ended, each `wait_s` at most. First all signals: what is killed together
+    cannot replace each other.
+    """
     descriptors = [send(process.pid, process.started, signal.SIGKILL) for process in processes]
     for descriptor in descriptors:
         if descriptor is not None:
@@ -111,7 +114,7 @@ def leftovers(machine: str, folder: str, since: int) -> list[Process]:
     user = os.getuid()
     spared = _ancestors()
     found = []
-    for process in everyone():
+    for process in table().values():
         if process.pid in spared or _owner(process.pid) != user:
             continue
         place = _place(process)
