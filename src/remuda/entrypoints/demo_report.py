@@ -58,11 +58,11 @@ class Releasing:
 
     @classmethod
     def parse(cls, name: str, document: Mapping[str, Any]) -> Releasing:
-        took = [float(item["deregistration_seconds"] or 0.0) for item in document["released"]]
+        took = [float(seconds) for seconds in document["deregistration_seconds"].values()]
         return cls(
             name=name,
             run_id=str(document["run_id"]),
-            instance_ids=tuple(str(item["instance_id"]) for item in document["released"]),
+            instance_ids=tuple(str(item) for item in document["released"]),
             seconds=float(document["seconds"]),
             deregistration_seconds=max(took, default=0.0),
         )

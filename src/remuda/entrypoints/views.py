@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from remuda.controlplane.provision.order import ProvisionResult
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.controlplane.release import Fate, ReleaseResult
 from remuda.controlplane.status import Status
-from remuda.domain.documents import plain, to_document
+from remuda.domain.documents import plain
 from remuda.domain.instance import Instance
 from remuda.domain.resources import TypePatterns
 from remuda.settings import Loaded, Settings, key
@@ -21,13 +22,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+def record_document(record: Any) -> dict[str, Any]:
+    """A record as the other documents are: with its fields' own names."""
+    return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
+
+
 def instance_document(instance: Instance) -> dict[str, Any]:
     """A record without what opens a door."""
-    document = to_document(instance)
-    if document["assignment"]:
-        document["assignment"] = {
-            key: value for key, value in document["assignment"].items() if key in {"url", "runnerName", "labels"}
-        }
+    document = record_document(instance)
+    if instance.assignment is not None:
+        shown = {"url", "runner_name", "labels"}
+        assignment = record_document(instance.assignment)
+        document["assignment"] = {name: value for name, value in assignment.items() if name in shown}
     return document
 
 
@@ -57,18 +63,13 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
 
 
 def release_document(result: ReleaseResult) -> dict[str, Any]:
-    def rows(fate: Fate) -> list[dict[str, Any]]:
-        return [{"instance_id": item.instance_id, "reason": item.why} for item in result.of(fate)]
-
     return {
         "run_id": result.run_id,
-        "released": [
-            {"instance_id": item.instance_id, "deregistration_seconds": item.deregistration_s}
-            for item in result.of(Fate.RELEASED)
-        ],
-        "retired": rows(Fate.RETIRED),
-        "expired": rows(Fate.EXPIRED),
-        "skipped": rows(Fate.SKIPPED),
+        **{fate.value: [item.instance_id for item in result.of(fate)] for fate in Fate},
+        "reasons": {item.instance_id: item.why for item in result.outcomes},
+        "deregistration_seconds": {
+            item.instance_id: item.deregistration_s for item in result.outcomes if item.deregistration_s is not None
+        },
         "errors": list(result.errors),
         "seconds": result.seconds,
         "calls": plain(result.calls),
@@ -78,7 +79,8 @@ def release_document(result: ReleaseResult) -> dict[str, Any]:
 def refresh_document(result: RefreshResult) -> dict[str, Any]:
     return {
         "applied": list(result.applied),
-        "retired": [{"instance_id": key, "reason": why} for key, why in result.retired.items()],
+        "retired": list(result.retired),
+        "reasons": dict(result.retired),
         "terminated": list(result.terminated),
         "rolled_back": list(result.rolled_back),
         "announced": list(result.announced),
@@ -97,12 +99,12 @@ def status_document(status: Status) -> dict[str, Any]:
         "instances": [
             {
                 **instance_document(instance),
-                "report": to_document(report) if (report := status.reports.get(instance.instance_id)) else None,
+                "report": record_document(report) if (report := status.reports.get(instance.instance_id)) else None,
             }
             for instance in status.instances
         ],
         "pools": {name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()},
-        "runs": [to_document(provision) for provision in status.runs],
+        "runs": [record_document(provision) for provision in status.runs],
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +25,7 @@ TIMEOUT_S = 15.0
 TRIES = 4
 PAUSE_S = 0.25
 
+_LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 _HEADERS = {
     "Accept": "application/vnd.github+json",
     "X-GitHub-Api-Version": "2022-11-28",
@@ -53,6 +55,8 @@ class GithubForge:
             headers={**_HEADERS, "Authorization": f"Bearer {token}"},
             timeout=TIMEOUT_S,
             follow_redirects=False,
+            # A local GitHub is on this machine: no proxy knows it.
+            trust_env=not _is_local(api_url),
         )
 
     async def close(self) -> None:
@@ -66,14 +70,8 @@ class GithubForge:
 
     async def _token(self, scope: str, kind: str) -> Credential:
         # Minting twice does no harm: it may be repeated.
-        try:
+        with _needs(scope):
             response = await self._call("POST", f"{_runners(scope)}/{kind}", repeat=True)
-        except NotFound as error:
-            raise UserError(
-                error.message,
-                field="github-scope",
-                fix=f"check that {scope} exists and the credential may administer its runners",
-            ) from error
         body = _object(response)
         try:
             expires_at = datetime.fromisoformat(str(body["expires_at"]))
@@ -86,7 +84,8 @@ class GithubForge:
 
     async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
         body = {"name": name, "runner_group_id": 1, "labels": list(labels)}
-        response = await self._call("POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+        with _needs(scope):
+            response = await self._call("POST", f"{_runners(scope)}/generate-jitconfig", json=body)
         answer = _object(response)
         try:
             return JitRunner(runner_id=int(answer["runner"]["id"]), config=str(answer["encoded_jit_config"]))
@@ -97,7 +96,8 @@ class GithubForge:
         runners: dict[int, ForgeRunner] = {}
         for page in range(1, MAX_PAGES + 1):
             params = {"per_page": str(PER_PAGE), "page": str(page)}
-            response = await self._call("GET", _runners(scope), params=params, repeat=True)
+            with _needs(scope):
+                response = await self._call("GET", _runners(scope), params=params, repeat=True)
             found = _object(response).get("runners")
             if not isinstance(found, list):
                 raise Unavailable("GitHub's list of runners is not a list")
@@ -150,6 +150,23 @@ class GithubForge:
             await self._clock.sleep(pause_s * (0.5 + self._ids.jitter()))
             pause_s *= 2
         raise AssertionError  # pragma: no cover - the loop returns or raises
+
+
+@contextmanager
+def _needs(scope: str) -> Iterator[None]:
+    """404 for a whole scope: it does not exist, or the credential may not see it. GitHub does not say which."""
+    try:
+        yield
+    except NotFound as error:
+        raise UserError(
+            error.message,
+            field="github-scope",
+            fix=f"check that {scope} exists and the credential may administer its runners",
+        ) from error
+
+
+def _is_local(url: str) -> bool:
+    return httpx.URL(url).host in _LOCAL_HOSTS
 
 
 def _runners(scope: str) -> str:
