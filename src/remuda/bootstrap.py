@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
@@ -61,9 +62,10 @@ def layout(settings: Settings) -> LocalLayout:
     return LocalLayout(settings.dir.absolute())
 
 
-def local_endpoint(settings: Settings) -> Endpoint:
+def local_endpoint(settings: Settings, *, alive: bool = True) -> Endpoint:
+    """Where the local GitHub is; with `alive` it must run."""
     endpoint = read_endpoint(layout(settings).github)
-    if endpoint is None:
+    if endpoint is None or (alive and procfs.look(endpoint.pid) is None):
         raise UserError(
             f"the local backend in {settings.dir} is not up", field="--dir", fix=f"run remuda up --dir {settings.dir}"
         )
@@ -78,13 +80,19 @@ def check_backend(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def open_context(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
-    """The ports on the chosen backend. `credentialed`: the command acts on GitHub itself (refresh)."""
+async def open_context(
+    settings: Settings, journal: Journal, *, credentialed: bool, alive: bool = True
+) -> AsyncIterator[Context]:
+    """The ports on the chosen backend.
+
+    `credentialed`: the command acts on GitHub itself (refresh). `alive`: it makes no sense without GitHub; looks and
+    sweeps do.
+    """
     check_backend(settings)
     async with AsyncExitStack() as stack:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
         places = layout(settings)
-        endpoint = local_endpoint(settings)
+        endpoint = local_endpoint(settings, alive=alive)
         store = SqliteInstanceStore(path=places.database, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(store.close)
         pool = SqliteResourcePool(path=places.database, clock=clock, ids=ids, calls=calls)

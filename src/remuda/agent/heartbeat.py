@@ -51,6 +51,7 @@ class Heartbeat:
         self._vital = vital
         self._version = version
         self._interval_s = interval_s
+        self._notice = ""
         self._due = asyncio.Event()
 
     def soon(self) -> None:
@@ -76,8 +77,16 @@ class Heartbeat:
                 at=self._clock.now(),
                 busy=runner.busy,
                 listening=runner.listening,
-                notice=await self._machine.spot_notice(),
+                notice=await self._look_for_notice(),
                 version=self._version,
             )
         except RemudaError as error:
             self._journal.note("beat-failed", error.message, instance_id=self._instance_id)
+
+    async def _look_for_notice(self) -> str:
+        """What could not be asked is no reason to look dead; and a notice is never taken back."""
+        try:
+            self._notice = await self._machine.spot_notice() or self._notice
+        except RemudaError as error:
+            self._journal.note("notice-unknown", error.message, instance_id=self._instance_id)
+        return self._notice

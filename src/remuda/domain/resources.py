@@ -72,11 +72,11 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
         raise UserError(f"{field} has {len(document)} classes; {MAX_CLASSES} are the most", field=field, fix=fix)
     classes = []
     for name, body in document.items():
-        if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
+        if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name.lower() in _GENERIC_LABELS:
             raise UserError(
                 f"{field}: {_brief(name)} cannot be a class name",
                 field=field,
-                fix="use up to 40 letters, digits, - and _",
+                fix="use up to 40 letters, digits, - and _, and no label that every runner has",
             )
         if not isinstance(body, Mapping):
             raise UserError(f"{field}: class {name!r} must be an object", field=field, fix=fix)

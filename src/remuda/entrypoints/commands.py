@@ -66,7 +66,7 @@ def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only:
     journal = _journal(output)
 
     async def once() -> RefreshResult:
-        async with open_context(settings, journal, credentialed=True) as context:
+        async with open_context(settings, journal, credentialed=True, alive=not sweep_only) as context:
             return await refresh(context, None if sweep_only else desired(settings))
 
     async def again_and_again(interval_s: float) -> int:
@@ -159,7 +159,7 @@ def run_status(flags: Flags, config: str | None, output: Output, *, everything: 
     settings = load_settings(flags, config).settings
 
     async def work() -> Status:
-        async with open_context(settings, _journal(output), credentialed=False) as context:
+        async with open_context(settings, _journal(output), credentialed=False, alive=False) as context:
             return await status(context, everything=everything)
 
     result = run_async(work)

@@ -301,7 +301,7 @@ class Story:
         return (await sim.job(job_id)).status != "queued"
 
     async def _record(self, instance_id: str) -> Instance | None:
-        async with open_context(self._settings, SilentJournal(), credentialed=False) as context:
+        async with open_context(self._settings, SilentJournal(), credentialed=False, alive=False) as context:
             return await context.store.get(instance_id)
 
     async def _in_state(self, instance_id: str, state: State) -> bool:
@@ -319,7 +319,7 @@ class Story:
         return str(document.get("reason") or "")
 
     async def _histories(self) -> dict[str, tuple[Instance, Sequence[HistoryEntry]]]:
-        async with open_context(self._settings, SilentJournal(), credentialed=False) as context:
+        async with open_context(self._settings, SilentJournal(), credentialed=False, alive=False) as context:
             instances = await context.store.find(frozenset(State))
             return {item.instance_id: (item, await context.store.history(item.instance_id)) for item in instances}
 

@@ -200,8 +200,18 @@ async def stop(settings: Settings, journal: Journal, *, purge: bool) -> DownResu
     for name in stopped:
         journal.note("stopped", name)
     if purge and not left:
-        shutil.rmtree(places.root, ignore_errors=True)
+        _purge(places)
     return DownResult(stopped=tuple(stopped), terminated=terminated, left=left)
+
+
+def _purge(places: LocalLayout) -> None:
+    """Only what `up` made: the folder may hold other things too."""
+    for folder in (places.github, places.runner, places.instances, places.logs):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in places.root.glob(f"{places.database.name}*"):
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        places.root.rmdir()
 
 
 async def _end_machines(settings: Settings) -> tuple[str, ...]:
@@ -217,7 +227,7 @@ async def _end_machines(settings: Settings) -> tuple[str, ...]:
 
 async def _last_sweep(settings: Settings, journal: Journal) -> None:
     try:
-        async with open_context(settings, journal, credentialed=True) as context:
+        async with open_context(settings, journal, credentialed=True, alive=False) as context:
             await refresh(context, None)
     except RemudaError as error:
         journal.note("sweep-failed", error.message)

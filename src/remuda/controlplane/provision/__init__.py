@@ -90,6 +90,12 @@ async def _agree(context: Context, order: ProvisionOrder) -> Terms:
             field="instance-count",
             fix="ask for fewer, or raise --max-instances and run remuda refresh",
         )
+    if order.run_id.lower() in {candidate.name.lower() for candidate in config.classes}:
+        raise UserError(
+            f"run-id is {order.run_id!r}, the name of a class: as a label it would attract other runs' jobs",
+            field="run-id",
+            fix="give the workflow's run id (github.run_id)",
+        )
     timeout_s = order.timeout_s or config.lifetimes.provision_timeout_s
     now = context.clock.now()
     deadline = to_milliseconds(now + timedelta(seconds=timeout_s))

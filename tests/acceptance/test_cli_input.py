@@ -1,0 +1,352 @@
+"""Bad input at the installed command: refused with one sentence, before anything is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REMUDA = Path(sys.executable).with_name("remuda")
+LIMIT_S = 60
+ANY_RUN = ("provision", "--run-id", "1")
+
+
+class Shell:
+    """Runs `remuda` in a folder of its own, with nothing of ours in its environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state = folder / "state"
+        self.environ = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(REMUDA), *arguments],
+            cwd=self.folder,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def refused(self, *arguments: str, code: int = 2) -> dict[str, Any]:
+        """The error, told to people and to programs alike; nothing was made."""
+        before = sorted(self.folder.rglob("*"))
+        done = self(*arguments, "--json")
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        document = json.loads(done.stdout)
+        assert list(document) == ["error"]
+        error: dict[str, Any] = document["error"]
+        assert list(error) == ["type", "message", "field", "fix"]
+        lines = done.stderr.splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("remuda: ")
+        assert error["message"].splitlines()[0][:100] in lines[0]
+        assert len(lines[0]) < 600
+        assert sorted(self.folder.rglob("*")) == before
+        return error
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+# Values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "1.5", "1e9", "NaN", "", "x" * 10_000], ids=lambda each: each[:5] or "empty"
+)
+def test_an_impossible_count_names_field_value_and_fix(shell: Shell, value: str) -> None:
+    error = shell.refused(*ANY_RUN, "--instance-count", value)
+    assert (error["type"], error["field"]) == ("UserError", "--instance-count")
+    assert error["message"].startswith(f"--instance-count is {value!r}"[:80])
+    assert error["fix"] == "give a whole number from 1 to 1000"
+
+
+@pytest.mark.parametrize(
+    "value", ["", " ", "1 2", "1,2", "self-hosted", "x" * 10_000], ids=lambda each: each[:5] or "empty"
+)
+def test_a_run_id_is_one_word_of_its_own(shell: Shell, value: str) -> None:
+    error = shell.refused("provision", "--run-id", value)
+    assert error["field"] == "--run-id"
+    assert "run id" in error["fix"]
+
+
+@pytest.mark.parametrize("command", ["provision", "release"])
+def test_a_run_id_is_needed(shell: Shell, command: str) -> None:
+    assert shell.refused(command)["field"] == "--run-id"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--idle-time-sec", "0"),
+        ("--idle-time-sec", "604801"),
+        ("--release-time-sec", "1"),
+        ("--max-runtime-min", "0"),
+        ("--max-runtime-min", "inf"),
+        ("--max-age-sec", "-5"),
+        ("--max-uses", "0"),
+        ("--margin-sec", "NaN"),
+        ("--max-instances", "1e9"),
+    ],
+)
+def test_thresholds_out_of_range_are_refused(shell: Shell, option: str, value: str) -> None:
+    error = shell.refused("refresh", option, value)
+    assert (error["field"], value in error["message"]) == (option, True)
+    assert error["fix"].startswith("give ")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"large": {"cpu": 0, "mmem": 1}}', "[" * 50_000, "NaN"], ids=lambda t: t[:12]
+)
+def test_malformed_classes_are_refused(shell: Shell, text: str) -> None:
+    assert shell.refused("refresh", "--resource-class-config", text)["field"] == "--resource-class-config"
+
+
+@pytest.mark.parametrize("text", ["", "c?", "c*" * 5_000, "c*,;"], ids=lambda each: each[:5] or "empty")
+def test_patterns_that_are_none_are_refused(shell: Shell, text: str) -> None:
+    error = shell.refused(*ANY_RUN, "--allowed-instance-types", text)
+    assert error["field"] == "--allowed-instance-types"
+
+
+def test_a_value_from_the_environment_is_told_by_its_variable(shell: Shell) -> None:
+    shell.environ["REMUDA_INSTANCE_COUNT"] = "many"
+    error = shell.refused(*ANY_RUN)
+    assert (error["field"], error["message"]) == ("REMUDA_INSTANCE_COUNT", "REMUDA_INSTANCE_COUNT is 'many'")
+
+
+def test_bytes_that_are_no_text_are_refused_like_any_word(shell: Shell) -> None:
+    assert shell.refused(*ANY_RUN, "--pool", os.fsdecode(b"\xff\xfe"))["field"] == "--pool"
+
+
+# Options and commands ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "named", "fix"),
+    [
+        (("provision", "--nope"), "--nope", "--nope", "see remuda provision --help"),
+        (("provision", "--instance-cout", "5"), "--instance-cout", "--instance-count", "see remuda provision --help"),
+        (("nope",), "", "nope", "see remuda --help"),
+        (("status", "extra"), "", "extra", "see remuda status --help"),
+        (("refresh", "--every", "often"), "--every", "--every", "see remuda refresh --help"),
+        (("refresh", "--every", "nan"), "--every", "--every", "see remuda refresh --help"),
+        (("run-workflow",), "", "file", "see remuda run-workflow --help"),
+    ],
+    ids=["option", "near miss", "command", "argument", "no number", "nan", "missing"],
+)
+def test_usage_errors_are_told_like_all_others(
+    shell: Shell, arguments: tuple[str, ...], field: str, named: str, fix: str
+) -> None:
+    error = shell.refused(*arguments)
+    assert error["type"] == "UserError"
+    assert field in {error["field"], ""}
+    assert named.lower() in error["message"].lower()
+    assert error["fix"] == fix
+
+
+def test_without_arguments_there_is_help(shell: Shell) -> None:
+    done = shell()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "provision" in done.stdout
+
+
+def test_without_json_nothing_but_one_sentence_is_written(shell: Shell) -> None:
+    done = shell(*ANY_RUN, "--instance-count", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "remuda: --instance-count is '0'; give a whole number from 1 to 1000\n"
+
+
+@pytest.mark.parametrize("command", ["up", "down", "refresh", "status", "demo"])
+def test_aws_is_not_part_of_this_version(shell: Shell, command: str) -> None:
+    error = shell.refused(command, "--backend", "aws")
+    assert (error["field"], error["fix"]) == ("--backend", "use --backend local")
+    assert "not part of this version" in error["message"]
+
+
+# The state folder -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", [ANY_RUN, ("release", "--run-id", "1"), ("refresh",), ("status",)], ids=lambda a: a[0]
+)
+def test_what_is_not_up_says_how_to_bring_it_up(shell: Shell, arguments: tuple[str, ...]) -> None:
+    error = shell.refused(*arguments, "--dir", "elsewhere")
+    assert (error["field"], error["fix"]) == ("--dir", "run remuda up --dir elsewhere")
+
+
+@pytest.mark.parametrize("value", ["", "x" * 5_000], ids=["empty", "long"])
+@pytest.mark.parametrize("arguments", [("up",), ("down", "--purge"), ("status",)], ids=lambda a: a[0])
+def test_a_folder_that_cannot_be_one_is_refused(shell: Shell, arguments: tuple[str, ...], value: str) -> None:
+    assert shell.refused(*arguments, "--dir", value)["field"] == "--dir"
+
+
+def test_a_file_in_place_of_the_folder_is_refused(shell: Shell) -> None:
+    shell.state.write_text("a file")
+    error = shell.refused("up", "--dir", "state")
+    assert (error["field"], error["fix"]) == ("--dir", "name a folder that you may write")
+
+
+@pytest.fixture
+def store(shell: Shell) -> Path:
+    """A folder that looks as if its backend were up, with room for a store."""
+    (shell.state / "github").mkdir(parents=True)
+    endpoint = {"url": "http://127.0.0.1:9", "pid": os.getpid(), "token": "t0ken"}
+    (shell.state / "github" / "endpoint.json").write_text(json.dumps(endpoint))
+    return shell.state / "remuda.db"
+
+
+def test_a_store_that_is_missing_says_how_to_make_it(shell: Shell, store: Path) -> None:
+    error = shell.refused("status", "--dir", "state")
+    assert "remuda.db" in error["message"]
+    assert "remuda up" in error["fix"]
+
+
+def test_a_store_that_is_garbage_is_refused(shell: Shell, store: Path) -> None:
+    store.write_bytes(b"this is not a database" * 500)
+    error = shell.refused("status", "--dir", "state")
+    assert "remuda.db" in error["message"]
+    assert "away" in error["fix"]
+
+
+def test_a_store_that_is_somebody_elses_database_is_refused(shell: Shell, store: Path) -> None:
+    with sqlite3.connect(store) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+    connection.close()
+    assert "not a Remuda store" in shell.refused("status", "--dir", "state")["message"]
+
+
+def test_a_folder_in_place_of_the_store_is_refused(shell: Shell, store: Path) -> None:
+    store.mkdir()
+    assert "folder" in shell.refused("status", "--dir", "state")["message"]
+
+
+def test_no_error_shows_the_local_githubs_token(shell: Shell, store: Path) -> None:
+    store.write_bytes(b"garbage" * 500)
+    done = shell("status", "--dir", "state", "--json")
+    assert "t0ken" not in done.stdout + done.stderr
+
+
+# The settings file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "told"),
+    [
+        ("pool = ", "config", "is not TOML"),
+        ("pool = " + "[" * 50_000, "config", "is not TOML"),
+        ("max-uses = " + "1" * 5_000, "config", "is not TOML"),
+        ("instance-cuont = 1", "instance-cuont", "unknown key"),
+        ("instance-count = 0", "instance-count", "instance-count is 0"),
+        ("instance-count = true", "instance-count", "instance-count is True"),
+        ("[resource-class-config.large]\ncpu = 0\nmmem = 1", "resource-class-config", "cpu of 'large' is 0"),
+    ],
+    ids=["syntax", "nesting", "number", "key", "value", "truth", "table"],
+)
+def test_a_broken_settings_file_is_told_before_anything_is_made(shell: Shell, text: str, field: str, told: str) -> None:
+    (shell.folder / "remuda.toml").write_text(text)
+    error = shell.refused("up")
+    assert (error["field"], told in error["message"]) == (field, True)
+    assert error["fix"]
+
+
+@pytest.mark.parametrize("command", ["down", "refresh", "provision", "release", "status", "config"])
+def test_a_broken_settings_file_is_told_by_every_command(shell: Shell, command: str) -> None:
+    (shell.folder / "remuda.toml").write_text("pool = ")
+    assert shell.refused(command)["field"] == "config"
+
+
+def test_a_settings_file_that_was_named_must_be_there(shell: Shell) -> None:
+    error = shell.refused("config", "--config", "missing.toml")
+    assert (error["field"], "missing.toml" in error["message"]) == ("config", True)
+
+
+def test_config_prints_values_and_sources_but_no_secret(shell: Shell) -> None:
+    (shell.folder / "remuda.toml").write_text('github-token = "ghp_s3cret"\nmax-uses = 7')
+    done = shell("config", "--json")
+    rows = json.loads(done.stdout)["settings"]
+    assert rows["max-uses"] == {"value": 7, "source": "file: max-uses"}
+    assert rows["github-token"]["value"] == "(hidden)"
+    assert "ghp_s3cret" not in done.stdout + done.stderr + shell("config").stderr
+
+
+# Help is cheap ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["provision", "--help"], ["--version"]], ids=" ".join)
+def test_help_imports_neither_clients_nor_servers(shell: Shell, arguments: list[str]) -> None:
+    probe = (
+        "import sys\n"
+        "from remuda.entrypoints.cli import main\n"
+        f"code = main({arguments!r})\n"
+        "heavy = {'boto3', 'botocore', 'aiobotocore', 'httpx', 'starlette', 'uvicorn', 'yaml', 'sqlite3'}\n"
+        "sys.exit(code or ', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], env=shell.environ, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# A backend that is up ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    shell = Shell(tmp_path_factory.mktemp("up"))
+    try:
+        up = shell("up", "--dir", "state", "--quiet")
+        assert up.returncode == 0, up.stderr
+        refreshed = shell("refresh", "--dir", "state", "--quiet")
+        assert refreshed.returncode == 0, refreshed.stderr
+        yield shell
+    finally:
+        down = shell("down", "--dir", "state", "--purge", "--quiet")
+        assert down.returncode == 0, down.stderr
+
+
+def machines(shell: Shell) -> list[Path]:
+    return sorted((shell.state / "instances").glob("i-*"))
+
+
+def test_an_unknown_class_is_told_with_those_that_exist(backend: Shell) -> None:
+    done = backend(*ANY_RUN, "--dir", "state", "--resource-class", "colossal", "--json", "--quiet")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["field"]) == (2, "resource-class")
+    assert "colossal" in error["message"]
+    assert "xlarge" in error["fix"]
+    assert machines(backend) == []
+
+
+def test_a_scope_without_a_token_is_told_before_anything_is_launched(backend: Shell) -> None:
+    done = backend(*ANY_RUN, "--dir", "state", "--github-scope", "some/other", "--json", "--quiet")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["field"]) == (2, "github-scope")
+    assert "remuda refresh --github-scope some/other" in error["fix"]
+    assert machines(backend) == []
+
+
+def test_a_store_that_is_locked_is_unavailable(backend: Shell) -> None:
+    connection = sqlite3.connect(backend.state / "remuda.db", timeout=LIMIT_S, isolation_level=None)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        done = backend(*ANY_RUN, "--dir", "state", "--json", "--quiet")
+    finally:
+        connection.close()
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["type"]) == (4, "Unavailable")
+    assert "locked" in error["message"]
+    assert "Traceback" not in done.stderr
+    assert machines(backend) == []

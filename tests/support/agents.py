@@ -1,0 +1,253 @@
+"""An agent's surroundings for tests: a machine and a runner that remember what was done to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
+from remuda.agent.loop import Agent
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment, Credential, Instance, State
+from remuda.domain.signals import Report, Signal
+from remuda.domain.transitions import Actor, Claim, Commit, Event, Pool, Release, advance, create
+from remuda.ports.calls import CallCounter
+from remuda.ports.machine import Identity, Memory, Outcome
+from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.store import InstanceStore
+from support.clock import PlainIds, VirtualClock
+from support.records import assignment, at, instance, instance_id
+
+ID = instance_id(1)
+MARGIN_S = 1.0
+
+
+class FakeMachine:
+    """Its memory survives the agent. `log` is shared with the runner: the order of all that was done."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.memory = Memory()
+        self.armed: list[datetime] = []
+        self.ended: list[str] = []
+        self.notice = ""
+        self.script = Outcome(ok=True)
+        self.reset_outcome = Outcome(ok=True)
+        #: How long a reset takes.
+        self.reset_s = 0.0
+
+    async def identity(self) -> Identity:
+        return Identity(instance_id=ID, pool="test", margin_s=MARGIN_S)
+
+    def recall(self) -> Memory:
+        return self.memory
+
+    def remember(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def arm(self, at: datetime) -> None:
+        self.armed.append(at)
+
+    async def spot_notice(self) -> str:
+        return self.notice
+
+    async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002 - the port's
+        self.log.append("script")
+        return self.script
+
+    async def reset(self) -> Outcome:
+        self.log.append("reset")
+        await asyncio.sleep(self.reset_s)
+        return self.reset_outcome
+
+    async def end(self, reason: str) -> None:
+        self.ended.append(reason)
+
+
+class FakeRunner:
+    """Registration and listener outlive the agent. A job is `busy` set and cleared by the test."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.current = RunnerState()
+        self.configured: list[Assignment] = []
+        self.configure_outcome = Outcome(ok=True)
+        #: What removals answer, one after the other; afterwards they succeed.
+        self.removals: list[Removal] = []
+        #: Exit codes of listeners that end at once, one for each start; afterwards they stay.
+        self.exits: list[int] = []
+        self.removed_with: list[Credential | None] = []
+        self._changed = asyncio.Event()
+
+    def state(self) -> RunnerState:
+        return self.current
+
+    def become(self, **changed: Any) -> None:
+        self.current = replace(self.current, **changed)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def configure(self, assignment: Assignment) -> Outcome:
+        self.log.append(f"configure {assignment.runner_name}")
+        self.configured.append(assignment)
+        if self.configure_outcome.ok:
+            self.become(configured_as=assignment.runner_name)
+        return self.configure_outcome
+
+    async def start(self) -> None:
+        self.log.append("start")
+        if self.exits:
+            self.become(listening=False, exit_code=self.exits.pop(0))
+        else:
+            self.become(listening=True, exit_code=None)
+
+    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+        removal = self.removals.pop(0) if self.removals else Removal.REMOVED
+        self.log.append(f"remove {removal.name}")
+        self.removed_with.append(assignment.credential)
+        if removal is Removal.REMOVED:
+            self.become(configured_as="")
+        return removal, ""
+
+    async def stop(self) -> None:
+        self.log.append("stop")
+        self.become(listening=False, busy=False)
+
+    async def wait_for_change(self, since: RunnerState, timeout_s: float) -> RunnerState:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.current == since:
+                    await self._changed.wait()
+        return self.current
+
+
+class FlakyStore:
+    """A store that a test can put out of reach, or cut at one call."""
+
+    def __init__(self, inner: InstanceStore) -> None:
+        self._inner = inner
+        self.down = False
+        #: Asked before each call by its name; true: the call fails.
+        self.fails: Callable[[str], bool] = lambda _name: False
+        #: As above, but the call is carried out and then reported as failed.
+        self.loses_answer: Callable[[str], bool] = lambda _name: False
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._inner, name)
+
+        async def guarded(*given: Any, **named: Any) -> Any:
+            if self.down or self.fails(name):
+                raise Unavailable("the store is out of reach")
+            result = await call(*given, **named)
+            if self.down or self.loses_answer(name):
+                raise Unavailable("the answer was lost")
+            return result
+
+        return guarded
+
+
+class NotedJournal:
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, str]] = []
+
+    def note(self, action: str, why: str = "", **facts: Any) -> None:  # noqa: ARG002 - the port's
+        self.notes.append((action, why))
+
+
+class Stable:
+    """One machine with its agent, and a control plane that does as the test says."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.clock = VirtualClock()
+        self.database = MemoryDatabase()
+        self.control = MemoryInstanceStore(clock=self.clock, calls=CallCounter(), database=self.database)
+        self.store = FlakyStore(self.control)
+        self.machine = FakeMachine(self.log)
+        self.runner = FakeRunner(self.log)
+        self.journal = NotedJournal()
+        self.task: asyncio.Task[str] | None = None
+
+    # The agent
+
+    def start(self) -> asyncio.Task[str]:
+        agent = Agent(
+            store=self.store,
+            machine=self.machine,
+            runner=self.runner,
+            clock=self.clock,
+            ids=PlainIds(),
+            journal=self.journal,
+            version="1",
+        )
+        self.task = asyncio.create_task(agent.run())
+        return self.task
+
+    async def crash(self) -> None:
+        """The agent's process is gone; the machine and the listener are as they were."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+            self.task = None
+
+    async def restart(self) -> None:
+        await self.crash()
+        self.start()
+
+    # What others see
+
+    @property
+    def record(self) -> Instance:
+        return self.database.instances[ID]
+
+    @property
+    def report(self) -> Report:
+        return self.database.reports.get(ID) or Report(instance_id=ID)
+
+    def signalled(self, signal: Signal, epoch: int = 1) -> bool:
+        return (self.report.epoch, self.report.signal) == (epoch, signal)
+
+    # The control plane
+
+    async def apply(self, event: Event, by: Actor) -> Instance:
+        return await self.control.apply(advance(self.record, event, by=by, now=self.clock.now(), why="a test"))
+
+    async def create(self, **changed: Any) -> None:
+        record = instance(
+            state=State.CREATED,
+            run_id="1234",
+            owner="p-1/a",
+            provision_id="p-1",
+            threshold=at(self.clock.monotonic() + 300),
+            assignment=assignment(1),
+            **changed,
+        )
+        await self.control.apply(create(record, by=Actor.PROVISION, why="a test"))
+
+    async def claim(self) -> None:
+        event = Claim(
+            run_id="1235",
+            owner="p-2/a",
+            provision_id="p-2",
+            scope="octo/repo",
+            tier=self.record.tier,
+            threshold=at(self.clock.monotonic() + 300),
+            assignment=assignment(self.record.epoch + 1),
+            margin_s=MARGIN_S,
+        )
+        await self.apply(event, Actor.PROVISION)
+
+    async def commit(self, max_runtime_s: float = 1_800.0) -> None:
+        event = Commit(owner=self.record.owner, report=self.report, max_runtime_s=max_runtime_s)
+        await self.apply(event, Actor.PROVISION)
+
+    async def release(self, release_time_s: float = 300.0) -> None:
+        credential = Credential(token="removal-t0ken", expires_at=at(self.clock.monotonic() + 3_600))
+        await self.apply(Release(release_time_s=release_time_s, credential=credential), Actor.RELEASE)
+
+    async def pool(self) -> None:
+        await self.apply(Pool(report=self.report, idle_time_s=420.0), Actor.RELEASE)

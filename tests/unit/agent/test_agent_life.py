@@ -1,0 +1,304 @@
+"""An agent's whole life, and the same life with its process killed at every step."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from remuda.agent.lifetime import DEAD_MAN_SLACK_S
+from remuda.domain.instance import State
+from remuda.domain.signals import Signal, took_s
+from remuda.domain.transitions import Actor, Cause, End
+from remuda.ports.machine import Outcome, Script
+from support.agents import MARGIN_S, Stable
+from support.clock import run, until
+from support.records import assignment, at
+
+FIRST, SECOND = assignment(1).runner_name, assignment(2).runner_name
+CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+
+LIFE = [
+    "script",
+    f"configure {FIRST}",
+    "start",
+    "remove REMOVED",
+    "stop",
+    "reset",
+    f"configure {SECOND}",
+    "start",
+    "remove REMOVED",
+    "stop",
+    "reset",
+]
+
+
+async def use(stable: Stable, epoch: int) -> None:
+    """Registered, committed, a job, released, pooled."""
+    await until(lambda: stable.signalled(Signal.UD_REG_OK, epoch))
+    assert not stable.runner.current.listening
+    await stable.commit()
+    await until(lambda: stable.runner.current.listening)
+    stable.runner.become(busy=True)
+    await asyncio.sleep(10)
+    stable.runner.become(busy=False)
+    await stable.release()
+    await until(lambda: stable.signalled(CLEAN, epoch))
+    await stable.pool()
+
+
+async def life(stable: Stable) -> None:
+    await stable.create()
+    await use(stable, 1)
+    await asyncio.sleep(60)
+    await stable.claim()
+    await use(stable, 2)
+
+
+def test_a_machine_lives_through_two_runs_and_ends() -> None:
+    async def story() -> None:
+        stable = Stable()
+        task = stable.start()
+        await life(stable)
+        assert stable.log == LIFE
+        assert [each.runner_name for each in stable.runner.configured] == [FIRST, SECOND]
+        assert {each.token for each in stable.runner.removed_with if each} == {"removal-t0ken"}
+        assert stable.record.uses == 2
+        await stable.apply(End(cause=Cause.GONE), Actor.REFRESH)
+        assert await task == "the record says terminating"
+        assert stable.machine.ended == ["the record says terminating"]
+
+    run(story())
+
+
+@pytest.mark.parametrize("nth", range(1, 12))
+@pytest.mark.parametrize("loses_answer", [False, True], ids=["lost", "applied but reported as failed"])
+def test_a_call_to_the_store_that_fails_changes_nothing_but_the_time(nth: int, loses_answer: bool) -> None:  # noqa: FBT001
+    """Each call of the agent, one by one: refused, or carried out with the answer lost."""
+
+    async def story() -> None:
+        stable = Stable()
+        seen = 0
+
+        def cut(_name: str) -> bool:
+            nonlocal seen
+            seen += 1
+            return seen % 12 == nth
+
+        if loses_answer:
+            stable.store.loses_answer = cut
+        else:
+            stable.store.fails = cut
+        stable.start()
+        await life(stable)
+        assert [each for each in stable.log if not each.startswith(("reset", "configure"))] == [
+            each for each in LIFE if not each.startswith(("reset", "configure"))
+        ]
+        assert stable.record.state is State.IDLE
+        await stable.crash()
+
+    run(story())
+
+
+@pytest.mark.parametrize("after", range(1, len(LIFE) + 1))
+def test_an_agent_that_is_killed_right_after_any_step_goes_on_rightly(after: int) -> None:
+    """The step was done, nothing was signalled: a new process finds out from disk and record alone."""
+
+    async def story() -> None:
+        stable = Stable()
+        died = asyncio.Event()
+
+        class Log(list[str]):
+            def append(self, item: str) -> None:
+                super().append(item)
+                if len(self) == after and not died.is_set():
+                    died.set()
+                    asyncio.get_running_loop().call_soon(lambda: stable.task and stable.task.cancel())
+
+        stable.log = stable.machine.log = stable.runner.log = Log()
+
+        async def nurse() -> None:
+            await died.wait()
+            await asyncio.sleep(3)
+            await stable.restart()
+
+        stable.start()
+        nursing = asyncio.create_task(nurse())
+        await life(stable)
+        await nursing
+        assert stable.record.state is State.IDLE
+        assert stable.record.uses == 2
+        assert not stable.runner.current.listening
+        assert stable.runner.current.configured_as == ""
+        again = {"configure", "reset", "script"}
+        once = [each for each in stable.log if each.split()[0] not in again]
+        assert once == [each for each in LIFE if each.split()[0] not in again]
+        await stable.crash()
+
+    run(story())
+
+
+@pytest.mark.parametrize("state", ["created", "registered", "listening", "busy", "clean"])
+def test_a_restart_while_waiting_repeats_no_work(state: str) -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.start()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK))
+        if state != "registered":
+            await stable.commit()
+            await until(lambda: stable.runner.current.listening)
+        if state == "busy":
+            stable.runner.become(busy=True)
+            await stable.release()
+        if state == "clean":
+            await stable.release()
+            await until(lambda: stable.signalled(CLEAN))
+            await stable.pool()
+        await asyncio.sleep(5)
+        done = list(stable.log)
+        await stable.restart()
+        await asyncio.sleep(60)
+        assert stable.log == done
+        assert stable.task is not None
+        assert not stable.task.done()
+        await stable.crash()
+
+    run(story())
+
+
+# Signals and their stories ----------------------------------------------------------------------------------------
+
+
+def test_a_signal_tells_how_long_the_machine_itself_took() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.machine.reset_s = 2.5
+        stable.start()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK))
+        assert took_s(stable.report.detail) == 0.0
+        await stable.commit()
+        await until(lambda: stable.runner.current.listening)
+        await stable.release()
+        await until(lambda: stable.signalled(CLEAN))
+        assert took_s(stable.report.detail) == pytest.approx(2.5)
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_script_that_fails_after_the_record_came_is_told_with_its_own_words() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.machine.script = Outcome(ok=False, detail="no such package")
+        await stable.create()
+        stable.start()
+        await until(lambda: stable.signalled(Signal.UD_FAILED))
+        assert "no such package" in stable.report.detail
+        assert stable.machine.memory.script is Script.FAILED
+        assert stable.log == ["script"]
+        await stable.crash()
+
+    run(story())
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_script_that_fails_before_the_record_came_is_told_with_its_own_words(restart: bool) -> None:  # noqa: FBT001
+    async def story() -> None:
+        stable = Stable()
+        stable.machine.script = Outcome(ok=False, detail="no such package")
+        stable.start()
+        await until(lambda: stable.machine.memory.script is Script.FAILED)
+        if restart:
+            await stable.restart()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_FAILED))
+        assert "no such package" in stable.report.detail
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_script_runs_once_in_a_machines_life() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.start()
+        await life(stable)
+        await stable.restart()
+        await asyncio.sleep(30)
+        assert stable.log.count("script") == 1
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_failed_registration_is_signalled_at_once() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.runner.configure_outcome = Outcome(ok=False, detail="credential refused: 401")
+        stable.start()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_FAILED), within_s=1)
+        assert "credential refused: 401" in stable.report.detail
+        await asyncio.sleep(60)
+        assert len(stable.runner.configured) == 1
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_reset_that_fails_is_signalled_and_not_tried_again() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.machine.reset_outcome = Outcome(ok=False, detail="2 processes left")
+        stable.start()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK))
+        await stable.commit()
+        await until(lambda: stable.runner.current.listening)
+        await stable.release()
+        await until(lambda: stable.signalled(Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED))
+        assert "2 processes left" in stable.report.detail
+        await asyncio.sleep(60)
+        assert stable.log.count("reset") == 1
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_machine_whose_record_comes_late_waits_for_it() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.start()
+        await asyncio.sleep(200)
+        assert stable.log == ["script"]
+        assert stable.report.beat > 10
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK), within_s=1)
+        await stable.crash()
+
+    run(story())
+
+
+def test_the_dead_man_timer_follows_each_threshold_and_lies_past_the_agents_own_end() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.start()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK))
+        await stable.commit(max_runtime_s=600)
+        await until(lambda: stable.runner.current.listening)
+        slack_s = MARGIN_S + DEAD_MAN_SLACK_S
+        assert stable.machine.armed[0] == at(300 + slack_s)
+        assert (stable.machine.armed[-1] - stable.record.threshold).total_seconds() == slack_s
+        assert stable.machine.memory.threshold == stable.record.threshold
+        await stable.restart()
+        armed = stable.machine.armed[-1]
+        stable.machine.armed.clear()
+        stable.store.down = True
+        await asyncio.sleep(1)
+        assert stable.machine.armed == [armed]
+        await stable.crash()
+
+    run(story())

@@ -1,0 +1,389 @@
+"""What an agent does when the store, the runner or time itself fails."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from remuda.agent.lifecycle import MAX_REMOVALS, MAX_STARTS
+from remuda.agent.loop import STEP_LIMIT_S
+from remuda.domain.instance import State
+from remuda.domain.signals import Signal
+from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
+from remuda.domain.transitions import Actor, Extend, Renew
+from remuda.ports.machine import Memory, Script
+from remuda.ports.runner import Removal
+from support.agents import ID, MARGIN_S, Stable
+from support.clock import VirtualClock, run, until
+from support.records import at
+
+CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+
+
+async def running(stable: Stable, max_runtime_s: float = 1_800.0) -> None:
+    stable.start()
+    await stable.create()
+    await until(lambda: stable.signalled(Signal.UD_REG_OK))
+    await stable.commit(max_runtime_s)
+    await until(lambda: stable.runner.current.listening)
+
+
+# The store --------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_reach_of_the_store_the_last_threshold_rules() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable, max_runtime_s=100)
+        threshold = stable.record.threshold
+        stable.store.down = True
+        assert stable.task is not None
+        why = await stable.task
+        assert why == "its time is up and the store cannot be read"
+        late = stable.clock.now() - threshold
+        assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
+
+    run(story())
+
+
+def test_the_last_threshold_rules_after_a_restart_too() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.machine.memory = Memory(script=Script.OK, threshold=at(50))
+        stable.store.down = True
+        why = await stable.start()
+        assert why == "its time is up and the store cannot be read"
+        assert stable.clock.now() >= at(50 + MARGIN_S)
+        assert stable.machine.ended == [why]
+
+    run(story())
+
+
+def test_without_any_threshold_it_waits_for_the_store() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.store.down = True
+        task = stable.start()
+        await asyncio.sleep(7_200)
+        assert not task.done()
+        stable.store.down = False
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK), within_s=10)
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_job_goes_on_while_the_store_is_out_of_reach() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        stable.runner.become(busy=True)
+        stable.store.down = True
+        await asyncio.sleep(600)
+        stable.store.down = False
+        await asyncio.sleep(10)
+        assert stable.runner.current.busy
+        assert stable.log.count("start") == 1
+        assert stable.report.busy
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_store_out_of_reach_is_asked_more_and_more_rarely() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.store.down = True
+        stable.start()
+        await asyncio.sleep(600)
+        asked = [action for action, _ in stable.journal.notes if action == "step-failed"]
+        assert 100 < len(asked) < 150
+        await stable.crash()
+
+    run(story())
+
+
+# The end ----------------------------------------------------------------------------------------------------------
+
+
+def test_time_up_is_read_once_more_before_the_end() -> None:
+    """The threshold moved between the agent's last look and its end: it lives on."""
+
+    async def story() -> None:
+        stable = Stable()
+        await running(stable, max_runtime_s=100)
+        await stable.release(release_time_s=20)
+        await until(lambda: stable.signalled(CLEAN))
+        await stable.pool()
+        await asyncio.sleep(1)
+
+        def renew(name: str) -> bool:
+            if name == "get" and stable.record.threshold < stable.clock.now():
+                later = stable.clock.now() + timedelta(seconds=500)
+                stable.database.instances[ID] = replace(stable.record, threshold=later)
+            return False
+
+        stable.store.fails = renew
+        await asyncio.sleep(600)
+        assert stable.task is not None
+        assert not stable.task.done()
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_renewed_threshold_is_followed() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        await stable.release()
+        await until(lambda: stable.signalled(CLEAN))
+        await stable.pool()
+        for _ in range(5):
+            await asyncio.sleep(400)
+            await stable.apply(Renew(idle_time_s=420), Actor.SCALE_DOWN)
+        assert stable.task is not None
+        assert not stable.task.done()
+        assert await stable.task == "its time in idle is up"
+        late = stable.clock.now() - stable.record.threshold
+        assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
+
+    run(story())
+
+
+def test_a_machine_whose_record_was_forgotten_ends_at_its_last_threshold() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable, max_runtime_s=100)
+        threshold = stable.record.threshold
+        del stable.database.instances[ID]
+        assert stable.task is not None
+        assert await stable.task == "its time is up and its record is gone"
+        assert stable.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
+
+    run(story())
+
+
+@pytest.mark.parametrize("skew_s", [-30.0, 30.0])
+def test_a_clock_that_is_off_does_not_confuse_a_short_life(skew_s: float) -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.clock = VirtualClock(skew_s)
+        await running(stable)
+        await stable.release()
+        await until(lambda: stable.signalled(CLEAN))
+        assert stable.log[-3:] == ["remove REMOVED", "stop", "reset"]
+        await stable.crash()
+
+    run(story())
+
+
+# The heartbeat ----------------------------------------------------------------------------------------------------
+
+
+def test_the_heartbeat_rises_steadily_and_tells_of_the_runner() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        await asyncio.sleep(1)
+        before = stable.report.beat
+        await asyncio.sleep(100)
+        assert stable.report.beat - before == pytest.approx(100 / HEARTBEAT_INTERVAL_S, abs=1)
+        assert (stable.report.listening, stable.report.busy, stable.report.version) == (True, False, "1")
+        stable.runner.become(busy=True)
+        await asyncio.sleep(0.1)
+        assert stable.report.busy
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_spot_notice_is_reported_and_the_job_goes_on() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        stable.runner.become(busy=True)
+        stable.machine.notice = "terminate at noon"
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S + 0.1)
+        assert stable.report.notice == "terminate at noon"
+        assert stable.log[-1] == "start"
+        assert stable.runner.current.busy
+        await stable.crash()
+
+    run(story())
+
+
+def test_the_heartbeat_of_a_hung_agent_stops() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.machine.reset_s = 100_000
+        await running(stable)
+        await stable.release(release_time_s=200_000)
+        await asyncio.sleep(STEP_LIMIT_S - 10)
+        beat = stable.report.beat
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        assert stable.report.beat > beat
+        await asyncio.sleep(20)
+        beat = stable.report.beat
+        await asyncio.sleep(1_000)
+        assert stable.report.beat == beat
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_lost_beat_is_followed_by_others() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        stable.store.fails = lambda name: name == "beat"
+        await asyncio.sleep(30)
+        beat = stable.report.beat
+        stable.store.fails = lambda _name: False
+        await asyncio.sleep(30)
+        assert stable.report.beat >= beat + 5
+        await stable.crash()
+
+    run(story())
+
+
+# The runner -------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_job_is_waited_for_and_the_release_goes_on_when_it_ends() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        stable.runner.become(busy=True)
+        await stable.release(release_time_s=60)
+        for _ in range(10):
+            await asyncio.sleep(50)
+            await stable.apply(Extend(report=stable.report, release_time_s=60), Actor.RELEASE)
+        assert stable.log[-1] == "start"
+        stable.runner.become(busy=False)
+        await until(lambda: stable.signalled(CLEAN), within_s=1)
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_removal_refused_for_a_job_waits_and_does_not_count_as_failed() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        refusals = 3 * MAX_REMOVALS
+        stable.runner.removals = [Removal.BUSY] * refusals
+        await stable.release()
+        started = stable.clock.monotonic()
+        await until(lambda: stable.signalled(CLEAN))
+        assert stable.log.count("remove BUSY") == refusals
+        assert stable.clock.monotonic() - started >= refusals - 1
+        assert "stop" not in stable.log[: stable.log.index("remove REMOVED")]
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_removal_that_fails_is_tried_again_with_growing_pauses() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        stable.runner.removals = [Removal.FAILED] * (MAX_REMOVALS - 1)
+        await stable.release()
+        started = stable.clock.monotonic()
+        await until(lambda: stable.signalled(CLEAN))
+        assert stable.log.count("remove FAILED") == MAX_REMOVALS - 1
+        assert stable.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_removal_that_fails_too_often_is_signalled_and_the_runner_is_not_stopped() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        stable.runner.removals = [Removal.FAILED] * 100
+        await stable.release()
+        await until(lambda: stable.signalled(Signal.UD_REMOVE_REG_FAILED))
+        await asyncio.sleep(60)
+        assert stable.log.count("remove FAILED") == MAX_REMOVALS
+        assert "stop" not in stable.log
+        assert "reset" not in stable.log
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_listener_that_ends_is_started_again_with_growing_pauses() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.runner.exits = [2] * (MAX_STARTS - 1)
+        started = stable.clock.monotonic()
+        await running(stable)
+        assert stable.log.count("start") == MAX_STARTS
+        assert stable.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
+        await stable.crash()
+
+    run(story())
+
+
+@pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
+def test_a_listener_that_will_not_stay_is_signalled(code: int, starts: int) -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.runner.exits = [code] * 100
+        stable.start()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK))
+        await stable.commit()
+        await until(lambda: stable.signalled(Signal.UD_REG_FAILED))
+        await asyncio.sleep(60)
+        assert stable.log.count("start") == starts
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_release_during_registration_leaves_nothing_registered() -> None:
+    """The claim was rolled back before the agent ever saw it: it cleans up whatever it finds."""
+
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        await stable.release()
+        await until(lambda: stable.signalled(CLEAN))
+        await stable.pool()
+        await stable.crash()
+        await stable.claim()
+        await stable.release()
+        stable.start()
+        await until(lambda: stable.signalled(CLEAN, 2))
+        assert len(stable.runner.configured) == 1
+        assert stable.record.state is State.RELEASING
+        await stable.crash()
+
+    run(story())
+
+
+def test_each_assignment_has_all_its_tries() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.runner.exits = [2] * (MAX_STARTS - 1)
+        await running(stable)
+        await stable.release()
+        await until(lambda: stable.signalled(CLEAN))
+        await stable.pool()
+        await stable.claim()
+        stable.runner.exits = [2] * (MAX_STARTS - 1)
+        await until(lambda: stable.signalled(Signal.UD_REG_OK, 2))
+        await stable.commit()
+        await until(lambda: stable.runner.current.listening)
+        assert stable.log.count("start") == 2 * MAX_STARTS
+        await stable.crash()
+
+    run(story())

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.domain.documents import camel, from_document, plain, to_document
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.resources import PoolMessage
+from remuda.domain.signals import Report, Signal
+from support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
+
+RECORDS = [
+    instance(),
+    instance(state=State.RELEASING, assignment=assignment(), run_deadline=at(1.5), forget_at=at(2), retire="spot"),
+    instance(assignment=replace(assignment(), credential=None, jit_config="secret", labels=())),
+    entry(),
+    Report(instance_id="i-1"),
+    Report(instance_id="i-1", epoch=3, signal=Signal.UD_REG_OK, beat=9, beat_at=NOW, busy=True, notice="rebalance"),
+    provision(),
+    provision(status=ProvisionStatus.RELEASED, instance_ids=("i-1", "i-2"), released_at=at(1), settled=True),
+    pool_config(),
+    message(),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_survives_json(record: Any) -> None:
+    text = json.dumps(to_document(record))
+    assert from_document(type(record), json.loads(text)) == record
+
+
+@given(st.builds(HistoryEntry, at=st.just(NOW)), st.builds(Report, beat_at=st.just(NOW)))
+def test_any_text_survives(line: HistoryEntry, report: Report) -> None:
+    for record in (line, report):
+        assert from_document(type(record), json.loads(json.dumps(to_document(record)))) == record
+
+
+def test_keys_are_camel_case() -> None:
+    assert camel("instance_id") == "instanceId"
+    assert camel("id") == "id"
+    assert to_document(message()) == {
+        "id": "i-00000000000000001",
+        "epoch": 1,
+        "resourceClass": "large",
+        "instanceType": "c6i.large",
+        "usageClass": "spot",
+        "cpu": 2,
+        "mmem": 4096,
+        "tier": "trusted",
+    }
+
+
+def test_times_are_fixed_width_text() -> None:
+    assert to_document(instance(threshold=at(0.0019)))["threshold"] == "2025-05-31T12:00:00.001Z"
+
+
+def test_mappings_and_nested_records_are_plain() -> None:
+    assert plain({"a": (State.IDLE, NOW, None)}) == {"a": ["idle", "2025-05-31T12:00:00.000Z", None]}
+    assert to_document(pool_config())["lifetimes"]["keepRecordsS"] == 600.0
+
+
+def test_unknown_keys_are_ignored_and_defaults_filled_in() -> None:
+    document = to_document(provision())
+    del document["settled"], document["why"]
+    assert from_document(Provision, {**document, "colour": "blue"}) == provision()
+
+
+def test_whole_numbers_stand_for_seconds() -> None:
+    document = to_document(pool_config())
+    document["lifetimes"]["idleTimeS"] = 7
+    assert from_document(PoolConfig, document).lifetimes.idle_time_s == 7.0
+
+
+REQUIRED = ["instanceId", "state", "epoch", "threshold", "resourceClass", "usageClass", "cpu", "createdAt"]
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_field_is_named(key: str) -> None:
+    document = to_document(instance())
+    del document[key]
+    with pytest.raises(ValueError, match=f"Instance lacks {key}"):
+        from_document(Instance, document)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("instanceId", 7),
+        ("instanceId", None),
+        ("state", "asleep"),
+        ("state", None),
+        ("state", ["idle"]),
+        ("epoch", "1"),
+        ("epoch", 1.5),
+        ("epoch", True),
+        ("threshold", 7),
+        ("usageClass", "SPOT"),
+        ("retire", None),
+        ("runDeadline", 7),
+    ],
+)
+def test_a_wrong_field_is_named(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Instance\.{key}"):
+        from_document(Instance, {**to_document(instance()), key: value})
+
+
+@pytest.mark.parametrize("value", ["yesterday", "2025-05-31T12:00:00Z", "2025-02-30T12:00:00.000Z", ""])
+def test_a_wrong_time_is_refused(value: str) -> None:
+    with pytest.raises(ValueError):
+        from_document(Instance, {**to_document(instance()), "threshold": value})
+
+
+@pytest.mark.parametrize("document", [None, 7, "text", [], [["instanceId", "i-1"]]])
+def test_what_is_no_object_is_refused(document: Any) -> None:
+    with pytest.raises(ValueError, match="must be an object"):
+        from_document(Instance, document)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("labels", "1234"),
+        ("labels", [1234]),
+        ("credential", []),
+        ("credential", {"token": "t"}),
+        ("credential", {"token": None, "expiresAt": "2025-05-31T12:00:00.000Z"}),
+    ],
+)
+def test_nested_records_are_checked(key: str, value: Any) -> None:
+    document = to_document(instance(assignment=assignment()))
+    document["assignment"][key] = value
+    with pytest.raises(ValueError):
+        from_document(Instance, document)
+
+
+@pytest.mark.parametrize("changed", [{"launch": []}, {"launch": {"image": 7}}, {"classes": {}}, {"classes": [7]}])
+def test_collections_are_checked(changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        from_document(PoolConfig, {**to_document(pool_config()), **changed})
+
+
+@pytest.mark.parametrize("changed", [{"id": "nonsense"}, {"id": 7}, {"epoch": 0}, {"tier": "root"}])
+def test_a_message_checks_itself(changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        from_document(PoolMessage, {**to_document(message()), **changed})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("record", [instance(assignment=assignment()), pool_config(), message(), provision()])
+@given(data=st.data(), value=JSON)
+def test_anything_else_is_a_value_error(record: Any, data: st.DataObject, value: Any) -> None:
+    """No document makes the parser stumble: it returns a record or says what is wrong."""
+    key = camel(data.draw(st.sampled_from([item.name for item in fields(record)])))
+    with suppress(ValueError):
+        from_document(type(record), {**to_document(record), key: value})

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.domain.errors import UserError
+from remuda.domain.ghosts import ghost_reason
+from remuda.domain.instance import State
+from remuda.domain.pool_config import MAX_RUNNER_NAME, parse_runner_name, runner_name, runner_prefix
+from support.builders import in_state
+from support.records import NOW, at, instance_id, pool_config
+
+POOLS = st.from_regex(r"\A[a-z0-9][a-z0-9-]{0,19}\Z")
+EPOCHS = st.integers(1, 10**9)
+IDS = st.from_regex(r"\Ai-[0-9a-f]{17}\Z")
+
+
+@given(POOLS, EPOCHS, IDS)
+def test_a_runners_name_says_its_pool_epoch_and_instance_and_fits_github(pool: str, epoch: int, machine: str) -> None:
+    name = runner_name(pool, epoch, machine)
+    assert len(name) <= MAX_RUNNER_NAME
+    assert name.startswith(runner_prefix(pool))
+    assert parse_runner_name(pool, name) == (epoch, machine)
+
+
+@given(POOLS, POOLS, EPOCHS, IDS)
+def test_a_runner_belongs_to_one_pool_only(one: str, other: str, epoch: int, machine: str) -> None:
+    """Else one pool's ghost sweep would hit another's runners."""
+    if one != other:
+        assert parse_runner_name(other, runner_name(one, epoch, machine)) is None
+
+
+@pytest.mark.parametrize("epoch", [1, 7])
+def test_a_pool_whose_name_begins_with_anothers_is_another_pool(epoch: int) -> None:
+    assert parse_runner_name("ci", runner_name("ci-1", epoch, instance_id(1))) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "remuda-test-",
+        "remuda-test-1",
+        "remuda-test-1-",
+        "remuda-test--i-01234567",
+        "remuda-test-x-i-01234567",
+        "remuda-test-1-my-own-runner",
+        "remuda-test-0-i-01234567",
+        "remuda-test-01-i-01234567",
+        "remuda-test-1-i-01234567-x",
+        "remuda-test-²-i-01234567",
+        "Remuda-test-1-i-01234567",
+        "remuda-tests-1-i-01234567",
+        "ubuntu-runner",
+    ],
+)
+def test_foreign_names_are_nobodys(name: str) -> None:
+    assert parse_runner_name("test", name) is None
+
+
+def test_a_name_too_long_for_github_is_refused() -> None:
+    with pytest.raises(UserError, match="longer than 64"):
+        runner_name("x" * 30, 10**9, instance_id(1))
+
+
+def test_an_unknown_class_is_told_with_those_that_exist() -> None:
+    with pytest.raises(UserError, match="'huge'") as refused:
+        pool_config().resource_class("huge")
+    assert refused.value.field == "resource-class"
+    assert "xlarge" in refused.value.fix
+    assert pool_config().resource_class("large").cpu == 2
+
+
+def test_tokens_are_found_whatever_the_case_of_the_scope() -> None:
+    assert pool_config().tokens_for("Octo/Repo").scope == "octo/repo"
+    with pytest.raises(UserError, match="octo/other") as refused:
+        pool_config().tokens_for("octo/other")
+    assert "remuda refresh --github-scope octo/other" in refused.value.fix
+
+
+def test_tokens_do_not_show_in_a_repr() -> None:
+    assert "t0ken" not in repr(pool_config())
+
+
+# Ghosts: each clause ----------------------------------------------------------------------------------------------
+
+
+def ghost(name: str, record_state: State | None, *, epoch: int = 2, since: datetime | None = None) -> str | None:
+    record = None if record_state is None else in_state(record_state, epoch=epoch)
+    return ghost_reason(name, record, pool="test", unrecorded_since=since, now=NOW, grace_s=900.0)
+
+
+NAME = runner_name("test", 2, instance_id(1))
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_registration_of_the_present_assignment_is_a_ghost_only_when_idle_or_over(state: State) -> None:
+    expected = state in {State.IDLE, State.TERMINATING, State.TERMINATED}
+    assert (ghost(NAME, state) is not None) is expected
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_registration_of_an_earlier_assignment_is_a_ghost(state: State) -> None:
+    assert ghost(NAME, state, epoch=3) is not None
+
+
+@pytest.mark.parametrize("state", [State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE])
+def test_a_registration_newer_than_the_record_that_was_read_is_none(state: State) -> None:
+    assert ghost(NAME, state, epoch=1) is None
+
+
+@pytest.mark.parametrize(
+    ("since", "expected"), [(None, False), (at(-899.999), False), (at(-900), True), (at(5), False)]
+)
+def test_without_a_record_a_registration_is_a_ghost_after_the_grace(since: datetime | None, expected: bool) -> None:  # noqa: FBT001
+    assert (ghost(NAME, None, since=since) is not None) is expected
+
+
+@pytest.mark.parametrize("name", ["somebodys-runner", runner_name("other", 1, instance_id(1)), "remuda-test-1-mine"])
+def test_a_foreign_runner_is_never_a_ghost(name: str) -> None:
+    assert ghost(name, None, since=at(-9_999)) is None
+    assert ghost(name, State.TERMINATED) is None

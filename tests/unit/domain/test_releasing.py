@@ -1,0 +1,187 @@
+"""What happens next to a releasing instance, and when one is not pooled again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.domain.instance import Credential, State, retirement
+from remuda.domain.releasing import credential_is_short, next_for_releasing
+from remuda.domain.signals import Signal
+from remuda.domain.thresholds import Lifetimes, expired, usable
+from remuda.domain.transitions import Actor, Cause, End, Extend, Pool, advance
+from support.builders import in_state, report
+from support.records import NOW, assignment, at
+
+LIFE = Lifetimes(release_time_s=300.0, max_age_s=3_600.0, max_uses=3)
+CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+
+
+def decide(seen: Any, **changed: Any) -> Any:
+    decided = next_for_releasing(in_state(State.RELEASING, **changed), seen, now=NOW, lifetimes=LIFE)
+    return decided.event if decided else None
+
+
+def test_a_clean_machine_goes_to_the_pool() -> None:
+    assert decide(report(CLEAN)) == Pool(report=report(CLEAN), idle_time_s=420.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "notice", "reason"),
+    [
+        ({"retire": "spot notice: soon"}, "", "spot notice: soon"),
+        ({}, "terminate at noon", "spot notice: terminate at noon"),
+        ({"created_at": at(-3_600)}, "", "too old: 3600 s is the most"),
+        ({"uses": 2}, "", "used 3 times: 3 is the most"),
+    ],
+)
+def test_a_clean_machine_that_is_used_up_is_ended_with_the_reason(
+    changed: dict[str, Any], notice: str, reason: str
+) -> None:
+    event = decide(report(CLEAN, notice=notice), **changed)
+    assert (event.cause, event.reason) == (Cause.RETIRED, reason)
+
+
+@pytest.mark.parametrize("signal", [Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED])
+def test_a_failed_removal_ends_the_machine(signal: Signal) -> None:
+    assert decide(report(signal)).cause is Cause.FAILED
+
+
+@pytest.mark.parametrize(
+    "signal", [None, *(each for each in Signal if each is not CLEAN and not each.name.startswith("UD_REMOVE_REG_"))]
+)
+def test_signals_of_the_time_before_decide_nothing(signal: Signal | None) -> None:
+    assert decide(report(signal)) is None
+
+
+@pytest.mark.parametrize("signal", Signal)
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_signals_of_another_epoch_decide_nothing(signal: Signal, epoch: int) -> None:
+    assert decide(report(signal, epoch)) is None
+    assert decide(None) is None
+
+
+@pytest.mark.parametrize(
+    ("threshold", "deadline", "extends"),
+    [
+        (at(149), at(1_800), True),
+        (at(150), at(1_800), False),
+        (at(100), at(100), False),
+        (at(100), at(101), True),
+        (at(100), None, False),
+    ],
+    ids=["half used up", "not yet half", "at the run's deadline", "just before it", "no deadline"],
+)
+def test_a_running_job_gets_more_time_when_half_is_used_and_the_run_has_some_left(
+    threshold: datetime,
+    deadline: datetime | None,
+    extends: bool,  # noqa: FBT001
+) -> None:
+    event = decide(report(busy=True), threshold=threshold, run_deadline=deadline)
+    assert isinstance(event, Extend) is extends
+
+
+@given(
+    st.sampled_from([None, *Signal]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.floats(1, 2_000),
+    st.none() | st.floats(1, 2_000),
+    st.integers(0, 4),
+    st.sampled_from(["", "soon"]),
+    st.sampled_from(["", "too old"]),
+)
+def test_whatever_is_decided_is_legal_and_gets_on(
+    signal: Signal | None,
+    epoch: int,
+    busy: bool,  # noqa: FBT001
+    left_s: float,
+    deadline_s: float | None,
+    uses: int,
+    notice: str,
+    retire: str,
+) -> None:
+    """Release and refresh may carry it out as it stands, and it never repeats itself without effect."""
+    record = in_state(
+        State.RELEASING,
+        threshold=at(left_s),
+        run_deadline=None if deadline_s is None else at(deadline_s),
+        uses=uses,
+        retire=retire,
+    )
+    seen = report(signal, epoch, busy=busy, notice=notice)
+    decided = next_for_releasing(record, seen, now=NOW, lifetimes=LIFE)
+    if decided is None:
+        return
+    assert decided.why
+    for by in (Actor.RELEASE, Actor.REFRESH):
+        change = advance(record, decided.event, by=by, now=NOW, why=decided.why)
+        assert change.guard.admits(record)
+        after = change.applied_to(record)
+        assert after != record
+        if isinstance(decided.event, End):
+            assert after.state is State.TERMINATING
+
+
+# The removal credential -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expires", "threshold", "short"),
+    [
+        (at(301), at(300), False),
+        (at(300), at(300), True),
+        (at(61), at(10), False),
+        (at(60), at(10), True),
+        (at(-1), at(300), True),
+    ],
+)
+def test_a_credential_must_outlast_the_threshold_and_the_margin(
+    expires: datetime,
+    threshold: datetime,
+    short: bool,  # noqa: FBT001
+) -> None:
+    given_one = replace(assignment(2), credential=Credential(token="t0ken", expires_at=expires))
+    record = in_state(State.RELEASING, assignment=given_one, threshold=threshold)
+    assert credential_is_short(record, now=NOW, margin_s=60.0) is short
+
+
+def test_a_missing_credential_is_short_and_a_missing_assignment_needs_none() -> None:
+    record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=None))
+    assert credential_is_short(record, now=NOW, margin_s=60.0)
+    assert not credential_is_short(replace(record, assignment=None), now=NOW, margin_s=60.0)
+
+
+# Retirement and time ----------------------------------------------------------------------------------------------
+
+
+def test_a_young_little_used_machine_does_not_retire() -> None:
+    record = in_state(State.RELEASING, uses=1, created_at=at(-3_599.999))
+    assert retirement(record, now=NOW, max_age_s=3_600.0, max_uses=3) == ""
+
+
+@pytest.mark.parametrize(("uses", "most", "retires"), [(0, 1, True), (0, 2, False), (48, 50, False), (49, 50, True)])
+def test_the_last_allowed_use_is_the_last(uses: int, most: int, retires: bool) -> None:  # noqa: FBT001
+    record = in_state(State.RELEASING, uses=uses)
+    assert bool(retirement(record, now=NOW, max_age_s=3_600.0, max_uses=most)) is retires
+
+
+def test_the_first_reason_stands() -> None:
+    record = in_state(State.RELEASING, retire="first", uses=99)
+    assert retirement(record, now=NOW, max_age_s=1.0, max_uses=1, notice="soon") == "first"
+
+
+@given(st.floats(-200, 200), st.floats(0, 100))
+def test_nothing_is_both_usable_and_expired_and_the_margin_lies_between(left_s: float, margin_s: float) -> None:
+    threshold = at(left_s)
+    is_usable = usable(threshold, now=NOW, margin_s=margin_s)
+    is_expired = expired(threshold, now=NOW, margin_s=margin_s)
+    assert not (is_usable and is_expired)
+    if abs(abs(left_s) - margin_s) > 1e-5:
+        assert is_usable == (left_s > margin_s)
+        assert is_expired == (left_s < -margin_s)

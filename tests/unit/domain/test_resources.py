@@ -1,0 +1,257 @@
+"""Classes, type patterns, run ids and scopes, and whether a message fits a request."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.domain.errors import UserError
+from remuda.domain.resources import (
+    DEFAULT_CLASSES,
+    MAX_CLASSES,
+    MAX_CPU,
+    MAX_MMEM,
+    MAX_PATTERN_TEXT,
+    Request,
+    ResourceClass,
+    Tier,
+    TypePatterns,
+    UsageClass,
+    check_run_id,
+    check_scope,
+    is_instance_id,
+    misfit,
+    parse_classes,
+)
+from support.records import message
+
+#: More than any sane message needs.
+MAX_MESSAGE = 300
+
+# Type patterns ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "matching", "others"),
+    [
+        ("*", ["c5.large", "", "anything"], []),
+        ("c*", ["c5.large", "c"], ["m5.large", "xc5"]),
+        ("m6i.large", ["m6i.large"], ["m6iXlarge", "m6i.large2", "am6i.large", "M6I.LARGE"]),
+        ("c* m6i.large", ["c5.large", "m6i.large"], ["m6i.xlarge"]),
+        ("c*,m*", ["c5", "m5"], ["r5"]),
+        ("*.large", ["c5.large"], ["c5.xlarge", "c5.large.metal"]),
+        ("c*.*large", ["c5.large", "c6i.12xlarge"], ["c5large", "m5.large"]),
+        ("a*a", ["aa", "aba"], ["a", "ab"]),
+        ("a*b*c", ["abc", "axbxc"], ["acb", "ac"]),
+        ("ab*ba", ["abba", "abxba"], ["aba"]),
+        ("**", ["", "x"], []),
+    ],
+)
+def test_patterns_are_literal_but_for_the_star(patterns: str, matching: list[str], others: list[str]) -> None:
+    parsed = TypePatterns.parse(patterns)
+    assert [each for each in matching + others if parsed.matches(each)] == matching
+
+
+@given(st.text("ab.*-", min_size=1, max_size=12), st.text("ab.-", max_size=12))
+def test_a_pattern_matches_as_a_shells_would(pattern: str, text: str) -> None:
+    assert TypePatterns.parse(pattern).matches(text) == fnmatch.fnmatchcase(text, pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*a" * 32, "a*" * 32, "*" * 64, "*a*b" * 16, "a*" * 31 + "b", "*" + "a" * 62 + "b"],
+    ids=["star a", "a star", "stars", "two letters", "no end", "long tail"],
+)
+@pytest.mark.parametrize("text", ["a" * 1_000, "ab" * 500, "a" * 999 + "c"], ids=["aaa", "abab", "aaac"])
+def test_no_pattern_is_slow(pattern: str, text: str) -> None:
+    words = " ".join(pattern[:64] for _ in range(MAX_PATTERN_TEXT // 65))
+    parsed = TypePatterns.parse(words)
+    started = time.perf_counter()
+    for _ in range(100):
+        parsed.matches(text)
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "   ", ",,", "c5.large;rm", "c?", "[a-z]", "c5\u00e9", "$(x)", "a" * 65, "c5/large", "x" * 10_000]
+)
+def test_what_is_no_pattern_is_refused_in_one_short_sentence(text: str) -> None:
+    with pytest.raises(UserError) as refused:
+        TypePatterns.parse(text)
+    assert refused.value.field == "allowed-instance-types"
+    assert "c* m6i.large" in refused.value.fix
+    assert len(refused.value.message) < MAX_MESSAGE
+    assert "\n" not in refused.value.message
+
+
+def test_a_pattern_given_twice_counts_once_and_the_order_stays() -> None:
+    assert str(TypePatterns.parse("m* c*, m*")) == "m* c*"
+
+
+# Classes ----------------------------------------------------------------------------------------------------------
+
+
+def test_own_classes_replace_the_defaults() -> None:
+    parsed = parse_classes({"small": {"cpu": 1, "mmem": 512}, "gpu_1-x": {"cpu": MAX_CPU, "mmem": MAX_MMEM}})
+    assert parsed == (
+        ResourceClass(name="small", cpu=1, mmem=512),
+        ResourceClass(name="gpu_1-x", cpu=MAX_CPU, mmem=MAX_MMEM),
+    )
+
+
+def test_the_default_classes_can_be_written_as_a_document() -> None:
+    document = {each.name: {"cpu": each.cpu, "mmem": each.mmem} for each in DEFAULT_CLASSES}
+    assert parse_classes(json.loads(json.dumps(document))) == DEFAULT_CLASSES
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        {},
+        [],
+        "large",
+        5,
+        {"large": None},
+        {"large": [2, 4096]},
+        {"large": {}},
+        {"large": {"cpu": 2}},
+        {"large": {"mmem": 2}},
+        {"large": {"cpu": "2", "mmem": 4096}},
+        {"large": {"cpu": 2.0, "mmem": 4096}},
+        {"large": {"cpu": True, "mmem": 4096}},
+        {"large": {"cpu": 0, "mmem": 4096}},
+        {"large": {"cpu": -1, "mmem": 4096}},
+        {"large": {"cpu": MAX_CPU + 1, "mmem": 4096}},
+        {"large": {"cpu": 2, "mmem": MAX_MMEM + 1}},
+        {"large": {"cpu": float("nan"), "mmem": 4096}},
+        {"large": {"cpu": "9" * 10_000, "mmem": 4096}},
+        {"": {"cpu": 2, "mmem": 4096}},
+        {"two words": {"cpu": 2, "mmem": 4096}},
+        {"a,b": {"cpu": 2, "mmem": 4096}},
+        {"x" * 10_000: {"cpu": 2, "mmem": 4096}},
+        {"-x": {"cpu": 2, "mmem": 4096}},
+        {5: {"cpu": 2, "mmem": 4096}},
+        {f"c{number}": {"cpu": 2, "mmem": 4096} for number in range(MAX_CLASSES + 1)},
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_malformed_classes_are_refused_in_one_short_sentence(document: Any) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_classes(document)
+    assert refused.value.field == "resource-class-config"
+    assert refused.value.fix
+    assert len(refused.value.message) < MAX_MESSAGE
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(JSON)
+def test_any_json_is_classes_or_a_user_error(document: Any) -> None:
+    with suppress(UserError):
+        assert all(each.cpu >= 1 and each.mmem >= 1 for each in parse_classes(document))
+
+
+# Fit --------------------------------------------------------------------------------------------------------------
+
+WANTED = Request(
+    resource_class=ResourceClass(name="large", cpu=2, mmem=4_096),
+    usage_class=UsageClass.SPOT,
+    patterns=TypePatterns.parse("c*"),
+    tier=Tier.TRUSTED,
+)
+
+
+def test_a_message_that_offers_as_much_or_more_fits() -> None:
+    assert misfit(message(), WANTED) is None
+    assert misfit(message(cpu=64, mmem=99_999), WANTED) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"resource_class": "xlarge"}, "class xlarge, not large"),
+        ({"usage_class": UsageClass.ON_DEMAND}, "on-demand, not spot"),
+        ({"instance_type": "m6i.large"}, "type m6i.large is not among c*"),
+        ({"cpu": 1}, "1 cpu, 2 wanted"),
+        ({"mmem": 4_095}, "4095 MiB, 4096 wanted"),
+        ({"tier": Tier.UNTRUSTED}, "tier untrusted, not trusted"),
+    ],
+)
+def test_one_thing_amiss_is_a_misfit_with_its_reason(changed: dict[str, Any], why: str) -> None:
+    assert misfit(message(**changed), WANTED) == why
+
+
+def test_a_trusted_machine_does_not_fit_an_untrusted_run() -> None:
+    assert misfit(message(), replace(WANTED, tier=Tier.UNTRUSTED)) is not None
+
+
+# Ids --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["i-01234567", "i-0123456789abcdef0"])
+def test_instance_ids(text: str) -> None:
+    assert is_instance_id(text)
+    assert message().id == "i-00000000000000001"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "i-", "i-0123456", "i-0123456789abcdef01", "I-01234567", "i-0123456G", "i-01234567\n"]
+)
+def test_what_is_no_instance_id_makes_no_message(text: str) -> None:
+    assert not is_instance_id(text)
+    with pytest.raises(ValueError, match="not an instance id"):
+        message(id=text)
+
+
+@pytest.mark.parametrize("epoch", [0, -1])
+def test_a_message_has_an_epoch_from_1(epoch: int) -> None:
+    with pytest.raises(ValueError, match="below 1"):
+        message(epoch=epoch)
+
+
+@pytest.mark.parametrize("text", ["1", "16823234567", "run.1_a-b", "A" * 64])
+def test_run_ids(text: str) -> None:
+    assert check_run_id(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "1 2", "1,2", "1\n", "-1", ".1", "a/b", "é", "A" * 65, "x" * 10_000, "$(id)"),
+        *("self-hosted", "Self-Hosted", "linux", "X64", "ARM64", "windows", "macOS"),
+    ],
+)
+def test_a_run_id_is_one_word_and_no_label_of_every_runner(text: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_run_id(text)
+    assert (refused.value.field, "github.run_id" in refused.value.fix) == ("run-id", True)
+    assert len(refused.value.message) < MAX_MESSAGE
+
+
+@pytest.mark.parametrize("text", ["octo", "octo/repo", "o-c-t-o/my.repo_1-x", "octo/.github"])
+def test_scopes(text: str) -> None:
+    assert check_scope(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "/", "octo/", "/repo", "octo/repo/x", "oc to", "octo/re po", "octo/..", "octo/.", "-octo", "x" * 9_999]
+)
+def test_a_scope_is_an_owner_or_a_repository(text: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_scope(text)
+    assert refused.value.field == "github-scope"
+    assert len(refused.value.message) < MAX_MESSAGE

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.domain.signals import (
+    Pulse,
+    Report,
+    Signal,
+    Verdict,
+    registration_verdict,
+    removal_verdict,
+    took_s,
+    with_took,
+)
+from support.builders import report
+from support.records import NOW, at
+
+#: The contract's order (lifecycle, section 4), lowest first.
+RANKED = [
+    "UD_OK",
+    "UD_FAILED",
+    "UD_REG_OK",
+    "UD_REG_FAILED",
+    "UD_REMOVE_REG_OK",
+    "UD_REMOVE_REG_FAILED",
+    "UD_REMOVE_REG_REMOVE_RUN_OK",
+    "UD_REMOVE_REG_REMOVE_RUN_FAILED",
+]
+
+
+def test_signals_are_ranked_by_phase_and_failed_over_ok() -> None:
+    assert [signal.value for signal in sorted(Signal, key=lambda each: each.rank)] == RANKED
+    assert [Signal(name).failed for name in RANKED] == [False, True] * 4
+    assert report(None).rank < min(signal.rank for signal in Signal)
+
+
+@given(st.sampled_from([None, *Signal]), st.sampled_from(Signal), st.integers(0, 4), st.integers(1, 4))
+def test_a_report_never_falls_back(before: Signal | None, after: Signal, old: int, new: int) -> None:
+    allowed = report(before, old).may_become(new, after)
+    assert allowed == (new > old or (new == old and after.rank >= report(before).rank))
+
+
+VERDICTS = {
+    "UD_OK": ("pending", "pending"),
+    "UD_FAILED": ("failed", "pending"),
+    "UD_REG_OK": ("ok", "pending"),
+    "UD_REG_FAILED": ("failed", "pending"),
+    "UD_REMOVE_REG_OK": ("ok", "pending"),
+    "UD_REMOVE_REG_FAILED": ("pending", "failed"),
+    "UD_REMOVE_REG_REMOVE_RUN_OK": ("ok", "ok"),
+    "UD_REMOVE_REG_REMOVE_RUN_FAILED": ("pending", "failed"),
+}
+
+
+@pytest.mark.parametrize("signal", Signal)
+def test_each_wait_ends_on_its_own_signals(signal: Signal) -> None:
+    seen = report(signal, 2)
+    assert (registration_verdict(seen, 2).value, removal_verdict(seen, 2).value) == VERDICTS[signal]
+
+
+@pytest.mark.parametrize("signal", Signal)
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_signal_of_another_epoch_says_nothing(signal: Signal, epoch: int) -> None:
+    assert registration_verdict(report(signal, epoch), 2) is Verdict.PENDING
+    assert removal_verdict(report(signal, epoch), 2) is Verdict.PENDING
+
+
+def test_no_report_and_no_signal_say_nothing() -> None:
+    for nothing in (None, report(None)):
+        assert registration_verdict(nothing, 2) is Verdict.PENDING
+        assert removal_verdict(nothing, 2) is Verdict.PENDING
+
+
+@given(st.floats(0, 1e6), st.text(max_size=50))
+def test_how_long_the_machine_took_can_be_read_back(seconds: float, detail: str) -> None:
+    assert took_s(with_took(seconds, detail)) == pytest.approx(seconds, abs=0.000_51)
+
+
+@pytest.mark.parametrize("detail", ["", "exit code 1", "it took 1.000 s", "took long", "took 1 s"])
+def test_a_detail_without_a_time_has_none(detail: str) -> None:
+    assert took_s(detail) is None
+
+
+# The heartbeat as a reader sees it --------------------------------------------------------------------------------
+
+FRESH = Pulse(dead_after_s=15.0, stale_after_s=75.0)
+
+
+def beat(number: int, stamped: float = 0.0) -> Report:
+    return report(beat=number, beat_at=at(stamped))
+
+
+def test_a_machine_that_has_never_beaten_is_not_dead() -> None:
+    pulse = FRESH.observe(None, now=NOW, monotonic=0.0).observe(report(), now=NOW, monotonic=1.0)
+    assert not pulse.is_dead(1_000_000.0)
+
+
+def test_no_change_for_the_dead_time_is_dead() -> None:
+    pulse = FRESH.observe(beat(7), now=NOW, monotonic=100.0)
+    assert not pulse.is_dead(114.999)
+    assert pulse.is_dead(115.0)
+
+
+def test_the_same_beat_seen_again_does_not_prolong_a_life() -> None:
+    pulse = FRESH.observe(beat(7), now=NOW, monotonic=100.0).observe(beat(7), now=NOW, monotonic=110.0)
+    assert pulse.is_dead(115.0)
+
+
+def test_each_new_beat_prolongs_it() -> None:
+    pulse = FRESH.observe(beat(7), now=NOW, monotonic=100.0).observe(beat(8), now=NOW, monotonic=110.0)
+    assert not pulse.is_dead(120.0)
+    assert pulse.is_dead(125.0)
+
+
+@pytest.mark.parametrize(("age_s", "dead"), [(75.0, False), (75.001, True), (-30.0, False), (-3_600.0, False)])
+def test_an_old_beat_is_dead_at_first_sight_and_a_wrong_clock_is_not(age_s: float, dead: bool) -> None:  # noqa: FBT001
+    assert FRESH.observe(beat(7, -age_s), now=NOW, monotonic=0.0).is_dead(0.0) is dead
+
+
+def test_a_beat_that_changes_is_alive_whatever_its_stamp() -> None:
+    """S13: a machine whose clock is off by hours still lives."""
+    pulse = FRESH.observe(beat(7, -9_999), now=NOW, monotonic=0.0)
+    assert pulse.is_dead(0.0)
+    assert not pulse.observe(beat(8, -9_998), now=NOW, monotonic=5.0).is_dead(5.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.floats(0, 20)), min_size=1, max_size=20))
+def test_a_pulse_is_dead_exactly_when_its_beat_stood_still(steps: list[tuple[int, float]]) -> None:
+    pulse, time_s, number, changed = FRESH, 0.0, 0, 0.0
+    for beats, pause_s in steps:
+        time_s += pause_s
+        number += beats - 1
+        if number and number != pulse.beat:
+            changed = time_s
+        pulse = pulse.observe(beat(number) if number else None, now=NOW, monotonic=time_s)
+        assert pulse.is_dead(time_s) == (number > 0 and time_s - changed >= 15.0)

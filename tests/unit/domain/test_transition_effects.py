@@ -1,0 +1,255 @@
+"""What each row of the table writes, and what it leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import Instance, State
+from remuda.domain.resources import Tier
+from remuda.domain.signals import Signal
+from remuda.domain.transitions import (
+    MAX_WHY,
+    Actor,
+    Announce,
+    Cause,
+    Change,
+    Commit,
+    Confirm,
+    Event,
+    Extend,
+    Pool,
+    Release,
+    Renew,
+    RenewCredential,
+    Retire,
+    advance,
+    presumed,
+)
+from support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
+from support.records import NOW, assignment, at
+
+P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+
+
+def differences(before: Instance, after: Instance) -> dict[str, Any]:
+    names = (item.name for item in fields(Instance))
+    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+
+
+def effect(record: Instance, event: Event, by: Actor) -> dict[str, Any]:
+    return differences(record, advance(record, event, by=by, now=NOW, why="a test").applied_to(record))
+
+
+def test_a_claim_raises_the_epoch_and_gives_run_owner_assignment_and_the_deadline() -> None:
+    record = in_state(State.IDLE, run_deadline=at(9))
+    assert effect(record, claim(), P) == {
+        "state": State.CLAIMED,
+        "epoch": 3,
+        "run_id": "1235",
+        "owner": "p-2/b",
+        "provision_id": "p-2",
+        "scope": "octo/other",
+        "threshold": at(300),
+        "assignment": assignment(3),
+        "announced_at": None,
+        "run_deadline": None,
+    }
+
+
+@pytest.mark.parametrize("state", [State.CREATED, State.CLAIMED])
+def test_a_commit_gives_the_run_its_time_and_drops_the_credential_but_keeps_the_name(state: State) -> None:
+    record = in_state(state)
+    event = Commit(owner=OWNER, report=report(Signal.UD_REG_OK, record.epoch), max_runtime_s=90.0)
+    assert record.assignment is not None
+    assert effect(record, event, P) == {
+        "state": State.RUNNING,
+        "threshold": at(90),
+        "assignment": replace(record.assignment, credential=None),
+    }
+
+
+def test_a_commit_drops_a_just_in_time_configuration_too() -> None:
+    record = in_state(State.CREATED, assignment=replace(assignment(1), jit_config="secret"))
+    after = advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test").applied_to(record)
+    assert after.assignment is not None
+    assert after.assignment.jit_config == ""
+
+
+@pytest.mark.parametrize("state", [State.CLAIMED, State.RUNNING])
+def test_a_release_clears_the_run_keeps_its_deadline_and_gives_the_removal_credential(state: State) -> None:
+    record = in_state(state)
+    assert record.assignment is not None
+    assert effect(record, Release(release_time_s=120.0, credential=REMOVAL, owner=OWNER), P) == {
+        "state": State.RELEASING,
+        "run_id": "",
+        "last_run_id": "1234",
+        "run_deadline": record.threshold,
+        "threshold": at(120),
+        "assignment": replace(record.assignment, credential=REMOVAL),
+    }
+
+
+@pytest.mark.parametrize(
+    ("threshold", "run_deadline", "expected"),
+    [
+        (at(10), at(1_800), at(300)),
+        (at(10), at(200), at(200)),
+        (at(400), at(1_800), at(400)),
+        (at(250), at(200), at(250)),
+        (at(10), None, at(10)),
+    ],
+    ids=["by the release time", "to the run's deadline", "never shorter", "past the deadline", "no deadline"],
+)
+def test_an_extension_ends_at_the_runs_deadline_and_never_takes_time_away(
+    threshold: datetime, run_deadline: datetime | None, expected: datetime
+) -> None:
+    record = in_state(State.RELEASING, threshold=threshold, run_deadline=run_deadline)
+    event = Extend(report=report(busy=True), release_time_s=300.0)
+    after = advance(record, event, by=L, now=NOW, why="a test").applied_to(record)
+    assert after == replace(record, threshold=expected)
+
+
+def test_a_new_removal_credential_changes_nothing_else() -> None:
+    record = in_state(State.RELEASING)
+    fresh = replace(REMOVAL, token="fresh")
+    assert record.assignment is not None
+    assert effect(record, RenewCredential(credential=fresh), R) == {
+        "assignment": replace(record.assignment, credential=fresh)
+    }
+
+
+def test_pooling_drops_the_assignment_counts_the_use_and_gives_the_idle_time() -> None:
+    record = in_state(State.RELEASING, announced_at=at(-9))
+    event = Pool(report=report(Signal.UD_REMOVE_REG_REMOVE_RUN_OK), idle_time_s=420.0)
+    assert effect(record, event, L) == {
+        "state": State.IDLE,
+        "assignment": None,
+        "announced_at": None,
+        "run_deadline": None,
+        "uses": 2,
+        "threshold": at(420),
+    }
+
+
+def test_announcing_notes_the_time_only() -> None:
+    record = in_state(State.IDLE, announced_at=None)
+    assert effect(record, Announce(), R) == {"announced_at": NOW}
+
+
+def test_renewal_moves_the_threshold_only() -> None:
+    record = in_state(State.IDLE)
+    assert effect(record, Renew(idle_time_s=500.0), S) == {"threshold": at(500)}
+
+
+def test_retiring_sets_the_reason_only() -> None:
+    record = in_state(State.RUNNING)
+    assert effect(record, Retire(reason="spot notice: soon"), R) == {"retire": "spot notice: soon"}
+
+
+@pytest.mark.parametrize(
+    ("state", "by", "cause"),
+    [
+        (State.CREATED, L, Cause.RELEASED),
+        (State.CLAIMED, P, Cause.TIMED_OUT),
+        (State.RUNNING, R, Cause.GONE),
+        (State.RELEASING, R, Cause.FAILED),
+        (State.IDLE, R, Cause.EXPIRED),
+    ],
+)
+def test_an_end_clears_run_and_assignment_remembers_the_run_and_says_why(state: State, by: Actor, cause: Cause) -> None:
+    record = in_state(state)
+    after = advance(record, end(record, cause), by=by, now=NOW, why="a test").applied_to(record)
+    assert (after.state, after.run_id, after.last_run_id) == (State.TERMINATING, "", "1234")
+    assert after.assignment is None
+    assert after.announced_at is None
+    assert after.retire == cause
+    assert after.threshold == NOW
+    assert after.provision_id == record.provision_id
+
+
+def test_an_end_keeps_the_first_reason_for_retirement() -> None:
+    record = in_state(State.IDLE, retire="spot notice: soon")
+    assert "retire" not in effect(record, end(record, Cause.EXPIRED), R)
+
+
+def test_a_confirmed_end_is_kept_for_reports_then_forgotten() -> None:
+    record = in_state(State.TERMINATING)
+    expected = {"state": State.TERMINATED, "forget_at": at(600)}
+    assert effect(record, Confirm(keep_records_s=600.0), R) == expected
+
+
+def _changes() -> list[Change]:
+    found = []
+    for state in State:
+        record = in_state(state)
+        for event in [*evidence(record).values(), *(end(record, cause) for cause in Cause)]:
+            for by in Actor:
+                try:
+                    found.append(advance(record, event, by=by, now=NOW, why="a test"))
+                except IllegalTransition:
+                    continue
+    return found
+
+
+CHANGES = _changes()
+
+
+def test_only_a_claim_touches_the_epoch() -> None:
+    assert {change.entry.transition for change in CHANGES if "epoch" in change.sets} == {"claim"}
+
+
+def test_only_pooling_counts_a_use() -> None:
+    assert {change.entry.transition for change in CHANGES if "uses" in change.sets} == {"pool"}
+
+
+def test_nothing_touches_the_tier() -> None:
+    assert CHANGES
+    assert not any("tier" in change.sets for change in CHANGES)
+
+
+def test_every_write_that_leaves_a_step_changes_its_credential() -> None:
+    """S12: the registration token must not outlive the step, nor the removal token."""
+    for change in CHANGES:
+        if change.entry.target not in {change.entry.source, State.TERMINATED}:
+            assert "assignment" in change.sets, change.entry.transition
+
+
+def test_every_write_is_guarded_by_state_and_epoch() -> None:
+    for change in CHANGES:
+        record = in_state(State(change.entry.source))
+        assert (change.guard.state, change.guard.epoch) == (record.state, record.epoch)
+
+
+# History ----------------------------------------------------------------------------------------------------------
+
+
+def test_history_tells_the_run_the_new_epoch_and_who_did_it() -> None:
+    record = in_state(State.IDLE)
+    entry = advance(record, claim(), by=P, now=NOW + timedelta(microseconds=999), why="picked").entry
+    assert (entry.transition, entry.epoch, entry.run_id, entry.by, entry.why) == ("claim", 3, "1235", P, "picked")
+    assert entry.at == NOW
+
+
+def test_history_tells_the_run_that_a_release_clears() -> None:
+    record = in_state(State.RUNNING)
+    assert advance(record, evidence(record)[Release], by=L, now=NOW, why="a test").entry.run_id == "1234"
+
+
+def test_a_story_is_bounded() -> None:
+    record = in_state(State.IDLE)
+    assert len(advance(record, claim(), by=P, now=NOW, why="x" * 10_000).entry.why) == MAX_WHY
+    retired = advance(record, Retire(reason="x" * 10_000), by=R, now=NOW, why="a test").applied_to(record)
+    assert len(retired.retire) == MAX_WHY
+
+
+def test_a_message_is_enough_to_claim_by() -> None:
+    record = in_state(State.IDLE, tier=Tier.UNTRUSTED)
+    by_message = advance(presumed(record.message(), now=NOW), claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test")
+    by_record = advance(record, claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test")
+    assert by_message.guard == by_record.guard
+    assert by_message.applied_to(record) == by_record.applied_to(record)

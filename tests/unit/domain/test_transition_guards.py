@@ -1,0 +1,245 @@
+"""What must hold of the stored record for each write, and what evidence a write needs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import Instance, State
+from remuda.domain.resources import Tier
+from remuda.domain.signals import Report, Signal
+from remuda.domain.transitions import (
+    Actor,
+    Announce,
+    Cause,
+    Change,
+    Claim,
+    Commit,
+    Confirm,
+    End,
+    Event,
+    Extend,
+    Guard,
+    Pool,
+    Release,
+    Renew,
+    RenewCredential,
+    Retire,
+    advance,
+)
+from support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
+from support.records import NOW, at, instance
+
+P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+
+#: One of each row that does not end an instance.
+ROWS: list[tuple[type, State, Actor]] = [
+    (Claim, State.IDLE, P),
+    (Commit, State.CREATED, P),
+    (Commit, State.CLAIMED, P),
+    (Release, State.CLAIMED, R),
+    (Release, State.RUNNING, L),
+    (Extend, State.RELEASING, L),
+    (RenewCredential, State.RELEASING, L),
+    (Pool, State.RELEASING, L),
+    (Announce, State.IDLE, L),
+    (Renew, State.IDLE, S),
+    (Retire, State.RUNNING, R),
+]
+ENDS = [(State.CREATED, R), (State.CLAIMED, R), (State.RUNNING, R), (State.RELEASING, R), (State.IDLE, R)]
+
+
+def write(record: Instance, event: Event, by: Actor) -> Change:
+    return advance(record, event, by=by, now=NOW, why="a test")
+
+
+@pytest.mark.parametrize(("kind", "state", "by"), ROWS)
+def test_a_write_needs_its_state_and_epoch_and_time_left(kind: type, state: State, by: Actor) -> None:
+    record = in_state(state)
+    guard = write(record, evidence(record)[kind], by).guard
+    assert guard.admits(record)
+    assert not guard.admits(None)
+    assert not guard.admits(replace(record, epoch=record.epoch + 1))
+    assert not guard.admits(replace(record, epoch=record.epoch - 1))
+    assert not any(guard.admits(replace(record, state=other)) for other in State if other is not state)
+    assert not guard.admits(replace(record, threshold=NOW))
+    assert not guard.admits(replace(record, threshold=at(-1)))
+
+
+@pytest.mark.parametrize(("kind", "state", "by"), [row for row in ROWS if row[0] is not Claim])
+def test_a_write_is_good_until_the_threshold(kind: type, state: State, by: Actor) -> None:
+    record = in_state(state)
+    assert write(record, evidence(record)[kind], by).guard.admits(replace(record, threshold=at(0.001)))
+
+
+def test_a_claim_needs_more_time_than_the_margin() -> None:
+    record = in_state(State.IDLE)
+    guard = write(record, claim(margin_s=60.0), P).guard
+    assert guard.admits(replace(record, threshold=at(60.001)))
+    assert not guard.admits(replace(record, threshold=at(60)))
+
+
+@pytest.mark.parametrize("event", [claim(), Renew(idle_time_s=9.0)], ids=["claim", "renew"])
+def test_a_retired_instance_is_neither_claimed_nor_renewed(event: Event) -> None:
+    record = in_state(State.IDLE)
+    guard = write(record, event, P if isinstance(event, Claim) else S).guard
+    assert not guard.admits(replace(record, retire="spot notice: soon"))
+
+
+def test_a_claim_needs_the_same_tier_in_the_record_whatever_the_message_said() -> None:
+    record = in_state(State.IDLE, tier=Tier.TRUSTED)
+    guard = write(record, claim(tier=Tier.TRUSTED), P).guard
+    assert not guard.admits(replace(record, tier=Tier.UNTRUSTED))
+
+
+@pytest.mark.parametrize(("has", "wants"), [(Tier.TRUSTED, Tier.UNTRUSTED), (Tier.UNTRUSTED, Tier.TRUSTED)])
+def test_an_instance_keeps_its_tier(has: Tier, wants: Tier) -> None:
+    with pytest.raises(IllegalTransition, match=r"claim of a .*trusted instance"):
+        write(in_state(State.IDLE, tier=has), claim(tier=wants), P)
+
+
+def test_only_its_owner_commits_an_instance() -> None:
+    record = in_state(State.CLAIMED)
+    guard = write(record, replace_owner(evidence(record)[Commit], "p-1/sibling"), P).guard
+    assert not guard.admits(record)
+    assert write(record, evidence(record)[Commit], P).guard.admits(record)
+
+
+def replace_owner(event: Event, owner: str | None) -> Event:
+    assert isinstance(event, Commit | Release | End)
+    return replace(event, owner=owner)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (State.CLAIMED, Release(release_time_s=9.0, credential=REMOVAL, owner="p-1/sibling")),
+        (State.CREATED, End(cause=Cause.RELEASED, owner="p-1/sibling")),
+        (State.CLAIMED, End(cause=Cause.TIMED_OUT, owner="p-1/sibling")),
+    ],
+    ids=["release", "end-created", "end-claimed"],
+)
+def test_a_rollback_touches_its_own_assignment_only(state: State, event: Event) -> None:
+    assert not write(in_state(state), event, P).guard.admits(in_state(state))
+    own = replace_owner(event, OWNER)
+    assert write(in_state(state), own, P).guard.admits(in_state(state))
+    with pytest.raises(IllegalTransition):
+        write(in_state(state), replace_owner(event, None), P)
+
+
+def test_only_its_owner_gives_up_a_claim_for_being_slow() -> None:
+    with pytest.raises(IllegalTransition):
+        write(in_state(State.CLAIMED), End(cause=Cause.TIMED_OUT), R)
+
+
+@pytest.mark.parametrize(("state", "by"), ENDS)
+def test_an_expiry_holds_only_past_the_threshold_and_the_margin(state: State, by: Actor) -> None:
+    record = in_state(state)
+    guard = write(record, End(cause=Cause.EXPIRED, margin_s=60.0), by).guard
+    assert guard.admits(replace(record, threshold=at(-60)))
+    assert not guard.admits(replace(record, threshold=at(-59.999)))
+
+
+@pytest.mark.parametrize(("state", "by"), ENDS)
+def test_an_end_for_another_cause_does_not_ask_the_clock(state: State, by: Actor) -> None:
+    record = in_state(state)
+    guard = write(record, End(cause=Cause.GONE), by).guard
+    assert guard.admits(record)
+    assert guard.admits(replace(record, threshold=at(-1_000)))
+    assert not guard.admits(replace(record, epoch=record.epoch + 1))
+
+
+def test_a_confirmed_end_does_not_ask_the_clock() -> None:
+    record = in_state(State.TERMINATING)
+    assert write(record, Confirm(keep_records_s=9.0), R).guard.admits(record)
+
+
+@pytest.mark.parametrize("state", [each for each in State if each is not State.IDLE])
+def test_a_guard_for_no_record_admits_no_record_only(state: State) -> None:
+    guard = Guard(state=None, epoch=1)
+    assert guard.admits(None)
+    assert not guard.admits(in_state(state))
+    assert not Guard(state=state, epoch=1).admits(None)
+
+
+# Evidence (S4, S6) ------------------------------------------------------------------------------------------------
+
+REPORTS: list[Report | None] = [None, report(None)] + [
+    report(signal, epoch) for signal, epoch in itertools.product(Signal, (1, 2, 3))
+]
+
+
+def _accepts(record: Instance, event: Event, by: Actor) -> bool:
+    try:
+        write(record, event, by)
+    except IllegalTransition:
+        return False
+    return True
+
+
+def _signals(accepted: list[Report | None]) -> set[tuple[int, Signal | None]]:
+    return {(each.epoch, each.signal) if each else (0, None) for each in accepted}
+
+
+def test_a_commit_rests_on_a_registration_of_its_own_epoch() -> None:
+    record = in_state(State.CLAIMED)
+    accepted = [r for r in REPORTS if _accepts(record, Commit(owner=OWNER, report=r, max_runtime_s=9.0), P)]
+    later = {Signal.UD_REMOVE_REG_OK, Signal.UD_REMOVE_REG_REMOVE_RUN_OK}
+    assert _signals(accepted) == {(2, signal) for signal in {Signal.UD_REG_OK} | later}
+
+
+def test_pooling_rests_on_a_clean_machine_of_its_own_epoch() -> None:
+    record = in_state(State.RELEASING)
+    accepted = [r for r in REPORTS if _accepts(record, Pool(report=r, idle_time_s=9.0), L)]
+    assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)}
+
+
+@pytest.mark.parametrize(("state", "by"), [(State.CLAIMED, P), (State.CLAIMED, R), (State.RUNNING, R)])
+def test_a_failure_before_the_release_is_a_failed_registration_of_its_own_epoch(state: State, by: Actor) -> None:
+    record = in_state(state)
+    accepted = [r for r in REPORTS if _accepts(record, End(cause=Cause.FAILED, report=r, owner=OWNER), by)]
+    assert _signals(accepted) == {(2, Signal.UD_FAILED), (2, Signal.UD_REG_FAILED)}
+
+
+def test_a_failure_of_a_release_is_a_failed_removal_of_its_own_epoch() -> None:
+    record = in_state(State.RELEASING)
+    accepted = [r for r in REPORTS if _accepts(record, End(cause=Cause.FAILED, report=r), L)]
+    assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_FAILED), (2, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED)}
+
+
+def test_a_releasing_instance_retires_only_after_its_own_ok() -> None:
+    record = in_state(State.RELEASING, retire="spot notice: soon")
+    accepted = [r for r in REPORTS if _accepts(record, End(cause=Cause.RETIRED, report=r), L)]
+    assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)}
+
+
+@pytest.mark.parametrize("state", [State.IDLE, State.RELEASING])
+def test_retirement_has_a_reason(state: State) -> None:
+    record = in_state(state)
+    with pytest.raises(IllegalTransition, match="without a reason"):
+        write(record, end(record, Cause.RETIRED, reason=""), R)
+    with pytest.raises(IllegalTransition, match="without a reason"):
+        write(record, Retire(reason=""), R)
+
+
+def test_an_extension_rests_on_a_running_job() -> None:
+    with pytest.raises(IllegalTransition, match="without a running job"):
+        write(in_state(State.RELEASING), Extend(report=report(busy=False), release_time_s=9.0), L)
+
+
+def test_a_retired_instance_is_not_pooled() -> None:
+    record = in_state(State.RELEASING)
+    event = evidence(record)[Pool]
+    with pytest.raises(IllegalTransition, match="retired"):
+        write(replace(record, retire="spot notice: soon"), event, L)
+    assert not write(record, event, L).guard.admits(replace(record, retire="spot notice: soon"))
+
+
+def test_a_write_that_loses_its_race_writes_nothing() -> None:
+    """Two workers hold the same message: the first claim makes the second one's guard false."""
+    record = instance(state=State.IDLE)
+    first = write(record, claim(), P).applied_to(record)
+    assert not write(record, claim(owner="p-3/c"), P).guard.admits(first)

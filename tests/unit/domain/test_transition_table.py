@@ -1,0 +1,184 @@
+"""Every legal and every illegal transition, against a table written out from the contract (lifecycle, section 3)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import State
+from remuda.domain.transitions import (
+    TRANSITIONS,
+    Actor,
+    Announce,
+    Cause,
+    Claim,
+    Commit,
+    Confirm,
+    Extend,
+    Pool,
+    Release,
+    Renew,
+    RenewCredential,
+    Retire,
+    advance,
+    create,
+    tombstone,
+)
+from support.builders import end, evidence, in_state
+from support.records import NOW, instance
+
+P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+
+#: Event and state: where it leads, and who may do it. What is not here is forbidden.
+LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
+    (Claim, State.IDLE): (State.CLAIMED, {P}),
+    (Commit, State.CREATED): (State.RUNNING, {P}),
+    (Commit, State.CLAIMED): (State.RUNNING, {P}),
+    (Release, State.CLAIMED): (State.RELEASING, {P, L, R}),
+    (Release, State.RUNNING): (State.RELEASING, {P, L, R}),
+    (Extend, State.RELEASING): (State.RELEASING, {L, R}),
+    (RenewCredential, State.RELEASING): (State.RELEASING, {L, R}),
+    (Pool, State.RELEASING): (State.IDLE, {L, R}),
+    (Announce, State.IDLE): (State.IDLE, {L, R}),
+    (Renew, State.IDLE): (State.IDLE, {S}),
+    # Section 5: "spot notice: the control plane sets `retire`".
+    (Retire, State.CREATED): (State.CREATED, {L, R}),
+    (Retire, State.CLAIMED): (State.CLAIMED, {L, R}),
+    (Retire, State.RUNNING): (State.RUNNING, {L, R}),
+    (Retire, State.RELEASING): (State.RELEASING, {L, R}),
+    (Retire, State.IDLE): (State.IDLE, {L, R}),
+    (Confirm, State.TERMINATING): (State.TERMINATED, {R}),
+}
+
+#: Out of which state an instance may be ended, by whom and why.
+ENDS: dict[State, tuple[set[Actor], set[Cause]]] = {
+    State.CREATED: (
+        {P, L, R},
+        {Cause.FAILED, Cause.TIMED_OUT, Cause.RELEASED, Cause.EXPIRED, Cause.GONE},
+    ),
+    State.CLAIMED: ({P, R}, {Cause.FAILED, Cause.TIMED_OUT, Cause.EXPIRED, Cause.GONE}),
+    State.RUNNING: ({R}, {Cause.FAILED, Cause.EXPIRED, Cause.GONE}),
+    State.RELEASING: ({L, R}, {Cause.FAILED, Cause.RETIRED, Cause.EXPIRED, Cause.GONE}),
+    State.IDLE: ({R}, {Cause.EXPIRED, Cause.RETIRED, Cause.GONE}),
+}
+
+EVENTS = (Claim, Commit, Release, Extend, RenewCredential, Pool, Announce, Renew, Retire, Confirm)
+
+
+def _name(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+@pytest.mark.parametrize(("state", "kind", "by"), list(itertools.product(State, EVENTS, Actor)), ids=_name)
+def test_an_event_is_legal_exactly_where_the_contract_says(state: State, kind: type, by: Actor) -> None:
+    record = in_state(state)
+    target, actors = LEGAL.get((kind, state), (None, set()))
+    if by not in actors:
+        with pytest.raises(IllegalTransition):
+            advance(record, evidence(record)[kind], by=by, now=NOW, why="a test")
+        return
+    change = advance(record, evidence(record)[kind], by=by, now=NOW, why="a test")
+    assert change.applied_to(record).state is target
+    assert (change.entry.source, change.entry.target, change.entry.by) == (state, target, by)
+
+
+@pytest.mark.parametrize(("state", "cause", "by"), list(itertools.product(State, Cause, Actor)), ids=_name)
+def test_an_end_is_legal_exactly_where_the_contract_says(state: State, cause: Cause, by: Actor) -> None:
+    record = in_state(state)
+    actors, causes = ENDS.get(state, (set(), set()))
+    if by in actors and cause in causes:
+        change = advance(record, end(record, cause), by=by, now=NOW, why="a test")
+        assert change.applied_to(record).state is State.TERMINATING
+    else:
+        with pytest.raises(IllegalTransition):
+            advance(record, end(record, cause), by=by, now=NOW, why="a test")
+
+
+@pytest.mark.parametrize("state", [State.TERMINATING, State.TERMINATED])
+def test_terminating_and_terminated_absorb(state: State) -> None:
+    record = in_state(state)
+    events = [*evidence(record).values(), *(end(record, cause) for cause in Cause)]
+    reached = set()
+    for event, by in itertools.product(events, Actor):
+        try:
+            reached.add(advance(record, event, by=by, now=NOW, why="a test").applied_to(record).state)
+        except IllegalTransition:
+            continue
+    assert reached == ({State.TERMINATED} if state is State.TERMINATING else set())
+
+
+def test_an_illegal_transition_carries_the_record() -> None:
+    record = in_state(State.IDLE)
+    with pytest.raises(IllegalTransition, match=r"no commit from idle.*epoch 2") as refused:
+        advance(record, evidence(record)[Commit], by=P, now=NOW, why="a test")
+    assert refused.value.history == (record,)
+    assert refused.value.exit_code == 70
+
+
+def test_the_table_that_the_docs_show_has_just_these_rows() -> None:
+    plain = {
+        (source, row.target or source, by)
+        for row in TRANSITIONS
+        for source in row.sources
+        for by in row.by
+        if source is not None and row.target is not State.TERMINATING
+    }
+    assert plain == {(state, target, by) for (_, state), (target, actors) in LEGAL.items() for by in actors}
+    ends = {
+        source: (set(row.by), set(row.causes))
+        for row in TRANSITIONS
+        for source in row.sources
+        if source is not None and row.target is State.TERMINATING
+    }
+    assert ends == ENDS
+    births = {(row.target, row.by) for row in TRANSITIONS if None in row.sources}
+    assert births == {(State.CREATED, (P,)), (State.TERMINATING, (P, R))}
+    assert len({row.name for row in TRANSITIONS}) == len(TRANSITIONS)
+
+
+# Births -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [each for each in State if each is not State.CREATED], ids=_name)
+def test_an_instance_is_born_created(state: State) -> None:
+    with pytest.raises(IllegalTransition):
+        create(instance(state=state, epoch=1), by=P, why="a test")
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_an_instance_is_born_at_epoch_1(epoch: int) -> None:
+    with pytest.raises(IllegalTransition):
+        create(instance(state=State.CREATED, epoch=epoch), by=P, why="a test")
+
+
+@pytest.mark.parametrize("by", [each for each in Actor if each is not P], ids=_name)
+def test_only_a_provision_creates(by: Actor) -> None:
+    with pytest.raises(IllegalTransition):
+        create(in_state(State.CREATED), by=by, why="a test")
+
+
+@pytest.mark.parametrize("by", [L, S], ids=_name)
+def test_only_provision_and_refresh_write_tombstones(by: Actor) -> None:
+    with pytest.raises(IllegalTransition):
+        tombstone(in_state(State.TERMINATING), by=by, now=NOW, why="a test")
+
+
+@pytest.mark.parametrize("state", [each for each in State if each is not State.TERMINATING], ids=_name)
+def test_a_tombstone_is_terminating(state: State) -> None:
+    with pytest.raises(IllegalTransition):
+        tombstone(in_state(state), by=R, now=NOW, why="a test")
+
+
+def test_births_need_that_there_is_no_record() -> None:
+    record = in_state(State.CREATED)
+    for change in (
+        create(record, by=P, why="launched"),
+        tombstone(in_state(State.TERMINATING, epoch=1), by=R, now=NOW, why="no record"),
+    ):
+        assert change.guard.admits(None)
+        assert not any(change.guard.admits(in_state(state, epoch=1)) for state in State)
+        assert change.entry.source == ""
+    assert create(record, by=P, why="launched").applied_to(None) == record

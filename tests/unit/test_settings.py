@@ -1,0 +1,272 @@
+"""Where settings come from, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remuda.domain.errors import UserError
+from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, UsageClass
+from remuda.entrypoints.views import config_rows
+from remuda.settings import Loaded, Settings, flag, key, load, variable
+
+SECRET = "ghp_s3cret"
+
+
+class File:
+    """A settings file in a folder of its own; what a test does not write does not exist."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def load(self, text: str, flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> Loaded:
+        self.path.write_text(text, encoding="utf-8")
+        return load(flags or {}, environ=environ or {}, file=self.path)
+
+    def refuse(self, text: str) -> UserError:
+        with pytest.raises(UserError) as refused:
+            self.load(text)
+        return refused.value
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> File:
+    monkeypatch.chdir(tmp_path)
+    return File(tmp_path / "settings.toml")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refuse(flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> UserError:
+    with pytest.raises(UserError) as refused:
+        load(flags or {}, environ=environ or {})
+    return refused.value
+
+
+# Precedence -------------------------------------------------------------------------------------------------------
+
+
+def test_without_anything_every_setting_has_its_default() -> None:
+    loaded = load({}, environ={})
+    assert loaded.settings == Settings()
+    assert set(loaded.origins.values()) == {"default"}
+    assert not loaded.given("idle_time_sec")
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file: File) -> None:
+    in_file = "idle-time-sec = 10\nmax-uses = 10\nmax-age-sec = 10\n"
+    environ = {"REMUDA_IDLE_TIME_SEC": "20", "REMUDA_MAX_USES": "20"}
+    loaded = file.load(in_file, {"idle_time_sec": "30"}, environ)
+    names = ("idle_time_sec", "max_uses", "max_age_sec", "release_time_sec")
+    assert [(getattr(loaded.settings, name), loaded.origins[name]) for name in names] == [
+        (30, "--idle-time-sec"),
+        (20, "REMUDA_MAX_USES"),
+        (10, "file: max-age-sec"),
+        (300, "default"),
+    ]
+    assert [loaded.given(name) for name in names] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "value"),
+    [
+        ("run_id", "GITHUB_RUN_ID", "123"),
+        ("run_attempt", "GITHUB_RUN_ATTEMPT", 4),
+        ("github_scope", "GITHUB_REPOSITORY", "octo/repo"),
+        ("github_api_url", "GITHUB_API_URL", "https://api.github.com"),
+    ],
+)
+def test_what_github_sets_is_used_unless_remudas_own_variable_is_set(name: str, source: str, value: Any) -> None:
+    loaded = load({}, environ={source: str(value)})
+    assert (getattr(loaded.settings, name), loaded.origins[name]) == (value, source)
+    other = "7" if name != "github_scope" else "octo/other"
+    both = load({}, environ={source: str(value), variable(name): other})
+    assert (str(getattr(both.settings, name)), both.origins[name]) == (other, variable(name))
+
+
+def test_a_token_of_the_workflow_is_not_picked_up_unasked() -> None:
+    assert load({}, environ={"GITHUB_TOKEN": SECRET}).settings.github_token is None
+
+
+def test_an_empty_variable_counts_as_unset(file: File) -> None:
+    assert file.load("max-uses = 10", environ={"REMUDA_MAX_USES": ""}).settings.max_uses == 10
+
+
+def test_an_empty_flag_is_a_value() -> None:
+    assert refuse({"instance_count": ""}, {"REMUDA_INSTANCE_COUNT": "3"}).field == "--instance-count"
+
+
+def test_one_name_in_three_spellings() -> None:
+    assert (flag("idle_time_sec"), variable("idle_time_sec"), key("idle_time_sec")) == (
+        "--idle-time-sec",
+        "REMUDA_IDLE_TIME_SEC",
+        "idle-time-sec",
+    )
+
+
+def test_an_error_names_the_source_that_the_value_came_from(file: File) -> None:
+    assert refuse({"max_uses": "0"}).field == "--max-uses"
+    assert refuse(environ={"REMUDA_MAX_USES": "0"}).field == "REMUDA_MAX_USES"
+    assert refuse(environ={"GITHUB_RUN_ID": "1 2"}).field == "GITHUB_RUN_ID"
+    assert file.refuse("max-uses = 0").field == "max-uses"
+
+
+# The file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_found_where_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "remuda.toml").write_text("max-uses = 1")
+    (tmp_path / "other.toml").write_text("max-uses = 2")
+    assert load({}, environ={}).settings.max_uses == 1
+    assert load({}, environ={"REMUDA_CONFIG": "other.toml"}).settings.max_uses == 2
+    named = load({}, environ={"REMUDA_CONFIG": "missing.toml"}, file=tmp_path / "other.toml")
+    assert named.settings.max_uses == 2
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."], ids=["missing", "a folder"])
+def test_a_named_file_that_cannot_be_read_is_an_error(name: str) -> None:
+    with pytest.raises(UserError, match="cannot be read") as refused:
+        load({}, environ={}, file=Path(name))
+    assert refused.value.field == "config"
+    assert "--config" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max-uses = ",
+        "= 5",
+        "[",
+        "max-uses = 1\nmax-uses = 2",
+        "max-uses = 1__0",
+        "pool = " + "[" * 100_000,
+        "max-uses = " + "1" * 5_000,
+        '{"max-uses": 1}',
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_is_not_toml_is_told_with_the_file(file: File, text: str) -> None:
+    error = file.refuse(text)
+    assert "settings.toml is not TOML" in error.message
+    assert (error.field, "\n" in error.message) == ("config", False)
+
+
+def test_bytes_that_are_no_text_are_not_toml(file: File) -> None:
+    file.path.write_bytes(b"pool = '\xff\xfe'")
+    with pytest.raises(UserError, match="is not TOML"):
+        load({}, environ={}, file=file.path)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("idle-time = 5", "did you mean idle-time-sec?"),
+        ("instance_count = 5", "did you mean instance-count?"),
+        ("zzz = 5", "remuda config lists the settings"),
+        ("[nested]\npool = 'x'", "remuda config lists the settings"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_nearest_one(file: File, text: str, fix: str) -> None:
+    assert fix in file.refuse(text).fix
+
+
+def test_an_unknown_key_as_long_as_a_page_is_cut(file: File) -> None:
+    assert len(file.refuse(f"{'x' * 10_000} = 5").message) < 300
+
+
+@pytest.mark.parametrize("field", [name for name in Settings.model_fields if name != "run_id"])
+@pytest.mark.parametrize("value", ["true", "[[1]]", "1979-05-27", '{a = "s3cret"}'])
+def test_a_value_of_the_wrong_kind_is_refused_wherever_it_stands(file: File, field: str, value: str) -> None:
+    error = file.refuse(f"{key(field)} = {value}")
+    assert error.field == key(field)
+    assert error.fix
+    assert len(error.message) < 300
+
+
+def test_classes_may_be_a_table_or_json(file: File) -> None:
+    wanted = (ResourceClass(name="small", cpu=1, mmem=512),)
+    table = file.load("[resource-class-config.small]\ncpu = 1\nmmem = 512")
+    json_text = load({"resource_class_config": '{"small": {"cpu": 1, "mmem": 512}}'}, environ={})
+    assert table.settings.resource_class_config == json_text.settings.resource_class_config == wanted
+    assert load({}, environ={}).settings.resource_class_config == DEFAULT_CLASSES
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", "null", "5", '{"large": 1}', '{"large": {"cpu": 1}}', "[" * 100_000, "x" * 10_000]
+)
+def test_malformed_classes_are_refused(text: str) -> None:
+    error = refuse({"resource_class_config": text})
+    assert error.field == "--resource-class-config"
+    assert '{"large": {"cpu": 2, "mmem": 4096}}' in error.fix or "whole number" in error.fix
+    assert len(error.message) < 300
+
+
+def test_types_may_be_a_list_in_the_file(file: File) -> None:
+    assert str(file.load('allowed-instance-types = ["c*", "m6i.large"]').settings.allowed_instance_types) == (
+        "c* m6i.large"
+    )
+
+
+def test_a_run_id_may_be_a_number_in_the_file(file: File) -> None:
+    assert file.load("run-id = 123").settings.run_id == "123"
+
+
+# Paths and scripts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "  ", "x" * 5_000, "a\0b"], ids=["empty", "blank", "long", "nul"])
+def test_a_folder_that_cannot_be_one_is_refused(text: str) -> None:
+    """An empty one would be the present folder, which `down --purge` would remove."""
+    error = refuse({"dir": text})
+    assert error.field == "--dir"
+    assert len(error.message) < 300
+
+
+def test_a_script_may_be_text_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "boot.sh").write_text("echo hello")
+    assert load({"pre_runner_script": "echo hi"}, environ={}).settings.pre_runner_script == "echo hi"
+    assert load({"pre_runner_script": "@boot.sh"}, environ={}).settings.pre_runner_script == "echo hello"
+
+
+@pytest.mark.parametrize("text", ["@missing.sh", "@.", "@" + "x" * 9_999, "@a\0b", "x" * 10_001])
+def test_a_script_that_cannot_be_used_is_refused(text: str) -> None:
+    error = refuse({"pre_runner_script": text})
+    assert error.field == "--pre-runner-script"
+    assert len(error.message) < 300
+
+
+# Secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_secret_shows_nowhere(file: File) -> None:
+    loaded = file.load(f'github-token = "{SECRET}"')
+    assert loaded.settings.github_token is not None
+    assert loaded.settings.github_token.get_secret_value() == SECRET
+    shown = [repr(loaded), str(loaded.settings), loaded.settings.model_dump_json(), repr(config_rows(loaded))]
+    assert not any(SECRET in text for text in shown)
+    assert config_rows(loaded)["github-token"] == {"value": "(hidden)", "source": "file: github-token"}
+
+
+@pytest.mark.parametrize("text", [f'["{SECRET}"]', f'{{a = "{SECRET}"}}'])
+def test_a_secret_of_the_wrong_kind_shows_in_no_error(file: File, text: str) -> None:
+    error = file.refuse(f"github-token = {text}")
+    assert SECRET not in error.message + error.fix + repr(error) + repr(error.__cause__)
+
+
+def test_a_secret_shows_in_no_error_about_another_setting(file: File) -> None:
+    error = file.refuse(f'github-token = "{SECRET}"\nmax-uses = 0')
+    assert SECRET not in error.message + error.fix + repr(error)
+
+
+def test_config_shows_each_setting_with_its_source() -> None:
+    rows = config_rows(load({"usage_class": "spot"}, environ={}))
+    assert set(rows) == {key(name) for name in Settings.model_fields}
+    assert rows["usage-class"] == {"value": UsageClass.SPOT.value, "source": "--usage-class"}
+    assert rows["github-token"]["value"] is None
+    assert rows["allowed-instance-types"]["value"] == "*"
+    assert rows["resource-class-config"]["value"]["large"] == {"cpu": 2, "mmem": 4_096}

@@ -1,0 +1,155 @@
+"""Every number and every word that a setting may be, and what lies just beyond."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.domain.errors import UserError
+from remuda.settings import AWS_MARGIN_S, LOCAL_MARGIN_S, Settings, flag, load
+
+WEEK_S, DAY_S = 604_800, 86_400
+
+#: Least and most, as the reference documents them.
+SECONDS: dict[str, tuple[float, float]] = {
+    "idle_time_sec": (1, WEEK_S),
+    "release_time_sec": (2, DAY_S),
+    "provision_timeout_sec": (2, DAY_S),
+    "max_age_sec": (10, 365 * DAY_S),
+    "margin_sec": (0.1, 3_600),
+    "unrecorded_grace_sec": (1, DAY_S),
+    "ghost_grace_sec": (1, DAY_S),
+    "gone_after_sec": (1, DAY_S),
+    "reannounce_sec": (1, DAY_S),
+    "keep_records_sec": (1, 3_650 * DAY_S),
+    "boot_delay_sec": (0, 600),
+    "max_runtime_min": (0.05, 7 * 1_440),
+}
+WHOLE: dict[str, tuple[int, int]] = {
+    "run_attempt": (1, 1_000_000),
+    "instance_count": (1, 1_000),
+    "max_uses": (1, 100_000),
+    "max_instances": (1, 100_000),
+}
+NUMBERS: dict[str, tuple[float, float]] = {**SECONDS, **WHOLE}
+
+NEVER = ["", " ", "NaN", "nan", "inf", "-inf", "Infinity", "-1", "1e9", "1e400", "abc", "1,5", "0x10", "5s"]
+NEVER += ["9" * 5_000, "1" * 100_000, "\u0663", "None", "true", "1 2", "--"]
+
+
+def refused(name: str, value: Any) -> UserError:
+    with pytest.raises(UserError) as error:
+        load({name: value}, environ={})
+    return error.value
+
+
+def test_every_number_among_the_settings_is_tested_here() -> None:
+    kinds = {int, float, float | None}
+    assert {name for name, field in Settings.model_fields.items() if field.annotation in kinds} == set(NUMBERS)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("text", NEVER, ids=lambda text: repr(text[:12]))
+def test_what_is_no_number_or_far_out_of_range_is_refused(name: str, text: str) -> None:
+    if text == "1e9" and NUMBERS[name][1] >= 1e9:
+        pytest.skip("in range")
+    error = refused(name, text)
+    assert error.field == flag(name)
+    assert error.message.startswith(f"{flag(name)} is ")
+    assert error.fix.startswith("give ")
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_bounds_themselves_are_allowed_and_what_lies_beyond_is_not(name: str) -> None:
+    least, most = NUMBERS[name]
+    for value in (least, most):
+        assert getattr(load({name: f"{value}"}, environ={}).settings, name) == value
+    step = 1 if name in WHOLE else 0.001
+    for value in (least - step, most + step):
+        fix = refused(name, f"{value}").fix
+        assert f"{most:g}" in fix or str(most) in fix
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if NUMBERS[name][0] > 0])
+def test_zero_is_refused(name: str) -> None:
+    assert refused(name, "0").field == flag(name)
+    assert refused(name, "-0.0").field == flag(name)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_number_is_whole(name: str) -> None:
+    assert "whole number" in refused(name, "1.5").fix
+
+
+@given(st.sampled_from(sorted(NUMBERS)), st.text(max_size=30) | st.floats().map(str) | st.integers().map(str))
+def test_any_text_is_a_number_in_range_or_a_user_error(name: str, text: str) -> None:
+    try:
+        value = getattr(load({name: text}, environ={}).settings, name)
+    except UserError:
+        return
+    least, most = NUMBERS[name]
+    assert math.isfinite(value)
+    assert least <= value <= most
+
+
+# Words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("backend", ""),
+        ("backend", "azure"),
+        ("backend", "AWS"),
+        ("usage_class", "cheap"),
+        ("usage_class", "x" * 10_000),
+        ("tier", "admin"),
+        ("pool", ""),
+        ("pool", "Upper"),
+        ("pool", "two words"),
+        ("pool", "x" * 21),
+        ("pool", "x" * 10_000),
+        ("pool", "../x"),
+        ("pool", "-x"),
+        ("github_scope", ""),
+        ("github_scope", "a/b/c"),
+        ("github_scope", "octo/.."),
+        ("run_id", "1 2"),
+        ("run_id", "1,2"),
+        ("run_id", "self-hosted"),
+        ("run_id", "x" * 10_000),
+        ("allowed_instance_types", ""),
+        ("allowed_instance_types", "c?"),
+        ("allowed_instance_types", "c*" * 5_000),
+    ],
+    ids=lambda value: repr(value[:15]),
+)
+def test_words_that_are_none_are_refused_with_the_way_out(name: str, text: str) -> None:
+    error = refused(name, text)
+    assert error.field == flag(name)
+    assert error.fix
+    assert len(error.message) < 200
+    assert "\n" not in error.message
+
+
+def test_the_margin_depends_on_the_backend_unless_it_is_given() -> None:
+    assert load({}, environ={}).settings.lifetimes.margin_s == LOCAL_MARGIN_S
+    assert load({"backend": "aws"}, environ={}).settings.lifetimes.margin_s == AWS_MARGIN_S
+    assert load({"backend": "aws", "margin_sec": "2"}, environ={}).settings.lifetimes.margin_s == 2
+
+
+def test_settings_reach_the_lifetimes() -> None:
+    given_ones = {"max_runtime_min": "2", "idle_time_sec": "3", "release_time_sec": "4", "max_uses": "5"}
+    life = load(given_ones, environ={}).settings.lifetimes
+    assert (life.max_runtime_s, life.idle_time_s, life.release_time_s, life.max_uses) == (120, 3, 4, 5)
+
+
+def test_only_what_was_asked_for_reaches_the_machines() -> None:
+    assert load({}, environ={}).settings.launch_options() == {}
+    options = load({"boot_delay_sec": "1.5", "pre_runner_script": "true"}, environ={}).settings.launch_options()
+    assert options == {"boot-delay-s": "1.5", "pre-runner-script": "true"}
