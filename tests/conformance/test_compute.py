@@ -16,6 +16,7 @@ from typing import Protocol
 import pytest
 
 from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import CapacityError
 from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass, is_instance_id
@@ -78,7 +79,20 @@ def _has_any(path: Path, marks: list[bytes]) -> bool:
     return any(mark in content for mark in marks)
 
 
-CLOUDS: dict[str, Callable[[], Cloud]] = {"local": LocalCloud}
+class CloudInMemory:
+    def __init__(self) -> None:
+        self._cloud = MemoryCloud(clock=SystemClock())
+
+    def open(self, pool: str = "pool") -> Compute:
+        return MemoryCompute(cloud=self._cloud, pool=pool, calls=CallCounter())
+
+    async def close(self) -> None:
+        for name, machine in self._cloud.machines.items():
+            await self.open(machine.pool).terminate([name])
+        assert not [name for name in self._cloud.machines if self._cloud.is_alive(name)]
+
+
+CLOUDS: dict[str, Callable[[], Cloud]] = {"local": LocalCloud, "memory": CloudInMemory}
 
 
 @pytest.fixture(params=sorted(CLOUDS))

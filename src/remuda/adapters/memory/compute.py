@@ -175,7 +175,7 @@ class MemoryCloud:
             if kind.cpu >= wanted.cpu and kind.mmem >= wanted.mmem and request.patterns.matches(kind.name)
         ]
         if not fitting:
-            return [], [f"no type matches {request.patterns} with the {wanted.cpu} cpu and {wanted.mmem} MiB wanted"]
+            return [], [f"no type matches {request.patterns} with the cpu and memory of class {wanted.name}"]
         chosen: list[MachineType] = []
         errors: list[str] = []
         for kind in fitting:

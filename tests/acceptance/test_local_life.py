@@ -1,0 +1,199 @@
+"""A run's life through the command line: real processes, real jobs, the local GitHub."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from remuda.githubsim.client import SimClient, SimJob, SimStep
+from support.localbackend import LIMIT_S, REPO, LocalBackend
+
+INTERRUPTED = 130
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
+    backend = LocalBackend(tmp_path / "state")
+    await backend.up("--idle-time-sec", "600", "--release-time-sec", "60")
+    try:
+        yield backend
+    finally:
+        await backend.down()
+
+
+async def queue(github: SimClient, run_id: str, *runs: str) -> SimJob:
+    steps = [SimStep(run=run) for run in runs or ("echo hello",)]
+    return await github.queue_job(repo=REPO, run_id=run_id, labels=[run_id], steps=steps)
+
+
+async def after(github: SimClient, job: SimJob, *, status: str) -> SimJob:
+    """The job, once it has that status or is over."""
+    while job.status not in {status, "completed"}:
+        before = job.status
+        job = await github.job(job.id, wait_s=LIMIT_S, since=before)
+        assert job.status != before, f"job {job.id} stays {before}"
+    return job
+
+
+def machine_of(job: SimJob) -> str:
+    assert job.runner_name is not None
+    return "i-" + job.runner_name.rpartition("-i-")[2]
+
+
+async def test_cold_then_warm_then_again_with_the_same_run_id(backend: LocalBackend) -> None:
+    cold = (await backend.provision("1", 2)).document
+    assert (cold["created"], cold["reused"]) == (2, 0)
+    ids = {item["instance_id"] for item in cold["instances"]}
+    async with backend.github() as github:
+        jobs = [await queue(github, "1") for _ in range(4)]
+        jobs = [await after(github, job, status="completed") for job in jobs]
+        assert {job.conclusion for job in jobs} == {"success"}
+        assert {machine_of(job) for job in jobs} <= ids
+        for runner in await github.runners():
+            assert set(runner.labels) == {"1", "large"}
+
+    released = (await backend.release("1")).document
+    assert set(released["released"]) == ids
+    assert backend.states() == ["idle", "idle"]
+    assert await backend.registrations() == []
+    again = (await backend.release("1")).document
+    assert (again["released"], set(again["skipped"])) == ([], ids)
+
+    warm = (await backend.provision("1", 2, "--run-attempt", "2")).document
+    assert (warm["created"], warm["reused"]) == (0, 2)
+    assert {item["instance_id"] for item in warm["instances"]} == ids
+    # A late release of the first attempt takes nothing from the second.
+    late = (await backend.release("1", "--run-attempt", "1")).document
+    assert (late["released"], backend.states()) == ([], ["running", "running"])
+    assert len((await backend.release("1", "--run-attempt", "2")).document["released"]) == 2
+    assert {item["uses"] for item in backend.records().values()} == {2}
+
+
+async def test_jobs_of_two_runs_never_meet(backend: LocalBackend) -> None:
+    one, two = await asyncio.gather(backend.provision("run-a", 2), backend.provision("run-b", 1))
+    machines = {
+        run_id: {item["instance_id"] for item in done.document["instances"]}
+        for run_id, done in (("run-a", one), ("run-b", two))
+    }
+    assert not machines["run-a"] & machines["run-b"]
+    async with backend.github() as github:
+        jobs = [await queue(github, run_id) for run_id in ("run-a", "run-b") * 4]
+        for job in [await after(github, job, status="completed") for job in jobs]:
+            assert job.conclusion == "success"
+            assert machine_of(job) in machines[job.run_id]
+        # Machines change hands; jobs still go where they belong.
+        await backend.release("run-a")
+        stray = await queue(github, "run-a")
+        other = (await backend.provision("run-c", 2)).document
+        assert other["reused"] == 2
+        job = await after(github, await queue(github, "run-c"), status="completed")
+        assert machine_of(job) in machines["run-a"]
+        assert (await github.job(stray.id)).status == "queued"
+
+
+async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path: Path) -> None:
+    await backend.provision("1")
+    gate = tmp_path / "gate"
+    async with backend.github() as github:
+        job = await queue(github, "1", f"while [ ! -e {gate} ]; do sleep 0.05; done", "echo finished")
+        job = await after(github, job, status="in_progress")
+        await backend.until(lambda: any(item["busy"] for item in backend.reports().values()), "busy is reported")
+        releasing = await backend.start("release", "--run-id", "1", "--json")
+        await backend.until(lambda: backend.states() == ["releasing"], "the release begins")
+        assert (await github.job(job.id)).status == "in_progress"
+        gate.touch()
+        done = await backend.finish(releasing)
+        assert (done.code, len(done.document["released"])) == (0, 1)
+        job = await github.job(job.id)
+        assert (job.conclusion, "finished" in job.log) == ("success", True)
+
+
+async def test_interrupted_while_machines_boot(backend: LocalBackend) -> None:
+    await backend.run("refresh", "--idle-time-sec", "600", "--boot-delay-sec", "30", "--gone-after-sec", "1")
+    provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
+    await backend.until(lambda: backend.states() == ["created", "created"], "both are launched")
+    provisioning.send_signal(signal.SIGINT)
+    done = await backend.finish(provisioning)
+    assert done.code == INTERRUPTED
+    assert done.document["error"]["type"] == "Interrupted"
+    assert set(backend.states()) <= {"terminating", "terminated"}
+    assert {item["status"] for item in backend.provisions("1")} == {"released"}
+    async with backend.sweeping():
+        await backend.until_settled()
+    assert backend.processes() == []
+
+
+async def test_interrupted_while_warm_machines_register(backend: LocalBackend) -> None:
+    """They are given back, not ended."""
+    await backend.provision("0", 2)
+    await backend.release("0")
+    async with backend.github() as github:
+        await github.set_fault("delay", operation="runner.register", seconds=5, times=None)
+        provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
+        await backend.until(lambda: backend.states() == ["claimed", "claimed"], "both are claimed")
+        provisioning.send_signal(signal.SIGTERM)
+        assert (await backend.finish(provisioning)).code == INTERRUPTED
+        await github.clear_faults()
+    assert set(backend.states()) <= {"releasing", "idle"}
+    async with backend.sweeping():
+        await backend.until_settled(states=("idle",))
+    assert len(backend.machines()) == 2
+
+
+async def test_misfits_stay_and_usage_classes_do_not_mix(backend: LocalBackend) -> None:
+    await backend.provision("spot", 3, "--usage-class", "spot")
+    await backend.release("spot")
+    on_demand = (await backend.provision("1", 1)).document
+    assert (on_demand["created"], on_demand["reused"], on_demand["refused"]) == (1, 0, {"misfit": 3})
+    assert on_demand["instances"][0]["usage_class"] == "on-demand"
+    other_type = (await backend.provision("2", 1, "--usage-class", "spot", "--allowed-instance-types", "m6i*")).document
+    assert (other_type["created"], other_type["instances"][0]["instance_type"]) == (1, "m6i.large")
+    tiers = (await backend.provision("3", 1, "--usage-class", "spot", "--tier", "untrusted")).document
+    assert tiers["created"] == 1
+    fits = (await backend.provision("4", 3, "--usage-class", "spot", "--allowed-instance-types", "c*")).document
+    assert (fits["created"], fits["reused"]) == (0, 3)
+    assert backend.hints() == []
+
+
+async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> None:
+    await backend.run("refresh", "--max-uses", "2", "--idle-time-sec", "600")
+    await backend.provision("1")
+    assert len((await backend.release("1")).document["released"]) == 1
+    assert (await backend.provision("2")).document["reused"] == 1
+    released = (await backend.release("2")).document
+    assert (len(released["retired"]), released["released"]) == (1, [])
+    async with backend.sweeping():
+        await backend.until_settled()
+    assert backend.hints() == []
+
+
+async def test_a_job_that_outlives_its_run_is_ended_with_it(backend: LocalBackend) -> None:
+    await backend.provision("1", 1, "--max-runtime-min", "0.15")
+    async with backend.github() as github:
+        await github.change_settings(lease_s=2.0)
+        job = await after(github, await queue(github, "1", "sleep 1000"), status="in_progress")
+        async with backend.sweeping():
+            await backend.until_settled()
+        assert (await after(github, job, status="completed")).conclusion == "failure"
+    assert backend.processes() == []
+
+
+async def test_a_failing_script_is_told_and_leaves_nothing(backend: LocalBackend) -> None:
+    await backend.run("refresh", "--pre-runner-script", "echo no such package >&2; exit 3", "--gone-after-sec", "1")
+    failed = await backend.provision("1", 2, code=2)
+    assert failed.document["error"]["field"] == "pre-runner-script"
+    assert "no such package" in failed.document["error"]["message"]
+    async with backend.sweeping():
+        await backend.until_settled()
+
+
+async def test_no_capacity_is_told_and_leaves_nothing(backend: LocalBackend) -> None:
+    await backend.run("refresh", "--fault", "partial=1", "--gone-after-sec", "1")
+    failed = await backend.provision("1", 3, code=3)
+    assert "1 of 3" in failed.document["error"]["message"]
+    async with backend.sweeping():
+        await backend.until_settled()

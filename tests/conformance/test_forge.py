@@ -1,0 +1,388 @@
+"""The forge's contract (`remuda.ports.forge`): in memory, and the GitHub client against a real local GitHub."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import pytest
+
+from remuda.adapters.github.client import TRIES, GithubForge, web_url
+from remuda.adapters.memory.forge import MemoryForge, MemoryGithub
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
+from remuda.githubsim.client import SimClient
+from remuda.githubsim.endpoint import Endpoint, read_endpoint
+from remuda.ports.calls import CallCounter
+from remuda.ports.forge import Deletion, Forge
+
+REPO, ORG = "octo/repo", "octo"
+#: Where runners may stay from test to test.
+BUSY_REPO, LONG_REPO = "octo/busy", "octo/long"
+KNOWN = [REPO, ORG, BUSY_REPO, LONG_REPO]
+MANY = 205
+
+
+class Forges(Protocol):
+    """A GitHub, and as many forge objects over it as there are processes."""
+
+    calls: CallCounter
+
+    def open(self, token: str | None = None) -> Forge: ...
+
+    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str: ...
+
+    async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
+        """Register a runner that has a job at work; its id."""
+        ...
+
+
+class MemoryForges:
+    def __init__(self) -> None:
+        self.calls = CallCounter()
+        self._github = MemoryGithub(clock=SystemClock(), known_scopes=KNOWN)
+        self._token = self._github.grant()
+
+    def open(self, token: str | None = None) -> Forge:
+        return MemoryForge(github=self._github, token=token or self._token, calls=self.calls)
+
+    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
+        return self._github.grant(scopes=scopes, write=write)
+
+    async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
+        runner = self._github.add(scope, name, labels)
+
+        def take(job: Any) -> None:
+            job.started = True
+
+        self._github.connect(runner.runner_id, take)
+        self._github.queue(run_id="1", labels=labels)
+        return runner.runner_id
+
+
+class GithubForges:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.calls = CallCounter()
+        self._endpoint = endpoint
+        self.admin = SimClient(endpoint.url, endpoint.token)
+
+    def open(self, token: str | None = None) -> Forge:
+        return GithubForge(
+            api_url=self._endpoint.url,
+            token=token or self._endpoint.token,
+            clock=QuickClock(),
+            ids=SystemIds(),
+            calls=self.calls,
+        )
+
+    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
+        return await self.admin.issue_token(scopes=scopes, write=write)
+
+    async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
+        forge = self.open()
+        token = (await forge.registration_token(scope)).token
+        await forge.close()
+        url = self._endpoint.url
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            body = {"url": f"{url}/{scope}", "token": token, "name": name, "labels": list(labels)}
+            files = (await http.post("/_runner/register", json=body)).json()["files"]
+            http.headers["authorization"] = f"Bearer {files['.credentials']['data']['token']}"
+            session = (await http.post("/_runner/sessions", json={"version": "1"})).json()["session"]
+            job = await self.admin.queue_job(repo=scope, run_id=1, labels=labels)
+            answer = await http.post(f"/_runner/sessions/{session}/jobs/{job.id}/acknowledge")
+            assert answer.is_success, answer.text
+        return int(files[".runner"]["agentId"])
+
+
+class QuickClock(SystemClock):
+    """Pauses between tries cost nothing."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds / 100)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("github")
+    command = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        endpoint = read_endpoint(Path(folder))
+        assert endpoint is not None
+        yield endpoint
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+@pytest.fixture
+async def github(server: Endpoint) -> AsyncIterator[GithubForges]:
+    """The server, without faults and runners of earlier tests."""
+    forges = GithubForges(server)
+    await forges.admin.clear_faults()
+    await forges.admin.change_settings(known_scopes=KNOWN, enforce_rate_limit=False)
+    forge = forges.open()
+    for scope in (REPO, ORG):
+        for runner in await forge.list_runners(scope):
+            await forge.delete_runner(scope, runner.runner_id)
+    await forge.close()
+    forges.calls = CallCounter()
+    yield forges
+    await forges.admin.clear_faults()
+    await forges.admin.aclose()
+
+
+@pytest.fixture(params=["memory", "github"])
+def forges(request: pytest.FixtureRequest) -> Forges:
+    return MemoryForges() if request.param == "memory" else request.getfixturevalue("github")
+
+
+@pytest.fixture
+async def forge(forges: Forges) -> AsyncIterator[Forge]:
+    forge = forges.open()
+    yield forge
+    await forge.close()
+
+
+async def names(forge: Forge, scope: str = REPO) -> list[str]:
+    return sorted(runner.name for runner in await forge.list_runners(scope))
+
+
+@pytest.mark.parametrize("scope", [REPO, ORG])
+async def test_tokens_are_fresh_and_good_for_an_hour(forge: Forge, scope: str) -> None:
+    now = SystemClock().now()
+    tokens = [await forge.registration_token(scope), await forge.removal_token(scope)]
+    tokens.append(await forge.registration_token(scope))
+    assert len({credential.token for credential in tokens}) == 3
+    for credential in tokens:
+        assert timedelta(minutes=50) < credential.expires_at - now < timedelta(minutes=70)
+        assert credential.expires_at.utcoffset() == timedelta(0)
+        assert credential.expires_at.microsecond % 1000 == 0
+
+
+async def test_a_token_is_never_printed(forge: Forge) -> None:
+    credential = await forge.registration_token(REPO)
+    assert credential.token not in repr(credential)
+    assert credential.token not in str(credential)
+
+
+async def test_a_runner_is_listed_got_and_deleted(forge: Forge) -> None:
+    jit = await forge.jit_config(REPO, name="one", labels=["7", "large"])
+    assert jit.config
+    (listed,) = await forge.list_runners(REPO)
+    assert (listed.runner_id, listed.name, listed.online, listed.busy) == (jit.runner_id, "one", False, False)
+    assert {"7", "large"} <= set(listed.labels)
+    assert await forge.get_runner(REPO, jit.runner_id) == listed
+    assert await forge.delete_runner(REPO, jit.runner_id) is Deletion.DELETED
+    assert await forge.delete_runner(REPO, jit.runner_id) is Deletion.GONE
+    assert await forge.get_runner(REPO, jit.runner_id) is None
+    assert await forge.list_runners(REPO) == []
+
+
+async def test_scopes_are_apart(forge: Forge) -> None:
+    jit = await forge.jit_config(REPO, name="one", labels=["x"])
+    await forge.jit_config(ORG, name="two", labels=["x"])
+    assert (await names(forge), await names(forge, ORG)) == (["one"], ["two"])
+    assert await forge.get_runner(ORG, jit.runner_id) is None
+    assert await forge.delete_runner(ORG, jit.runner_id) is Deletion.GONE
+    assert await names(forge) == ["one"]
+
+
+async def test_all_pages_of_a_long_list(forge: Forge, forges: Forges) -> None:
+    made = [forge.jit_config(LONG_REPO, name=f"runner-{number:03d}", labels=["x"]) for number in range(MANY)]
+    await asyncio.gather(*made)
+    assert await names(forge, LONG_REPO) == [f"runner-{number:03d}" for number in range(MANY)]
+    assert forges.calls.by_service()["github"]["GET runners"] == 3
+
+
+async def test_a_busy_runner_is_not_deleted(forge: Forge, forges: Forges) -> None:
+    runner_id = await forges.run_job(BUSY_REPO, "worker", ["busy-label"])
+    runner = await forge.get_runner(BUSY_REPO, runner_id)
+    assert runner is not None
+    assert (runner.online, runner.busy) == (True, True)
+    assert await forge.delete_runner(BUSY_REPO, runner_id) is Deletion.BUSY
+    assert await names(forge, BUSY_REPO) == ["worker"]
+
+
+async def test_a_name_that_exists_is_a_conflict(forge: Forge) -> None:
+    await forge.jit_config(REPO, name="one", labels=["x"])
+    with pytest.raises(Conflict):
+        await forge.jit_config(REPO, name="one", labels=["x"])
+
+
+WRONG = "ghp_wrongwrongwrong"
+
+
+async def test_an_unknown_credential_is_the_users_to_mend(forges: Forges) -> None:
+    forge = forges.open(WRONG)
+    for call in (
+        forge.registration_token(REPO),
+        forge.removal_token(REPO),
+        forge.list_runners(REPO),
+        forge.get_runner(REPO, 1),
+        forge.delete_runner(REPO, 1),
+        forge.jit_config(REPO, name="one", labels=["x"]),
+    ):
+        with pytest.raises(UserError) as error:
+            await call
+        assert error.value.field == "github-token"
+        assert WRONG not in f"{error.value!r} {error.value} {error.value.fix} {error.value.__cause__!r}"
+    assert WRONG not in repr(forge)
+    await forge.close()
+
+
+async def test_a_credential_that_may_only_read(forges: Forges) -> None:
+    forge = forges.open(await forges.grant(write=False))
+    assert await forge.list_runners(REPO) == []
+    for call in (forge.registration_token(REPO), forge.delete_runner(REPO, 1)):
+        with pytest.raises(UserError) as error:
+            await call
+        assert error.value.field == "github-token"
+    await forge.close()
+
+
+async def test_a_scope_out_of_sight_is_the_users_to_mend(forges: Forges) -> None:
+    """GitHub says 404 to it. Nothing may be concluded from that: least of all that there are no runners."""
+    for token, scope in ((None, "nobody/nothing"), (await forges.grant(scopes=[ORG]), REPO)):
+        if token is not None and isinstance(forges, GithubForges):
+            continue  # there, an owner's token covers its repositories
+        forge = forges.open(token)
+        for call in (
+            forge.registration_token(scope),
+            forge.removal_token(scope),
+            forge.list_runners(scope),
+            forge.jit_config(scope, name="one", labels=["x"]),
+        ):
+            with pytest.raises(UserError) as error:
+                await call
+            assert error.value.field == "github-scope"
+        assert await forge.get_runner(scope, 1) is None
+        assert await forge.delete_runner(scope, 1) is Deletion.GONE
+        await forge.close()
+
+
+# What only a network can do ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def client(github: GithubForges) -> AsyncIterator[Forge]:
+    forge = github.open()
+    yield forge
+    await forge.close()
+
+
+@pytest.mark.parametrize("status", [403, 429])
+async def test_a_rate_limit_says_when_to_come_back(github: GithubForges, client: Forge, status: int) -> None:
+    await github.admin.set_fault("rate_limit", operation="list", seconds=37, status=status)
+    with pytest.raises(Throttled) as error:
+        await client.list_runners(REPO)
+    assert error.value.retry_after_s == 37
+    assert await client.list_runners(REPO) == []
+
+
+async def test_a_rate_limit_without_a_time_has_a_default(github: GithubForges, client: Forge) -> None:
+    await github.admin.set_fault("rate_limit", operation="registration-token")
+    with pytest.raises(Throttled) as error:
+        await client.registration_token(REPO)
+    assert error.value.retry_after_s >= 60
+
+
+async def test_the_hourly_limit_is_a_rate_limit_too(github: GithubForges, client: Forge) -> None:
+    token = await github.grant()
+    await github.admin.change_settings(rate_limit=1, enforce_rate_limit=True)
+    forge = github.open(token)
+    await forge.list_runners(REPO)
+    with pytest.raises(Throttled):
+        await forge.list_runners(REPO)
+    await forge.close()
+
+
+async def test_a_lost_answer_of_a_deletion_is_looked_into(github: GithubForges, client: Forge) -> None:
+    jit = await client.jit_config(REPO, name="one", labels=["x"])
+    await github.admin.set_fault("lost_answer", operation="delete")
+    assert await client.delete_runner(REPO, jit.runner_id) is Deletion.GONE
+    assert await client.list_runners(REPO) == []
+
+
+@pytest.mark.parametrize("operation", ["list", "registration-token", "remove-token", "get"])
+async def test_lost_answers_are_asked_for_again(github: GithubForges, client: Forge, operation: str) -> None:
+    await github.admin.set_fault("lost_answer", operation=operation, times=TRIES - 1)
+    calls = {
+        "list": client.list_runners(REPO),
+        "registration-token": client.registration_token(REPO),
+        "remove-token": client.removal_token(REPO),
+        "get": client.get_runner(REPO, 1),
+    }
+    for name, call in calls.items():
+        if name == operation:
+            await call
+        else:
+            call.close()
+
+
+async def test_a_lost_answer_of_a_jit_configuration_is_not_repeated(github: GithubForges, client: Forge) -> None:
+    """The second one would say that the name exists: nobody could tell whose it is."""
+    await github.admin.set_fault("lost_answer", operation="jitconfig")
+    with pytest.raises(Unavailable):
+        await client.jit_config(REPO, name="one", labels=["x"])
+    assert await names(client) == ["one"]
+
+
+async def test_a_server_error_is_tried_again_and_then_told(github: GithubForges, client: Forge) -> None:
+    await github.admin.set_fault("status", operation="list", status=502, times=TRIES - 1)
+    assert await client.list_runners(REPO) == []
+    await github.admin.set_fault("status", operation="list", status=503, times=TRIES)
+    with pytest.raises(Unavailable) as error:
+        await client.list_runners(REPO)
+    assert not isinstance(error.value, Throttled)
+    assert "503" in error.value.message
+    assert await client.list_runners(REPO) == []
+
+
+async def test_a_part_of_a_list_is_never_a_list(client: Forge) -> None:
+    """The first page comes, the second does not."""
+
+    class SecondPageFails(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.params["page"] != "1":
+                return httpx.Response(500)
+            runner = {"id": 1, "name": "one", "status": "online", "busy": False}
+            link = '<http://x/?page=2>; rel="next"'
+            return httpx.Response(200, json={"runners": [runner]}, headers={"link": link})
+
+    client._client._transport = SecondPageFails()  # type: ignore[attr-defined]
+    with pytest.raises(Unavailable):
+        await client.list_runners(REPO)
+
+
+async def test_a_server_that_is_not_there() -> None:
+    forge = GithubForge(
+        api_url="http://127.0.0.1:9", token="ghp_secret", clock=QuickClock(), ids=SystemIds(), calls=CallCounter()
+    )
+    with pytest.raises(Unavailable) as error:
+        await forge.list_runners(REPO)
+    assert "ghp_secret" not in f"{error.value!r} {error.value.__context__!r} {forge!r} {vars(forge)!r}"
+    await forge.close()
+
+
+async def test_a_proxy_is_not_asked_for_the_local_github(github: GithubForges, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    forge = github.open()
+    assert await forge.list_runners(REPO) == []
+    await forge.close()
+
+
+def test_where_runners_register() -> None:
+    assert web_url("https://api.github.com/") == "https://github.com"
+    assert web_url("https://ghes.example.com/api/v3") == "https://ghes.example.com"
+    assert web_url("https://api.acme.ghe.com") == "https://acme.ghe.com"
+    assert web_url("http://127.0.0.1:4711/") == "http://127.0.0.1:4711"

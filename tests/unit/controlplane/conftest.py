@@ -1,0 +1,25 @@
+"""All tests here run in virtual time: hours cost nothing, and nothing depends on how fast this computer is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from support.world import World
+from support.world_time import VirtualLoop
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
+    return {"virtual": VirtualLoop}
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """A configured pool without instances. At the end all time passes, and nothing may be left."""
+    world = World()
+    await world.configure()
+    yield world
+    world.check()
+    await world.end()

@@ -1,0 +1,137 @@
+"""Processes that are cut at their n-th port call, and calls whose answers are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine
+from enum import Enum
+from typing import Any
+
+from remuda.domain.errors import Unavailable
+from support.world import Host
+from support.world_time import Call, Gone, Hook
+
+
+class How(Enum):
+    CANCEL_BEFORE = "cancelled, the call not made"
+    CANCEL_AFTER = "cancelled, the call made and its answer lost"
+    CRASH_BEFORE = "killed, the call not made"
+    CRASH_AFTER = "killed, the call made and its answer lost"
+
+
+CRASHES = (How.CRASH_BEFORE, How.CRASH_AFTER)
+
+
+class Cut:
+    """A hook that stops a process at its n-th call. A killed process makes no further call and never goes on."""
+
+    def __init__(self, at: int, how: How) -> None:
+        self._at = at
+        self._how = how
+        self.calls: list[str] = []
+        self.dead = asyncio.Event()
+        self._over = False
+        self._task: asyncio.Task[Any] | None = None
+
+    async def run(self, work: Coroutine[Any, Any, Any]) -> BaseException | None:
+        """Run a use case until its end or its death; how it ended, None where it was killed or did it all."""
+        self._task = asyncio.create_task(work)
+        dead = asyncio.create_task(self.dead.wait())
+        await asyncio.wait({self._task, dead}, return_when=asyncio.FIRST_COMPLETED)
+        dead.cancel()
+        if not self._task.done():
+            return None
+        return asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+
+    async def bury(self) -> None:
+        """Sweep away the tasks of a killed process, without letting them do anything."""
+        self._over = True
+        while self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=1)
+
+    async def __call__(self, name: str, call: Call) -> Any:
+        if self.dead.is_set():
+            await self._hang()
+        self.calls.append(name)
+        if len(self.calls) != self._at:
+            answer = await call()
+            if self.dead.is_set():
+                await self._hang()
+            return answer
+        if self._how is How.CRASH_BEFORE:
+            await self._die()
+        if self._how is How.CANCEL_BEFORE:
+            await self._cancel()
+        answer = await call()
+        if self._how is How.CRASH_AFTER:
+            await self._die()
+        if self._how is How.CANCEL_AFTER:
+            await self._cancel()
+        return answer
+
+    async def _die(self) -> None:
+        self.dead.set()
+        await self._hang()
+
+    async def _hang(self) -> None:
+        if self._over:
+            raise Gone
+        try:
+            await asyncio.Future[None]()
+        except asyncio.CancelledError:
+            raise Gone from None
+
+    async def _cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        # Let it arrive; code that is shielded from it goes on.
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+class Unsure:
+    """A hook: chosen calls raise `Unavailable`, applied or not."""
+
+    def __init__(self, operation: str, *, applied: bool, at: Collection[int] = (1,)) -> None:
+        self._operation = operation
+        self._applied = applied
+        self._at = at
+        self.count = 0
+
+    async def __call__(self, name: str, call: Call) -> Any:
+        if name != self._operation:
+            return await call()
+        self.count += 1
+        if self.count not in self._at:
+            return await call()
+        if self._applied:
+            await call()
+        raise Unavailable(f"no answer to {name}")
+
+
+class AgentCut:
+    """Kills the agent that makes the n-th call of all agents; its machine starts another."""
+
+    def __init__(self, at: int, *, applied: bool) -> None:
+        self._at = at
+        self._applied = applied
+        self.calls: list[str] = []
+
+    def __call__(self, host: Host) -> Hook:
+        alive = True
+
+        async def hook(name: str, call: Call) -> Any:
+            nonlocal alive
+            if not alive:
+                raise Gone
+            self.calls.append(name)
+            if len(self.calls) != self._at:
+                return await call()
+            if self._applied:
+                await call()
+            alive = False
+            host.kill_agent()
+            raise Gone
+
+        return hook

@@ -1,0 +1,267 @@
+"""Machines against records, and ghost registrations: the outside world is reconciled, never trusted to be current."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import State
+from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
+from support.records import birth
+from support.records import instance as make_record
+from support.world import LIFETIMES, SCOPE, World, number_of
+from support.world_time import Call
+
+
+async def stray(world: World) -> str:
+    """A machine of this pool that nobody wrote down."""
+    request = Request(
+        resource_class=DEFAULT_CLASSES[0],
+        usage_class=UsageClass.ON_DEMAND,
+        patterns=TypePatterns(("*",)),
+        tier=Tier.TRUSTED,
+    )
+    launch = LaunchRequest(
+        provision_id="p-lost",
+        client_token=f"t{len(world.cloud.machines)}",
+        count=1,
+        request=request,
+        first_life_s=600.0,
+        margin_s=LIFETIMES.margin_s,
+    )
+    result = await world.process().compute.launch(launch)
+    return result.instances[0].instance_id
+
+
+async def test_a_machine_without_a_record_is_ended_after_a_grace(world: World) -> None:
+    lost = await stray(world)
+    await asyncio.sleep(world.lifetimes.unrecorded_grace_s - 1)
+    await world.sweep()
+    assert lost not in world.database.instances
+    assert world.cloud.is_alive(lost)
+    await asyncio.sleep(2)
+    result = await world.sweep()
+    assert list(result.retired) == [lost]
+    assert not world.cloud.is_alive(lost)
+    assert world.record(lost).provision_id == "p-lost"
+    await asyncio.sleep(2)
+    assert (await world.sweep()).terminated == (lost,)
+
+
+async def test_a_machine_of_another_pool_is_never_touched(world: World) -> None:
+    foreign = await stray(world)
+    world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "other"})
+    world.hosts[foreign].task.cancel()
+    await world.pass_time(100)
+    assert world.cloud.is_alive(foreign)
+    # Not even where a record of ours names it.
+    await world.process().store.apply(birth(make_record(number_of(foreign), threshold=world.clock.now())))
+    await asyncio.sleep(5)
+    result = await world.sweep()
+    assert any("could not be terminated" in error for error in result.errors)
+    assert world.cloud.is_alive(foreign)
+    world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "test"})
+
+
+async def test_a_record_whose_machine_is_missing_is_closed_on_the_second_look(world: World) -> None:
+    record = make_record(
+        0xFA, created_at=world.clock.now() - timedelta(hours=1), threshold=world.clock.now() + timedelta(hours=1)
+    )
+    await world.process().store.apply(birth(record))
+    assert not (await world.sweep()).retired
+    await asyncio.sleep(world.lifetimes.gone_after_s - 1)
+    assert not (await world.sweep()).retired
+    await asyncio.sleep(2)
+    result = await world.sweep()
+    assert "not found" in result.retired[record.instance_id]
+    await world.sweep()
+    assert world.record(record.instance_id).state is State.TERMINATED
+
+
+async def test_a_list_that_lags_closes_nothing(world: World) -> None:
+    """Missing once, there again, missing once: never twice in a row."""
+    (item,) = (await world.provision(max_runtime_s=300.0)).instances
+    hidden = False
+
+    async def hook(name: str, call: Call) -> Any:
+        answer = await call()
+        return [] if hidden and name == "compute.list_pool" else answer
+
+    for _ in range(6):
+        hidden = not hidden
+        await asyncio.sleep(world.lifetimes.gone_after_s)
+        assert not (await world.sweep(hook)).retired
+    assert world.record(item.instance.instance_id).state is State.RUNNING
+
+
+async def test_a_list_that_fails_closes_nothing(world: World) -> None:
+    (item,) = (await world.provision(max_runtime_s=300.0)).instances
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "compute.list_pool":
+            raise Unavailable("no list today")
+        return await call()
+
+    for _ in range(4):
+        await asyncio.sleep(world.lifetimes.gone_after_s)
+        result = await world.sweep(hook)
+        assert (dict(result.retired), len(result.errors)) == ({}, 1)
+    assert world.record(item.instance.instance_id).state is State.RUNNING
+
+
+async def test_a_machine_just_launched_is_not_missed(world: World) -> None:
+    """The list was read before the record was written, and lags for a while after that."""
+    (item,) = (await world.provision()).instances
+
+    async def hook(name: str, call: Call) -> Any:
+        answer = await call()
+        return [] if name == "compute.list_pool" else answer
+
+    await world.sweep(hook)
+    await asyncio.sleep(world.lifetimes.gone_after_s - 4)
+    assert not (await world.sweep(hook)).retired
+    assert world.record(item.instance.instance_id).state is State.RUNNING
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.IDLE, State.RELEASING])
+async def test_a_machine_that_ended_by_itself_closes_its_record_at_once(state: State) -> None:
+    world = World()
+    await world.configure()
+    (item,) = (await world.provision()).instances
+    key = item.instance.instance_id
+    if state is State.IDLE:
+        await world.release()
+    elif state is State.RELEASING:
+        world.hosts[key].task.cancel()
+        await world.release()
+    assert world.record(key).state is state
+    world.cloud.end(key, "power loss")
+    result = await world.sweep()
+    assert key in result.retired
+    await asyncio.sleep(3)
+    await world.sweep()
+    assert world.record(key).state is State.TERMINATED
+    await world.end()
+
+
+async def test_a_record_is_terminated_only_when_the_machine_is(world: World) -> None:
+    world.cloud.shutting_down = timedelta(seconds=40)
+    (item,) = (await world.provision()).instances
+    key = item.instance.instance_id
+    await asyncio.sleep(1)
+    world.hosts[key].task.cancel()
+    await world.pass_time(world.lifetimes.max_runtime_s + 15)
+    assert (world.record(key).state, world.cloud.state(key)) == (State.TERMINATING, MachineState.SHUTTING_DOWN)
+    await world.pass_time(60, sweeps=False)
+    await world.sweep()
+    assert world.record(key).state is State.TERMINATED
+
+
+async def test_a_machine_that_lives_although_its_record_says_terminated(world: World) -> None:
+    lost = await stray(world)
+    record = make_record(number_of(lost), state=State.TERMINATED, threshold=world.clock.now())
+    await world.process().store.apply(birth(record))
+    await world.sweep()
+    assert not world.cloud.is_alive(lost)
+    assert world.record(lost).state is State.TERMINATED
+
+
+# Ghosts -----------------------------------------------------------------------------------------------------------
+
+
+def ghost(world: World, epoch: int, instance_id: str, *, pool: str = "test") -> str:
+    name = f"remuda-{pool}-{epoch}-{instance_id}"
+    world.github.add(SCOPE, name)
+    return name
+
+
+def names(world: World) -> set[str]:
+    return {runner.name for runner in world.github.runners.values()}
+
+
+async def test_a_ghost_without_a_record_goes_after_a_grace(world: World) -> None:
+    name = ghost(world, 1, "i-0000000000000beef")
+    await world.sweep()
+    await asyncio.sleep(world.lifetimes.ghost_grace_s - 1)
+    assert not (await world.sweep()).removed
+    await asyncio.sleep(2)
+    assert (await world.sweep()).removed == (name,)
+    assert name not in names(world)
+
+
+async def test_a_ghost_of_an_ended_instance_goes(world: World) -> None:
+    record = make_record(0xE, state=State.TERMINATED)
+    await world.process().store.apply(birth(record))
+    name = ghost(world, 1, record.instance_id)
+    assert (await world.sweep()).removed == (name,)
+
+
+async def test_a_ghost_of_an_earlier_assignment_goes_and_the_present_one_stays(world: World) -> None:
+    (warm,) = await world.warm(1)
+    await world.provision()
+    old = ghost(world, 1, warm)
+    assert (await world.sweep()).removed == (old,)
+    assert names(world) == {f"remuda-test-2-{warm}"}
+
+
+async def test_a_ghost_of_an_idle_instance_goes(world: World) -> None:
+    (warm,) = await world.warm(1)
+    name = ghost(world, 1, warm)
+    assert (await world.sweep()).removed == (name,)
+
+
+async def test_a_registration_that_comes_before_its_record_is_read_stays(world: World) -> None:
+    """Listed first, read then: whoever has a record of this epoch keeps its registration."""
+    result = await world.provision(count=2)
+    for _ in range(3):
+        assert not (await world.sweep()).removed
+    assert len(names(world)) == len(result.instances) == 2
+
+
+async def test_a_busy_ghost_is_kept_until_its_job_ends(world: World) -> None:
+    (warm,) = await world.warm(1)
+    name = ghost(world, 1, warm)
+    runner = world.github.find(SCOPE, name)
+    assert runner is not None
+    runner.labels = ("odd",)
+    world.github.connect(runner.runner_id, lambda _job: None)
+    job = world.github.queue(run_id="odd", labels=["odd"])
+    assert not (await world.sweep()).removed
+    assert name in names(world)
+    world.github.finish(job)
+    assert (await world.sweep()).removed == (name,)
+
+
+async def test_other_runners_are_never_touched(world: World) -> None:
+    others = {
+        "build-box",
+        "remuda-other-1-i-0000000000000beef",
+        "remuda-test-x-i-0000000000000beef",
+        "remuda-test-1-",
+    }
+    for name in others:
+        world.github.add(SCOPE, name)
+    await world.pass_time(3 * world.lifetimes.ghost_grace_s)
+    assert names(world) == others
+
+
+async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: World) -> None:
+    """`test-2` has the prefix `remuda-test-2-`: read as ours, its epoch would be 2."""
+    name = ghost(world, 5, "i-0000000000000beef", pool="test-2")
+    await world.pass_time(3 * world.lifetimes.ghost_grace_s)
+    assert names(world) == {name}
+    world.github.runners.clear()
+
+
+async def test_sightings_that_look_right_again_are_dropped(world: World) -> None:
+    name = ghost(world, 1, "i-0000000000000beef")
+    await world.sweep()
+    assert f"ghost:{name}" in world.database.sightings
+    world.github.runners.clear()
+    await world.sweep()
+    assert not world.database.sightings

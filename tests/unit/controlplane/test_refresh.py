@@ -1,0 +1,143 @@
+"""The configuration half of a refresh: what is desired is applied, tokens are kept fresh."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remuda.controlplane.refresh import refresh
+from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.resources import ResourceClass
+from support.world import LIFETIMES, SCOPE, World
+from support.world_time import Call
+from unit.controlplane.cuts import Unsure
+
+
+def config(world: World) -> PoolConfig:
+    assert world.database.config is not None
+    return world.database.config
+
+
+async def test_the_first_refresh_creates_everything() -> None:
+    world = World()
+    result = await world.configure()
+    assert "configuration of pool test" in result.applied
+    assert f"tokens for {SCOPE}" in result.applied
+    assert sum(line.startswith("queue ") for line in result.applied) == 7
+    assert config(world).revision == 1
+
+
+async def test_the_second_changes_nothing(world: World) -> None:
+    result = await world.configure()
+    assert result.applied == ()
+    assert config(world).revision == 1
+    assert not result.errors
+
+
+async def test_a_change_is_named_and_applied(world: World) -> None:
+    result = await world.configure(lifetimes=replace(LIFETIMES, idle_time_s=33.0), max_instances=7)
+    assert sorted(result.applied) == ["idle_time_s: 90 to 33", "max_instances"]
+    assert (config(world).revision, config(world).max_instances) == (2, 7)
+    assert config(world).lifetimes.idle_time_s == 33.0
+
+
+async def test_a_new_class_gets_a_queue(world: World) -> None:
+    classes = (ResourceClass(name="tiny", cpu=1, mmem=512),)
+    result = await world.configure(classes=classes)
+    assert "queue tiny" in result.applied
+    assert (await world.provision(resource_class="tiny")).created == 1
+
+
+async def test_a_second_scope_joins_the_first(world: World) -> None:
+    await world.configure(scope="octo/other")
+    assert {item.scope for item in config(world).tokens} == {SCOPE, "octo/other"}
+    assert (await world.provision("2", scope="octo/other")).created == 1
+    assert {runner.scope for runner in world.registrations()} == {"octo/other"}
+
+
+async def test_tokens_are_renewed_before_they_run_out(world: World) -> None:
+    first = config(world).tokens_for(SCOPE)
+    await world.pass_time(500)
+    assert config(world).tokens_for(SCOPE) == first
+    await world.pass_time(300)
+    assert config(world).tokens_for(SCOPE).registration.expires_at > first.registration.expires_at
+
+
+async def test_tokens_of_every_scope_are_renewed_by_a_refresh_that_changes_nothing(world: World) -> None:
+    await world.configure(scope="octo/other")
+    await world.configure()
+    before = config(world).tokens_for("octo/other")
+    await asyncio.sleep(700)
+    # This mints for its own scope; the next has nothing to change and must look after the other all the same.
+    await world.configure()
+    await world.configure()
+    assert config(world).tokens_for("octo/other").registration.expires_at > before.registration.expires_at
+    before = config(world).tokens_for("octo/other")
+    await world.configure(scope="octo/third")
+    await asyncio.sleep(700)
+    await world.configure(scope="octo/third")
+    await asyncio.sleep(1)
+    await world.configure(scope="octo/third")
+    assert config(world).tokens_for("octo/other").registration.expires_at > before.registration.expires_at
+
+
+async def test_a_token_that_cannot_be_minted_leaves_the_rest(world: World) -> None:
+    await asyncio.sleep(700)
+    hook = Unsure("forge.registration_token", applied=False, at=range(1, 100))
+    result = await world.sweep(hook)
+    assert any("tokens for" in error for error in result.errors)
+    assert not (await world.sweep()).errors
+
+
+async def test_without_a_credential_a_configuration_is_refused() -> None:
+    world = World()
+    with pytest.raises(UserError, match="credential"):
+        await refresh(world.process(), world.desired())
+
+
+async def test_a_refused_credential_is_an_error_before_anything_is_stored() -> None:
+    world = World()
+    world.token = "ghp_wrong"
+    with pytest.raises(UserError):
+        await world.configure()
+    assert world.database.config is None
+
+
+async def test_sweeps_without_configuration_do_nothing() -> None:
+    world = World()
+    result = await world.sweep()
+    assert not result.errors
+
+
+async def test_two_refreshes_at_once_do_not_undo_each_other(world: World) -> None:
+    hook_calls: list[str] = []
+
+    async def slow(name: str, call: Call) -> Any:
+        hook_calls.append(name)
+        await asyncio.sleep(0.1)
+        return await call()
+
+    one = refresh(world.process(slow, credentialed=True), world.desired(scope="octo/one"))
+    two = refresh(world.process(slow, credentialed=True), world.desired(scope="octo/two"))
+    results = await asyncio.gather(one, two)
+    assert not [error for result in results for error in result.errors]
+    assert {item.scope for item in config(world).tokens} == {SCOPE, "octo/one", "octo/two"}
+    assert config(world).revision == 3
+
+
+async def test_a_configuration_whose_answer_was_lost_is_there_the_next_time() -> None:
+    world = World()
+    hook = Unsure("store.put_config", applied=True)
+    with pytest.raises(Unavailable):
+        await refresh(world.process(hook, credentialed=True), world.desired())
+    assert (await world.configure()).applied == ()
+
+
+async def test_no_token_is_told(world: World) -> None:
+    await world.provision()
+    told = repr(config(world)) + repr(world.database.instances)
+    assert not [token for token in world.github._tokens if token in told]

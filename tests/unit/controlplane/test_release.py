@@ -1,0 +1,291 @@
+"""Release: idempotent, resumable, concurrent; a job that still runs may finish."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from remuda.controlplane.release import Fate, ReleaseResult
+from remuda.domain.instance import Instance, State
+from remuda.domain.signals import Signal
+from remuda.ports.machine import Outcome
+from support.world import LIFETIMES, SCOPE, World
+from support.world_time import Call, Hook
+from unit.controlplane.cuts import Cut, How
+
+
+def fates(result: ReleaseResult) -> list[str]:
+    assert not result.errors
+    return sorted(outcome.fate.value for outcome in result.outcomes)
+
+
+def answers_after(seconds: float) -> Hook:
+    """A process that hears of signals later than others."""
+
+    async def hook(name: str, call: Call) -> Any:
+        answer = await call()
+        if name == "store.wait_for_report":
+            await asyncio.sleep(seconds)
+        return answer
+
+    return hook
+
+
+async def one(world: World, **changed: Any) -> Instance:
+    (item,) = (await world.provision(**changed)).instances
+    return item.instance
+
+
+async def test_a_release_cleans_pools_and_announces(world: World) -> None:
+    ids = sorted(item.instance.instance_id for item in (await world.provision(count=3)).instances)
+    result = await world.release()
+    assert fates(result) == ["released"] * 3
+    assert world.in_state(State.IDLE) == ids
+    assert world.hints() == ids
+    assert not world.registrations()
+    for instance_id in ids:
+        record = world.record(instance_id)
+        assert (record.run_id, record.last_run_id, record.uses, record.assignment) == ("", "1", 1, None)
+        assert record.announced_at is not None
+        assert record.threshold - world.clock.now() <= timedelta(seconds=world.lifetimes.idle_time_s)
+
+
+async def test_announcements_share_calls(world: World) -> None:
+    await world.provision(count=12)
+    result = await world.release()
+    assert fates(result) == ["released"] * 12
+    assert result.calls["pool"]["send"] <= 3
+
+
+async def test_a_run_without_provision_is_nothing_to_release(world: World) -> None:
+    assert fates(await world.release("unknown")) == []
+
+
+async def test_twice_in_a_row(world: World) -> None:
+    await one(world)
+    assert fates(await world.release()) == ["released"]
+    assert fates(await world.release()) == ["skipped"]
+    assert len(world.hints()) == 1
+
+
+async def test_twice_at_once(world: World) -> None:
+    await world.provision(count=3)
+    slow = [world.process(answers_after(seconds)) for seconds in (0.0, 0.1, 0.2)]
+    results = await asyncio.gather(*(world.release(process=process) for process in slow))
+    assert not [error for result in results for error in result.errors]
+    assert len(world.in_state(State.IDLE)) == 3
+    assert len(set(world.hints())) == 3
+    # Whoever came second saw the same end.
+    assert {fate for result in results for fate in fates(result)} == {"released"}
+
+
+async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: World) -> None:
+    await world.provision(count=2)
+
+    async def sweep_often() -> None:
+        while True:
+            await world.sweep()
+            await asyncio.sleep(0.05)
+
+    sweeping = asyncio.create_task(sweep_often())
+    result = await world.release(process=world.process(answers_after(0.3)))
+    sweeping.cancel()
+    assert fates(result) == ["released"] * 2
+
+
+async def test_a_release_is_taken_up_where_a_crash_left_it(world: World) -> None:
+    await world.provision(count=2)
+    cut = Cut(5, How.CRASH_AFTER)
+    await cut.run(world.release(process=world.process(cut)))
+    assert world.in_state(State.RELEASING)
+    assert set(fates(await world.release())) <= {"released", "skipped"}
+    assert len(world.in_state(State.IDLE)) == 2
+    await cut.bury()
+
+
+async def test_only_attempts_up_to_ours(world: World) -> None:
+    first = await one(world, attempt=1)
+    second = await one(world, attempt=2)
+    assert fates(await world.release(attempt=1)) == ["released"]
+    assert world.in_state(State.RUNNING) == [second.instance_id]
+    assert fates(await world.release(attempt=3)) == ["released", "skipped"]
+    assert world.in_state(State.IDLE) == sorted([first.instance_id, second.instance_id])
+
+
+async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: World) -> None:
+    instance = await one(world)
+    await world.release()
+    (again,) = (await world.provision("2")).instances
+    assert again.instance.instance_id == instance.instance_id
+    result = await world.release()
+    assert fates(result) == ["skipped"]
+    assert "another assignment" in result.outcomes[0].why
+    assert world.in_state(State.RUNNING) == [instance.instance_id]
+
+
+async def test_unexpected_states_are_told_and_the_others_go_on(world: World) -> None:
+    first, second = (item.instance for item in (await world.provision(count=2)).instances)
+    world.cloud.end(first.instance_id, "power loss")
+    await world.sweep()
+    assert world.record(first.instance_id).state in {State.TERMINATING, State.TERMINATED}
+    result = await world.release()
+    assert fates(result) == ["released", "skipped"]
+    assert world.in_state(State.IDLE) == [second.instance_id]
+
+
+async def test_a_running_job_is_waited_for(world: World) -> None:
+    instance = await one(world)
+    job = world.github.queue(run_id="1", labels=["1"], seconds=70)
+    await asyncio.sleep(1)
+    deadline = world.record(instance.instance_id).threshold
+    releasing = asyncio.create_task(world.release())
+    extended = 0
+    last = None
+    while not releasing.done():
+        await asyncio.sleep(5)
+        record = world.record(instance.instance_id)
+        if record.state is State.RELEASING:
+            assert record.threshold <= deadline
+            extended += record.threshold != last
+            last = record.threshold
+    assert fates(await releasing) == ["released"]
+    assert job.conclusion == "success"
+    assert extended > 2
+
+
+async def test_no_job_lasts_beyond_its_runs_deadline(world: World) -> None:
+    instance = await one(world)
+    job = world.github.queue(run_id="1", labels=["1"], seconds=10_000)
+    await asyncio.sleep(1)
+    deadline = world.record(instance.instance_id).threshold
+    result = await world.release()
+    assert fates(result) == ["expired"]
+    assert world.record(instance.instance_id).threshold == deadline
+    assert world.clock.now() >= deadline
+    await world.pass_time(25)
+    assert world.record(instance.instance_id).state is State.TERMINATED
+    assert job.conclusion == "failure"
+
+
+async def test_a_credential_that_runs_out_is_renewed(world: World) -> None:
+    """The release begins with what the pool has; a sweep mints a better one while a job still runs."""
+    instance = await one(world, max_runtime_s=6_000.0)
+    world.github.queue(run_id="1", labels=["1"], seconds=3_400)
+    await world.pass_time(3_000, sweeps=False)
+    releasing = asyncio.create_task(world.release())
+    await world.pass_time(30)
+    first = world.record(instance.instance_id).assignment
+    await world.pass_time(300)
+    assert (world.record(instance.instance_id).state, releasing.done()) == (State.RELEASING, False)
+    second = world.record(instance.instance_id).assignment
+    assert first is not None
+    assert second is not None
+    assert first.credential is not None
+    assert second.credential is not None
+    assert second.credential.expires_at >= first.credential.expires_at
+    await world.pass_time(200)
+    assert fates(await releasing) == ["released"]
+
+
+async def test_an_own_credential_mints_the_removal_token(world: World) -> None:
+    await one(world)
+    result = await world.release(process=world.process(credentialed=True))
+    assert fates(result) == ["released"]
+    assert result.calls["github"]["POST remove-token"] == 1
+
+
+async def test_what_was_used_often_enough_is_retired() -> None:
+    world = World(lifetimes=replace(LIFETIMES, max_uses=2))
+    await world.configure()
+    instance = await one(world)
+    assert fates(await world.release()) == ["released"]
+    (again,) = (await world.provision("2")).instances
+    assert again.instance.instance_id == instance.instance_id
+    result = await world.release("2")
+    assert fates(result) == ["retired"]
+    assert "used 2 times" in result.outcomes[0].why
+    await world.end()
+
+
+async def test_what_is_too_old_is_retired() -> None:
+    world = World(lifetimes=replace(LIFETIMES, max_age_s=20.0))
+    await world.configure()
+    await one(world)
+    await world.pass_time(25, sweeps=False)
+    result = await world.release()
+    assert fates(result) == ["retired"]
+    assert "too old" in result.outcomes[0].why
+    await world.end()
+
+
+async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
+    instance = await one(world)
+    job = world.github.queue(run_id="1", labels=["1"], seconds=10)
+    world.behaviour.notices[instance.instance_id] = "terminate at 12:10"
+    await world.pass_time(8)
+    assert world.record(instance.instance_id).retire.startswith("spot notice")
+    assert world.record(instance.instance_id).state is State.RUNNING
+    result = await world.release()
+    assert (fates(result), job.conclusion) == (["retired"], "success")
+
+
+async def test_a_failed_reset_ends_the_machine(world: World) -> None:
+    instance = await one(world)
+    world.behaviour.resets[instance.instance_id] = Outcome(ok=False, detail="a process would not die")
+    result = await world.release()
+    assert fates(result) == ["retired"]
+    assert "would not die" in world.database.histories[instance.instance_id][-1].why
+    assert not world.hints()
+
+
+async def test_a_machine_that_died_is_left_to_its_threshold(world: World) -> None:
+    instance = await one(world)
+    world.hosts[instance.instance_id].task.cancel()
+    result = await world.release()
+    assert fates(result) == ["expired"]
+    assert world.record(instance.instance_id).state is State.RELEASING
+
+
+async def test_the_ok_of_an_earlier_epoch_pools_nothing(world: World) -> None:
+    (warm,) = await world.warm(1)
+    assert world.database.reports[warm].signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+    await world.provision()
+    world.hosts[warm].task.cancel()
+    result = await world.release()
+    assert fates(result) == ["expired"]
+    await world.sweep()
+    assert world.record(warm).state is not State.IDLE
+
+
+async def test_a_machine_still_booting_is_ended_by_a_release(world: World) -> None:
+    cut = Cut(8, How.CRASH_AFTER)
+    await cut.run(world.provision(process=world.process(cut)))
+    assert world.in_state(State.CREATED)
+    result = await world.release()
+    assert fates(result) == ["retired"]
+    assert world.in_state(State.TERMINATING)
+    await cut.bury()
+
+
+async def test_claimed_machines_of_a_dead_provision_come_back(world: World) -> None:
+    ids = await world.warm(2)
+    cut = Cut(8, How.CRASH_AFTER)
+    await cut.run(world.provision(count=2, process=world.process(cut)))
+    assert world.in_state(State.CLAIMED)
+    await world.release()
+    await world.sweep()
+    assert world.in_state(State.IDLE) == ids
+    await cut.bury()
+
+
+async def test_one_error_leaves_the_others(world: World) -> None:
+    first, second = (item.instance for item in (await world.provision(count=2)).instances)
+    world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope="octo/gone")
+    result = await world.release()
+    assert len(result.errors) == 1
+    assert first.instance_id in result.errors[0]
+    assert [outcome.fate for outcome in result.outcomes] == [Fate.RELEASED]
+    assert world.in_state(State.IDLE) == [second.instance_id]
+    world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope=SCOPE)

@@ -1,0 +1,262 @@
+"""Selection: what messages are taken, handed back, dropped; and what becomes of machines that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from remuda.controlplane.provision.selection import SPARE_FAILURES
+from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.instance import State
+from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
+from remuda.domain.signals import CREDENTIAL_REFUSED, Signal
+from remuda.ports.machine import Outcome
+from support.records import message
+from support.world import World, number_of
+from support.world_time import Call
+
+MISFITS: dict[str, dict[str, Any]] = {
+    "usage": {"usage_class": UsageClass.SPOT},
+    "type": {"instance_type": "t3.large"},
+    "cpu": {"cpu": 1},
+    "memory": {"mmem": 1_024},
+    "tier": {"tier": Tier.UNTRUSTED},
+    "class": {"resource_class": "xlarge"},
+}
+
+
+def put(world: World, hint: PoolMessage | None, *, queue: str = "large", malformed: str = "") -> None:
+    world.queues.put(queue, hint, shuffle=0.5, malformed=malformed)
+
+
+def fitting(number: int = 1, **changed: Any) -> PoolMessage:
+    return message(number, **{"usage_class": UsageClass.ON_DEMAND, **changed})
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+async def test_a_misfit_is_handed_back_at_once(world: World, kind: str) -> None:
+    hint = fitting(0xABC, **MISFITS[kind])
+    put(world, hint)
+    result = await world.provision(patterns=TypePatterns(("c*", "m*")))
+    assert (result.created, dict(result.refused)) == (1, {"misfit": 1})
+    (left,) = world.queues.named("large").messages
+    assert (left.message, left.receipt) == (hint, "")
+    assert left.visible_at <= world.clock.now()
+
+
+async def test_a_hundred_misfits_cost_few_calls(world: World) -> None:
+    for number in range(100):
+        put(world, fitting(number, **list(MISFITS.values())[number % 6]))
+    result = await world.provision(count=4, patterns=TypePatterns(("c*",)))
+    assert result.created == 4
+    assert sum(result.calls["pool"].values()) <= 30
+    assert len(world.hints()) == 100
+
+
+async def test_the_fit_among_misfits_is_found(world: World) -> None:
+    (warm,) = await world.warm(1)
+    for number in range(60):
+        put(world, fitting(0x1000 + number, usage_class=UsageClass.SPOT))
+    result = await world.provision()
+    assert [item.instance.instance_id for item in result.instances] == [warm]
+    assert len(world.hints()) == 60
+
+
+async def test_more_misfits_than_are_held_at_once_end_the_search(world: World) -> None:
+    for number in range(450):
+        put(world, fitting(number, usage_class=UsageClass.SPOT))
+    result = await world.provision()
+    assert result.created == 1
+    assert sum(result.calls["pool"].values()) <= 400
+    assert len(world.hints()) == 450
+
+
+async def test_surplus_stays_in_the_pool(world: World) -> None:
+    await world.warm(8)
+    put(world, fitting(0xABC, usage_class=UsageClass.SPOT))
+    result = await world.provision(count=2)
+    assert result.reused == 2
+    visible = [item for item in world.queues.named("large").messages if item.visible_at <= world.clock.now()]
+    assert len(visible) == 7
+
+
+async def test_malformed_messages_are_dropped_and_counted(world: World) -> None:
+    for _ in range(3):
+        put(world, None, malformed="not JSON")
+    result = await world.provision()
+    assert (result.created, dict(result.refused)) == (1, {"malformed": 3})
+    assert not world.queues.named("large").messages
+
+
+async def test_a_stale_message_is_deleted(world: World) -> None:
+    """An older epoch, a record that is not idle, no record at all."""
+    await world.warm(1)
+    running = (await world.provision("busy", count=2)).instances
+    ids = {item.instance.epoch: item.instance.instance_id for item in running}
+    put(world, fitting(number_of(ids[2]), epoch=1))
+    put(world, fitting(number_of(ids[1]), epoch=1))
+    put(world, fitting(0xDEAD))
+    result = await world.provision("2")
+    assert (result.created, dict(result.refused)) == (1, {"lost": 3})
+    assert not world.queues.named("large").messages
+    assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
+
+
+async def test_a_message_from_the_future_does_not_claim(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.named("large").messages.clear()
+    put(world, fitting(number_of(warm), epoch=7))
+    result = await world.provision()
+    assert result.created == 1
+    assert world.record(warm).state is State.IDLE
+
+
+async def test_a_duplicate_message_is_deleted(world: World) -> None:
+    (warm,) = await world.warm(1)
+    for _ in range(3):
+        put(world, world.record(warm).message())
+    result = await world.provision(count=2)
+    assert (result.reused, result.created) == (1, 1)
+    assert result.refused["duplicate"] == 3
+    assert not world.queues.named("large").messages
+
+
+async def test_an_instance_about_to_expire_is_not_claimed(world: World) -> None:
+    (warm,) = await world.warm(1)
+    await world.pass_time(world.lifetimes.idle_time_s - 1, sweeps=False)
+    result = await world.provision()
+    assert result.created == 1
+    assert world.record(warm).epoch == 1
+
+
+async def test_lost_races_go_on_to_the_next(world: World) -> None:
+    """Two runs get the same hints: each machine goes to one of them."""
+    ids = await world.warm(4)
+    for instance_id in ids:
+        put(world, world.record(instance_id).message())
+    one, two = await asyncio.gather(world.provision("1", count=2), world.provision("2", count=2))
+    assert one.reused + two.reused == 4
+    assert not {item.instance.instance_id for item in one.instances} & {
+        item.instance.instance_id for item in two.instances
+    }
+
+
+async def test_a_dead_heartbeat_gives_up_early(world: World) -> None:
+    dead, good = await world.warm(2)
+    world.hosts[dead].task.cancel()
+    await asyncio.sleep(20)
+    began = world.loop.time()
+    result = await world.provision(count=2)
+    assert world.loop.time() - began < 25
+    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    assert good in {item.instance.instance_id for item in result.instances}
+    assert world.record(dead).state is State.TERMINATING
+
+
+async def test_a_heartbeat_that_is_plainly_dead_is_seen_at_once(world: World) -> None:
+    (dead,) = await world.warm(1)
+    world.hosts[dead].task.cancel()
+    await asyncio.sleep(80)
+    began = world.loop.time()
+    result = await world.provision()
+    assert world.loop.time() - began < 5
+    assert result.created == 1
+
+
+async def test_a_store_out_of_reach_is_no_dead_heartbeat(world: World) -> None:
+    """For twenty seconds no report can be read: the machine is as healthy as before."""
+    (warm,) = await world.warm(1)
+    world.behaviour.configure_s = 30.0
+    began = world.loop.time()
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.wait_for_report" and 2 < world.loop.time() - began < 22:
+            raise Unavailable("the store is out of reach")
+        return await call()
+
+    result = await world.provision(process=world.process(hook))
+    assert [item.instance.instance_id for item in result.instances] == [warm]
+
+
+async def test_a_failed_registration_ends_the_machine_and_goes_on(world: World) -> None:
+    bad, _good = await world.warm(2)
+    world.behaviour.registration[bad] = Outcome(ok=False, detail="disk full")
+    result = await world.provision(count=2)
+    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    history = world.database.histories[bad]
+    assert (history[-1].transition, "disk full" in history[-1].why) == ("end-claimed", True)
+
+
+async def test_a_slow_machine_is_given_up_and_another_taken(world: World) -> None:
+    slow, _ = await world.warm(2)
+    world.hosts[slow].task.cancel()
+
+    async def beat_for_ever() -> None:
+        store = world.process().store
+        while True:
+            await store.beat(slow, at=world.clock.now(), busy=False, listening=False, notice="", version="")
+            await asyncio.sleep(5)
+
+    beating = asyncio.create_task(beat_for_ever())
+    result = await world.provision(count=2, timeout_s=200.0)
+    beating.cancel()
+    assert world.record(slow).state is State.TERMINATING
+    assert (result.reused, result.created) == (1, 1)
+
+
+async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) -> None:
+    ids = await world.warm(5)
+    for instance_id in ids:
+        world.behaviour.registration[instance_id] = Outcome(ok=False, detail=f"{CREDENTIAL_REFUSED}: 401")
+    with pytest.raises(UserError, match="refused the registration") as error:
+        await world.provision(count=3)
+    assert error.value.field == "github-token"
+    world.check_holds_nothing("1")
+    assert world.in_state(State.TERMINATING) == []
+    await world.pass_time(15)
+    assert world.in_state(State.IDLE) == ids
+
+
+async def test_failures_of_ours_do_not_burn_the_whole_pool(world: World) -> None:
+    ids = await world.warm(12)
+    for instance_id in ids:
+        world.behaviour.registration[instance_id] = Outcome(ok=False, detail="no route to host")
+    with pytest.raises(Unavailable, match="no route to host"):
+        await world.provision(count=1)
+    world.check_holds_nothing("1")
+    assert len(world.in_state(State.TERMINATING)) == 1 + SPARE_FAILURES + 1
+    assert len(world.in_state(State.IDLE)) == 12 - (1 + SPARE_FAILURES + 1)
+
+
+async def test_a_late_signal_of_an_earlier_epoch_does_not_count(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.behaviour.configure_s = 5.0
+    provisioning = asyncio.create_task(world.provision())
+    await asyncio.sleep(1)
+    report = world.database.reports[warm]
+    assert (world.record(warm).epoch, report.epoch) == (2, 1)
+    assert report.signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+    assert world.record(warm).state is State.CLAIMED
+    assert (await provisioning).reused == 1
+
+
+async def test_tiers_do_not_mix(world: World) -> None:
+    await world.warm(1, tier=Tier.UNTRUSTED)
+    trusted = await world.provision("1", tier=Tier.TRUSTED)
+    untrusted = await world.provision("2", tier=Tier.UNTRUSTED)
+    assert (trusted.created, untrusted.reused) == (1, 1)
+
+
+async def test_a_pool_that_cannot_be_reached_fails_the_provision_cleanly(world: World) -> None:
+    await world.warm(1)
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "pool.receive":
+            raise Unavailable("the queue is down")
+        return await call()
+
+    with pytest.raises(Unavailable, match="queue is down"):
+        await world.provision(process=world.process(hook))
+    world.check_holds_nothing("1")

@@ -1,0 +1,262 @@
+"""The sweeps over records and provisions: what is expired, half done or nobody's is found and finished."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import LIVE, State
+from remuda.domain.provision import ProvisionStatus
+from remuda.domain.signals import Signal
+from support.records import birth, provision
+from support.records import instance as make_record
+from support.world import LIFETIMES, World
+from support.world_time import Call
+from unit.controlplane.cuts import Cut, How, Unsure
+
+MARGIN_S = LIFETIMES.margin_s
+
+
+@pytest.mark.parametrize("state", sorted(LIVE - {State.TERMINATING}))
+async def test_what_is_expired_ends_in_every_live_state(state: State) -> None:
+    """And not before: until the margin has passed nobody touches it."""
+    world = World()
+    await world.configure()
+    threshold = world.clock.now()
+    record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
+    await world.process().store.apply(birth(record))
+    await asyncio.sleep(MARGIN_S - 0.1)
+    result = await world.sweep()
+    assert (dict(result.retired), world.record(record.instance_id).state) == ({}, state)
+    await asyncio.sleep(0.2)
+    result = await world.sweep()
+    assert list(result.retired) == [record.instance_id]
+    assert world.record(record.instance_id).run_id == ""
+    assert world.record(record.instance_id).assignment is None
+    await world.end()
+
+
+async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(world: World) -> None:
+    ids = await world.warm(1)
+    cut = Cut(17, How.CRASH_BEFORE)
+    await cut.run(world.provision("lost", count=2, process=world.process(cut)))
+    held = world.in_state(State.CREATED, State.CLAIMED, State.RUNNING)
+    assert held
+    await world.pass_time(world.lifetimes.provision_timeout_s + MARGIN_S + 20)
+    (stored,) = [item for item in world.database.provisions.values() if item.run_id == "lost"]
+    assert stored.status is ProvisionStatus.RELEASED
+    assert "deadline" in stored.why
+    assert not world.in_state(State.CREATED, State.CLAIMED, State.RUNNING)
+    await cut.bury()
+    assert ids
+
+
+async def test_running_machines_of_a_provision_that_was_never_committed_come_back(world: World) -> None:
+    """Killed between the first `running` and the commit: the run never learnt of them."""
+    await world.warm(2)
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.replace_provision":
+            cut.dead.set()
+        return await cut(name, call)
+
+    cut = Cut(1_000, How.CRASH_BEFORE)
+    await cut.run(world.provision("lost", count=2, process=world.process(hook)))
+    assert len(world.in_state(State.RUNNING)) == 2
+    await asyncio.sleep(world.lifetimes.provision_timeout_s + MARGIN_S)
+    result = await world.sweep()
+    assert len(result.rolled_back) == 2
+    await world.pass_time(12)
+    assert len(world.in_state(State.IDLE)) == 2
+    await cut.bury()
+
+
+async def test_an_interrupted_release_is_finished(world: World) -> None:
+    await world.provision(count=1)
+    cut = Cut(6, How.CRASH_BEFORE)
+    await cut.run(world.release(process=world.process(cut)))
+    assert len(world.in_state(State.RELEASING)) == 1
+    await asyncio.sleep(3)
+    result = await world.sweep()
+    assert len(result.finished) == len(result.announced) == len(world.hints()) == 1
+    await cut.bury()
+
+
+async def test_a_marked_run_whose_release_died_is_taken_back(world: World) -> None:
+    await world.provision()
+    cut = Cut(3, How.CRASH_AFTER)
+    await cut.run(world.release(process=world.process(cut)))
+    assert cut.calls[-1] == "store.replace_provision"
+    assert world.in_state(State.RUNNING)
+    result = await world.sweep()
+    assert len(result.rolled_back) == 1
+    assert world.in_state(State.RELEASING)
+    await cut.bury()
+
+
+async def test_an_idle_instance_that_was_never_announced_is(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.named("large").messages.clear()
+    world.database.instances[warm] = replace(world.record(warm), announced_at=None)
+    result = await world.sweep()
+    assert (list(result.announced), world.hints()) == ([warm], [warm])
+    assert (await world.sweep()).announced == ()
+
+
+async def test_a_lost_announcement_is_repeated_after_a_while(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.named("large").messages.clear()
+    await world.pass_time(world.lifetimes.reannounce_s - 11)
+    assert not world.hints()
+    await world.pass_time(21)
+    assert world.hints() == [warm]
+
+
+async def test_an_announcement_that_fails_is_told_and_repeated(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.named("large").messages.clear()
+    world.database.instances[warm] = replace(world.record(warm), announced_at=None)
+    result = await world.sweep(Unsure("pool.send", applied=False))
+    assert any("announcements" in error for error in result.errors)
+    assert result.announced == ()
+    assert world.record(warm).announced_at is None
+    assert (await world.sweep()).announced == (warm,)
+
+
+async def test_a_runner_that_failed_while_running_ends_its_machine(world: World) -> None:
+    (item,) = (await world.provision()).instances
+    key = item.instance.instance_id
+    await world.process().store.write_signal(key, epoch=1, signal=Signal.UD_REG_FAILED, detail="runner too old")
+    result = await world.sweep()
+    assert "runner too old" in result.retired[key]
+
+
+async def test_a_failure_of_an_earlier_epoch_ends_nothing(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.behaviour.hung.add(warm)
+    await world.provision()
+    world.database.reports[warm] = replace(world.database.reports[warm], epoch=1, signal=Signal.UD_REG_FAILED)
+    result = await world.sweep()
+    assert not result.retired
+
+
+@pytest.mark.parametrize("why", ["too old", "used", "spot notice"])
+async def test_an_idle_instance_past_its_use_is_retired(why: str) -> None:
+    world = World()
+    await world.configure()
+    (warm,) = await world.warm(1)
+    if why == "spot notice":
+        world.behaviour.notices[warm] = "terminate"
+        await asyncio.sleep(6)
+    else:
+        changed = {"max_age_s": 1.0} if why == "too old" else {"max_uses": 1}
+        await world.configure(lifetimes=replace(LIFETIMES, **changed))
+    await world.sweep()
+    assert world.record(warm).state in {State.TERMINATING, State.TERMINATED}
+    assert why in world.record(warm).retire
+    await world.end()
+
+
+async def test_a_settled_provision_is_not_looked_at_again(world: World) -> None:
+    await world.provision()
+    await world.release()
+    await world.pass_time(world.lifetimes.provision_timeout_s + 100)
+    assert all(item.settled for item in world.database.provisions.values())
+    result = await world.sweep()
+    assert "find_by_provision" not in result.calls["store"]
+
+
+async def test_a_claim_that_comes_late_is_still_found(world: World) -> None:
+    """A provision was closed; a claim of its dead process arrives after that."""
+    (warm,) = await world.warm(1)
+    closed = provision(9, created_at=world.clock.now(), deadline=world.clock.now())
+    await world.process().store.put_provision(closed)
+    await asyncio.sleep(MARGIN_S + 1)
+    await world.sweep()
+    late = replace(
+        world.record(warm),
+        state=State.CLAIMED,
+        epoch=2,
+        provision_id="p-9",
+        owner="p-9/w",
+        run_id="1234",
+        scope="octo/repo",
+    )
+    world.database.instances[warm] = late
+    await world.sweep()
+    assert world.record(warm).state is State.RELEASING
+    world.law.broken.clear()  # The record was written past the law.
+
+
+async def test_old_records_are_forgotten() -> None:
+    world = World(lifetimes=replace(LIFETIMES, keep_records_s=100.0))
+    await world.configure()
+    await world.provision()
+    await world.release()
+    await world.end()
+    await world.pass_time(200)
+    assert not world.database.instances
+    assert not world.database.provisions
+
+
+FAILING = {
+    "compute.list_pool": "machines",
+    "compute.terminate": "machines",
+    "forge.list_runners": "runners of",
+    "forge.delete_runner": "ghost",
+    "store.unsettled_provisions": "provisions",
+    "pool.send": "announcements",
+    "store.forget": "old records",
+    "store.put_sightings": "sightings",
+}
+
+
+@pytest.mark.parametrize("operation", FAILING)
+async def test_one_failing_part_leaves_the_others(operation: str) -> None:
+    """Each sweep has something to do; with one of them failing, all others do theirs."""
+    world = World()
+    await world.configure()
+    await world.warm(1)
+    (announce_me,) = world.in_state(State.IDLE)
+    expired = make_record(0xE1, state=State.IDLE, threshold=world.clock.now())
+    await world.process().store.apply(birth(expired))
+    await world.process().store.put_provision(provision(9, created_at=world.clock.now(), deadline=world.clock.now()))
+    world.github.add("octo/repo", f"remuda-test-1-{expired.instance_id}")
+    world.database.instances[announce_me] = replace(world.record(announce_me), announced_at=None)
+    await asyncio.sleep(MARGIN_S + 1)
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == operation:
+            raise Unavailable(f"{name} is down")
+        return await call()
+
+    result = await world.sweep(hook)
+    assert any(FAILING[operation] in error for error in result.errors), result.errors
+    assert expired.instance_id in result.retired
+    assert operation == "pool.send" or result.announced
+    assert operation.startswith("forge") or len(result.removed) == 1
+    (stored,) = [item for item in world.database.provisions.values() if item.provision_id == "p-9"]
+    assert (stored.status is ProvisionStatus.RELEASED) == (operation != "store.unsettled_provisions")
+    await world.end()
+
+
+async def test_two_refreshes_at_once(world: World) -> None:
+    await world.warm(2)
+    await world.provision("1", count=1)
+    cut = Cut(6, How.CRASH_AFTER)
+    await world.provision("2", count=1)
+    await cut.run(world.release("2", process=world.process(cut)))
+    await asyncio.sleep(70)
+
+    async def slow(name: str, call: Call) -> Any:
+        await asyncio.sleep(0.05 * (1 + len(name) % 3))
+        return await call()
+
+    results = await asyncio.gather(*(world.sweep(slow) for _ in range(4)))
+    assert not [error for result in results for error in result.errors]
+    world.check()
+    await cut.bury()

@@ -1,0 +1,147 @@
+"""Answers that are lost: a write was applied and reported as failed, or not applied at all. Nothing leaks by it, and
+nobody takes a sibling's write for its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from remuda.controlplane.context import AMBIGUOUS_TRIES
+from remuda.domain.errors import RemudaError, Unavailable
+from remuda.domain.instance import State
+from remuda.domain.provision import ProvisionStatus
+from support.world import World
+from support.world_time import Call, run_virtual
+from unit.controlplane.cuts import Unsure
+
+WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
+#: More writes of one kind than a provision of three makes.
+MOST = 12
+
+
+async def _provision_once(operation: str, at: int, *, applied: bool) -> int:
+    world = World()
+    await world.configure()
+    await world.warm(2)
+    hook = Unsure(operation, applied=applied, at=(at,))
+    sibling = asyncio.create_task(world.provision("sibling", count=1))
+    try:
+        mine = await world.provision("mine", count=3, process=world.process(hook))
+    except RemudaError:
+        world.check_holds_nothing("mine")
+    else:
+        assert {world.record(item.instance.instance_id).run_id for item in mine.instances} == {"mine"}
+    theirs = await sibling
+    assert world.record(theirs.instances[0].instance.instance_id).run_id == "sibling"
+    world.check()
+    await world.end()
+    return hook.count
+
+
+@pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
+@pytest.mark.parametrize("operation", WRITES)
+def test_each_write_of_a_provision_is_unsure_once(operation: str, *, applied: bool) -> None:
+    for at in range(1, MOST):
+        if run_virtual(_provision_once(operation, at, applied=applied)) < at:
+            assert at > 1
+            return
+    pytest.fail("there are more writes than that")
+
+
+async def _release_once(operation: str, at: int, *, applied: bool) -> int:
+    world = World()
+    await world.configure()
+    await world.provision("mine", count=2)
+    hook = Unsure(operation, applied=applied, at=(at,))
+    await asyncio.gather(world.release("mine", process=world.process(hook)), world.sweep(), return_exceptions=True)
+    await world.pass_time(15)
+    assert len(world.in_state(State.IDLE)) == 2
+    assert len(set(world.hints())) == 2
+    await world.end()
+    return hook.count
+
+
+@pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
+@pytest.mark.parametrize("operation", ["store.apply", "store.replace_provision", "pool.send"])
+def test_each_write_of_a_release_is_unsure_once(operation: str, *, applied: bool) -> None:
+    for at in range(1, MOST):
+        if run_virtual(_release_once(operation, at, applied=applied)) < at:
+            assert at > 1
+            return
+    pytest.fail("there are more writes than that")
+
+
+async def test_a_claim_that_was_applied_is_recognised(world: World) -> None:
+    (warm,) = await world.warm(1)
+    hook = Unsure("store.apply", applied=True, at=(1,))
+    result = await world.provision(process=world.process(hook))
+    assert [item.instance.instance_id for item in result.instances] == [warm]
+    assert world.record(warm).epoch == 2
+
+
+async def test_a_claim_whose_last_try_shows_that_it_was_ours(world: World) -> None:
+    """Every answer but the last is lost, and the last but one was applied."""
+    (warm,) = await world.warm(1)
+
+    class Hook(Unsure):
+        async def __call__(self, name: str, call: Call) -> Any:
+            self._applied = self.count + 1 == AMBIGUOUS_TRIES
+            return await super().__call__(name, call)
+
+    hook = Hook("store.apply", applied=False, at=range(1, AMBIGUOUS_TRIES + 1))
+    result = await world.provision(process=world.process(hook))
+    assert [item.instance.instance_id for item in result.instances] == [warm]
+
+
+async def test_a_store_that_takes_no_write_fails_the_provision(world: World) -> None:
+    await world.warm(1)
+    hook = Unsure("store.apply", applied=False, at=range(1, 100))
+    with pytest.raises(Unavailable):
+        await world.provision(process=world.process(hook))
+    world.check_holds_nothing("1")
+
+
+async def test_a_siblings_claim_is_not_adopted(world: World) -> None:
+    """Our write is lost, the sibling's gets in before we look: the machine is theirs."""
+    (warm,) = await world.warm(1)
+    world.queues.put("large", world.record(warm).message(), shuffle=0.5)
+    sibling: list[Any] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.apply" and not sibling:
+            sibling.append(await world.provision("sibling"))
+            raise Unavailable("lost")
+        return await call()
+
+    mine = await world.provision("mine", process=world.process(hook))
+    assert [item.instance.instance_id for item in sibling[0].instances] == [warm]
+    assert mine.created == 1
+    assert world.record(warm).run_id == "sibling"
+
+
+async def test_two_workers_of_one_provision_do_not_share_a_machine(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.put("large", world.record(warm).message(), shuffle=0.5)
+    hook = Unsure("store.apply", applied=True, at=range(1, 4))
+    result = await world.provision(count=2, process=world.process(hook))
+    assert len({item.instance.instance_id for item in result.instances}) == 2
+
+
+async def test_a_launch_that_may_have_happened_is_found_by_its_tags(world: World) -> None:
+    hook = Unsure("compute.launch", applied=True)
+    with pytest.raises(Unavailable):
+        await world.provision(count=2, process=world.process(hook))
+    assert len(world.alive()) == 2
+    await world.pass_time(world.lifetimes.unrecorded_grace_s + 25)
+    assert not world.alive()
+
+
+async def test_a_commit_that_was_applied_stands(world: World) -> None:
+    hook = Unsure("store.replace_provision", applied=True)
+    result = await world.provision(process=world.process(hook))
+    (stored,) = world.database.provisions.values()
+    assert stored.status is ProvisionStatus.COMMITTED
+    assert stored.instance_ids == (result.instances[0].instance.instance_id,)
