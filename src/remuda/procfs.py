@@ -25,8 +25,8 @@ class Process(NamedTuple):
     started: int
     #: Device number of its terminal; 0 where it has none.
     terminal: int = 0
-    #: As the kernel's letter for it.
-    state: str = ""
+    #: Its first thread has ended, others run on.
+    headless: bool = False
 
 
 def look(pid: int) -> Process | None:
@@ -38,11 +38,11 @@ def look(pid: int) -> Process | None:
         return None
     # The name stands in brackets and may hold anything, brackets too.
     fields = text[text.rindex(b")") + 2 :].split()
-    state = fields[0].decode()
+    headless = fields[0].decode() in _ENDED
     # The first thread may end before the others: then it looks like an end, but is a way to hide.
-    if state in _ENDED and int(fields[17]) <= 1:
+    if headless and int(fields[17]) <= 1:
         return None
-    return Process(pid=pid, ppid=int(fields[1]), started=int(fields[19]), terminal=int(fields[4]), state=state)
+    return Process(pid=pid, ppid=int(fields[1]), started=int(fields[19]), terminal=int(fields[4]), headless=headless)
 
 
 def is_alive(pid: int, started: int) -> bool:
@@ -145,7 +145,7 @@ def _owner(pid: int) -> int | None:
 
 def _place(process: Process) -> str:
     """Where the kernel tells about it: where its first thread has ended, another one has to tell."""
-    if process.state in _ENDED:
+    if process.headless:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208  # see above
                 if int(thread) != process.pid:

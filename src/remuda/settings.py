@@ -34,6 +34,8 @@ from remuda.domain.thresholds import Lifetimes
 FILE_NAME = "remuda.toml"
 MAX_SCRIPT = 10_000
 DAY_S = 86_400.0
+#: GitHub's tokens live an hour and are renewed when ten minutes of it are gone: one must outlive a provision.
+MAX_PROVISION_S = 2_400.0
 LOCAL_MARGIN_S = 1.0
 AWS_MARGIN_S = 60.0
 
@@ -118,7 +120,7 @@ class Settings(BaseModel):
     )
     idle_time_sec: float = _seconds(420, 1, 7 * DAY_S, "How long an idle instance stays in the pool.")
     release_time_sec: float = _seconds(300, 2, DAY_S, "How long a release may take.")
-    provision_timeout_sec: float = _seconds(300, 2, DAY_S, "By when a provision must be complete.")
+    provision_timeout_sec: float = _seconds(300, 2, MAX_PROVISION_S, "By when a provision must be complete.")
     max_age_sec: float = _seconds(86_400, 10, 365 * DAY_S, "Beyond this age an instance is not pooled again.")
     max_uses: int = _whole(50, 1, 100_000, "After so many uses an instance is not pooled again.")
     max_instances: int = _whole(100, 1, 100_000, "How many instances the pool may have.")

@@ -376,7 +376,7 @@ async def test_replacing_a_provision_is_conditional(store: InstanceStore, other:
     opened = provision()
     assert await conflict(store.replace_provision(opened, opened)) is None
     await store.put_provision(opened)
-    committed = provisions.committed(opened, (ID,))
+    committed = provisions.committed(opened, (ID,), deadline=at(99))
     await store.replace_provision(opened, committed)
     assert (
         await conflict(other.replace_provision(opened, provisions.released(opened, now=NOW, why="late"))) == committed
@@ -393,7 +393,7 @@ async def test_replacing_a_provision_is_conditional(store: InstanceStore, other:
 async def test_one_of_many_replacements_wins(stores: Stores, store: InstanceStore) -> None:
     opened = provision()
     await store.put_provision(opened)
-    rivals = [provisions.committed(opened, (instance_id(number),)) for number in range(5)]
+    rivals = [provisions.committed(opened, (instance_id(number),), deadline=at(99)) for number in range(5)]
     processes = [stores.open() for _ in rivals]
     outcomes = await asyncio.gather(
         *(each.replace_provision(opened, rival) for each, rival in zip(processes, rivals, strict=True)),
@@ -431,7 +431,7 @@ async def test_unsettled_provisions(store: InstanceStore) -> None:
         provision(6, deadline=at(1), **released, settled=True),
     ):
         await store.put_provision(each)
-    assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-5"}
+    assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-4", "p-5"}
 
 
 # Configuration, sightings, forgetting -----------------------------------------------------------------------------

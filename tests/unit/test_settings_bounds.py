@@ -18,7 +18,7 @@ WEEK_S, DAY_S = 604_800, 86_400
 SECONDS: dict[str, tuple[float, float]] = {
     "idle_time_sec": (1, WEEK_S),
     "release_time_sec": (2, DAY_S),
-    "provision_timeout_sec": (2, DAY_S),
+    "provision_timeout_sec": (2, 2_400),
     "max_age_sec": (10, 365 * DAY_S),
     "margin_sec": (0.1, 3_600),
     "unrecorded_grace_sec": (1, DAY_S),

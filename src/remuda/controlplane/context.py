@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
@@ -26,6 +26,8 @@ R = TypeVar("R")
 CONCURRENCY = 64
 #: How often a write whose answer was lost is looked into and tried again.
 AMBIGUOUS_TRIES = 4
+#: A minted token with less left is replaced.
+MINT_AGAIN_S = 1_800.0
 AMBIGUOUS_PAUSE_S = 0.2
 
 
@@ -40,6 +42,9 @@ class Context:
     ids: Ids
     journal: Journal
     calls: CallCounter
+    #: Removal tokens minted by this process, by scope: one serves all instances.
+    minted: dict[str, Credential] = field(default_factory=dict)
+    minting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 async def read_config(context: Context) -> PoolConfig:
@@ -113,7 +118,11 @@ async def removal_credential(context: Context, config: PoolConfig, scope: str) -
     if context.forge is None:
         return config.tokens_for(scope).removal
     try:
-        return await context.forge.removal_token(scope)
+        async with context.minting:
+            held = context.minted.get(scope)
+            if held is None or (held.expires_at - context.clock.now()).total_seconds() < MINT_AGAIN_S:
+                held = context.minted[scope] = await context.forge.removal_token(scope)
+            return held
     except RemudaError as error:
         # What is held must be given back all the same.
         if all(item.scope.lower() != scope.lower() for item in config.tokens):

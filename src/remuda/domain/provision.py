@@ -26,7 +26,7 @@ class Provision:
     resource_class: str
     count: int
     created_at: datetime
-    #: When it must be committed; past it, anyone may release it.
+    #: When it must be committed, and then: when its instances' time is up. Past it, anyone may release it.
     deadline: datetime
     status: ProvisionStatus = ProvisionStatus.OPEN
     #: Set by the commit: what a release gives back.
@@ -48,10 +48,10 @@ class Provision:
         )
 
     def is_unsettled(self, deadline_before: datetime) -> bool:
-        """Open past its deadline, or released and still to be looked after."""
-        if self.status is ProvisionStatus.OPEN:
-            return self.deadline <= deadline_before
-        return self.status is ProvisionStatus.RELEASED and not self.settled
+        """Past its deadline and not released, or released and still to be looked after."""
+        if self.status is ProvisionStatus.RELEASED:
+            return not self.settled
+        return self.deadline <= deadline_before
 
 
 #: Which status may follow which.
@@ -69,16 +69,22 @@ def _move(provision: Provision, status: ProvisionStatus) -> None:
         )
 
 
-def committed(provision: Provision, instance_ids: tuple[str, ...]) -> Provision:
+def committed(provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime) -> Provision:
     _move(provision, ProvisionStatus.COMMITTED)
     return replace(
-        provision, status=ProvisionStatus.COMMITTED, instance_ids=instance_ids, why="all instances are running"
+        provision,
+        status=ProvisionStatus.COMMITTED,
+        instance_ids=instance_ids,
+        deadline=deadline,
+        why="all instances are running",
     )
 
 
 def released(provision: Provision, *, now: datetime, why: str) -> Provision:
     _move(provision, ProvisionStatus.RELEASED)
-    return replace(provision, status=ProvisionStatus.RELEASED, released_at=now, why=why)
+    # While it was open, claims may be under way until its deadline; after the commit there are none.
+    deadline = provision.deadline if provision.status is ProvisionStatus.OPEN else now
+    return replace(provision, status=ProvisionStatus.RELEASED, released_at=now, deadline=deadline, why=why)
 
 
 def settled(provision: Provision, *, forget_at: datetime) -> Provision:

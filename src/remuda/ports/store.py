@@ -119,7 +119,7 @@ class InstanceStore(Protocol):
         ...
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
-        """Open ones whose deadline has passed, and released ones that are not settled. May lag."""
+        """Those whose deadline has passed without a release, and released ones that are not settled. May lag."""
         ...
 
     async def recent_provisions(self, limit: int) -> Sequence[Provision]:

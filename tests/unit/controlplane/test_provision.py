@@ -159,7 +159,7 @@ async def test_max_instances_counts_all_that_live() -> None:
     await world.provision("1", count=3)
     error = await refused(world, CapacityError, "2", count=2)
     assert "max-instances is 4" in error.message
-    await refused(world, UserError, "3", count=5)
+    await refused(world, CapacityError, "3", count=5)
     await world.provision("4", count=1)
     await world.end()
 

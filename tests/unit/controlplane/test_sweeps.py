@@ -170,6 +170,16 @@ async def test_a_settled_provision_is_not_looked_at_again(world: World) -> None:
     assert "find_by_provision" not in result.calls["store"]
 
 
+async def test_a_run_that_nobody_releases_is_closed_when_its_time_is_up(world: World) -> None:
+    await world.provision()
+    (provision_,) = world.database.provisions.values()
+    assert provision_.deadline == max(item.threshold for item in world.database.instances.values())
+    await world.pass_time(world.lifetimes.max_runtime_s + 300)
+    (provision_,) = world.database.provisions.values()
+    assert provision_.settled
+    assert "nobody released it" in provision_.why
+
+
 async def test_a_claim_that_comes_late_is_still_found(world: World) -> None:
     """A provision was closed; a claim of its dead process arrives after that."""
     (warm,) = await world.warm(1)

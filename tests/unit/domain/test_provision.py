@@ -15,7 +15,7 @@ LEGAL = {(OPEN, COMMITTED), (OPEN, RELEASED), (COMMITTED, RELEASED)}
 
 def move(before: Provision, status: ProvisionStatus) -> Provision:
     if status is COMMITTED:
-        return committed(before, ("i-1", "i-2"))
+        return committed(before, ("i-1", "i-2"), deadline=at(50))
     return released(before, now=at(5), why="cancelled")
 
 
@@ -31,8 +31,8 @@ def test_a_provision_moves_forward_only(source: ProvisionStatus, target: Provisi
 
 
 def test_the_commit_records_the_instances_and_the_release_keeps_them() -> None:
-    done = committed(provision(), ("i-1", "i-2"))
-    assert done.instance_ids == ("i-1", "i-2")
+    done = committed(provision(), ("i-1", "i-2"), deadline=at(50))
+    assert (done.instance_ids, done.deadline) == (("i-1", "i-2"), at(50))
     after = released(done, now=at(5), why="given back")
     assert (after.instance_ids, after.released_at, after.why) == (("i-1", "i-2"), at(5), "given back")
     assert not after.settled

@@ -154,9 +154,9 @@ def of_run(connection: sqlite3.Connection, run_id: str) -> list[str]:
 def unsettled(connection: sqlite3.Connection, deadline_before: datetime) -> list[str]:
     return _docs(
         connection.execute(
-            "SELECT doc FROM provisions WHERE settled = 0 AND ((status = ? AND deadline <= ?) OR status = ?)"
+            "SELECT doc FROM provisions WHERE settled = 0 AND (deadline <= ? OR status = ?)"
             " ORDER BY deadline, provision_id",
-            (ProvisionStatus.OPEN.value, time_text(deadline_before), ProvisionStatus.RELEASED.value),
+            (time_text(deadline_before), ProvisionStatus.RELEASED.value),
         )
     )
 

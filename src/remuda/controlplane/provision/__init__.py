@@ -16,7 +16,7 @@ from remuda.controlplane.provision.holdings import Holdings, roll_back
 from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.selection import Ready, Selection, Terms
-from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.errors import CapacityError, RemudaError, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -85,9 +85,8 @@ async def _agree(context: Context, order: ProvisionOrder) -> Terms:
     config = await read_config(context)
     resource_class = config.resource_class(order.resource_class)
     if order.count > config.max_instances:
-        raise UserError(
+        raise CapacityError(
             f"instance-count is {order.count}; the pool's max-instances is {config.max_instances}",
-            field="instance-count",
             fix="ask for fewer, or raise --max-instances and run remuda refresh",
         )
     if order.run_id.lower() in {candidate.name.lower() for candidate in config.classes}:

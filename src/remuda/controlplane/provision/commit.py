@@ -30,12 +30,13 @@ async def commit(
         if isinstance(result, RemudaError):
             raise result
         running.append(result)
-    await _record(context, provision, tuple(instance.instance_id for instance in running))
+    deadline = max((instance.threshold for instance in running), default=provision.deadline)
+    ids = tuple(instance.instance_id for instance in running)
+    await _record(context, provision, committed(provision, ids, deadline=deadline))
     return running
 
 
-async def _record(context: Context, provision: Provision, instance_ids: tuple[str, ...]) -> None:
-    after = committed(provision, instance_ids)
+async def _record(context: Context, provision: Provision, after: Provision) -> None:
     for attempt in range(AMBIGUOUS_TRIES):
         try:
             await context.store.replace_provision(provision, after)
@@ -50,4 +51,4 @@ async def _record(context: Context, provision: Provision, instance_ids: tuple[st
                 raise
         else:
             break
-    context.journal.note("committed", f"all {len(instance_ids)} asked for are running", run_id=provision.run_id)
+    context.journal.note("committed", f"all {len(after.instance_ids)} asked for are running", run_id=provision.run_id)

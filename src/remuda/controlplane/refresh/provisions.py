@@ -31,7 +31,7 @@ class ProvisionSweep:
                 self._tally.error(f"provision {provision.provision_id}: {result.message}")
 
     async def _one(self, provision: Provision) -> None:
-        if provision.status is ProvisionStatus.OPEN:
+        if provision.status is not ProvisionStatus.RELEASED:
             provision = await self._release(provision)
         found = await self._context.store.find_by_provision(provision.provision_id)
         ids = {*provision.instance_ids, *(instance.instance_id for instance in found)}
@@ -50,7 +50,9 @@ class ProvisionSweep:
             await self._context.store.replace_provision(provision, settled(provision, forget_at=forget_at))
 
     async def _release(self, provision: Provision) -> Provision:
-        closed = released(provision, now=self._context.clock.now(), why="its deadline passed before the commit")
+        opened = provision.status is ProvisionStatus.OPEN
+        why = "its deadline passed before the commit" if opened else "nobody released it while its time lasted"
+        closed = released(provision, now=self._context.clock.now(), why=why)
         await self._context.store.replace_provision(provision, closed)
         self._context.journal.note("provision-closed", closed.why, run_id=provision.run_id)
         return closed
