@@ -17,6 +17,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.refresh.configure import Desired
 from remuda.domain.errors import UserError
+from remuda.domain.pool_config import PoolConfig
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.forge import Forge
@@ -95,6 +96,7 @@ async def open_context(
         endpoint = local_endpoint(settings, alive=alive)
         store = SqliteInstanceStore(path=places.database, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(store.close)
+        settings = with_pool(settings, await store.get_config())
         pool = SqliteResourcePool(path=places.database, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
         compute = local_compute(settings, calls)
@@ -103,8 +105,33 @@ async def open_context(
         if forge is not None:
             stack.push_async_callback(forge.close)
         yield Context(
-            store=store, pool=pool, compute=compute, forge=forge, clock=clock, ids=ids, journal=journal, calls=calls
+            pool_name=settings.pool,
+            store=store,
+            pool=pool,
+            compute=compute,
+            forge=forge,
+            clock=clock,
+            ids=ids,
+            journal=journal,
+            calls=calls,
         )
+
+
+def with_pool(settings: Settings, config: PoolConfig | None) -> Settings:
+    """A store belongs to one pool: its name is taken from there, and another one is refused.
+
+    The tags of machines and the names of runners carry it: with the wrong one a sweep would take every machine for
+    lost.
+    """
+    if config is None or config.pool == settings.pool:
+        return settings
+    if "pool" in settings.model_fields_set:
+        raise UserError(
+            f"pool is {settings.pool!r}, but {settings.dir} belongs to pool {config.pool!r}",
+            field="--pool",
+            fix=f"leave --pool out, or name another state folder with --dir for pool {settings.pool!r}",
+        )
+    return settings.model_copy(update={"pool": config.pool})
 
 
 def local_compute(settings: Settings, calls: CallCounter) -> LocalCompute:
@@ -132,10 +159,10 @@ def _forge(settings: Settings, endpoint: Endpoint, clock: SystemClock, ids: Syst
     return GithubForge(api_url=endpoint.url, token=token, clock=clock, ids=ids, calls=calls)
 
 
-def desired(settings: Settings) -> Desired:
+def desired(settings: Settings, *, pool: str) -> Desired:
     """What `refresh` should make true."""
     return Desired(
-        pool=settings.pool,
+        pool=pool,
         classes=settings.resource_class_config,
         lifetimes=settings.lifetimes,
         max_instances=settings.max_instances,

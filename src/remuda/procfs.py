@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 #: In the environment of everything that runs on a machine; its value is the instance id.
 MARKER = "REMUDA_MACHINE"
+#: In the environment of a step that must not outlive its agent: what it is and where.
+STEP = "REMUDA_STEP"
+STEP_LOOKS = 20
+STEP_PAUSE_S = 0.1
 #: Processes that are there but do nothing any more: they wait for their parent to look.
 _ENDED = frozenset({"Z", "X"})
 
@@ -153,13 +157,31 @@ def _place(process: Process) -> str:
     return f"/proc/{process.pid}"
 
 
+def end_step(value: str) -> None:
+    """End what is left of a step that an earlier agent began and did not live to see the end of. Blocks."""
+    user = os.getuid()
+    for _ in range(STEP_LOOKS):
+        found = [
+            process
+            for process in table().values()
+            if _owner(process.pid) == user and _variable(_place(process), STEP) == value
+        ]
+        if not found:
+            return
+        kill(found, STEP_PAUSE_S)
+
+
 def _marker(place: str) -> str | None:
+    return _variable(place, MARKER)
+
+
+def _variable(place: str, name: str) -> str | None:
     try:
         with open(f"{place}/environ", "rb") as file:  # noqa: PTH123  # see above
             environment = file.read()
     except OSError:
         return None
-    prefix = MARKER.encode() + b"="
+    prefix = name.encode() + b"="
     for entry in environment.split(b"\0"):
         if entry.startswith(prefix):
             return os.fsdecode(entry[len(prefix) :])

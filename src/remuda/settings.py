@@ -119,7 +119,7 @@ class Settings(BaseModel):
         json_schema_extra={"fix": "give minutes from 0.05 to 10080"},
     )
     idle_time_sec: float = _seconds(420, 1, 7 * DAY_S, "How long an idle instance stays in the pool.")
-    release_time_sec: float = _seconds(300, 2, DAY_S, "How long a release may take.")
+    release_time_sec: float = _seconds(300, 5, DAY_S, "How long a release may take.")
     provision_timeout_sec: float = _seconds(300, 2, MAX_PROVISION_S, "By when a provision must be complete.")
     max_age_sec: float = _seconds(86_400, 10, 365 * DAY_S, "Beyond this age an instance is not pooled again.")
     max_uses: int = _whole(50, 1, 100_000, "After so many uses an instance is not pooled again.")

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -367,10 +368,13 @@ def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathl
     runner.ready(ACTIONS_RUNNER_HOOK_JOB_STARTED=str(hook))
     died = tmp_path / "died"
     os.mkfifo(died)
-    job = server.queue(f"(exec 9> {died}; sleep 600) & : ; touch refuse")
-    with died.open("rb") as watch:
-        assert watch.read() == b""  # a process that a step left behind ends with the job
+    watch = os.open(died, os.O_RDONLY | os.O_NONBLOCK)
+    job = server.queue(f"(exec 9> {died}; touch up; sleep 600) & until test -e up; do sleep 0.02; done; touch refuse")
     good = server.finished(job)
+    ended = select.poll()
+    ended.register(watch, select.POLLHUP)
+    assert ended.poll(LIMIT_S * 1000), "a process that a step left behind ends with the job"
+    os.close(watch)
     assert good["conclusion"] == "success"
     assert "hook of run 7.1" in good["log"]
     bad = server.finished(server.queue("echo never"))

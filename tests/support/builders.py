@@ -77,7 +77,7 @@ def evidence(record: Instance) -> dict[type, Event]:
         claim(tier=record.tier),
         Commit(owner=OWNER, report=report(Signal.UD_REG_OK, epoch), max_runtime_s=1_800.0),
         Release(release_time_s=300.0, credential=REMOVAL, owner=OWNER),
-        Extend(report=report(epoch=epoch, busy=True), release_time_s=300.0),
+        Extend(report=report(epoch=epoch, busy=True), extension_s=300.0, margin_s=0.0),
         RenewCredential(credential=REMOVAL),
         Pool(report=clean, idle_time_s=420.0),
         Announce(),

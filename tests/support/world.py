@@ -259,6 +259,7 @@ class World:
         pool = MemoryResourcePool(clock=self.clock, ids=self.ids, calls=calls, queues=self.queues)
         compute = MemoryCompute(cloud=self.cloud, pool=POOL, calls=calls)
         return Context(
+            pool_name=POOL,
             store=hooked(store, "store", hook),
             pool=hooked(pool, "pool", hook),
             compute=hooked(compute, "compute", hook),

@@ -20,7 +20,7 @@ from remuda.agent import processes
 from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
-from remuda.domain.signals import CREDENTIAL_REFUSED
+from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
 from remuda.ports.clock import Clock
 from remuda.ports.machine import Outcome
 from remuda.ports.runner import Removal, RunnerState
@@ -46,6 +46,11 @@ _SETTINGS = ".runner"
 _REGISTRATION = (_SETTINGS, ".credentials", ".credentials_rsaparams")
 #: What `config.sh` says when the service does not take the token.
 _REFUSED = re.compile(r"response code: (?:NotFound|Unauthorized|Forbidden) from 'POST", re.IGNORECASE)
+_UNREACHABLE = re.compile(
+    r"failed to connect|connection refused|connection reset|no such host|name or service not known|timed out"
+    r"|response code: (?:InternalServerError|BadGateway|ServiceUnavailable|GatewayTimeout)",
+    re.IGNORECASE,
+)
 _BUSY = re.compile(r"running a job", re.IGNORECASE)
 #: `config.sh remove` succeeds without having asked the server where a file of the registration is missing.
 _ONLY_HERE = re.compile(r"skipping removing runner from the server", re.IGNORECASE)
@@ -129,9 +134,12 @@ class ActionsRunner:
         }
         code, output = await self._config(flags, inputs, CONFIGURE_LIMIT_S)
         ok = code == 0 and self._configured_as() == assignment.runner_name
-        refused = not ok and _REFUSED.search(output) is not None
         story = _story(code, output)
-        return Outcome(ok=ok, detail=f"{CREDENTIAL_REFUSED}: {story}" if refused else story)
+        if not ok and _REFUSED.search(output):
+            story = f"{CREDENTIAL_REFUSED}: {story}"
+        elif not ok and _UNREACHABLE.search(output):
+            story = f"{FORGE_UNREACHABLE}: {story}"
+        return Outcome(ok=ok, detail=story)
 
     async def start(self) -> None:
         if self._is_listening():
@@ -186,7 +194,9 @@ class ActionsRunner:
             return (
                 (Removal.FAILED, f"removed on this machine only: {detail}") if only_here else (Removal.REMOVED, detail)
             )
-        return (Removal.BUSY if _BUSY.search(output) else Removal.FAILED), detail
+        if _BUSY.search(output):
+            return Removal.BUSY, detail
+        return (Removal.UNREACHABLE if _UNREACHABLE.search(output) else Removal.FAILED), detail
 
     async def stop(self) -> None:
         listener = self._listener
@@ -293,7 +303,11 @@ class ActionsRunner:
         self, arguments: Sequence[str], inputs: Mapping[str, str], limit_s: float
     ) -> tuple[int | None, str]:
         """`config.sh`, with its inputs in the environment: a command line is for everyone to read."""
+        step = f"config {self._folder}"
+        # One that an earlier agent began would finish later and replace what this one does.
+        await asyncio.to_thread(procfs.end_step, step)
         environment = self._environment | {_INPUT + name: value for name, value in inputs.items()}
+        environment[procfs.STEP] = step
         command = [str(self._folder / "config.sh"), *arguments]
         code, output = await processes.run(
             command, folder=self._folder, environment=environment, limit_s=limit_s, scratch=self._log.parent

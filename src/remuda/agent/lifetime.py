@@ -28,9 +28,10 @@ class Lifetime:
     def observe(self, record: Instance) -> None:
         if record.threshold == self._threshold:
             return
-        self._threshold = record.threshold
         self._arm(record.threshold)
         self._machine.remember(replace(self._machine.recall(), threshold=record.threshold))
+        # Last: what could not be armed or remembered is tried again.
+        self._threshold = record.threshold
 
     def is_over(self) -> bool:
         return self._threshold is not None and expired(self._threshold, now=self._clock.now(), margin_s=self._margin_s)

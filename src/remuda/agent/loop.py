@@ -58,6 +58,8 @@ class Agent:
         self._position: tuple[int, State] | None = None
         self._starts = 0
         self._removals = 0
+        #: All that did not succeed, whosever fault it was.
+        self._tries = 0
         self._release_s = 0.0
         self._pause_s = 0.0
         #: Steps that failed one after the other, whatever they were.
@@ -127,7 +129,7 @@ class Agent:
             lifetime.observe(record)
             if self._position != (record.epoch, record.state):
                 self._position = (record.epoch, record.state)
-                self._starts = self._removals = 0
+                self._starts = self._removals = self._tries = 0
                 self._release_s = 0.0
                 self._journal.note(
                     "state",
@@ -229,10 +231,12 @@ class Agent:
         if removal is Removal.BUSY:
             self._pause_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
-        elif removal is Removal.FAILED:
-            self._removals += 1
+        elif removal in {Removal.FAILED, Removal.UNREACHABLE}:
             self._journal.note("removal-failed", detail, instance_id=record.instance_id)
-            await self._back_off(self._removals)
+            self._tries += 1
+            # Its threshold limits how often a forge that does not answer is asked again.
+            self._removals += removal is Removal.FAILED
+            await self._back_off(self._tries)
 
     async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:
         if took_s is not None:

@@ -33,6 +33,8 @@ AMBIGUOUS_PAUSE_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
+    #: The pool that machines are tagged and runners are named for.
+    pool_name: str
     store: InstanceStore
     pool: ResourcePool
     compute: Compute
@@ -51,7 +53,18 @@ async def read_config(context: Context) -> PoolConfig:
     config = await context.store.get_config()
     if config is None:
         raise UserError("the pool has no configuration yet", field="backend", fix="run remuda refresh first")
+    check_pool(context, config)
     return config
+
+
+def check_pool(context: Context, config: PoolConfig) -> None:
+    """With the machines of one pool and the records of another, every machine would look lost."""
+    if config.pool != context.pool_name:
+        raise UserError(
+            f"pool is {context.pool_name!r}, but the store belongs to pool {config.pool!r}",
+            field="pool",
+            fix=f"use --pool {config.pool}",
+        )
 
 
 async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]]) -> Sequence[R | RemudaError]:

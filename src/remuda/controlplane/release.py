@@ -174,7 +174,7 @@ class _Releasing:
                 if instance.state is State.RELEASING and (outcome := _ended_by_another(instance, conflict.current)):
                     return outcome
                 instance = conflict.current
-        return _skipped(instance, "its record keeps changing")
+        raise Conflict(f"the record of {instance.instance_id} keeps changing")
 
     async def _start(self, instance: Instance) -> Instance:
         event = Release(
@@ -199,9 +199,14 @@ class _Releasing:
                 return _left(instance, "its heartbeat is dead; its threshold will retire it")
             if waited.ended is Ended.TIMEOUT:
                 return _left(instance, "it did not finish in time; its threshold will retire it")
-            if waited.ended is Ended.LOOK:
-                instance = await self._reread(instance)
-            after = await settle(context, self._config, instance, waited.report, by=Actor.RELEASE)
+            try:
+                if waited.ended is Ended.LOOK:
+                    instance = await self._reread(instance)
+                after = await settle(context, self._config, instance, waited.report, by=Actor.RELEASE)
+            except Unavailable as error:
+                context.journal.note("read-failed", error.message, instance_id=instance.instance_id)
+                await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
+                continue
             took = took_s(waited.report.detail) if waited.report else None
             if after.state is State.IDLE:
                 self._announcer.add(after)

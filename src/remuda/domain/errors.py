@@ -94,7 +94,7 @@ class Partial(RemudaError):
 
 
 class Interrupted(RemudaError):
-    """Interrupted; what was held has been given back."""
+    """Interrupted."""
 
     exit_code = 130
 

@@ -10,6 +10,9 @@ from remuda.domain.signals import Report, Verdict, removal_verdict
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Cause, End, Event, Extend, Pool
 
+#: Three sweeps of five minutes.
+MIN_EXTENSION_S = 900.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Next:
@@ -36,13 +39,19 @@ def next_for_releasing(
     if report is not None and verdict is Verdict.FAILED:
         return Next(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")
     if report is not None and report.busy and _worth_extending(instance, now=now, lifetimes=lifetimes):
-        return Next(event=Extend(report=report, release_time_s=lifetimes.release_time_s), why="a job still runs")
+        extend = Extend(report=report, extension_s=_extension_s(lifetimes), margin_s=lifetimes.margin_s)
+        return Next(event=extend, why="a job still runs")
     return None
 
 
+def _extension_s(lifetimes: Lifetimes) -> float:
+    """Long enough that a job lives on although nobody but the sweeps looks after its release."""
+    return max(lifetimes.release_time_s, MIN_EXTENSION_S)
+
+
 def _worth_extending(instance: Instance, *, now: datetime, lifetimes: Lifetimes) -> bool:
-    """Only once half of the time is used up, and only as far as the run's own deadline."""
-    half = timedelta(seconds=lifetimes.release_time_s / 2)
+    """Only once half of an extension is used up, and only as far as the run's own deadline."""
+    half = timedelta(seconds=_extension_s(lifetimes) / 2)
     latest = instance.run_deadline or instance.threshold
     return instance.threshold < latest and instance.threshold - now < half
 

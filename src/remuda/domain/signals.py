@@ -43,6 +43,8 @@ MAX_DETAIL = 1_000
 
 #: How a detail begins where the forge refused the credential: trying more machines would only burn them.
 CREDENTIAL_REFUSED = "credential refused"
+#: How it begins where the forge did not answer: no machine is to blame.
+FORGE_UNREACHABLE = "GitHub out of reach"
 
 _TOOK = re.compile(r"took (\d+\.\d{3}) s")
 

@@ -124,7 +124,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         None,
         (_L, _R),
         "the agent reports a running job",
-        "threshold = now + release time, at most the run's deadline",
+        "threshold = now + an extension, at most the run's deadline",
     ),
     _row("credential", (State.RELEASING,), None, (_L, _R), "it expires before the threshold", "credential only"),
     _row(
@@ -334,7 +334,10 @@ class Release:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extend:
     report: Report
-    release_time_s: float
+    #: For how long from now, at most until the run's deadline.
+    extension_s: float
+    #: Nobody ends it before its threshold and the margin: until then it can be saved.
+    margin_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -469,7 +472,7 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
         case Release():
             return replace(alive, owner=event.owner), _release(instance, event, now)
         case Extend():
-            return alive, _extend(instance, event, now)
+            return replace(alive, unexpired_at=now - timedelta(seconds=event.margin_s)), _extend(instance, event, now)
         case RenewCredential():
             return alive, {"assignment": _with_credential(instance, event.credential)}
         case Pool():
@@ -534,7 +537,7 @@ def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any
 def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
     if not event.report.busy:
         raise _illegal(instance, "extension without a running job")
-    wanted = after(now, event.release_time_s)
+    wanted = after(now, event.extension_s)
     latest = instance.run_deadline or instance.threshold
     return {"threshold": max(instance.threshold, min(wanted, latest))}
 

@@ -67,7 +67,7 @@ def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only:
 
     async def once() -> RefreshResult:
         async with open_context(settings, journal, credentialed=True, alive=not sweep_only) as context:
-            return await refresh(context, None if sweep_only else desired(settings))
+            return await refresh(context, None if sweep_only else desired(settings, pool=context.pool_name))
 
     async def again_and_again(interval_s: float) -> int:
         clock = SystemClock()
@@ -75,8 +75,9 @@ def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only:
             try:
                 await once()
             except RemudaError as error:
-                # The next round may do better: nothing here may end the sweeps.
                 journal.note("sweep-failed", error.message)
+            except Exception as error:  # noqa: BLE001 - the next round may do better: nothing may end the sweeps
+                journal.note("sweep-failed", f"a bug: {type(error).__name__}: {error}")
             await clock.sleep(interval_s)
 
     if every is not None:
@@ -126,7 +127,7 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
         async with open_context(settings, _journal(output), credentialed=False) as context:
             return await provision(context, order)
 
-    result = run_async(work)
+    result = run_async(work, farewell="interrupted; what was held has been given back")
     output.say(
         f"run {result.run_id} has {len(result.instances)} runners: {result.reused} reused, {result.created} created, "
         f"in {result.seconds:.2f} s"
@@ -143,7 +144,7 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
         async with open_context(settings, _journal(output), credentialed=False) as context:
             return await release(context, run_id=settings.run_id, attempt=settings.run_attempt)
 
-    result = run_async(work)
+    result = run_async(work, farewell="interrupted; the sweeps finish what was begun")
     for outcome in result.outcomes:
         if outcome.fate is not Fate.RELEASED:
             output.say(f"{outcome.instance_id} {outcome.fate.value}: {outcome.why}", style="yellow")
@@ -163,12 +164,12 @@ def run_status(flags: Flags, config: str | None, output: Output, *, everything: 
             return await status(context, everything=everything)
 
     result = run_async(work)
+    from remuda.entrypoints.local_backend import missing  # noqa: PLC0415 - only the local backend's commands need it
+
+    for name in missing(settings):
+        output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
     if not output.as_json:
-        if result.instances:
-            output.show(views.status_table(result, SystemClock().now()))
-            output.show(views.pools_table(result))
-        else:
-            output.say("no instances")
+        output.answer(*views.status_tables(result, SystemClock().now(), width=output.width))
     output.result(views.status_document(result))
     return EXIT_OK
 
@@ -177,7 +178,7 @@ def run_config(flags: Flags, config: str | None, output: Output) -> int:
     loaded = load_settings(flags, config)
     rows = views.config_rows(loaded)
     if not output.as_json:
-        output.show(views.config_table(rows))
+        output.answer(views.config_table(rows))
     output.result({"settings": rows})
     return EXIT_OK
 

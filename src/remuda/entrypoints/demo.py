@@ -43,6 +43,7 @@ LEASE_S = 3.0
 #: How long the story waits for something that should happen.
 LIMIT_S = 30.0
 PAUSE_S = 0.05
+CHUNK = 64 * 1024
 
 _WORKFLOW = """\
 name: {name}
@@ -233,7 +234,7 @@ class Story:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "DEMO_FOLDER": str(self._root), "GITHUB_REPOSITORY": SCOPE},
+            env=self._environment(),
         )
         try:
             answer, _ = await asyncio.gather(_read(process.stdout), self._echo(process.stderr))
@@ -247,14 +248,27 @@ class Story:
             raise Unavailable(f"remuda {arguments[0]} ended with exit code {code}")
         return answer
 
+    def _environment(self) -> dict[str, str]:
+        """The caller's settings are for the caller's pools."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("REMUDA_", "GITHUB_"))}
+        return {
+            **kept,
+            "REMUDA_CONFIG": os.devnull,
+            "DEMO_FOLDER": str(self._root),
+            "GITHUB_REPOSITORY": SCOPE,
+        }
+
     async def _json(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(await self._remuda(*arguments, "--json", ok=ok))
         return document
 
     async def _echo(self, stream: asyncio.StreamReader | None) -> None:
         if stream is not None:
-            async for line in stream:
-                self._output.say("  " + line.decode(errors="replace").rstrip())
+            text = ""
+            while chunk := await stream.read(CHUNK):
+                *lines, text = (text + chunk.decode(errors="replace")).split("\n")
+                for line in lines:
+                    self._output.say("  " + line.rstrip())
 
     async def _refresh(self, *, idle_s: float) -> None:
         await self._remuda(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from remuda import procfs
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.bootstrap import LocalLayout, check_backend, layout, local_compute, open_context, passed_on
+from remuda.agent.processes import command
+from remuda.bootstrap import LocalLayout, check_backend, layout, local_compute, open_context, passed_on, with_pool
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.githubsim.endpoint import read_endpoint
@@ -124,10 +126,21 @@ async def _wait_until(clock: SystemClock, limit_s: float, holds: Callable[[], bo
     return True
 
 
+def missing(settings: Settings) -> list[str]:
+    """Which of the background processes do not run."""
+    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeps' process"}
+    return [told for name, told in names.items() if Background(layout(settings), name).alive() is None]
+
+
 async def start(settings: Settings, journal: Journal) -> UpResult:
     check_backend(settings)
     clock, places = SystemClock(), layout(settings)
     _make_folders(places)
+    with _alone(places):
+        return await _start(journal, clock, places)
+
+
+async def _start(journal: Journal, clock: SystemClock, places: LocalLayout) -> UpResult:
     install(places.runner)
     store = SqliteInstanceStore(path=places.database, clock=clock, ids=SystemIds(), calls=CallCounter())
     try:
@@ -141,13 +154,21 @@ async def start(settings: Settings, journal: Journal) -> UpResult:
         sweeper.start(
             [
                 *(sys.executable, "-m", "remuda", "refresh", "--sweep-only", "--every", f"{SWEEP_EVERY_S:g}"),
-                *("--dir", str(places.root), "--pool", settings.pool),
+                *("--dir", str(places.root)),
             ]
         )
         started.append(SWEEPER)
     for name in started:
         journal.note("started", name)
     return UpResult(url=url, started=tuple(started))
+
+
+@contextlib.contextmanager
+def _alone(places: LocalLayout) -> Iterator[None]:
+    """One `up` or `down` at a time: the others wait."""
+    with (places.root / "up.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _make_folders(places: LocalLayout) -> None:
@@ -185,12 +206,19 @@ async def stop(settings: Settings, journal: Journal, *, purge: bool) -> DownResu
     """Sweeps first, then the machines, then a last sweep so that records and registrations agree, then GitHub."""
     check_backend(settings)
     clock, places = SystemClock(), layout(settings)
-    stopped: list[str] = []
-    if not places.root.exists():
+    if not places.database.exists():
         return DownResult(stopped=(), terminated=(), left=())
+    with _alone(places):
+        return await _stop(settings, journal, clock, places, purge=purge)
+
+
+async def _stop(
+    settings: Settings, journal: Journal, clock: SystemClock, places: LocalLayout, *, purge: bool
+) -> DownResult:
+    stopped: list[str] = []
     if await Background(places, SWEEPER).stop(clock):
         stopped.append(SWEEPER)
-    terminated = await _end_machines(settings)
+    terminated = await _end_machines(await _with_stored_pool(settings))
     github = Background(places, GITHUB)
     if github.alive() is not None:
         await _last_sweep(settings, journal)
@@ -208,10 +236,22 @@ def _purge(places: LocalLayout) -> None:
     """Only what `up` made: the folder may hold other things too."""
     for folder in (places.github, places.runner, places.instances, places.logs):
         shutil.rmtree(folder, ignore_errors=True)
-    for file in places.root.glob(f"{places.database.name}*"):
+    for file in (*places.root.glob(f"{places.database.name}*"), places.root / "up.lock"):
         file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         places.root.rmdir()
+
+
+async def _with_stored_pool(settings: Settings) -> Settings:
+    store = SqliteInstanceStore(
+        path=layout(settings).database, clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
+    )
+    try:
+        return with_pool(settings, await store.get_config())
+    except Unavailable:
+        return settings
+    finally:
+        await store.close()
 
 
 async def _end_machines(settings: Settings) -> tuple[str, ...]:
@@ -238,7 +278,9 @@ def _left(places: LocalLayout) -> tuple[int, ...]:
     found: set[int] = set()
     for folder in places.instances.glob("i-*"):
         found |= {process.pid for process in procfs.leftovers(folder.name, str(folder), 0)}
-    for name in (GITHUB, SWEEPER):
-        pid = Background(places, name).alive()
-        found |= {pid} if pid else set()
+    here = {str(places.root), str(places.github)}
+    for pid in procfs.table():
+        words = command(pid)
+        if pid != os.getpid() and "-m" in words and here & set(words) and {"remuda", "remuda.githubsim"} & set(words):
+            found.add(pid)
     return tuple(sorted(found))

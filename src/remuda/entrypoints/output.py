@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from datetime import datetime
@@ -43,8 +44,7 @@ class Output:
         if self._console is None:
             from rich.console import Console  # noqa: PLC0415 - rich is slow to import and often not needed
 
-            width = None if sys.stderr.isatty() else 160
-            self._console = Console(stderr=True, highlight=False, width=width, soft_wrap=True)
+            self._console = Console(stderr=True, highlight=False, width=self.width, soft_wrap=True)
         return self._console
 
     def say(self, text: str, *, style: str | None = None) -> None:
@@ -54,6 +54,20 @@ class Output:
     def show(self, renderable: Any) -> None:
         if not self._quiet:
             self.console.print(renderable)
+
+    def answer(self, *renderables: Any) -> None:
+        """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there."""
+        if self.as_json:
+            return
+        from rich.console import Console  # noqa: PLC0415 - rich is slow to import and often not needed
+
+        console = Console(highlight=False, width=self.width)
+        for renderable in renderables:
+            console.print(renderable)
+
+    @property
+    def width(self) -> int:
+        return shutil.get_terminal_size((160, 40)).columns
 
     def result(self, document: Mapping[str, Any]) -> None:
         if self.as_json:

@@ -30,7 +30,7 @@ def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Loaded
     return load(flags, environ=os.environ, file=Path(config) if config else None)
 
 
-def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, farewell: str = "interrupted") -> T:
     """Run to the end. The first SIGINT or SIGTERM cancels, and what is held is given back; the second ends at once."""
 
     async def main() -> T:
@@ -51,7 +51,7 @@ def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
             return await task
         except asyncio.CancelledError:
             if interrupted:
-                raise Interrupted from None
+                raise Interrupted(farewell) from None
             raise
 
     return asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -17,19 +18,23 @@ import yaml
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import layout, local_endpoint
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.pool_config import parse_runner_name
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.workflow_file import Job, parse_workflow
 from remuda.githubsim.client import SimClient, SimError, SimJob, SimStep
 from remuda.settings import Settings
 
 EXIT_JOB_FAILED = 1
+_INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$")
+
 #: One long poll.
 POLL_S = 20.0
 #: After a cancellation: for the jobs that always run.
 LAST_WORDS_S = 60.0
 #: For a step that was interrupted to clean up: what GitHub gives.
 STEP_GRACE_S = 7.5
+#: For the last words of a step that has ended.
+LAST_OUTPUT_S = 0.5
+CHUNK = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,9 +192,11 @@ class WorkflowRun:
                 self._say(job.name, f"| {line}")
         return conclusion, self._instance(current)
 
-    def _instance(self, job: SimJob) -> str | None:
-        parsed = parse_runner_name(self._settings.pool, job.runner_name or "")
-        return parsed[1] if parsed else None
+    @staticmethod
+    def _instance(job: SimJob) -> str | None:
+        """A runner's name ends with its instance's id."""
+        found = _INSTANCE.search(job.runner_name or "")
+        return found.group() if found else None
 
     async def _run_hosted(self, job: Job) -> str:
         self._say(job.name, "runs here")
@@ -213,14 +220,29 @@ class WorkflowRun:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
+        showing = asyncio.create_task(self._show_output(job, process.stdout))
         try:
-            if process.stdout is not None:
-                async for line in process.stdout:
-                    self._say(job.name, line.decode(errors="replace").rstrip())
-            return await process.wait()
+            code = await process.wait()
+            # What the step left in the background may hold the pipe open: its output is not waited for.
+            await asyncio.wait({showing}, timeout=LAST_OUTPUT_S)
         except BaseException:
             await _end(process)
             raise
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+        return code
+
+    async def _show_output(self, job: Job, stream: asyncio.StreamReader | None) -> None:
+        rest = b""
+        while stream is not None and (chunk := await stream.read(CHUNK)):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > CHUNK:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._say(job.name, line.decode(errors="replace").rstrip())
+        if rest:
+            self._say(job.name, rest.decode(errors="replace").rstrip())
 
     def _environment(self, job: Job) -> dict[str, str]:
         # Steps that call remuda get this one, with this state folder.
@@ -229,7 +251,6 @@ class WorkflowRun:
             **os.environ,
             "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "REMUDA_DIR": str(layout(self._settings).root),
-            "REMUDA_POOL": self._settings.pool,
             "GITHUB_ACTIONS": "true",
             "CI": "true",
             "GITHUB_RUN_ID": self._github["run_id"],

@@ -80,7 +80,8 @@ def _refuse(where: str, what: str, fix: str) -> UserError:
 
 def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise _refuse(where, f"is {type(value).__name__}, not a mapping", "see docs/how-to/run-workflow.md")
+        found = "empty" if value is None else f"a {type(value).__name__}, not a mapping"
+        raise _refuse(where, f"is {found}", "docs/reference/commands.md says what run-workflow understands")
     return value
 
 

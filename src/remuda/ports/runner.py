@@ -27,6 +27,8 @@ class RunnerState:
 class Removal(Enum):
     REMOVED = "removed"
     BUSY = "runs a job"
+    #: The forge did not answer: it may do so later.
+    UNREACHABLE = "out of reach"
     FAILED = "failed"
 
 

@@ -262,7 +262,7 @@ def test_a_running_job_is_waited_for_and_the_release_goes_on_when_it_ends() -> N
         await stable.release(release_time_s=60)
         for _ in range(10):
             await asyncio.sleep(50)
-            await stable.apply(Extend(report=stable.report, release_time_s=60), Actor.RELEASE)
+            await stable.apply(Extend(report=stable.report, extension_s=60, margin_s=0.0), Actor.RELEASE)
         assert stable.log[-1] == "start"
         stable.runner.become(busy=False)
         await until(lambda: stable.signalled(CLEAN), within_s=1)
@@ -314,6 +314,19 @@ def test_a_removal_that_fails_too_often_is_signalled_and_the_runner_is_not_stopp
         assert stable.log.count("remove FAILED") == MAX_REMOVALS
         assert "stop" not in stable.log
         assert "reset" not in stable.log
+        await stable.crash()
+
+    run(story())
+
+
+def test_a_forge_out_of_reach_is_asked_again_and_no_machine_is_blamed() -> None:
+    async def story() -> None:
+        stable = Stable()
+        await running(stable)
+        stable.runner.removals = [Removal.UNREACHABLE] * (MAX_REMOVALS + 3)
+        await stable.release()
+        await until(lambda: stable.signalled(CLEAN))
+        assert stable.log.count("remove UNREACHABLE") == MAX_REMOVALS + 3
         await stable.crash()
 
     run(story())

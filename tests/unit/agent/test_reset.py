@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -269,8 +270,16 @@ async def test_what_cannot_be_killed_is_told(machine: Machine, supervisor: Super
     assert "sleep 1000" in outcome.detail
 
 
-def test_a_tree_deeper_than_any_path(tmp_path: Path) -> None:
-    top = tmp_path / "deep"
+@pytest.fixture
+def place_for_deep_trees() -> Iterator[Path]:
+    """Not below pytest's own folder: pytest could not remove what an interrupted run left there."""
+    place = Path(tempfile.mkdtemp(prefix="remuda-deep-"))
+    yield place
+    subprocess.run(["rm", "-rf", str(place)], check=True)
+
+
+def test_a_tree_deeper_than_any_path(place_for_deep_trees: Path) -> None:
+    top = place_for_deep_trees / "deep"
     top.mkdir()
     descriptor = os.open(top, os.O_RDONLY)
     for _ in range(3000):
@@ -283,7 +292,7 @@ def test_a_tree_deeper_than_any_path(tmp_path: Path) -> None:
 
     erase(top)
 
-    assert list(tmp_path.iterdir()) == []
+    assert list(place_for_deep_trees.iterdir()) == []
 
 
 #: For a user to whom modes mean something.

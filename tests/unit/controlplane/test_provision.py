@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.context import Context
+from remuda.controlplane.provision import ProvisionResult
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
@@ -161,6 +162,16 @@ async def test_max_instances_counts_all_that_live() -> None:
     assert "max-instances is 4" in error.message
     await refused(world, CapacityError, "3", count=5)
     await world.provision("4", count=1)
+    await world.end()
+
+
+async def test_max_instances_holds_for_provisions_at_the_same_moment() -> None:
+    world = World(max_instances=4)
+    await world.configure()
+    outcomes = await asyncio.gather(*(world.provision(str(run), count=2) for run in range(4)), return_exceptions=True)
+    assert all(isinstance(item, ProvisionResult | CapacityError) for item in outcomes)
+    assert sum(isinstance(item, ProvisionResult) for item in outcomes) <= 2
+    assert len(world.in_state(State.RUNNING)) <= 4
     await world.end()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass
 from support.world import LIFETIMES, SCOPE, World
@@ -43,6 +44,16 @@ async def test_a_change_is_named_and_applied(world: World) -> None:
     assert sorted(result.applied) == ["idle_time_s: 90 to 33", "max_instances"]
     assert (config(world).revision, config(world).max_instances) == (2, 7)
     assert config(world).lifetimes.idle_time_s == 33.0
+
+
+async def test_the_records_of_another_pool_are_never_swept(world: World) -> None:
+    """Its machines would all look lost."""
+    await world.provision()
+    other = replace(world.process(credentialed=True), pool_name="other")
+    for work in (refresh(other, None), world.provision("2", process=other), world.release("1", process=other)):
+        with pytest.raises(UserError, match="belongs to pool"):
+            await work
+    assert len(world.in_state(State.RUNNING)) == 1
 
 
 async def test_a_new_class_gets_a_queue(world: World) -> None:

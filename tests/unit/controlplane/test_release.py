@@ -141,18 +141,16 @@ async def test_a_running_job_is_waited_for(world: World) -> None:
     await asyncio.sleep(1)
     deadline = world.record(instance.instance_id).threshold
     releasing = asyncio.create_task(world.release())
-    extended = 0
-    last = None
+    seen = set()
     while not releasing.done():
         await asyncio.sleep(5)
         record = world.record(instance.instance_id)
         if record.state is State.RELEASING:
             assert record.threshold <= deadline
-            extended += record.threshold != last
-            last = record.threshold
+            seen.add(record.threshold)
     assert fates(await releasing) == ["released"]
     assert job.conclusion == "success"
-    assert extended > 2
+    assert deadline in seen, "extended, as far as the run may last"
 
 
 async def test_no_job_lasts_beyond_its_runs_deadline(world: World) -> None:

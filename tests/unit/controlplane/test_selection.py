@@ -11,7 +11,7 @@ from remuda.controlplane.provision.selection import SPARE_FAILURES
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
-from remuda.domain.signals import CREDENTIAL_REFUSED, Signal
+from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Signal
 from remuda.ports.machine import Outcome
 from support.records import message
 from support.world import World, number_of
@@ -214,6 +214,17 @@ async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) ->
         await world.provision(count=3)
     assert error.value.field == "github-token"
     world.check_holds_nothing("1")
+    assert world.in_state(State.TERMINATING) == []
+    await world.pass_time(15)
+    assert world.in_state(State.IDLE) == ids
+
+
+async def test_a_github_out_of_reach_burns_nothing(world: World) -> None:
+    ids = await world.warm(5)
+    for instance_id in ids:
+        world.behaviour.registration[instance_id] = Outcome(ok=False, detail=f"{FORGE_UNREACHABLE}: no route")
+    with pytest.raises(Unavailable, match="out of reach"):
+        await world.provision(count=2)
     assert world.in_state(State.TERMINATING) == []
     await world.pass_time(15)
     assert world.in_state(State.IDLE) == ids

@@ -69,8 +69,8 @@ def test_signals_of_another_epoch_decide_nothing(signal: Signal, epoch: int) -> 
 @pytest.mark.parametrize(
     ("threshold", "deadline", "extends"),
     [
-        (at(149), at(1_800), True),
-        (at(150), at(1_800), False),
+        (at(449), at(1_800), True),
+        (at(450), at(1_800), False),
         (at(100), at(100), False),
         (at(100), at(101), True),
         (at(100), None, False),
@@ -185,3 +185,19 @@ def test_nothing_is_both_usable_and_expired_and_the_margin_lies_between(left_s: 
     if abs(abs(left_s) - margin_s) > 1e-5:
         assert is_usable == (left_s > margin_s)
         assert is_expired == (left_s < -margin_s)
+
+
+@pytest.mark.parametrize("phase_s", range(0, 330, 10))
+def test_a_job_survives_a_release_that_only_the_sweeps_look_after(phase_s: int) -> None:
+    """Sweeps of five minutes, up to half a minute late, with the defaults: the run's own deadline is what ends it."""
+    lifetimes = Lifetimes()
+    record = in_state(State.RELEASING, threshold=at(lifetimes.release_time_s), run_deadline=at(3_000))
+    told = report(busy=True)
+    for now_s in range(phase_s, 3_000, 330):
+        assert not expired(record.threshold, now=at(now_s), margin_s=lifetimes.margin_s)
+        upcoming = next_for_releasing(record, told, now=at(now_s), lifetimes=lifetimes)
+        if upcoming is not None:
+            change = advance(record, upcoming.event, by=Actor.REFRESH, now=at(now_s), why=upcoming.why)
+            assert change.guard.admits(record)
+            record = change.applied_to(record)
+    assert record.threshold == at(3_000)

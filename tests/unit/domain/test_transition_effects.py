@@ -109,7 +109,7 @@ def test_an_extension_ends_at_the_runs_deadline_and_never_takes_time_away(
     threshold: datetime, run_deadline: datetime | None, expected: datetime
 ) -> None:
     record = in_state(State.RELEASING, threshold=threshold, run_deadline=run_deadline)
-    event = Extend(report=report(busy=True), release_time_s=300.0)
+    event = Extend(report=report(busy=True), extension_s=300.0, margin_s=0.0)
     after = advance(record, event, by=L, now=NOW, why="a test").applied_to(record)
     assert after == replace(record, threshold=expected)
 

@@ -227,7 +227,7 @@ def test_retirement_has_a_reason(state: State) -> None:
 
 def test_an_extension_rests_on_a_running_job() -> None:
     with pytest.raises(IllegalTransition, match="without a running job"):
-        write(in_state(State.RELEASING), Extend(report=report(busy=False), release_time_s=9.0), L)
+        write(in_state(State.RELEASING), Extend(report=report(busy=False), extension_s=9.0, margin_s=0.0), L)
 
 
 def test_a_retired_instance_is_not_pooled() -> None:

@@ -95,7 +95,7 @@ def event_of(move: Move, record: Instance, now: datetime) -> Event:
         ),
         Commit: Commit(owner=owner or "", report=report, max_runtime_s=600.0),
         Release: Release(release_time_s=60.0, credential=REMOVAL, owner=owner),
-        Extend: Extend(report=report, release_time_s=60.0),
+        Extend: Extend(report=report, extension_s=60.0, margin_s=0.0),
         RenewCredential: RenewCredential(credential=REMOVAL),
         Pool: Pool(report=report, idle_time_s=60.0),
         Announce: Announce(),

@@ -63,11 +63,14 @@ class LocalMachine:
         if not script.exists():
             return Outcome(ok=True, detail="there is no pre-runner script")
         log = self._folder / files.LOGS / "pre-runner.log"
+        step = f"script {self._folder}"
+        # One that an earlier agent began would run beside this one.
+        await asyncio.to_thread(procfs.end_step, step)
         code = await _run(
             _command(script),
             log=log,
             folder=self._folder / files.WORK,
-            environment=job_environment(self._folder),
+            environment={**job_environment(self._folder), procfs.STEP: step},
             timeout_s=timeout_s,
         )
         story = f"no end after {timeout_s:g} s" if code is None else f"exit code {code}"

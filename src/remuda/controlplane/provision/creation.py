@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from remuda.controlplane.context import Context, apply_surely
 from remuda.controlplane.provision.holdings import Holdings
@@ -10,7 +11,7 @@ from remuda.controlplane.provision.order import CREATED
 from remuda.controlplane.provision.selection import Ready, Terms, describe_failure, raise_if_hopeless, raise_if_late
 from remuda.controlplane.waiting import Ended, SignalWait
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.signals import Verdict, registration_verdict
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, create
@@ -72,16 +73,31 @@ class Creation:
             )
         async with asyncio.TaskGroup() as group:
             records = [group.create_task(self._write_record(self._born(launched))) for launched in result.instances]
-        return [record.result() for record in records]
+        instances = [record.result() for record in records]
+        await self._check_cap_again(instances)
+        return instances
 
     async def _check_cap(self, count: int) -> None:
         most = self._terms.config.max_instances
         live = await self._context.store.count_live()
         if live + count > most:
-            raise CapacityError(
-                f"{count} more instances would make {live + count}; max-instances is {most}",
-                fix="raise --max-instances and run remuda refresh, or try later",
-            )
+            raise self._full(f"{count} more instances would make {live + count}")
+
+    async def _check_cap_again(self, ours: Sequence[Instance]) -> None:
+        """Others may have launched at the same moment: those who came first stay."""
+        most = self._terms.config.max_instances
+        if await self._context.store.count_live() <= most:
+            return
+        live = sorted(await self._context.store.find(LIVE), key=lambda item: (item.created_at, item.instance_id))
+        first = {item.instance_id for item in live[:most]}
+        if any(instance.instance_id not in first for instance in ours):
+            raise self._full(f"others were first, and there are {len(live)} instances")
+
+    def _full(self, what: str) -> CapacityError:
+        return CapacityError(
+            f"{what}; max-instances is {self._terms.config.max_instances}",
+            fix="raise --max-instances and run remuda refresh, or try later",
+        )
 
     async def _ask(self, request: LaunchRequest) -> LaunchResult:
         """Launch, and know the answer even when cancelled meanwhile."""
@@ -140,5 +156,5 @@ class Creation:
         raise_if_hopeless(waited)
         why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
         if waited.ended is Ended.TIMEOUT:
-            raise TimedOut(why)
+            raise TimedOut(why, fix="raise --provision-timeout-sec, or look into the machine's log")
         raise Unavailable(why)

@@ -15,7 +15,7 @@ from remuda.domain.instance import Assignment, Credential, Instance
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage, Request
-from remuda.domain.signals import CREDENTIAL_REFUSED, Report, Signal, Verdict, registration_verdict
+from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Report, Signal, Verdict, registration_verdict
 from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
 from remuda.ports.pool import Delivery
 
@@ -211,6 +211,8 @@ def raise_if_hopeless(waited: Waited) -> None:
             field="github-token",
             fix="check the credential's rights on the scope and run remuda refresh",
         )
+    if FORGE_UNREACHABLE in report.detail:
+        raise Unavailable(f"the runners cannot register: {report.detail}", fix="try again when GitHub answers")
     if report.signal is Signal.UD_FAILED:
         raise UserError(
             f"the pre-runner script failed: {report.detail}",

@@ -147,6 +147,8 @@ def _changes(stored: PoolConfig | None, config: PoolConfig) -> list[str]:
                 for part in fields(Lifetimes)
                 if getattr(before, part.name) != getattr(after, part.name)
             ]
+        elif isinstance(before, Mapping):
+            changed += sorted(key for key in {**before, **after} if before.get(key) != after.get(key))
         else:
             changed.append(item.name)
     return changed

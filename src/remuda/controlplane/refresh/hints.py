@@ -1,7 +1,8 @@
 """Stale hints: messages about instances that have ended, moved on, or are announced twice.
 
 A provision drops such a message when it meets it; this sweep does so for those that nobody meets. It looks only where
-a queue holds more hints than the class has idle instances: while it looks, hints are hidden from provisions.
+a queue held more hints than the class has idle instances at two sweeps: while it looks, hints are hidden from
+provisions.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from remuda.controlplane.context import Context
+from remuda.controlplane.refresh.machines import Sightings
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import NotFound
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.pool import BATCH, Delivery
 
 VISIBILITY_S = 10.0
@@ -22,20 +25,25 @@ MAX_LOOKS = 200
 
 
 class HintSweep:
-    def __init__(self, context: Context, config: PoolConfig, tally: Tally) -> None:
+    def __init__(self, context: Context, config: PoolConfig, tally: Tally, sightings: Sightings) -> None:
         self._context = context
         self._config = config
         self._tally = tally
+        self._sightings = sightings
 
     async def run(self, idle_instances: Iterable[Instance]) -> None:
         idle = Counter(item.resource_class for item in idle_instances)
         for resource_class in self._config.classes:
             try:
                 depth = await self._context.pool.depth(resource_class.name)
-                if depth > idle[resource_class.name]:
+                if depth > idle[resource_class.name] and self._again(resource_class.name):
                     await self._clean(resource_class.name, min(depth, MAX_LOOKS))
             except NotFound:
                 self._tally.error(f"class {resource_class.name} has no queue; run remuda refresh")
+
+    def _again(self, name: str) -> bool:
+        """A message that is being claimed is counted too: only what was too much at the last sweep as well is stale."""
+        return self._sightings.since(f"hints:{name}") < to_milliseconds(self._context.clock.now())
 
     async def _clean(self, name: str, most: int) -> None:
         pool = self._context.pool

@@ -53,7 +53,7 @@ class Sweep:
             machines = MachineSweep(context, config, tally, sightings)
             views = outside.machines
             await self._guarded("machines", lambda: machines.run(views, records))
-        hints = HintSweep(context, config, tally)
+        hints = HintSweep(context, config, tally, sightings)
         await self._guarded("stale hints", lambda: hints.run(self._still_idle(records)))
         ghosts = GhostSweep(context, config, tally, sightings)
         await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners))

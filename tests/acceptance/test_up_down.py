@@ -1,0 +1,127 @@
+"""`remuda up` and `remuda down`: at once, twice, with another pool, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from remuda import procfs
+from remuda.agent.processes import command
+
+LIMIT_S = 120
+
+
+def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "remuda", *arguments, "--dir", str(folder), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def done(process: subprocess.Popen[str]) -> tuple[int, Any]:
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert "Traceback" not in err, err
+    return process.returncode, json.loads(out) if out else err
+
+
+def remuda(folder: Path, *arguments: str, **env: str) -> tuple[int, Any]:
+    return done(start(folder, *arguments, **env))
+
+
+def processes_of(folder: Path) -> list[tuple[str, ...]]:
+    lines = (command(pid) for pid in procfs.table() if pid != os.getpid())
+    return [words for words in lines if any(str(folder) in word for word in words)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    state = tmp_path / "a folder with blanks"
+    yield state
+    remuda(state, "down")
+    assert processes_of(state) == []
+
+
+def test_several_at_once_start_one_backend(folder: Path):
+    outcomes = [done(process) for process in [start(folder, "up") for _ in range(3)]]
+    assert [code for code, _ in outcomes] == [0, 0, 0]
+    assert sorted(len(answer["started"]) for _, answer in outcomes) == [0, 0, 2]
+    assert len({answer["github_url"] for _, answer in outcomes}) == 1
+    assert len(processes_of(folder)) == 2
+    code, answer = remuda(folder, "down")
+    assert (code, answer["left"], sorted(answer["stopped"])) == (0, [], ["github", "sweeper"])
+    assert processes_of(folder) == []
+    assert remuda(folder, "down")[0] == 0
+
+
+def test_after_down_a_provision_says_that_it_is_not_up(folder: Path):
+    remuda(folder, "up")
+    remuda(folder, "refresh")
+    remuda(folder, "down")
+    code, answer = remuda(folder, "provision", "--run-id", "1")
+    assert (code, answer["error"]["type"]) == (2, "UserError")
+    assert "remuda up" in answer["error"]["fix"]
+    assert remuda(folder, "status")[1]["instances"] == []
+
+
+def test_purge_removes_only_what_up_made(folder: Path):
+    remuda(folder, "up")
+    mine = folder / "mine.txt"
+    mine.write_text("keep me")
+    assert remuda(folder, "down", "--purge")[0] == 0
+    assert [item.name for item in folder.iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_belongs_to_one_pool(folder: Path):
+    """With another name every machine would look lost, and its jobs would be killed."""
+    remuda(folder, "up")
+    assert remuda(folder, "refresh", REMUDA_POOL="ci")[0] == 0
+    code, provisioned = remuda(folder, "provision", "--run-id", "1")
+    assert code == 0, provisioned
+    assert remuda(folder, "refresh", "--sweep-only")[1]["retired"] == []
+    code, answer = remuda(folder, "refresh", "--pool", "default")
+    assert (code, answer["error"]["field"]) == (2, "--pool")
+    assert [item["state"] for item in remuda(folder, "status")[1]["instances"]] == ["running"]
+    code, answer = remuda(folder, "down")
+    assert len(answer["terminated"]) == 1
+
+
+def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder: Path):
+    """What an earlier agent began would finish later and replace what the next one did."""
+    remuda(folder, "up")
+    remuda(folder, "refresh", "--provision-timeout-sec", "60")
+    endpoint = json.loads((folder / "github" / "endpoint.json").read_text())
+    fault = {"kind": "delay", "operation": "runner.register", "times": 1, "seconds": 4.0}
+    headers = {"authorization": f"Bearer {endpoint['token']}"}
+    assert httpx.post(f"{endpoint['url']}/_sim/faults", json=fault, headers=headers).is_success
+    provisioning = start(folder, "provision", "--run-id", "7")
+    configuring = wait_for(folder, "config.sh")
+    agents = [pid for pid in procfs.table() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
+    assert agents
+    for pid in agents:
+        os.kill(pid, signal.SIGKILL)
+    code, answer = done(provisioning)
+    assert code == 0, answer
+    assert procfs.look(configuring) is None
+    runners = httpx.get(f"{endpoint['url']}/_sim/runners", headers=headers).json()["runners"]
+    assert len(runners) == 1
+
+
+def wait_for(folder: Path, program: str) -> int:
+    """The pid of a process of a machine in this folder that runs a program."""
+    for _ in range(200_000):
+        for pid in procfs.table():
+            if any(word.startswith(str(folder)) and word.endswith(program) for word in command(pid)):
+                return pid
+    raise AssertionError(f"no {program} was seen")
