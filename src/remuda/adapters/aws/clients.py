@@ -24,7 +24,7 @@ READ_TIMEOUT_S = 10.0
 #: A receive may be answered after twenty seconds: its wait is on top.
 SQS_READ_TIMEOUT_S = 30.0
 #: The first try included. What is still refused then is the caller's to judge.
-ATTEMPTS = 4
+ATTEMPTS = 3
 #: Not below what one process works on at a time (`controlplane.context.CONCURRENCY`), polls beside it.
 CONNECTIONS = 80
 
