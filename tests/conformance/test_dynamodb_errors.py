@@ -211,7 +211,7 @@ async def test_an_unknown_refusal_is_unavailable(store: DynamoInstanceStore, bet
 async def test_a_write_whose_answer_was_lost_is_recognised(
     store: DynamoInstanceStore, between: Wire, fault: Any
 ) -> None:
-    """botocore asks again and is refused by its own first write: the refusal shows whose it was."""
+    """The library asks again and is refused by its own first write: the refusal shows whose it was."""
     idle = await store.apply(birth(instance()))
     between.then("UpdateItem", after_success(fault))
     ours = claim(idle, "p-1/a")

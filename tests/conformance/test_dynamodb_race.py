@@ -24,11 +24,11 @@ from remuda.domain.instance import Instance, State
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, birth, claim, instance, instance_id
 
-PROCESSES = 4
-CLIENTS_EACH = 16
+PROCESSES = 2
+CLIENTS_EACH = 32
 CLIENTS = PROCESSES * CLIENTS_EACH
 ITEMS = 500
-#: So many clients go for the same item at the same time, at least one from each process.
+#: So many clients go for the same item at the same time, from all processes.
 RIVALS = 4
 
 

@@ -49,10 +49,20 @@ async def cut(request: web.Request, forward: Callable[[], Awaitable[web.Response
 
 
 async def hang(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
-    """No answer, until whoever asked has gone."""
-    while request.transport is not None and not request.transport.is_closing():
-        await asyncio.sleep(0.02)
+    """No answer: it ends when whoever asked has gone."""
+    await asyncio.Event().wait()
     return web.Response(status=500)
+
+
+def held_until(event: asyncio.Event, mention: bytes) -> Fault:
+    """A request that mentions this is sent on only then."""
+
+    async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
+        if mention in await request.read():
+            await event.wait()
+        return await forward()
+
+    return fault
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.instance import HistoryEntry
 
 #: How long an entry waits for others to share its call.
-FLUSH_AFTER_S = 0.25
+FLUSH_AFTER_S = 1.0
 #: How long entries wait after a failed write.
 RETRY_AFTER_S = 2.0
 #: How many entries wait at most; the oldest are dropped while the table takes none.
