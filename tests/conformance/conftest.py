@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from aiobotocore.session import AioSession, get_session
+from aiobotocore.session import AioSession
 
-from remuda.adapters.aws.clients import AwsClients
+from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ministack]:
 @pytest.fixture(scope="session")
 def aws_session(server: Ministack) -> AioSession:
     """One for all tests of a worker: it has read botocore's models."""
-    return get_session()
+    return open_session()
 
 
 @pytest.fixture

@@ -167,6 +167,25 @@ async def test_without_a_region(server: Ministack, monkeypatch: pytest.MonkeyPat
     assert "AWS_REGION" in refused.value.fix
 
 
+async def test_an_endpoint_that_cannot_be(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", "nonsense")
+    async with AwsClients() as clients:
+        with pytest.raises(UserError) as refused:
+            await clients.dynamodb()
+    assert "AWS_ENDPOINT_URL" in refused.value.fix
+
+
+@pytest.mark.parametrize("variable", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+async def test_either_variable_names_the_region(
+    server: Ministack, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, "eu-west-1")
+    async with AwsClients() as clients:
+        assert (await clients.dynamodb()).meta.region_name == "eu-west-1"
+
+
 @pytest.mark.parametrize("code", ["AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException"])
 async def test_refused_credentials(store: DynamoInstanceStore, between: Wire, code: str) -> None:
     between.always["GetItem"] = says(400, code)

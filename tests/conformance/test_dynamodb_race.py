@@ -14,9 +14,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from aiobotocore.session import get_session
-
-from remuda.adapters.aws.clients import AwsClients
+from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict
@@ -114,7 +112,7 @@ async def race(store: DynamoInstanceStore, client: int) -> Any:
 
 
 async def main(table: str, number: str) -> None:
-    session = get_session()
+    session = open_session()
     async with AsyncExitStack() as stack:
         each = [await stack.enter_async_context(AwsClients(session=session)) for _ in range(CLIENTS_EACH)]
         stores = [open_store(await clients.dynamodb(), table) for clients in each]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random  # noqa: TID251 - seeded: the same cases each time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,8 +19,10 @@ from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict
-from remuda.domain.instance import LIVE, State
+from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.resources import Tier
 from remuda.domain.signals import Signal
+from remuda.domain.transitions import Guard
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, provision
 from support.servers import Ministack
@@ -101,6 +104,50 @@ async def test_a_change_writes_what_it_sets_and_nothing_else(store: DynamoInstan
     await store.apply(change(record, uses=4))
     update = between.sent["UpdateItem"][-1]
     assert update["UpdateExpression"] == "SET #uses = :v0"
+
+
+OWNERS = ("", "p-1/a", "p-1/b")
+TIMES = (None, at(9.9995), at(10), at(10.0005), at(11))
+
+
+async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) -> None:
+    """Every condition of the table against `Guard.admits`, on records that differ in what guards look at."""
+    chance = random.Random(3)  # noqa: S311
+    records = [
+        instance(
+            number,
+            state=chance.choice([State.IDLE, State.RUNNING]),
+            epoch=chance.choice([1, 2]),
+            owner=chance.choice(OWNERS),
+            threshold=at(10),
+            retire=chance.choice(["", "", "old"]),
+            tier=chance.choice(list(Tier)),
+        )
+        for number in range(300)
+    ]
+    guards = [
+        Guard(
+            state=chance.choice([record.state, record.state, record.state, State.IDLE, None]),
+            epoch=chance.choice([record.epoch, record.epoch, 1]),
+            owner=chance.choice([None, record.owner, *OWNERS]),
+            unexpired_at=chance.choice(TIMES),
+            expired_at=chance.choice([None, None, *TIMES]),
+            not_retired=chance.choice([True, False]),
+            tier=chance.choice([None, record.tier, Tier.TRUSTED]),
+        )
+        for record in records
+    ]
+
+    async def admitted(record: Instance, guard: Guard) -> bool:
+        await store.apply(birth(record))
+        try:
+            return (await store.apply(change(record, guard, uses=9))).uses == 9
+        except Conflict as conflict:
+            return bool(conflict.current != record)
+
+    verdicts = await asyncio.gather(*map(admitted, records, guards))
+    assert verdicts == [guard.admits(record) for record, guard in zip(records, guards, strict=True)]
+    assert len(set(verdicts)) == 2
 
 
 async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: Wire) -> None:

@@ -65,6 +65,23 @@ def held_until(event: asyncio.Event, mention: bytes) -> Fault:
     return fault
 
 
+def together(count: int, mention: bytes) -> Fault:
+    """So many requests that mention this are answered at the same time."""
+    done: list[None] = []
+    all_done = asyncio.Event()
+
+    async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
+        answer = await forward()
+        if mention in await request.read():
+            done.append(None)
+            if len(done) >= count:
+                all_done.set()
+            await all_done.wait()
+        return answer
+
+    return fault
+
+
 @dataclass(kw_only=True)
 class Wire:
     url: str = ""

@@ -1,7 +1,8 @@
 """The clients for AWS: one session, one connection pool a service, closed together.
 
-Region, credentials and endpoints are botocore's business: it reads `AWS_REGION`, `AWS_PROFILE`, `AWS_ENDPOINT_URL`,
-`AWS_ENDPOINT_URL_DYNAMODB` and the rest by itself.
+Region, credentials and endpoints are botocore's business: it reads `AWS_PROFILE`, `AWS_ENDPOINT_URL`,
+`AWS_ENDPOINT_URL_DYNAMODB` and the rest by itself. Alone among AWS's libraries it does not read `AWS_REGION`: it is
+told to.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aiobotocore.config import AioConfig
-from aiobotocore.session import AioSession, get_session
+from aiobotocore.session import AioSession
 
-from remuda.adapters.aws.errors import translated
+from remuda.adapters.aws.errors import settings_checked
 
 if TYPE_CHECKING:
     from types_aiobotocore_dynamodb import DynamoDBClient
@@ -27,6 +28,14 @@ SQS_READ_TIMEOUT_S = 30.0
 ATTEMPTS = 3
 #: Not below what one process works on at a time (`controlplane.context.CONCURRENCY`), polls beside it.
 CONNECTIONS = 80
+
+
+#: As botocore wants it: the key in its own file, the variables, no default, no conversion.
+REGION = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
+
+
+def open_session() -> AioSession:
+    return AioSession(session_vars={"region": REGION})
 
 
 def config(*, read_timeout_s: float = READ_TIMEOUT_S) -> AioConfig:
@@ -43,7 +52,7 @@ class AwsClients:
     """`async with AwsClients() as clients: await clients.dynamodb()`. A client is opened on first use."""
 
     def __init__(self, *, session: AioSession | None = None) -> None:
-        self._session = session or get_session()
+        self._session = session or open_session()
         self._stack = AsyncExitStack()
         self._opened: dict[str, Any] = {}
 
@@ -71,6 +80,6 @@ class AwsClients:
         """Any other service's client, opened once."""
         if name not in self._opened:
             create: Any = self._session.create_client
-            with translated(title, title):
+            with settings_checked(title):
                 self._opened[name] = await self._stack.enter_async_context(create(name, config=settings))
         return self._opened[name]

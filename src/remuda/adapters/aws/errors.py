@@ -87,15 +87,27 @@ def attempts_of(response: Any) -> int:
 
 @contextmanager
 def translated(service: str, resource: str) -> Iterator[None]:
-    """Errors of botocore leave as Remuda's. `resource` is the table, queue, … that the call is about."""
+    """Errors of botocore leave as Remuda's. `resource` is the table, queue, … that the call is about.
+
+    Arguments that botocore itself refuses are a bug and leave as they are.
+    """
     try:
         yield
+    except boto.ParamValidationError:
+        raise
     except boto.ClientError as error:
         raise from_client_error(error, service, resource) from error
     except (boto.BotoCoreError, aiohttp.ClientError, OSError) as error:
         raise _from_library(error, service) from error
+
+
+@contextmanager
+def settings_checked(service: str) -> Iterator[None]:
+    """For the opening of a client, which says `ValueError` of an endpoint or a region that cannot be one."""
+    try:
+        with translated(service, service):
+            yield
     except ValueError as error:
-        # botocore's word for an endpoint or a region that cannot be one.
         raise UserError(f"{service} cannot be called: {error}", fix="check AWS_ENDPOINT_URL and AWS_REGION") from error
 
 
