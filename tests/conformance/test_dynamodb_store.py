@@ -6,6 +6,7 @@ import asyncio
 import os
 import random  # noqa: TID251 - seeded: the same cases each time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict
+from remuda.domain.errors import Conflict, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Guard
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, provision
-from support.servers import Ministack
+from support.servers import Ministack, ministack
 from support.wire import Wire, wire
 
 ID = instance_id(1)
@@ -123,7 +124,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             retire=chance.choice(["", "", "old"]),
             tier=chance.choice(list(Tier)),
         )
-        for number in range(300)
+        for number in range(150)
     ]
     guards = [
         Guard(
@@ -192,6 +193,46 @@ async def test_what_is_over_has_an_end(store: DynamoInstanceStore, client: Any, 
     assert ends["run#2"] == str(start + 900)
     assert ends[f"history#{ID}"] == str(start + int(items.KEPT.total_seconds()))
     assert int(ends[f"report#{PREFIX}{ID}"] or 0) > start
+
+
+async def test_the_table_really_forgets(
+    tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
+) -> None:
+    """On a server of its own: its clock is moved by a month."""
+    with ministack(tmp_path, starts_at=NOW) as own:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", own.url)
+        async with asyncio.timeout(3 * LONG_S), AwsClients(session=aws_session) as clients:
+            store = DynamoInstanceStore(
+                client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls
+            )
+            await store.prepare()
+            for number, state in ((1, State.TERMINATED), (2, State.IDLE)):
+                await store.apply(birth(instance(number, state=state, forget_at=at(86_400))))
+                await store.history(instance_id(number))
+            own.let_pass(31 * 86_400)
+            while await store.get(ID) is not None or await store.history(ID):
+                await store.count_live()
+            assert await store.get(instance_id(2)) is not None
+            await store.close()
+
+
+async def test_a_server_that_dies_ends_all_waits(
+    tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
+) -> None:
+    with ministack(tmp_path) as own:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", own.url)
+        async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
+            store = DynamoInstanceStore(
+                client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls
+            )
+            await store.prepare()
+            record = await store.apply(birth(instance()))
+            waiting = asyncio.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
+            assert await store.wait_for_control(ID, None, LONG_S) == record
+            own.process.kill()
+            with pytest.raises(Unavailable):
+                await waiting
+            await store.close()
 
 
 # Indexes and pages ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.error import URLError
 
@@ -24,6 +24,7 @@ from support.records import NOW
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("REMUDA_TEST_SERVERS", ROOT / ".venv-servers")) / "bin" / "python"
 START_WITHIN_S = 30.0
+LONG_AGO = NOW - timedelta(days=30)
 #: Somebody's own server for the store, in place of the one started here.
 DYNAMODB_URL = "REMUDA_TEST_DYNAMODB_URL"
 #: What botocore would read from the developer's own machine.
@@ -65,8 +66,8 @@ class Ministack:
 
 
 @contextmanager
-def ministack(folder: Path, *, starts_at: datetime = NOW) -> Iterator[Ministack]:
-    """Its clock starts where the records of tests live: what they expire by is still to come."""
+def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Ministack]:
+    """Its clock starts before the records of tests: what they expire by is still to come."""
     if not PYTHON.exists():
         pytest.fail(f"the test servers are not installed in {PYTHON.parents[1]}: run make conformance", pytrace=False)
     clock_file = folder / "ahead"
