@@ -17,6 +17,7 @@ from typing import Any
 from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import each
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.ports.calls import CallCounter
@@ -66,7 +67,8 @@ async def heard(process: Process) -> Any:
 async def test_sixty_four_clients_race_for_five_hundred_items(clients: AwsClients, table_name: str) -> None:
     store = open_store(await clients.dynamodb(), table_name)
     await store.prepare()
-    await asyncio.gather(*(store.apply(birth(instance(number))) for number in range(ITEMS)))
+    born = await each(range(ITEMS), lambda number: store.apply(birth(instance(number))))
+    assert all(isinstance(record, Instance) for record in born)
 
     async with asyncio.timeout(6 * LONG_S):
         racers = await asyncio.gather(*(start(table_name, number) for number in range(PROCESSES)))
@@ -114,8 +116,8 @@ async def race(store: DynamoInstanceStore, client: int) -> Any:
 async def main(table: str, number: str) -> None:
     session = open_session()
     async with AsyncExitStack() as stack:
-        each = [await stack.enter_async_context(AwsClients(session=session)) for _ in range(CLIENTS_EACH)]
-        stores = [open_store(await clients.dynamodb(), table) for clients in each]
+        opened = [await stack.enter_async_context(AwsClients(session=session)) for _ in range(CLIENTS_EACH)]
+        stores = [open_store(await clients.dynamodb(), table) for clients in opened]
         await asyncio.gather(*(store.get(instance_id(0)) for store in stores))
         say("ready")
         sys.stdin.readline()

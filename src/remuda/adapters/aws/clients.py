@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types_aiobotocore_dynamodb import DynamoDBClient
     from types_aiobotocore_sqs import SQSClient
 
-CONNECT_TIMEOUT_S = 3.0
+CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0
 #: A receive may be answered after twenty seconds: its wait is on top.
 SQS_READ_TIMEOUT_S = 30.0
