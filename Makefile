@@ -27,7 +27,7 @@ check: $(VENV)/.tools ## Style, types, directions, generated docs
 unit: $(VENV)/.tools ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
 
-conformance: $(VENV)/.tools ## One suite a port, over every adapter
+conformance: $(VENV)/.tools $(VENV)-servers/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools ## The installed command, with real processes
@@ -47,12 +47,19 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@echo 'setting up (once)'
-	@$(BIN)/python -m pip install -q -e .
+	@$(BIN)/python -m pip install -q -e '.[aws]'
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.installed requirements/dev.txt
 	@$(BIN)/python -m pip install -q -r requirements/dev.txt
 	@touch $@
 
+# The test servers pin versions of their own: they live apart.
+$(VENV)-servers/.installed: $(VENV)/bin/python requirements/servers.txt
+	@echo 'setting up the test servers (once)'
+	@$(PYTHON) -m venv $(VENV)-servers
+	@PIP_CONSTRAINT= $(VENV)-servers/bin/python -m pip install -q -r requirements/servers.txt
+	@touch $@
+
 clean: ## Remove what was generated
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+from aiobotocore.session import AioSession
 
+from remuda.adapters.aws.clients import AwsClients, open_session
+from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
 from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
 from remuda.adapters.sqlite.pool import SqliteResourcePool
@@ -19,6 +25,34 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
 from support.records import instance_id
+from support.servers import Ministack, ministack
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ministack]:
+    """DynamoDB and SQS for this worker, and the environment that leads there."""
+    with ministack(tmp_path_factory.mktemp("ministack")) as started, pytest.MonkeyPatch.context() as patch:
+        for name, value in started.environment().items():
+            patch.setenv(name, value)
+        yield started
+
+
+@pytest.fixture(scope="session")
+def aws_session(server: Ministack) -> AioSession:
+    """One for all tests of a worker: it has read botocore's models."""
+    return open_session()
+
+
+@pytest.fixture
+async def clients(aws_session: AioSession) -> AsyncIterator[AwsClients]:
+    async with AwsClients(session=aws_session) as clients:
+        yield clients
+
+
+@pytest.fixture
+def table_name() -> str:
+    """A table that no other test has."""
+    return f"remuda-{secrets.token_hex(6)}"
 
 
 class ShiftedClock(SystemClock):
@@ -35,15 +69,19 @@ class Stores(Protocol):
     """A database, and as many store objects over it as there are processes."""
 
     calls: CallCounter
+    #: What `apply`, `get` and `poll` are counted as.
+    counted: Mapping[str, tuple[str, str]]
 
     def open(self) -> InstanceStore: ...
 
-    def spoil(self, number: int) -> None:
+    async def spoil(self, number: int) -> None:
         """Make the control record, the report and the provision of this number something that cannot be parsed."""
         ...
 
 
 class MemoryStores:
+    counted: Mapping[str, tuple[str, str]] = {name: ("store", name) for name in ("apply", "get", "poll")}
+
     def __init__(self, _folder: Path) -> None:
         self.calls = CallCounter()
         self._database = MemoryDatabase()
@@ -51,11 +89,13 @@ class MemoryStores:
     def open(self) -> InstanceStore:
         return MemoryInstanceStore(clock=SystemClock(), calls=self.calls, database=self._database)
 
-    def spoil(self, number: int) -> None:
+    async def spoil(self, number: int) -> None:
         raise NotImplementedError("records in memory are never parsed")
 
 
 class SqliteStores:
+    counted: Mapping[str, tuple[str, str]] = MemoryStores.counted
+
     def __init__(self, folder: Path) -> None:
         self.calls = CallCounter()
         self._path = folder / "remuda.db"
@@ -63,7 +103,7 @@ class SqliteStores:
     def open(self) -> InstanceStore:
         return SqliteInstanceStore(path=self._path, clock=SystemClock(), ids=SystemIds(), calls=self.calls)
 
-    def spoil(self, number: int) -> None:
+    async def spoil(self, number: int) -> None:
         connection = sqlite3.connect(self._path)
         with connection:
             connection.execute("UPDATE instances SET doc = '{' WHERE instance_id = ?", (instance_id(number),))
@@ -74,10 +114,47 @@ class SqliteStores:
         connection.close()
 
 
+class DynamoStores:
+    counted: Mapping[str, tuple[str, str]] = {
+        "apply": ("dynamodb", "UpdateItem"),
+        "get": ("dynamodb", "GetItem"),
+        "poll": ("dynamodb", "poll:GetItem"),
+    }
+
+    def __init__(self, clients: AwsClients, table: str) -> None:
+        self.calls = CallCounter()
+        self._clients = clients
+        self._table = table
+
+    async def start(self) -> None:
+        self._client = await self._clients.dynamodb()
+
+    def open(self) -> InstanceStore:
+        return DynamoInstanceStore(
+            client=self._client, table=self._table, clock=SystemClock(), ids=SystemIds(), calls=self.calls
+        )
+
+    async def spoil(self, number: int) -> None:
+        for where, field in (
+            (Keys().control(instance_id(number)), "cpu"),
+            (Keys().report(instance_id(number)), "beat"),
+            (key(run_pk("1234"), f"p-{number}"), "count"),
+        ):
+            await self._client.update_item(
+                TableName=self._table,
+                Key=where,
+                UpdateExpression="SET #field = :bad",
+                ExpressionAttributeNames={"#field": field},
+                ExpressionAttributeValues={":bad": {"B": b"\xff"}},
+            )
+
+
 class Pools(Protocol):
     """A queue service, and as many pool objects over it as there are processes."""
 
     calls: CallCounter
+    #: What sends, receives, hand-backs and deletes are counted as.
+    counted: Mapping[str, tuple[str, str]]
 
     def open(self) -> ResourcePool: ...
 
@@ -85,12 +162,16 @@ class Pools(Protocol):
         """Time, as the queues see it."""
         ...
 
-    def send_raw(self, resource_class: str, body: str) -> None:
+    async def send_raw(self, resource_class: str, body: str) -> None:
         """Put something into the queue that is no message."""
         ...
 
 
 class MemoryPools:
+    counted: Mapping[str, tuple[str, str]] = {
+        name: ("pool", name) for name in ("send", "receive", "hand_back", "delete")
+    }
+
     def __init__(self, _folder: Path) -> None:
         self.calls = CallCounter()
         self._clock = ShiftedClock()
@@ -102,11 +183,13 @@ class MemoryPools:
     async def let_pass(self, seconds: float) -> None:
         self._clock.ahead_s += seconds
 
-    def send_raw(self, resource_class: str, body: str) -> None:
+    async def send_raw(self, resource_class: str, body: str) -> None:
         self._queues.put(resource_class, None, shuffle=0.5, malformed=f"{len(body)} characters that are no message")
 
 
 class SqlitePools:
+    counted: Mapping[str, tuple[str, str]] = MemoryPools.counted
+
     def __init__(self, folder: Path) -> None:
         self.calls = CallCounter()
         self._clock = ShiftedClock()
@@ -118,7 +201,7 @@ class SqlitePools:
     async def let_pass(self, seconds: float) -> None:
         self._clock.ahead_s += seconds
 
-    def send_raw(self, resource_class: str, body: str) -> None:
+    async def send_raw(self, resource_class: str, body: str) -> None:
         connection = sqlite3.connect(self._path)
         with connection:
             connection.execute(
@@ -127,17 +210,66 @@ class SqlitePools:
         connection.close()
 
 
+class SqsPools:
+    counted: Mapping[str, tuple[str, str]] = {
+        "send": ("sqs", "SendMessageBatch"),
+        "receive": ("sqs", "ReceiveMessage"),
+        "hand_back": ("sqs", "ChangeMessageVisibilityBatch"),
+        "delete": ("sqs", "DeleteMessageBatch"),
+    }
+
+    def __init__(self, clients: AwsClients, server: Ministack, prefix: str) -> None:
+        self.calls = CallCounter()
+        self._clients = clients
+        self._server = server
+        self._prefix = prefix
+
+    async def start(self) -> None:
+        self._client = await self._clients.sqs()
+
+    def open(self) -> ResourcePool:
+        return SqsResourcePool(
+            client=self._client, prefix=self._prefix, clock=SystemClock(), ids=SystemIds(), calls=self.calls
+        )
+
+    async def let_pass(self, seconds: float) -> None:
+        self._server.let_pass(seconds)
+
+    async def send_raw(self, resource_class: str, body: str) -> None:
+        url = (await self._client.get_queue_url(QueueName=f"{self._prefix}-{resource_class}"))["QueueUrl"]
+        # SQS takes no empty body.
+        await self._client.send_message(QueueUrl=url, MessageBody=body or " ")
+
+
+#: Those that need a folder and nothing else.
 STORES: dict[str, Callable[[Path], Stores]] = {"memory": MemoryStores, "sqlite": SqliteStores}
-#: Those whose records somebody else could have written.
-PARSING_STORES = ["sqlite"]
 POOLS: dict[str, Callable[[Path], Pools]] = {"memory": MemoryPools, "sqlite": SqlitePools}
+#: Those whose records somebody else could have written.
+PARSING_STORES = ["sqlite", "dynamodb"]
 #: SQS lets an expired receipt delete until the message is received again.
 POOLS_WITH_EXPIRING_RECEIPTS = ["memory", "sqlite"]
 
 
-@pytest.fixture(params=list(STORES))
+@pytest.fixture(params=[*STORES, "dynamodb"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
-    return STORES[request.param](tmp_path)
+    if request.param in STORES:
+        return STORES[request.param](tmp_path)
+    found: Stores = request.getfixturevalue("dynamo_stores")
+    return found
+
+
+@pytest.fixture
+async def dynamo_stores(clients: AwsClients, table_name: str) -> DynamoStores:
+    stores = DynamoStores(clients, table_name)
+    await stores.start()
+    return stores
+
+
+@pytest.fixture
+async def sqs_pools(clients: AwsClients, server: Ministack, table_name: str) -> SqsPools:
+    pools = SqsPools(clients, server, table_name)
+    await pools.start()
+    return pools
 
 
 @pytest.fixture
@@ -156,9 +288,12 @@ async def other(stores: Stores, store: InstanceStore) -> AsyncIterator[InstanceS
     await other.close()
 
 
-@pytest.fixture(params=list(POOLS))
+@pytest.fixture(params=[*POOLS, "sqs"])
 def pools(request: pytest.FixtureRequest, tmp_path: Path) -> Pools:
-    return POOLS[request.param](tmp_path)
+    if request.param in POOLS:
+        return POOLS[request.param](tmp_path)
+    found: Pools = request.getfixturevalue("sqs_pools")
+    return found
 
 
 @pytest.fixture

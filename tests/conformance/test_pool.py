@@ -234,7 +234,7 @@ SECRET = "ghp_0123456789"
     ids=["text", "empty", "list", "object", "deep", "bad-id"],
 )
 async def test_a_malformed_body_is_delivered_as_such(pools: Pools, pool: ResourcePool, body: str) -> None:
-    pools.send_raw("large", body)
+    await pools.send_raw("large", body)
     (delivery,) = await pool.receive("large", visibility_s=HIDDEN_S)
     assert delivery.message is None
     assert delivery.malformed
@@ -251,5 +251,6 @@ async def test_calls_are_counted_by_the_batch(pools: Pools, pool: ResourcePool) 
     ]
     await pool.hand_back("large", receipts(deliveries)[:1])
     await pool.delete("large", receipts(deliveries))
-    counts = pools.calls.by_service()["pool"]
-    assert (counts["send"], counts["receive"], counts["hand_back"], counts["delete"]) == (3, 2, 1, 2)
+    counts = pools.calls.by_service()
+    counted = {operation: counts[service][name] for operation, (service, name) in pools.counted.items()}
+    assert counted == {"send": 3, "receive": 2, "hand_back": 1, "delete": 2}

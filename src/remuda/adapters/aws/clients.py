@@ -1,0 +1,85 @@
+"""The clients for AWS: one session, one connection pool a service, closed together.
+
+Region, credentials and endpoints are botocore's business: it reads `AWS_PROFILE`, `AWS_ENDPOINT_URL`,
+`AWS_ENDPOINT_URL_DYNAMODB` and the rest by itself. Alone among AWS's libraries it does not read `AWS_REGION`: it is
+told to.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+
+from remuda.adapters.aws.errors import settings_checked
+
+if TYPE_CHECKING:
+    from types_aiobotocore_dynamodb import DynamoDBClient
+    from types_aiobotocore_sqs import SQSClient
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 10.0
+#: A receive may be answered after twenty seconds: its wait is on top.
+SQS_READ_TIMEOUT_S = 30.0
+#: The first try included. What is still refused then is the caller's to judge.
+ATTEMPTS = 3
+#: Not below what one process works on at a time (`controlplane.context.CONCURRENCY`), polls beside it.
+CONNECTIONS = 80
+
+
+#: As botocore wants it: the key in its own file, the variables, no default, no conversion.
+REGION = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
+
+
+def open_session() -> AioSession:
+    return AioSession(session_vars={"region": REGION})
+
+
+def config(*, read_timeout_s: float = READ_TIMEOUT_S) -> AioConfig:
+    return AioConfig(
+        connect_timeout=CONNECT_TIMEOUT_S,
+        read_timeout=read_timeout_s,
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        max_pool_connections=CONNECTIONS,
+        tcp_keepalive=True,
+    )
+
+
+class AwsClients:
+    """`async with AwsClients() as clients: await clients.dynamodb()`. A client is opened on first use."""
+
+    def __init__(self, *, session: AioSession | None = None) -> None:
+        self._session = session or open_session()
+        self._stack = AsyncExitStack()
+        self._opened: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        self._opened.clear()
+        await self._stack.aclose()
+
+    async def dynamodb(self) -> DynamoDBClient:
+        client: DynamoDBClient = await self.client("dynamodb", "DynamoDB", config())
+        return client
+
+    async def sqs(self) -> SQSClient:
+        client: SQSClient = await self.client("sqs", "SQS", config(read_timeout_s=SQS_READ_TIMEOUT_S))
+        return client
+
+    async def client(self, name: str, title: str, settings: AioConfig) -> Any:
+        """Any other service's client, opened once."""
+        if name not in self._opened:
+            create: Any = self._session.create_client
+            with settings_checked(title):
+                self._opened[name] = await self._stack.enter_async_context(create(name, config=settings))
+        return self._opened[name]

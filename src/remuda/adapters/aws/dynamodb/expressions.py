@@ -1,0 +1,207 @@
+"""Conditional writes in DynamoDB's words: pure functions from a change to the arguments of one UpdateItem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.items import Attribute, attribute
+from remuda.domain import timestamps
+from remuda.domain.documents import camel, plain
+from remuda.domain.instance import State
+from remuda.domain.provision import Provision
+from remuda.domain.signals import MAX_DETAIL, Signal
+from remuda.domain.transitions import Change, Guard
+
+
+class Expression:
+    """Collects names and values, so that no reserved word and no value ever stands in an expression itself."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self.values: dict[str, Attribute] = {}
+        self._sets: list[str] = []
+        self._removes: list[str] = []
+        self._adds: list[str] = []
+
+    def name(self, attribute_name: str) -> str:
+        short = f"#{attribute_name}"
+        self.names[short] = attribute_name
+        return short
+
+    def value(self, value: Any) -> str:
+        return self.raw(attribute(plain(value)))
+
+    def raw(self, value: Attribute) -> str:
+        short = f":v{len(self.values)}"
+        self.values[short] = value
+        return short
+
+    def set(self, attribute_name: str, value: Any) -> None:
+        """None removes it: a record's optional fields are absent where they are None."""
+        if value is None:
+            self.remove(attribute_name)
+        else:
+            self._sets.append(f"{self.name(attribute_name)} = {self.value(value)}")
+
+    def set_raw(self, attribute_name: str, value: Attribute) -> None:
+        self._sets.append(f"{self.name(attribute_name)} = {self.raw(value)}")
+
+    def remove(self, attribute_name: str) -> None:
+        self._removes.append(self.name(attribute_name))
+
+    def add(self, attribute_name: str, amount: int) -> None:
+        self._adds.append(f"{self.name(attribute_name)} {self.value(amount)}")
+
+    def arguments(self, condition: str = "") -> dict[str, Any]:
+        clauses = [
+            f"{word} {', '.join(parts)}"
+            for word, parts in (("SET", self._sets), ("REMOVE", self._removes), ("ADD", self._adds))
+            if parts
+        ]
+        found = {
+            "UpdateExpression": " ".join(clauses),
+            "ConditionExpression": condition,
+            "ExpressionAttributeNames": self.names,
+            "ExpressionAttributeValues": self.values,
+        }
+        return {name: part for name, part in found.items() if part}
+
+
+def change_arguments(change: Change) -> dict[str, Any]:
+    """Only what the change sets is written, where its guard holds; the index attributes follow."""
+    expression = Expression()
+    for name, value in change.sets.items():
+        expression.set(camel(name), value)
+    _set_indexes(expression, change)
+    return expression.arguments(_guard(expression, change.guard))
+
+
+def _set_indexes(expression: Expression, change: Change) -> None:
+    sets = change.sets
+    state = sets.get("state")
+    if state is State.TERMINATED:
+        expression.remove(items.LIVE_PK)
+    elif state is not None:
+        expression.set(items.LIVE_PK, items.shard_of(change.instance_id))
+    if "threshold" in sets:
+        expression.set(items.LIVE_SK, sets["threshold"])
+    if "provision_id" in sets:
+        # An index key cannot be empty.
+        provision_id = sets["provision_id"]
+        expression.set(items.PROVISION_PK, items.provision_partition(provision_id) if provision_id else None)
+        expression.set(items.PROVISION_SK, change.instance_id)
+    if state is State.TERMINATED and sets.get("forget_at") is not None:
+        expression.set_raw(items.TTL, items.seconds(sets["forget_at"]))
+
+
+def _guard(expression: Expression, guard: Guard) -> str:
+    """`Guard.admits`, as the table checks it in the same step as the write."""
+    if guard.state is None:
+        return f"attribute_not_exists({expression.name(items.PK)})"
+    terms = [_equal(expression, "state", guard.state), _equal(expression, "epoch", guard.epoch)]
+    if guard.owner is not None:
+        terms.append(_equal(expression, "owner", guard.owner))
+    # Stored times have milliseconds, and text order is time order: the text of the limit, cut, compares the same.
+    if guard.unexpired_at is not None:
+        terms.append(f"{expression.name('threshold')} > {expression.value(guard.unexpired_at)}")
+    if guard.expired_at is not None:
+        terms.append(f"{expression.name('threshold')} <= {expression.value(guard.expired_at)}")
+    if guard.not_retired:
+        retire = expression.name("retire")
+        terms.append(f"(attribute_not_exists({retire}) OR {retire} = {expression.value('')})")
+    if guard.tier is not None:
+        terms.append(_equal(expression, "tier", guard.tier))
+    return " AND ".join(terms)
+
+
+def _equal(expression: Expression, attribute_name: str, value: Any) -> str:
+    return f"{expression.name(attribute_name)} = {expression.value(value)}"
+
+
+# Reports ----------------------------------------------------------------------------------------------------------
+
+
+def signal_arguments(instance_id: str, *, epoch: int, signal: Signal, detail: str, now: datetime) -> dict[str, Any]:
+    expression = Expression()
+    at_epoch, rank = expression.value(epoch), expression.value(signal.rank)
+    expression.set("instanceId", instance_id)
+    expression.set("epoch", epoch)
+    expression.set("signal", signal)
+    expression.set("rank", signal.rank)
+    expression.set("detail", detail[:MAX_DETAIL])
+    expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
+    stored_epoch, stored_rank = expression.name("epoch"), expression.name("rank")
+    return expression.arguments(
+        f"attribute_not_exists({stored_epoch}) OR {stored_epoch} < {at_epoch}"
+        f" OR ({stored_epoch} = {at_epoch} AND {stored_rank} <= {rank})"
+    )
+
+
+def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime) -> dict[str, Any]:
+    expression = Expression()
+    expression.set("instanceId", instance_id)
+    for name, value in fields.items():
+        expression.set(camel(name), value)
+    expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
+    expression.add("beat", 1)
+    return expression.arguments()
+
+
+# Whole items ------------------------------------------------------------------------------------------------------
+
+
+def absent() -> dict[str, Any]:
+    expression = Expression()
+    return expression.arguments(f"attribute_not_exists({expression.name(items.PK)})")
+
+
+def as_stored(before: Provision) -> dict[str, Any]:
+    """`Provision.is_as_stored`."""
+    expression = Expression()
+    terms = [
+        _equal(expression, "status", before.status),
+        _equal(expression, "instanceIds", before.instance_ids),
+        _equal(expression, "settled", before.settled),
+    ]
+    return expression.arguments(" AND ".join(terms))
+
+
+def revision_is(revision: int) -> dict[str, Any]:
+    expression = Expression()
+    return expression.arguments(_equal(expression, "revision", revision))
+
+
+# Searches ---------------------------------------------------------------------------------------------------------
+
+
+def partition(pk_name: str, pk: str, *, up_to: tuple[str, str] | None = None) -> tuple[Expression, str]:
+    """A key condition: one partition of the table or of an index, and its sort keys up to one."""
+    expression = Expression()
+    condition = _equal(expression, pk_name, pk)
+    if up_to is not None:
+        sort_key, limit = up_to
+        condition += f" AND {expression.name(sort_key)} <= {expression.value(limit)}"
+    return expression, condition
+
+
+def query_arguments(expression: Expression, key_condition: str, filtered: str = "") -> dict[str, Any]:
+    found = {**expression.arguments(), "KeyConditionExpression": key_condition}
+    return {**found, "FilterExpression": filtered} if filtered else found
+
+
+def one_of(expression: Expression, attribute_name: str, values: list[str]) -> str:
+    return f"{expression.name(attribute_name)} IN ({', '.join(expression.value(value) for value in values)})"
+
+
+def terminated_scan(before: datetime | None) -> dict[str, Any]:
+    expression = Expression()
+    terms = [
+        f"begins_with({expression.name(items.PK)}, {expression.value(items.CONTROL_PREFIX)})",
+        _equal(expression, "state", State.TERMINATED),
+    ]
+    if before is not None:
+        terms.append(f"{expression.name('threshold')} <= {expression.value(timestamps.to_text(before))}")
+    return {**expression.arguments(), "FilterExpression": " AND ".join(terms)}

@@ -1,0 +1,167 @@
+"""Records as DynamoDB items and back: keys, attributes, and the attributes that put an item into an index.
+
+| item | pk | sk | `live` index | `by_provision` index |
+|---|---|---|---|---|
+| control | `control#<id>` | `control` | `live#<shard>`, threshold; gone once terminated | its provision, its id |
+| report | `report#<id>` | `report` | | |
+| history | `history#<id>` | time, epoch, sequence | | |
+| provision | `run#<run id>` | provision id | `unsettled`, deadline, or first once released | `provisions`, creation |
+| configuration, sightings | `pool` | `config`, `sightings` | | |
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+
+from remuda.domain import documents, timestamps
+from remuda.domain.instance import HistoryEntry
+from remuda.domain.provision import Provision, ProvisionStatus
+
+T = TypeVar("T")
+
+#: An item or an attribute as DynamoDB spells it: `{"S": "text"}`.
+Attribute = Mapping[str, Any]
+Item = Mapping[str, Attribute]
+
+PK, SK, TTL = "pk", "sk", "ttl"
+LIVE_INDEX, LIVE_PK, LIVE_SK = "live", "gsi1pk", "gsi1sk"
+PROVISION_INDEX, PROVISION_PK, PROVISION_SK = "by_provision", "gsi2pk", "gsi2sk"
+#: Live records are spread over so many partitions of the index: one would be hot.
+SHARDS = 8
+UNSETTLED = "unsettled"
+PROVISIONS = "provisions"
+#: Sorts before every time: a released provision is always due.
+ALWAYS_DUE = "0"
+#: Reports and history have no end of their own: they go so long after they were last written.
+KEPT = timedelta(days=30)
+
+_WHOLE = re.compile(r"-?\d{1,38}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keys:
+    """The keys of one pool's items. The prefix lets a policy bind an instance to its own two (`${aws:userid}`)."""
+
+    prefix: str = ""
+
+    def control(self, instance_id: str) -> Item:
+        return key(f"control#{self.prefix}{instance_id}", "control")
+
+    def report(self, instance_id: str) -> Item:
+        return key(f"report#{self.prefix}{instance_id}", "report")
+
+
+def key(pk: str, sk: str) -> Item:
+    return {PK: {"S": pk}, SK: {"S": sk}}
+
+
+def history_pk(instance_id: str) -> str:
+    return f"history#{instance_id}"
+
+
+def run_pk(run_id: str) -> str:
+    return f"run#{run_id}"
+
+
+CONFIG = key("pool", "config")
+SIGHTINGS = key("pool", "sightings")
+CONTROL_PREFIX = "control#"
+
+
+def shard_of(instance_id: str) -> str:
+    return shard(zlib.crc32(instance_id.encode()) % SHARDS)
+
+
+def shard(number: int) -> str:
+    return f"live#{number}"
+
+
+def provision_partition(provision_id: str) -> str:
+    return f"provision#{provision_id}"
+
+
+def seconds(at: datetime) -> Attribute:
+    """As the table's TTL wants it."""
+    return {"N": str(int(at.timestamp()))}
+
+
+# Values -----------------------------------------------------------------------------------------------------------
+
+
+def attribute(value: Any) -> Attribute:
+    """One plain value (`documents.plain`) as an attribute."""
+    if value is None:
+        return {"NULL": True}
+    if isinstance(value, bool):
+        return {"BOOL": value}
+    if isinstance(value, str):
+        return {"S": value}
+    if isinstance(value, int | float):
+        return {"N": repr(value)}
+    if isinstance(value, Mapping):
+        return {"M": {name: attribute(item) for name, item in value.items()}}
+    return {"L": [attribute(item) for item in value]}
+
+
+def value_of(found: Attribute) -> Any:
+    """`ValueError` for kinds that no record has."""
+    ((kind, value),) = found.items()
+    if kind == "NULL":
+        return None
+    if kind in {"S", "BOOL"}:
+        return value
+    if kind == "N":
+        return int(value) if _WHOLE.fullmatch(value) else float(value)
+    if kind == "M":
+        return {name: value_of(item) for name, item in value.items()}
+    if kind == "L":
+        return [value_of(item) for item in value]
+    raise ValueError(f"an attribute of kind {kind} is in no record")
+
+
+def record_of(kind: type[T], item: Item) -> T:
+    """`ValueError` where the item is not such a record. A newer version may have added attributes."""
+    return documents.from_document(kind, {name: value_of(found) for name, found in item.items()})
+
+
+def times_of(item: Item) -> Mapping[str, datetime]:
+    found = value_of(item["sightings"]) if "sightings" in item else {}
+    times: Mapping[str, datetime] = documents.parse(Mapping[str, datetime], found, "sightings")
+    return times
+
+
+# Whole items ------------------------------------------------------------------------------------------------------
+
+
+def document_item(where: Item, record: Any) -> Item:
+    return {**where, **{name: attribute(value) for name, value in documents.to_document(record).items()}}
+
+
+def provision_item(provision: Provision) -> Item:
+    item = {
+        **document_item(key(run_pk(provision.run_id), provision.provision_id), provision),
+        PROVISION_PK: attribute(PROVISIONS),
+        PROVISION_SK: attribute(f"{timestamps.to_text(provision.created_at)}#{provision.provision_id}"),
+    }
+    if provision.status is ProvisionStatus.OPEN:
+        item |= {LIVE_PK: attribute(UNSETTLED), LIVE_SK: attribute(timestamps.to_text(provision.deadline))}
+    elif provision.status is ProvisionStatus.RELEASED and not provision.settled:
+        item |= {LIVE_PK: attribute(UNSETTLED), LIVE_SK: attribute(ALWAYS_DUE)}
+    if provision.forget_at is not None:
+        item |= {TTL: seconds(provision.forget_at)}
+    return item
+
+
+def sightings_item(sightings: Mapping[str, datetime]) -> Item:
+    return {**SIGHTINGS, "sightings": attribute(documents.plain(sightings))}
+
+
+def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str) -> Item:
+    """Sorted by time; within a millisecond by epoch and by the order in which one writer wrote them."""
+    order = f"{timestamps.to_text(entry.at)}#{entry.epoch:09d}#{sequence:09d}#{writer}"
+    return {**document_item(key(history_pk(instance_id), order), entry), TTL: seconds(entry.at + KEPT)}

@@ -1,0 +1,161 @@
+"""The table itself: created where it is missing, verified where it is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.table import Table
+from remuda.adapters.aws.errors import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, wrong_table
+from remuda.domain.errors import TimedOut, UserError
+
+#: A new table is usable within seconds; an index of a big one may take longer.
+READY_WITHIN_S = 120.0
+FIRST_LOOK_S = 0.1
+LAST_LOOK_S = 2.0
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
+_KEYS = {items.PK: "HASH", items.SK: "RANGE"}
+_INDEXES = {
+    items.LIVE_INDEX: {items.LIVE_PK: "HASH", items.LIVE_SK: "RANGE"},
+    items.PROVISION_INDEX: {items.PROVISION_PK: "HASH", items.PROVISION_SK: "RANGE"},
+}
+
+
+async def prepare(table: Table) -> Sequence[str]:
+    """What was created, for people."""
+    if not _NAME.fullmatch(table.name):
+        raise UserError(
+            f"{table.name!r} cannot be the name of a table", fix="use 3 to 255 letters, digits, '_', '.' and '-'"
+        )
+    description = await _describe(table)
+    created = [] if description else await _create(table)
+    description = await _ready(table, description)
+    differences = list(_differences(description))
+    if differences:
+        raise wrong_table(table.name, differences)
+    return [*created, *await _expire(table)]
+
+
+async def _describe(table: Table) -> Mapping[str, Any]:
+    """Empty where there is none."""
+
+    async def describe(**arguments: Any) -> Any:
+        try:
+            return await table.client.describe_table(**arguments)
+        except ClientError as error:
+            if code_of(error) == TABLE_MISSING:
+                return {**error.response, "Table": {}}
+            raise
+
+    answer = await table.call("DescribeTable", describe, TableName=table.name)
+    found: Mapping[str, Any] = answer["Table"]
+    return found
+
+
+async def _create(table: Table) -> list[str]:
+    keys = [_KEYS, *_INDEXES.values()]
+
+    async def create(**arguments: Any) -> Any:
+        try:
+            return await table.client.create_table(**arguments)
+        except ClientError as error:
+            # Somebody else was first: as good.
+            if code_of(error) == TABLE_BUSY:
+                return {**error.response, "Busy": True}
+            raise
+
+    answer = await table.call(
+        "CreateTable",
+        create,
+        TableName=table.name,
+        BillingMode="PAY_PER_REQUEST",
+        AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for each in keys for name in each],
+        KeySchema=_schema(_KEYS),
+        GlobalSecondaryIndexes=[
+            {"IndexName": name, "KeySchema": _schema(each), "Projection": {"ProjectionType": "ALL"}}
+            for name, each in _INDEXES.items()
+        ],
+    )
+    return [] if answer.get("Busy") else [f"table {table.name}"]
+
+
+async def _ready(table: Table, description: Mapping[str, Any]) -> Mapping[str, Any]:
+    give_up_at = table.clock.monotonic() + READY_WITHIN_S
+    pause_s = FIRST_LOOK_S
+    while not _is_active(description):
+        if table.clock.monotonic() >= give_up_at:
+            raise TimedOut(f"table {table.name} did not become active within {READY_WITHIN_S:g} s")
+        description = await _describe(table)
+        if not _is_active(description):
+            await table.clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_LOOK_S)
+    return description
+
+
+def _is_active(description: Mapping[str, Any]) -> bool:
+    # An UPDATING table serves all calls.
+    return description.get("TableStatus") in {"ACTIVE", "UPDATING"} and all(
+        index.get("IndexStatus", "ACTIVE") in {"ACTIVE", "UPDATING"}
+        for index in description.get("GlobalSecondaryIndexes", [])
+    )
+
+
+async def _expire(table: Table) -> list[str]:
+    """See that old items go by themselves."""
+    answer = await table.call("DescribeTimeToLive", table.client.describe_time_to_live, TableName=table.name)
+    found = answer["TimeToLiveDescription"]
+    if found.get("TimeToLiveStatus") in {"ENABLED", "ENABLING"}:
+        if found.get("AttributeName") != items.TTL:
+            raise wrong_table(table.name, [f"its items expire by {found.get('AttributeName')}, not by {items.TTL}"])
+        return []
+
+    async def enable(**arguments: Any) -> Any:
+        try:
+            return await table.client.update_time_to_live(**arguments)
+        except ClientError as error:
+            # Somebody else was first, or it was switched a moment ago: the next refresh sees to it.
+            if code_of(error) == VALIDATION:
+                return {**error.response, "Busy": True}
+            raise
+
+    answer = await table.call(
+        "UpdateTimeToLive",
+        enable,
+        TableName=table.name,
+        TimeToLiveSpecification={"Enabled": True, "AttributeName": items.TTL},
+    )
+    return [] if answer.get("Busy") else [f"expiry of old items in table {table.name}"]
+
+
+def _schema(keys: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"AttributeName": name, "KeyType": kind} for name, kind in keys.items()]
+
+
+def _differences(description: Mapping[str, Any]) -> list[str]:
+    kinds = {each["AttributeName"]: each["AttributeType"] for each in description.get("AttributeDefinitions", [])}
+    found = _compared("its keys", description.get("KeySchema", []), _KEYS, kinds)
+    indexes = {each["IndexName"]: each for each in description.get("GlobalSecondaryIndexes", [])}
+    for name, keys in _INDEXES.items():
+        if name not in indexes:
+            found.append(f"it has no index {name}")
+            continue
+        found += _compared(f"the keys of index {name}", indexes[name].get("KeySchema", []), keys, kinds)
+        projection = indexes[name].get("Projection", {}).get("ProjectionType", "ALL")
+        if projection != "ALL":
+            found.append(f"index {name} projects {projection}, not ALL")
+    return found
+
+
+def _compared(
+    what: str, schema: Sequence[Mapping[str, str]], wanted: Mapping[str, str], kinds: Mapping[str, str]
+) -> list[str]:
+    present = [
+        f"{each['AttributeName']} ({kinds.get(each['AttributeName'], '?')}, {each['KeyType']})" for each in schema
+    ]
+    expected = [f"{name} (S, {kind})" for name, kind in wanted.items()]
+    return [] if present == expected else [f"{what} are {', '.join(present)}, not {', '.join(expected)}"]

@@ -1,0 +1,275 @@
+"""The store in one DynamoDB table, for as many processes as there are."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from remuda.adapters.aws.dynamodb import expressions, items, schema
+from remuda.adapters.aws.dynamodb.history import HistoryWriter
+from remuda.adapters.aws.dynamodb.items import Item, Keys, record_of
+from remuda.adapters.aws.dynamodb.pace import Paces
+from remuda.adapters.aws.dynamodb.table import POLL, Refused, Table, key_of
+from remuda.adapters.aws.dynamodb.watch import Pace, Watch
+from remuda.adapters.aws.gathering import gathered
+from remuda.domain import timestamps
+from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.signals import Report, Signal
+from remuda.domain.transitions import Change
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock, Ids
+from remuda.ports.store import HISTORY_LIMIT
+
+if TYPE_CHECKING:
+    from types_aiobotocore_dynamodb import DynamoDBClient
+
+T = TypeVar("T")
+R = TypeVar("R", Instance, Report)
+
+
+class DynamoInstanceStore:
+    def __init__(
+        self,
+        *,
+        client: DynamoDBClient,
+        table: str,
+        clock: Clock,
+        ids: Ids,
+        calls: CallCounter,
+        key_prefix: str = "",
+    ) -> None:
+        self._table = Table(client=client, name=table, clock=clock, ids=ids, calls=calls)
+        self._keys = Keys(prefix=key_prefix)
+        self._history = HistoryWriter(table=self._table, writer=ids.new(""))
+        self._watch: Watch[tuple[str, str], Item | None] = Watch(look=self._look, clock=clock, ids=ids)
+        self._paces = Paces(clock=clock)
+        self._clock = clock
+        self._malformed = 0
+
+    async def prepare(self) -> Sequence[str]:
+        return await schema.prepare(self._table)
+
+    async def close(self) -> None:
+        """The client is its owner's to close, afterwards."""
+        await self._watch.close()
+        await self._history.close()
+
+    @property
+    def malformed_records(self) -> int:
+        return self._malformed
+
+    # Control records ------------------------------------------------------------------------------------------
+
+    async def apply(self, change: Change) -> Instance:
+        key = self._keys.control(change.instance_id)
+        arguments = expressions.change_arguments(change)
+        try:
+            item = await self._table.update(key, arguments)
+        except Refused as refused:
+            current = self._parsed(Instance, refused.item, change.instance_id)
+            message = f"{change.instance_id} is not as {change.entry.transition} expects"
+            raise Conflict(message, current=current) from None
+        self._history.add(change.instance_id, change.entry)
+        self._watch.nudge(key_of(key))
+        return self._there(Instance, item, change.instance_id)
+
+    async def get(self, instance_id: str) -> Instance | None:
+        return self._parsed(Instance, await self._table.get(self._keys.control(instance_id)), instance_id)
+
+    async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
+        return await self._get_many(Instance, self._keys.control, instance_ids)
+
+    async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
+        searches: list[Awaitable[list[Item]]] = []
+        live = sorted(state.value for state in states if state in LIVE)
+        if live:
+            searches += [self._find_live(number, live, threshold_before) for number in range(items.SHARDS)]
+        if State.TERMINATED in states:
+            searches.append(self._table.scan(expressions.terminated_scan(threshold_before)))
+        found = self._readable(Instance, (item for part in await gathered(searches) for item in part))
+        return sorted(found, key=lambda record: (record.threshold, record.instance_id))
+
+    async def _find_live(self, number: int, states: list[str], before: datetime | None) -> list[Item]:
+        up_to = None if before is None else (items.LIVE_SK, timestamps.to_text(before))
+        expression, condition = expressions.partition(items.LIVE_PK, items.shard(number), up_to=up_to)
+        filtered = "" if len(states) == len(LIVE) else expressions.one_of(expression, "state", states)
+        arguments = expressions.query_arguments(expression, condition, filtered)
+        return await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
+
+    async def find_by_provision(self, provision_id: str) -> Sequence[Instance]:
+        if not provision_id:
+            return []
+        partition = items.provision_partition(provision_id)
+        arguments = expressions.query_arguments(*expressions.partition(items.PROVISION_PK, partition))
+        return self._readable(Instance, await self._table.query({"IndexName": items.PROVISION_INDEX, **arguments}))
+
+    async def count_live(self) -> int:
+        async def count(number: int) -> int:
+            arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.shard(number)))
+            return await self._table.count({"IndexName": items.LIVE_INDEX, **arguments})
+
+        return sum(await gathered(count(number) for number in range(items.SHARDS)))
+
+    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
+        pace = self._paces.for_control(instance_id, since)
+        return await self._wait(Instance, self._keys.control(instance_id), since, pace, timeout_s)
+
+    async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
+        await self._history.flush()
+        arguments = expressions.query_arguments(*expressions.partition(items.PK, items.history_pk(instance_id)))
+        newest = await self._table.query_first(
+            {"ConsistentRead": True, "ScanIndexForward": False, **arguments}, HISTORY_LIMIT
+        )
+        return [self._there(HistoryEntry, item, instance_id) for item in reversed(newest)]
+
+    async def forget(self, now: datetime) -> int:  # noqa: ARG002 - the table does it, in its own time
+        return 0
+
+    # Reports --------------------------------------------------------------------------------------------------
+
+    async def get_report(self, instance_id: str) -> Report | None:
+        return self._parsed(Report, await self._table.get(self._keys.report(instance_id)), instance_id)
+
+    async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
+        return await self._get_many(Report, self._keys.report, instance_ids)
+
+    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+        arguments = expressions.signal_arguments(
+            instance_id, epoch=epoch, signal=signal, detail=detail, now=self._clock.now()
+        )
+        try:
+            await self._write_report(instance_id, arguments)
+        except Refused as refused:
+            current = self._parsed(Report, refused.item, instance_id)
+            raise Conflict(f"{instance_id} has signalled something later than {signal}", current=current) from None
+
+    async def beat(
+        self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
+    ) -> None:
+        fields = {"beat_at": at, "busy": busy, "listening": listening, "notice": notice, "version": version}
+        await self._write_report(instance_id, expressions.beat_arguments(instance_id, fields, now=self._clock.now()))
+
+    async def _write_report(self, instance_id: str, arguments: Mapping[str, Any]) -> None:
+        key = self._keys.report(instance_id)
+        await self._table.update(key, arguments)
+        self._watch.nudge(key_of(key))
+
+    async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
+        pace = self._paces.for_report()
+        return await self._wait(Report, self._keys.report(instance_id), since, pace, timeout_s)
+
+    # Provisions -----------------------------------------------------------------------------------------------
+
+    async def put_provision(self, provision: Provision) -> None:
+        message = f"provision {provision.provision_id} exists"
+        await self._put(Provision, items.provision_item(provision), expressions.absent(), message)
+
+    async def replace_provision(self, before: Provision, after: Provision) -> None:
+        message = f"provision {before.provision_id} has moved on"
+        await self._put(Provision, items.provision_item(after), expressions.as_stored(before), message)
+
+    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
+        item = await self._table.get(items.key(items.run_pk(run_id), provision_id))
+        return self._parsed(Provision, item, provision_id)
+
+    async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
+        arguments = expressions.query_arguments(*expressions.partition(items.PK, items.run_pk(run_id)))
+        found = await self._table.query({"ConsistentRead": True, **arguments})
+        provisions = [self._there(Provision, item, f"a provision of run {run_id}") for item in found]
+        return sorted(provisions, key=lambda each: (each.created_at, each.provision_id))
+
+    async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
+        up_to = (items.LIVE_SK, timestamps.to_text(deadline_before))
+        arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.UNSETTLED, up_to=up_to))
+        return self._readable(Provision, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
+
+    async def recent_provisions(self, limit: int) -> Sequence[Provision]:
+        arguments = expressions.query_arguments(*expressions.partition(items.PROVISION_PK, items.PROVISIONS))
+        newest = await self._table.query_first(
+            {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments}, limit
+        )
+        return self._readable(Provision, newest)
+
+    # Pool configuration and the sweeps' memory ----------------------------------------------------------------
+
+    async def get_config(self) -> PoolConfig | None:
+        return self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
+
+    async def put_config(self, config: PoolConfig) -> None:
+        first = config.revision == 1
+        condition = expressions.absent() if first else expressions.revision_is(config.revision - 1)
+        message = f"revision {config.revision} does not follow the stored one"
+        await self._put(PoolConfig, items.document_item(items.CONFIG, config), condition, message)
+
+    async def get_sightings(self) -> Mapping[str, datetime]:
+        item = await self._table.get(items.SIGHTINGS)
+        return {} if item is None else self._checked(lambda: items.times_of(item), "the sightings")
+
+    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
+        await self._table.put(items.sightings_item(sightings), {})
+
+    # Inside ---------------------------------------------------------------------------------------------------
+
+    async def _put(self, kind: type[Any], item: Item, condition: Mapping[str, Any], message: str) -> None:
+        try:
+            await self._table.put(item, condition)
+        except Refused as refused:
+            raise Conflict(message, current=self._parsed(kind, refused.item, message)) from None
+
+    async def _get_many(
+        self, kind: type[R], key: Callable[[str], Item], instance_ids: Collection[str]
+    ) -> Mapping[str, R]:
+        wanted = sorted(set(instance_ids))
+        found = await self._table.get_all([key(instance_id) for instance_id in wanted])
+        records = {key_of(item): item for item in found}
+        places = {instance_id: key_of(key(instance_id)) for instance_id in wanted}
+        return {
+            instance_id: self._there(kind, records[place], instance_id)
+            for instance_id, place in places.items()
+            if place in records
+        }
+
+    async def _wait(self, kind: type[R], key: Item, since: R | None, pace: Pace, timeout_s: float) -> R | None:
+        def differs(item: Item | None) -> bool:
+            try:
+                return (None if item is None else record_of(kind, item)) != since
+            except ValueError:
+                return True  # the waiter's own parsing says what is wrong
+
+        item: Item | None
+        try:
+            item = await self._watch.wait(key_of(key), differs, pace=pace, timeout_s=timeout_s)
+        except TimeoutError:
+            item = await self._table.get(key, prefix=POLL)
+        return self._parsed(kind, item, key_of(key)[0])
+
+    async def _look(self, keys: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Item | None]:
+        found = await self._table.get_all([items.key(*key) for key in sorted(keys)], prefix=POLL)
+        return dict.fromkeys(keys) | {key_of(item): item for item in found}
+
+    # Parsing --------------------------------------------------------------------------------------------------
+
+    def _parsed(self, kind: type[T], item: Item | None, what: str) -> T | None:
+        return None if item is None else self._there(kind, item, what)
+
+    def _there(self, kind: type[T], item: Item, what: str) -> T:
+        return self._checked(lambda: record_of(kind, item), what)
+
+    def _checked(self, parse: Callable[[], T], what: str) -> T:
+        try:
+            return parse()
+        except ValueError as error:
+            raise Unavailable(f"the record of {what} in table {self._table.name} cannot be read: {error}") from error
+
+    def _readable(self, kind: type[T], found: Iterable[Item]) -> list[T]:
+        records = []
+        for item in found:
+            try:
+                records.append(record_of(kind, item))
+            except ValueError:
+                self._malformed += 1
+        return records

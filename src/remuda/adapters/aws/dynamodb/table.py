@@ -1,0 +1,178 @@
+"""One table's calls: counted as they go over the wire, errors translated, pages followed, batches completed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from botocore.exceptions import ClientError
+
+from remuda.adapters.aws.dynamodb.items import PK, SK, Item
+from remuda.adapters.aws.errors import CONDITION_FAILED, attempts_of, code_of, item_of, translated
+from remuda.adapters.aws.gathering import chunks, gathered
+from remuda.domain.errors import Throttled
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock, Ids
+
+if TYPE_CHECKING:
+    from types_aiobotocore_dynamodb import DynamoDBClient
+
+T = TypeVar("T")
+
+SERVICE = "dynamodb"
+TITLE = "DynamoDB"
+#: What one BatchGetItem and one BatchWriteItem may carry.
+READ_BATCH = 100
+WRITE_BATCH = 25
+#: How often the rest of a batch that was not processed is asked for again, and how long before.
+BATCH_TRIES = 6
+BATCH_PAUSE_S = 0.05
+#: Reads while somebody waits are counted apart.
+POLL = "poll:"
+
+
+class Refused(Exception):
+    """A condition did not hold."""
+
+    def __init__(self, item: Item | None) -> None:
+        super().__init__("a condition did not hold")
+        #: What is there instead.
+        self.item = item
+
+
+class Table:
+    def __init__(
+        self,
+        *,
+        client: DynamoDBClient,
+        name: str,
+        clock: Clock,
+        ids: Ids,
+        calls: CallCounter,
+    ) -> None:
+        self.client = client
+        self.name = name
+        self.clock = clock
+        self._ids = ids
+        self._calls = calls
+
+    async def call(self, operation: str, method: Callable[..., Awaitable[T]], prefix: str = "", **arguments: Any) -> T:
+        """One call. A failed condition raises `Refused`."""
+        attempts = 1
+        try:
+            with translated(TITLE, self.name):
+                try:
+                    answer = await method(**arguments)
+                except ClientError as error:
+                    attempts = attempts_of(error.response)
+                    if code_of(error) == CONDITION_FAILED:
+                        raise Refused(item_of(error)) from None
+                    raise
+                attempts = attempts_of(answer)
+                return answer
+        finally:
+            for _ in range(attempts):
+                self._calls.add(SERVICE, f"{prefix}{operation}")
+
+    # One item -------------------------------------------------------------------------------------------------
+
+    async def get(self, key: Item, *, prefix: str = "") -> Item | None:
+        answer = await self.call(
+            "GetItem", self.client.get_item, prefix, TableName=self.name, Key=key, ConsistentRead=True
+        )
+        return answer.get("Item") or None
+
+    async def update(self, key: Item, arguments: Mapping[str, Any]) -> Item:
+        """What there is afterwards; `Refused` with what there is where the condition does not hold."""
+        answer = await self.call(
+            "UpdateItem",
+            self.client.update_item,
+            TableName=self.name,
+            Key=key,
+            ReturnValues="ALL_NEW",
+            ReturnValuesOnConditionCheckFailure="ALL_OLD",
+            **arguments,
+        )
+        return answer["Attributes"]
+
+    async def put(self, item: Item, arguments: Mapping[str, Any]) -> None:
+        await self.call(
+            "PutItem",
+            self.client.put_item,
+            TableName=self.name,
+            Item=item,
+            ReturnValuesOnConditionCheckFailure="ALL_OLD",
+            **arguments,
+        )
+
+    # Many items -----------------------------------------------------------------------------------------------
+
+    async def get_all(self, keys: Collection[Item], *, prefix: str = "") -> list[Item]:
+        """Those that exist, in as few calls as there can be."""
+        if len(keys) == 1:
+            found = [await self.get(key, prefix=prefix) for key in keys]
+            return [item for item in found if item is not None]
+        batches = await gathered(self._get_batch(batch, prefix) for batch in chunks(list(keys), READ_BATCH))
+        return [item for batch in batches for item in batch]
+
+    async def _get_batch(self, keys: Sequence[Item], prefix: str) -> list[Item]:
+        found: list[Item] = []
+        wanted: Mapping[str, Any] = {self.name: {"Keys": keys, "ConsistentRead": True}}
+        for tries in range(BATCH_TRIES):
+            await self._pause(tries)
+            answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=wanted)
+            found.extend(answer.get("Responses", {}).get(self.name, []))
+            wanted = answer.get("UnprocessedKeys", {})
+            if not wanted:
+                return found
+        raise Throttled(f"{TITLE} left part of a batch read of {self.name} undone {BATCH_TRIES} times")
+
+    async def put_all(self, new: Sequence[Item]) -> None:
+        """Up to `WRITE_BATCH` items, unconditionally."""
+        wanted: Mapping[str, Any] = {self.name: [{"PutRequest": {"Item": item}} for item in new]}
+        for tries in range(BATCH_TRIES):
+            await self._pause(tries)
+            answer = await self.call("BatchWriteItem", self.client.batch_write_item, RequestItems=wanted)
+            wanted = answer.get("UnprocessedItems", {})
+            if not wanted:
+                return
+        raise Throttled(f"{TITLE} left part of a batch write of {self.name} undone {BATCH_TRIES} times")
+
+    async def _pause(self, tries: int) -> None:
+        if tries:
+            await self.clock.sleep(BATCH_PAUSE_S * 2**tries * (0.5 + self._ids.jitter()))
+
+    async def query(self, arguments: Mapping[str, Any]) -> list[Item]:
+        return [item async for page in self._pages("Query", self.client.query, arguments) for item in page["Items"]]
+
+    async def query_first(self, arguments: Mapping[str, Any], limit: int) -> list[Item]:
+        """The first so many, and no page more than they need."""
+        found: list[Item] = []
+        if limit > 0:
+            async for page in self._pages("Query", self.client.query, {"Limit": limit, **arguments}):
+                found.extend(page["Items"])
+                if len(found) >= limit:
+                    break
+        return found[:limit]
+
+    async def count(self, arguments: Mapping[str, Any]) -> int:
+        counting = {"Select": "COUNT", **arguments}
+        return sum([page["Count"] async for page in self._pages("Query", self.client.query, counting)])
+
+    async def scan(self, arguments: Mapping[str, Any]) -> list[Item]:
+        return [item async for page in self._pages("Scan", self.client.scan, arguments) for item in page["Items"]]
+
+    async def _pages(
+        self, operation: str, method: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]
+    ) -> AsyncIterator[Any]:
+        start: Mapping[str, Any] = {}
+        while True:
+            page = await self.call(operation, method, TableName=self.name, **{**arguments, **start})
+            yield page
+            if not page.get("LastEvaluatedKey"):
+                return
+            start = {"ExclusiveStartKey": page["LastEvaluatedKey"]}
+
+
+def key_of(item: Item) -> tuple[str, str]:
+    return str(item[PK]["S"]), str(item[SK]["S"])

@@ -1,0 +1,209 @@
+"""What a warm provision and its release cost on AWS, counted at the wire: the real control plane, agents in-process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import pytest
+from aiobotocore.session import AioSession
+
+from remuda.adapters.aws.clients import AwsClients
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.sqs import SqsResourcePool
+from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import Context
+from remuda.controlplane.provision import ProvisionOrder, provision
+from remuda.controlplane.release import Fate, release
+from remuda.domain.errors import TimedOut
+from remuda.domain.instance import Credential, Instance, State
+from remuda.domain.pool_config import ScopeTokens
+from remuda.domain.resources import Tier, TypePatterns, UsageClass
+from remuda.domain.signals import Signal
+from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.calls import CallCounter
+from remuda.ports.journal import SilentJournal
+from remuda.ports.store import InstanceStore
+from support.records import LONG_S, birth, instance, message, pool_config
+from support.servers import Ministack
+from support.wire import Wire, held_until, together, wire
+
+N = 10
+RUN = "4711"
+SCOPE = "octo/repo"
+#: What an agent says when it reads this state: registration and removal take no time.
+SAYS = {State.CLAIMED: Signal.UD_REG_OK, State.RELEASING: Signal.UD_REMOVE_REG_REMOVE_RUN_OK}
+ORDER = ProvisionOrder(
+    run_id=RUN,
+    attempt=1,
+    count=N,
+    resource_class="large",
+    usage_class=UsageClass.ON_DEMAND,
+    patterns=TypePatterns.parse("*"),
+    scope=SCOPE,
+    tier=Tier.TRUSTED,
+)
+
+
+class Said:
+    """Who has said what; set when all have."""
+
+    def __init__(self, agents: int) -> None:
+        self._missing = dict.fromkeys(SAYS, agents)
+        self.by_all = {state: asyncio.Event() for state in SAYS}
+
+    def one_more(self, state: State) -> None:
+        self._missing[state] -= 1
+        if not self._missing[state]:
+            self.by_all[state].set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aws:
+    """The control plane's own way to the servers, with a proxy on it that counts."""
+
+    context: Context
+    dynamodb: Wire
+    sqs: Wire
+
+    def clear(self) -> None:
+        self.dynamodb.requests.clear()
+        self.sqs.requests.clear()
+
+    def expect(self, said: Said, state: State) -> None:
+        """Count from here. Machines that take no time: none is looked at before all have said what they say."""
+        self.clear()
+        held = held_until(said.by_all[state], b'"report#')
+        self.dynamodb.always = {"GetItem": held, "BatchGetItem": held}
+
+    def polls(self) -> int:
+        """Reads while somebody waited: they are counted apart, because they hang on how long it took."""
+        counts = self.context.calls.by_service()["dynamodb"]
+        return sum(count for name, count in counts.items() if name.startswith("poll:"))
+
+
+def in_use(number: int) -> Instance:
+    """A warm machine whose time is not up on the real clock."""
+    now = to_milliseconds(SystemClock().now())
+    return replace(instance(number), created_at=now, threshold=now + timedelta(hours=1))
+
+
+async def agent(store: InstanceStore, known: Instance, said: Said) -> None:
+    """The least that an agent does."""
+    current: Instance | None = known
+    while True:
+        current = await store.wait_for_control(known.instance_id, current, LONG_S)
+        if current is not None and current.state in SAYS:
+            await store.write_signal(known.instance_id, epoch=current.epoch, signal=SAYS[current.state])
+            said.one_more(current.state)
+
+
+@asynccontextmanager
+async def agents(store: InstanceStore, herd: list[Instance]) -> AsyncIterator[Said]:
+    said = Said(len(herd))
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(agent(store, each, said)) for each in herd]
+        yield said
+        for task in tasks:
+            task.cancel()
+
+
+@pytest.fixture
+async def aws(
+    server: Ministack, aws_session: AioSession, table_name: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Aws]:
+    clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+    async with (
+        wire(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as dynamodb,
+        wire(server.url) as sqs,
+        AwsClients(session=aws_session) as clients,
+    ):
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", dynamodb.url)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", sqs.url)
+        store = DynamoInstanceStore(
+            client=await clients.dynamodb(), table=table_name, clock=clock, ids=ids, calls=calls
+        )
+        pool = SqsResourcePool(client=await clients.sqs(), prefix=table_name, clock=clock, ids=ids, calls=calls)
+        await store.prepare()
+        await pool.prepare(["large"])
+        token = Credential(token="t0ken", expires_at=clock.now() + timedelta(hours=1))
+        tokens = (ScopeTokens(scope=SCOPE, registration=token, removal=token),)
+        await store.put_config(replace(pool_config(), tokens=tokens))
+        yield Aws(
+            context=Context(
+                store=store,
+                pool=pool,
+                compute=MemoryCompute(cloud=MemoryCloud(clock=clock), pool="test", calls=calls),
+                forge=None,
+                clock=clock,
+                ids=ids,
+                journal=SilentJournal(),
+                calls=calls,
+            ),
+            dynamodb=dynamodb,
+            sqs=sqs,
+        )
+        await store.close()
+
+
+@pytest.fixture
+async def herd_store(clients: AwsClients, table_name: str) -> AsyncIterator[InstanceStore]:
+    """The agents' own way, past the proxy. Opened before the proxy is."""
+    store = DynamoInstanceStore(
+        client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
+    )
+    yield store
+    await store.close()
+
+
+async def test_a_warm_provision_and_its_release_keep_their_budget(herd_store: InstanceStore, aws: Aws) -> None:
+    herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
+    await aws.context.pool.send([each.message() for each in herd])
+    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd) as said:
+        aws.expect(said, State.CLAIMED)
+        provisioned = await provision(aws.context, ORDER)
+        assert (provisioned.reused, provisioned.created) == (N, 0)
+        await aws.context.store.history(herd[0].instance_id)  # what is on its way counts, too
+        spent = aws.dynamodb.requests.total() - aws.polls()
+        assert spent <= 3 * N + 10, dict(aws.dynamodb.requests)
+        assert aws.sqs.requests.total() <= N / 5 + 4, dict(aws.sqs.requests)
+        assert "compute" not in aws.context.calls.by_service()
+
+        aws.expect(said, State.RELEASING)
+        # Announcements share calls when machines become idle at about the same time, whatever else this computer does.
+        aws.dynamodb.always["UpdateItem"] = together(N, b'"idle"')
+        polls = aws.polls()
+        released = await release(aws.context, run_id=RUN, attempt=1)
+        assert len(released.of(Fate.RELEASED)) == N
+        await aws.context.store.history(herd[0].instance_id)
+        spent = aws.dynamodb.requests.total() - (aws.polls() - polls)
+        assert spent <= 3 * N + 10, dict(aws.dynamodb.requests)
+        assert aws.sqs.requests.total() <= N / 10 + 2, dict(aws.sqs.requests)
+
+
+async def test_the_counter_says_what_the_wire_saw(herd_store: InstanceStore, aws: Aws) -> None:
+    herd = [await herd_store.apply(birth(in_use(number))) for number in range(2)]
+    before = aws.context.calls.by_service()
+    assert sum(before["dynamodb"].values()) == aws.dynamodb.requests.total()
+    await aws.context.pool.send([each.message() for each in herd])
+    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
+        await provision(aws.context, replace(ORDER, count=2))
+    await aws.context.store.close()
+    counts = aws.context.calls.by_service()
+    seen = dict(aws.dynamodb.requests)
+    assert {name: counts["dynamodb"].get(name, 0) + counts["dynamodb"].get(f"poll:{name}", 0) for name in seen} == seen
+    assert counts["sqs"] == dict(aws.sqs.requests)
+
+
+async def test_a_pool_of_misfits_is_cheap(herd_store: InstanceStore, aws: Aws) -> None:
+    """A hundred machines of the wrong kind: looked at, handed back, and not asked for over and over."""
+    await aws.context.pool.send([message(number, usage_class=UsageClass.SPOT) for number in range(100)])
+    aws.clear()
+    with pytest.raises(TimedOut, match="new instance"):
+        await provision(aws.context, replace(ORDER, count=1, timeout_s=2.0))
+    assert aws.sqs.requests.total() <= 30, dict(aws.sqs.requests)

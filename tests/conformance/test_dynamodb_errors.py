@@ -1,0 +1,305 @@
+"""What the DynamoDB store makes of services and networks that fail: one clear error each, nothing half done."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiobotocore.session import AioSession
+
+from remuda.adapters.aws.clients import ATTEMPTS, AwsClients, config
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.table import BATCH_TRIES
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import made_by
+from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
+from remuda.domain.instance import Instance, State
+from remuda.ports.calls import CallCounter
+from support.records import LONG_S, birth, change, claim, instance, instance_id
+from support.servers import Ministack, free_port
+from support.wire import Wire, after_success, answers, cut, hang, says, wire
+
+ID = instance_id(1)
+
+
+class QuickClock(SystemClock):
+    """Pauses between tries are short; what is waited for is counted, not timed."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.01))
+
+
+@pytest.fixture
+async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wire]:
+    async with wire(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", proxy.url)
+        yield proxy
+
+
+@pytest.fixture
+def calls() -> CallCounter:
+    return CallCounter()
+
+
+def open_store(client: Any, table: str, calls: CallCounter) -> DynamoInstanceStore:
+    return DynamoInstanceStore(client=client, table=table, clock=QuickClock(), ids=SystemIds(), calls=calls)
+
+
+@pytest.fixture
+async def store(
+    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter
+) -> AsyncIterator[DynamoInstanceStore]:
+    """Through the proxy, and prepared."""
+    store = open_store(await clients.dynamodb(), table_name, calls)
+    await store.prepare()
+    between.requests.clear()
+    yield store
+    await store.close()
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_missing_table_says_so(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
+    store = open_store(await clients.dynamodb(), table_name, calls)
+    for call in (
+        store.apply(birth(instance())),
+        store.get(ID),
+        store.get_many([ID, instance_id(2)]),
+        store.find([State.IDLE]),
+        store.wait_for_control(ID, None, LONG_S),
+        store.get_config(),
+    ):
+        with pytest.raises(UserError, match=f"no table {table_name}") as refused:
+            await call
+        assert "remuda refresh" in refused.value.fix
+    await store.close()
+
+
+def key_schema(pk: str, sk: str) -> list[dict[str, str]]:
+    return [{"AttributeName": pk, "KeyType": "HASH"}, {"AttributeName": sk, "KeyType": "RANGE"}]
+
+
+async def test_a_table_with_other_keys_is_refused(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
+    client: Any = await clients.dynamodb()
+    await client.create_table(
+        TableName=table_name,
+        BillingMode="PAY_PER_REQUEST",
+        AttributeDefinitions=[
+            {"AttributeName": "id", "AttributeType": "S"},
+            {"AttributeName": "at", "AttributeType": "N"},
+            {"AttributeName": "gsi1pk", "AttributeType": "S"},
+        ],
+        KeySchema=key_schema("id", "at"),
+        GlobalSecondaryIndexes=[
+            {
+                "IndexName": "live",
+                "KeySchema": key_schema("gsi1pk", "at"),
+                "Projection": {"ProjectionType": "KEYS_ONLY"},
+            }
+        ],
+    )
+    store = open_store(client, table_name, calls)
+    with pytest.raises(UserError) as refused:
+        await store.prepare()
+    for difference in (
+        f"table {table_name} is not a Remuda store",
+        "its keys are id (S, HASH), at (N, RANGE), not pk (S, HASH), sk (S, RANGE)",
+        "the keys of index live are gsi1pk (S, HASH), at (N, RANGE)",
+        "index live projects KEYS_ONLY",
+        "it has no index by_provision",
+    ):
+        assert difference in refused.value.message
+    await store.close()
+
+
+async def test_a_name_that_no_table_can_have(clients: AwsClients, calls: CallCounter) -> None:
+    store = open_store(await clients.dynamodb(), "my pool", calls)
+    with pytest.raises(UserError, match="my pool"):
+        await store.prepare()
+    await store.close()
+
+
+async def test_two_who_prepare_at_once(clients: AwsClients, table_name: str, calls: CallCounter) -> None:
+    stores = [open_store(await clients.dynamodb(), table_name, calls) for _ in range(4)]
+    created = await asyncio.gather(*(store.prepare() for store in stores))
+    assert sum(f"table {table_name}" in each for each in created) == 1
+    assert await stores[0].prepare() == []
+    await asyncio.gather(*(store.close() for store in stores))
+
+
+# Credentials and endpoints ----------------------------------------------------------------------------------------
+
+
+async def test_an_endpoint_that_is_down_is_named(
+    aws_session: AioSession, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", url)
+    async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
+        store = open_store(await clients.dynamodb(), table_name, calls)
+        with pytest.raises(Unavailable, match=f"DynamoDB at {url}/? cannot be reached"):
+            await store.get(ID)
+        await store.close()
+
+
+async def test_without_credentials(
+    server: Ministack, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    async with AwsClients() as clients:
+        store = open_store(await clients.dynamodb(), table_name, calls)
+        with pytest.raises(UserError, match="credentials"):
+            await store.get(ID)
+        await store.close()
+
+
+async def test_without_a_region(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    async with AwsClients() as clients:
+        with pytest.raises(UserError) as refused:
+            await clients.dynamodb()
+    assert "AWS_REGION" in refused.value.fix
+
+
+async def test_an_endpoint_that_cannot_be(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", "nonsense")
+    async with AwsClients() as clients:
+        with pytest.raises(UserError) as refused:
+            await clients.dynamodb()
+    assert "AWS_ENDPOINT_URL" in refused.value.fix
+
+
+@pytest.mark.parametrize("variable", ["AWS_REGION", "AWS_DEFAULT_REGION"])
+async def test_either_variable_names_the_region(
+    server: Ministack, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, "eu-west-1")
+    async with AwsClients() as clients:
+        assert (await clients.dynamodb()).meta.region_name == "eu-west-1"
+
+
+@pytest.mark.parametrize("code", ["AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException"])
+async def test_refused_credentials(store: DynamoInstanceStore, between: Wire, code: str) -> None:
+    between.always["GetItem"] = says(400, code)
+    with pytest.raises(UserError):
+        await store.get(ID)
+    assert between.requests["GetItem"] == 1, "asking again would not help"
+
+
+# Throttling, breakdowns, lost answers -----------------------------------------------------------------------------
+
+
+async def test_a_throttled_call_is_repeated_and_counted(
+    store: DynamoInstanceStore, between: Wire, calls: CallCounter
+) -> None:
+    between.then("UpdateItem", says(400, "ProvisionedThroughputExceededException"))
+    await store.apply(birth(instance()))
+    assert between.requests["UpdateItem"] == calls.by_service()["dynamodb"]["UpdateItem"] == 2
+
+
+async def test_lasting_throttling(store: DynamoInstanceStore, between: Wire, calls: CallCounter) -> None:
+    between.always["UpdateItem"] = says(400, "ThrottlingException")
+    with pytest.raises(Throttled) as throttled:
+        await store.apply(birth(instance()))
+    assert throttled.value.retry_after_s > 0
+    assert between.requests["UpdateItem"] == calls.by_service()["dynamodb"]["UpdateItem"] == ATTEMPTS
+    assert await store.get(ID) is None
+
+
+async def test_a_lasting_breakdown(store: DynamoInstanceStore, between: Wire) -> None:
+    between.always["Query"] = says(500, "InternalServerError")
+    with pytest.raises(Unavailable, match="InternalServerError"):
+        await store.provisions_of_run("1234")
+
+
+async def test_an_unknown_refusal_is_unavailable(store: DynamoInstanceStore, between: Wire) -> None:
+    between.always["GetItem"] = says(400, "SomethingNew")
+    with pytest.raises(Unavailable, match="SomethingNew"):
+        await store.get(ID)
+
+
+@pytest.mark.parametrize("fault", [cut, says(503, "ServiceUnavailable")], ids=["cut", "503"])
+async def test_a_write_whose_answer_was_lost_is_recognised(
+    store: DynamoInstanceStore, between: Wire, fault: Any
+) -> None:
+    """The library asks again and is refused by its own first write: the refusal shows whose it was."""
+    idle = await store.apply(birth(instance()))
+    between.then("UpdateItem", after_success(fault))
+    ours = claim(idle, "p-1/a")
+    with pytest.raises(Conflict) as refused:
+        await store.apply(ours)
+    current: Instance = refused.value.current
+    assert made_by(ours, current)
+    assert not made_by(claim(idle, "p-1/b"), current)
+
+
+async def test_a_write_that_hangs_times_out_and_may_have_been_made(
+    aws_session: AioSession, between: Wire, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+) -> None:
+    async with AwsClients(session=aws_session) as clients:
+        hasty = open_store(await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=0.2)), table_name, calls)
+        between.always["UpdateItem"] = after_success(hang)
+        with pytest.raises(TimedOut):
+            await hasty.apply(birth(instance()))
+        await hasty.close()
+    assert await store.get(ID) == instance()
+
+
+async def test_a_wait_ends_when_the_server_fails(store: DynamoInstanceStore, between: Wire) -> None:
+    record = await store.apply(birth(instance()))
+    async with asyncio.timeout(LONG_S):
+        waiting = asyncio.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
+        other = asyncio.create_task(store.wait_for_report(ID, None, 2 * LONG_S))
+        assert await store.wait_for_control(ID, None, LONG_S) == record
+        between.always["BatchGetItem"] = between.always["GetItem"] = says(400, "ThrottlingException")
+        for wait in (waiting, other):
+            with pytest.raises(Throttled):
+                await wait
+        between.always.clear()
+        assert await store.wait_for_control(ID, None, LONG_S) == record
+
+
+# Batches ----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_batch_left_out_is_asked_for_again(
+    store: DynamoInstanceStore, between: Wire, table_name: str
+) -> None:
+    records = {number: await store.apply(birth(instance(number))) for number in (1, 2, 3)}
+    keys = [{"pk": {"S": f"control#{record.instance_id}"}, "sk": {"S": "control"}} for record in records.values()]
+    left = {"Responses": {}, "UnprocessedKeys": {table_name: {"Keys": keys, "ConsistentRead": True}}}
+    between.then("BatchGetItem", answers(left), answers(left))
+    found = await store.get_many([record.instance_id for record in records.values()])
+    assert found == {record.instance_id: record for record in records.values()}
+    assert between.requests["BatchGetItem"] == 3
+    between.always["BatchGetItem"] = answers(left)
+    with pytest.raises(Throttled):
+        await store.get_many([instance_id(1), instance_id(2)])
+    assert between.requests["BatchGetItem"] == 3 + BATCH_TRIES
+
+
+async def test_a_history_that_cannot_be_written_holds_up_nothing(store: DynamoInstanceStore, between: Wire) -> None:
+    between.always["BatchWriteItem"] = says(400, "AccessDeniedException")
+    record = await store.apply(birth(instance()))
+    with pytest.raises(UserError):
+        await store.history(ID)
+    between.always.clear()
+    await store.apply(change(record, transition="second", uses=1))
+    assert [entry.transition for entry in await store.history(ID)] == ["birth", "second"]
+
+
+async def test_a_store_closes_though_its_history_is_refused(
+    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+) -> None:
+    other = open_store(await clients.dynamodb(), table_name, calls)
+    between.always["BatchWriteItem"] = says(400, "ValidationException")
+    await other.apply(birth(instance()))
+    await other.close()

@@ -1,0 +1,392 @@
+"""What is particular to the DynamoDB store: keys, indexes, expiry, pages, and how few calls it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random  # noqa: TID251 - seeded: the same cases each time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiobotocore.session import AioSession
+
+from remuda.adapters.aws.clients import AwsClients
+from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.pace import CONTROL, LONG_IDLE, REPORT, RUNNING, WARM_FOR_S, Paces
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import each
+from remuda.domain import provision as provisions
+from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.resources import Tier
+from remuda.domain.signals import Signal
+from remuda.domain.transitions import Guard
+from remuda.ports.calls import CallCounter
+from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, provision
+from support.servers import Ministack, ministack
+from support.wire import Wire, wire
+
+ID = instance_id(1)
+BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
+#: As in production: the unique id of the instances' role, so that a policy can say `control#${aws:userid}`.
+PREFIX = "AROAEXAMPLE:"
+
+
+@pytest.fixture
+async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wire]:
+    async with wire(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", proxy.url)
+        yield proxy
+
+
+@pytest.fixture
+async def client(between: Wire, clients: AwsClients) -> Any:
+    return await clients.dynamodb()
+
+
+@pytest.fixture
+def calls() -> CallCounter:
+    return CallCounter()
+
+
+@pytest.fixture
+async def store(between: Wire, client: Any, table_name: str, calls: CallCounter) -> AsyncIterator[DynamoInstanceStore]:
+    store = DynamoInstanceStore(
+        client=client, table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls, key_prefix=PREFIX
+    )
+    await store.prepare()
+    between.requests.clear()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def other(client: Any, table_name: str, store: DynamoInstanceStore) -> AsyncIterator[DynamoInstanceStore]:
+    other = DynamoInstanceStore(
+        client=client, table=table_name, clock=SystemClock(), ids=SystemIds(), calls=CallCounter(), key_prefix=PREFIX
+    )
+    yield other
+    await other.close()
+
+
+async def scanned(client: Any, table: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Everything there is, by partition key."""
+    return {item["pk"]["S"]: item for item in (await client.scan(TableName=table, **more))["Items"]}
+
+
+# Items ------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_instance_has_two_partitions_of_its_own(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    await store.apply(birth(instance()))
+    await store.beat(ID, **BEAT)
+    await store.history(ID)
+    assert set(await scanned(client, table_name)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
+
+
+async def test_fields_are_attributes(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    await store.apply(birth(instance(provision_id="p-1")))
+    item = (await scanned(client, table_name))[f"control#{PREFIX}{ID}"]
+    assert item["state"] == {"S": "idle"}
+    assert item["resourceClass"] == {"S": "large"}
+    assert item["epoch"] == {"N": "1"}
+    assert item["threshold"] == item["gsi1sk"] == {"S": "2025-05-31T12:07:00.000Z"}
+    assert item["gsi2pk"] == {"S": "provision#p-1"}
+    assert "assignment" not in item
+
+
+async def test_a_change_writes_what_it_sets_and_nothing_else(store: DynamoInstanceStore, between: Wire) -> None:
+    record = await store.apply(birth(instance()))
+    await store.apply(change(record, uses=4))
+    update = between.sent["UpdateItem"][-1]
+    assert update["UpdateExpression"] == "SET #uses = :v0"
+
+
+OWNERS = ("", "p-1/a", "p-1/b")
+TIMES = (None, at(9.9995), at(10), at(10.0005), at(11))
+
+
+async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) -> None:
+    """Every condition of the table against `Guard.admits`, on records that differ in what guards look at."""
+    chance = random.Random(3)  # noqa: S311
+    records = [
+        instance(
+            number,
+            state=chance.choice([State.IDLE, State.RUNNING]),
+            epoch=chance.choice([1, 2]),
+            owner=chance.choice(OWNERS),
+            threshold=at(10),
+            retire=chance.choice(["", "", "old"]),
+            tier=chance.choice(list(Tier)),
+        )
+        for number in range(150)
+    ]
+    guards = [
+        Guard(
+            state=chance.choice([record.state, record.state, record.state, State.IDLE, None]),
+            epoch=chance.choice([record.epoch, record.epoch, 1]),
+            owner=chance.choice([None, record.owner, *OWNERS]),
+            unexpired_at=chance.choice(TIMES),
+            expired_at=chance.choice([None, None, *TIMES]),
+            not_retired=chance.choice([True, False]),
+            tier=chance.choice([None, record.tier, Tier.TRUSTED]),
+        )
+        for record in records
+    ]
+
+    async def admitted(case: tuple[Instance, Guard]) -> bool:
+        record, guard = case
+        await store.apply(birth(record))
+        try:
+            return (await store.apply(change(record, guard, uses=9))).uses == 9
+        except Conflict as conflict:
+            return bool(conflict.current != record)
+
+    verdicts = await each(zip(records, guards, strict=True), admitted)
+    assert verdicts == [guard.admits(record) for record, guard in zip(records, guards, strict=True)]
+    assert {True, False} <= set(verdicts)
+
+
+async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: Wire) -> None:
+    """Their policy allows no more, and each only its own two keys."""
+    async with asyncio.timeout(LONG_S):
+        assert await store.wait_for_control(ID, None, 0.3) is None
+        await store.beat(ID, **BEAT)
+        await store.write_signal(ID, epoch=1, signal=Signal.UD_OK)
+    await store.close()
+    assert set(between.requests) == {"GetItem", "UpdateItem"}
+    assert {sent["Key"]["pk"]["S"] for sent in between.sent["GetItem"]} == {f"control#{PREFIX}{ID}"}
+    assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
+
+
+# Expiry -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_table_forgets(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    found = await client.describe_time_to_live(TableName=table_name)
+    assert found["TimeToLiveDescription"] == {"TimeToLiveStatus": "ENABLED", "AttributeName": "ttl"}
+    assert await store.forget(at(1e9)) == 0
+
+
+async def test_what_is_over_has_an_end(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    idle = await store.apply(birth(instance(1, forget_at=at(5))))
+    record = await store.apply(birth(instance(2)))
+    await store.apply(change(record, state=State.TERMINATED, forget_at=at(600)))
+    await store.beat(ID, **BEAT)
+    open_one, released = provision(1, run_id="1"), provision(2, run_id="2")
+    released = provisions.released(released, now=NOW, why="done")
+    await store.put_provision(open_one)
+    await store.put_provision(released)
+    await store.replace_provision(released, provisions.settled(released, forget_at=at(900)))
+    await store.history(ID)
+
+    ends = {pk: item.get("ttl", {}).get("N") for pk, item in (await scanned(client, table_name)).items()}
+    start = int(NOW.timestamp())
+    assert idle.forget_at == at(5)
+    assert ends[f"control#{PREFIX}{ID}"] is None, "a live record has no end"
+    assert ends[f"control#{PREFIX}{instance_id(2)}"] == str(start + 600)
+    assert ends["run#1"] is None
+    assert ends["run#2"] == str(start + 900)
+    assert ends[f"history#{ID}"] == str(start + int(items.KEPT.total_seconds()))
+    assert int(ends[f"report#{PREFIX}{ID}"] or 0) > start
+
+
+async def test_the_table_really_forgets(
+    tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
+) -> None:
+    """On a server of its own: its clock is moved by a month."""
+    with ministack(tmp_path, starts_at=NOW) as own:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", own.url)
+        async with asyncio.timeout(3 * LONG_S), AwsClients(session=aws_session) as clients:
+            store = DynamoInstanceStore(
+                client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls
+            )
+            await store.prepare()
+            for number, state in ((1, State.TERMINATED), (2, State.IDLE)):
+                await store.apply(birth(instance(number, state=state, forget_at=at(86_400))))
+                await store.history(instance_id(number))
+            own.let_pass(31 * 86_400)
+            while await store.get(ID) is not None or await store.history(ID):
+                await store.count_live()
+            assert await store.get(instance_id(2)) is not None
+            await store.close()
+
+
+async def test_a_server_that_dies_ends_all_waits(
+    tmp_path: Path, aws_session: AioSession, monkeypatch: pytest.MonkeyPatch, table_name: str, calls: CallCounter
+) -> None:
+    with ministack(tmp_path) as own:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", own.url)
+        async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
+            store = DynamoInstanceStore(
+                client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls
+            )
+            await store.prepare()
+            record = await store.apply(birth(instance()))
+            waiting = asyncio.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
+            assert await store.wait_for_control(ID, None, LONG_S) == record
+            own.process.kill()
+            with pytest.raises(Unavailable):
+                await waiting
+            await store.close()
+
+
+# Indexes and pages ------------------------------------------------------------------------------------------------
+
+
+async def test_the_sweeps_index_holds_what_is_live(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    for number, state in enumerate(State):
+        await store.apply(birth(instance(number, state=state)))
+    opened = provision(1)
+    await store.put_provision(opened)
+    live = await scanned(client, table_name, IndexName="live")
+    assert len(live) == len(LIVE) + 1
+    committed = provisions.committed(opened, (ID,))
+    await store.replace_provision(opened, committed)
+    record = await store.get(instance_id(0))
+    assert record is not None
+    await store.apply(change(record, state=State.TERMINATED))
+    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE) - 1
+    released = provisions.released(committed, now=NOW, why="done")
+    await store.replace_provision(committed, released)
+    assert await store.unsettled_provisions(NOW) == [released], "due at once, whatever its deadline was"
+
+
+async def test_every_query_follows_its_pages(
+    aws_session: AioSession, between: Wire, table_name: str, store: DynamoInstanceStore, calls: CallCounter
+) -> None:
+    for number in range(20):
+        state = State.TERMINATED if number % 4 == 0 else State.IDLE
+        await store.apply(birth(instance(number, state=state, provision_id="p-1")))
+    for number in range(7):
+        await store.put_provision(provision(number, deadline=NOW))
+    for number in range(6):
+        await store.apply(change(instance(1, provision_id="p-1"), transition=f"step-{number}", uses=number))
+
+    async with AwsClients(session=aws_session) as clients:
+        client: Any = await clients.dynamodb()
+
+        def small_pages(params: dict[str, Any], **_: Any) -> None:
+            params["Limit"] = 2
+
+        for operation in ("Query", "Scan"):
+            client.meta.events.register(f"provide-client-params.dynamodb.{operation}", small_pages)
+        paged = DynamoInstanceStore(
+            client=client, table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls, key_prefix=PREFIX
+        )
+        await store.history(ID)
+        between.requests.clear()
+        assert len(await paged.find([State.IDLE])) == 15
+        assert between.requests["Query"] > items.SHARDS
+        assert len(await paged.find([State.TERMINATED])) == 5
+        assert await paged.count_live() == 15
+        assert len(await paged.find_by_provision("p-1")) == 20
+        assert len(await paged.provisions_of_run("1234")) == 7
+        assert len(await paged.unsettled_provisions(NOW)) == 7
+        assert [each.provision_id for each in await paged.recent_provisions(5)] == [f"p-{n}" for n in (6, 5, 4, 3, 2)]
+        assert [entry.transition for entry in await paged.history(ID)][-2:] == ["step-4", "step-5"]
+        await paged.close()
+
+
+# Calls ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, between: Wire) -> None:
+    idle = await store.apply(birth(instance()))
+    winner = await store.apply(claim(idle, "p-1/a"))
+    opened = provision()
+    await store.put_provision(opened)
+    await store.write_signal(ID, epoch=2, signal=Signal.UD_REG_OK)
+    report = await store.get_report(ID)
+    between.requests.clear()
+    shown = []
+    for call in (
+        store.apply(claim(idle, "p-2/b")),
+        store.put_provision(opened),
+        store.write_signal(ID, epoch=1, signal=Signal.UD_OK),
+    ):
+        with pytest.raises(Conflict) as refused:
+            await call
+        shown.append(refused.value.current)
+    assert shown == [winner, opened, report]
+    assert {name: count for name, count in between.requests.items() if name != "BatchWriteItem"} == {
+        "UpdateItem": 2,
+        "PutItem": 1,
+    }
+
+
+async def test_histories_share_calls(store: DynamoInstanceStore, between: Wire) -> None:
+    record = await store.apply(birth(instance()))
+    await asyncio.gather(*(store.apply(change(record, uses=number)) for number in range(2 * WRITE_BATCH)))
+    assert len(await store.history(ID)) == 2 * WRITE_BATCH + 1
+    assert between.requests["BatchWriteItem"] <= 6
+    assert all(len(next(iter(sent["RequestItems"].values()))) <= WRITE_BATCH for sent in between.sent["BatchWriteItem"])
+
+
+async def test_a_history_is_written_soon_without_being_asked_for(
+    store: DynamoInstanceStore, other: DynamoInstanceStore
+) -> None:
+    await store.apply(birth(instance()))
+    async with asyncio.timeout(LONG_S):
+        found = await other.history(ID)
+        while not found:
+            found = await other.history(ID)
+
+
+async def test_all_who_wait_share_one_call_a_look(
+    store: DynamoInstanceStore, other: DynamoInstanceStore, between: Wire, calls: CallCounter
+) -> None:
+    count = 130
+    for number in range(count):
+        await other.beat(instance_id(number), **BEAT)
+    reports = await store.get_reports([instance_id(number) for number in range(count)])
+    between.requests.clear()
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        waits = [group.create_task(store.wait_for_report(key, report, 2 * LONG_S)) for key, report in reports.items()]
+        await store.wait_for_report(ID, None, LONG_S)
+        looks = between.requests["BatchGetItem"]
+        assert looks <= 4, "two batches for the first look, two for that of the newcomer"
+        await asyncio.gather(*(other.beat(key, **BEAT) for key in reports))
+        for wait in waits:
+            report = await wait
+            assert report is not None
+            assert report.beat == 2
+    counted = calls.by_service()["dynamodb"]
+    assert counted["poll:BatchGetItem"] == between.requests["BatchGetItem"]
+    assert between.requests["BatchGetItem"] < count
+    assert "GetItem" not in counted
+
+
+class SetClock(SystemClock):
+    at_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.at_s
+
+
+def test_the_pace_follows_the_state() -> None:
+    clock = SetClock()
+    paces = Paces(clock=clock)
+    assert paces.for_report() is REPORT
+    assert paces.for_control(ID, None) is CONTROL
+    assert paces.for_control(ID, instance(state=State.RUNNING)) is RUNNING
+    assert paces.for_control(ID, instance(state=State.RELEASING)) is CONTROL
+    assert paces.for_control(ID, instance()) is CONTROL
+    clock.at_s = WARM_FOR_S
+    assert paces.for_control(ID, instance()) is LONG_IDLE
+    assert paces.for_control(ID, instance(epoch=2)) is CONTROL, "idle anew"
+
+
+def test_the_pace_rises_to_its_end() -> None:
+    interval, intervals = REPORT.first_s, []
+    for _ in range(12):
+        intervals.append(interval)
+        interval = REPORT.after(interval)
+    assert intervals == sorted(intervals)
+    assert interval == REPORT.last_s
