@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from aiobotocore.session import get_session
+from aiobotocore.session import AioSession, get_session
 
 from remuda.adapters.aws.ec2.calls import client_config
 
@@ -68,8 +68,7 @@ class MotoServer:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[EC2Client]:
-        session = get_session()
-        async with session.create_client(
+        async with _session().create_client(
             "ec2",
             region_name=REGION,
             endpoint_url=self.url,
@@ -90,6 +89,12 @@ class MotoServer:
             "security-group-ids": groups[0]["GroupId"],
             "iam-instance-profile": "remuda-agent",
         }
+
+
+@cache
+def _session() -> AioSession:
+    """Reading EC2's model takes a second: once is enough."""
+    return get_session()
 
 
 @cache

@@ -26,8 +26,8 @@ from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchReques
 MAX_TOKEN = 64
 MAX_TYPE_PATTERN = 30
 MAX_SAID = 300
-#: Sentences of errors that one message repeats.
-MAX_SHOWN = 10
+#: Sentences of errors that one message repeats, for each usage class.
+MAX_SHOWN = 8
 ANY_TYPE = "*"
 
 
@@ -37,6 +37,8 @@ class Refusal:
 
     code: str
     sentence: str
+    #: spot, on-demand, or empty where it is about neither.
+    usage: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,14 +149,19 @@ def _refusal(item: Mapping[str, Any]) -> Refusal:
     )
     code = str(item.get("ErrorCode", "unknown"))
     said = " ".join(str(item.get("ErrorMessage", "")).split())[:MAX_SAID]
-    usage = str(item.get("Lifecycle", "")) or "EC2"
-    return Refusal(code=code, sentence=f"{who or 'EC2'} ({usage}): {code}: {said}")
+    usage = str(item.get("Lifecycle") or "")
+    return Refusal(code=code, sentence=f"{who or 'EC2'}{f' ({usage})' if usage else ''}: {code}: {said}", usage=usage)
 
 
 def sentences(refusals: Sequence[Refusal]) -> tuple[str, ...]:
-    shown = tuple(refusal.sentence for refusal in refusals[:MAX_SHOWN])
-    more = len(refusals) - len(shown)
-    return (*shown, f"and {more} more") if more else shown
+    """The first few of each usage class, and how many there are."""
+    told: list[str] = []
+    for usage in dict.fromkeys(refusal.usage for refusal in refusals):
+        same = [refusal.sentence for refusal in refusals if refusal.usage == usage]
+        told += same[:MAX_SHOWN]
+        if len(same) > MAX_SHOWN:
+            told.append(f"and {len(same) - MAX_SHOWN} more")
+    return tuple(told)
 
 
 def is_shortage(refusals: Sequence[Refusal]) -> bool:
