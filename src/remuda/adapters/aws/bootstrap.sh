@@ -11,7 +11,7 @@ dead_man() { # UNIT SECONDS
 dead_man remuda-dead-man-boot "$boot_life_s" || shutdown -P "+$((boot_life_s / 60 + 1))"
 
 set -eE -o pipefail
-say() { printf 'remuda: %s\n' "$*" | tee /dev/kmsg 2>/dev/null || true; }
+say() { printf 'remuda: %s\n' "$*"; }
 # What failed stays up for a look until the dead-man timer ends it.
 fail() {
   trap - ERR
@@ -91,7 +91,7 @@ if [[ ! -x $opt/runner/bin/Runner.Listener ]]; then
   tar -xzf "$work/runner.tar.gz" -C "$opt/runner" --no-same-owner
 fi
 chmod -R go+rX "$opt/runner"
-if ! ldconfig -p | grep -q libicuuc; then
+if ! ldconfig -p | grep libicuuc >/dev/null; then
   if command -v dnf >/dev/null; then dnf -y -q install libicu; else "$opt/runner/bin/installdependencies.sh"; fi
 fi
 
