@@ -55,7 +55,7 @@ $(VENV)/.tools: $(VENV)/.installed requirements/dev.txt
 	@touch $@
 
 # The EC2 test server pins another botocore: a virtualenv of its own, and none of our constraints.
-$(VENV)-moto/.installed: $(VENV)/bin/python requirements/moto.txt
+$(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	@echo 'setting up the EC2 test server (once)'
 	@$(PYTHON) -m venv $(VENV)-moto
 	@PIP_CONSTRAINT= $(VENV)-moto/bin/python -m pip install -q -r requirements/moto.txt
@@ -63,7 +63,8 @@ $(VENV)-moto/.installed: $(VENV)/bin/python requirements/moto.txt
 
 # Lints the bootstrap of machines; its test says why where it is skipped.
 /usr/bin/shellcheck:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	@if command -v shellcheck >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo 'installing shellcheck'; apt-get install -y -qq shellcheck >/dev/null \
 	    || { apt-get update -qq && apt-get install -y -qq shellcheck >/dev/null; } || true; \
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi

@@ -12,7 +12,7 @@ from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_LIFE_S, Ec2Machine,
 from remuda.adapters.aws.user_data import Layout
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable, UserError
-from remuda.ports.machine import Identity, Memory, Outcome, Script
+from remuda.ports.machine import Identity, Machine, Memory, Outcome, Script
 from support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -35,7 +35,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.run: list[list[str]] = []
-        self.timers: dict[str, str] = {"remuda-dead-man-boot": "1800"}
+        self.timers: dict[str, str] = {"remuda-dead-man-boot": "1800", "remuda-dead-man-reboot": "1800"}
         self.failing: set[str] = set()
 
     def __call__(self, command: Sequence[str]) -> int:
@@ -65,6 +65,11 @@ def clock() -> Clock:
 @pytest.fixture
 def commands() -> Commands:
     return Commands()
+
+
+def as_port(machine: Ec2Machine) -> Machine:
+    """What it has to be, for the type checker."""
+    return machine
 
 
 async def clean() -> Outcome:
@@ -133,7 +138,8 @@ async def test_a_new_timer_is_set_before_the_old_one_ends(
     machine: Ec2Machine, clock: Clock, commands: Commands
 ) -> None:
     machine.arm(START + timedelta(seconds=90.5))
-    assert [command[0] for command in commands.run] == ["systemd-run", "systemctl"]
+    assert [command[0] for command in commands.run] == ["systemd-run", "systemctl", "systemctl"]
+    assert commands.run[-1] == ["systemctl", "stop", "remuda-dead-man-reboot.timer"]
     assert list(commands.timers.values()) == ["91"]
     clock.passed_s = 10
     machine.arm(START + timedelta(seconds=200))
@@ -146,7 +152,7 @@ async def test_a_timer_that_cannot_be_set_leaves_the_old_one(machine: Ec2Machine
     commands.failing = {"systemd-run"}
     with pytest.raises(Unavailable):
         machine.arm(START + timedelta(seconds=90))
-    assert list(commands.timers) == ["remuda-dead-man-boot"]
+    assert list(commands.timers) == ["remuda-dead-man-boot", "remuda-dead-man-reboot"]
 
 
 async def test_a_timer_that_resisted_is_stopped_with_the_next(
@@ -154,7 +160,7 @@ async def test_a_timer_that_resisted_is_stopped_with_the_next(
 ) -> None:
     commands.failing = {"systemctl"}
     machine.arm(START + timedelta(seconds=90))
-    assert len(commands.timers) == 2
+    assert len(commands.timers) == 3
     commands.failing = set()
     clock.passed_s = 1
     machine.arm(START + timedelta(seconds=100))

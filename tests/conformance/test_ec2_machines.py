@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from remuda.adapters.aws.ec2.compute import BATCH
 from remuda.domain.errors import NotFound
 from remuda.ports.compute import POOL_TAG, MachineState
+from support.ec2_shim import PAGE
 from support.ec2_world import Ec2World, ec2_world, ids
 
 GHOST = "i-0123456789abcdef0"
-MANY = 250
+MANY, LAUNCHES = 250, 5
 
 
 @pytest.fixture
@@ -51,6 +53,14 @@ async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2World) -> N
     assert [await state(world, name) for name in names[2:]] == ["terminated"] * 3
 
 
+async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2World) -> None:
+    compute = await world.prepared()
+    world.server.plan(lag=1)
+    names = ids(await compute.launch(world.wanted()))
+    assert await compute.terminate(names) == {}
+    assert await state(world, names[0]) == "terminated"
+
+
 async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2World) -> None:
     compute = await world.prepared()
     names = ids(await compute.launch(world.wanted(count=2)))
@@ -62,11 +72,15 @@ async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2World) -> Non
 
 async def test_many_machines_in_batches_and_pages(world: Ec2World) -> None:
     compute = await world.prepared()
-    names = ids(await compute.launch(world.wanted(count=MANY)))
+    results = [
+        await compute.launch(world.wanted(f"token-{number}", count=MANY // LAUNCHES)) for number in range(LAUNCHES)
+    ]
+    names = sorted(name for result in results for name in ids(result))
     await world.stranger()
     assert len(names) == MANY
 
     assert sorted(view.instance_id for view in await compute.list_pool()) == names
+    assert world.server.asked()["DescribeInstances"] == -(-LAUNCHES // PAGE)
     assert len(await compute.describe([*names, GHOST])) == MANY
     await compute.tag(names, {"ghr:orphan": "true"})
     await compute.untag(names, ["ghr:orphan"])
@@ -74,8 +88,8 @@ async def test_many_machines_in_batches_and_pages(world: Ec2World) -> None:
 
     assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
     asked = world.server.asked()
-    batches = -(-MANY // 100)
-    assert (asked["CreateFleet"], asked["TerminateInstances"]) == (1, batches)
+    batches = -(-MANY // BATCH)
+    assert (asked["CreateFleet"], asked["TerminateInstances"]) == (LAUNCHES, batches)
     assert (asked["CreateTags"], asked["DeleteTags"]) == (batches, batches)
 
 

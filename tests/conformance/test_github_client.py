@@ -235,7 +235,7 @@ async def test_long_waits_are_the_callers(forge: GithubForge, sim: httpx.Client,
 def used_up(endpoint: Endpoint, sim: httpx.Client) -> Iterator[tuple[str, float]]:
     """A token with nothing left of its limit, and when that ends."""
     token = str(sim.post("/_sim/tokens", json={"scopes": [ORG]}).json()["token"])
-    sim.patch("/_sim/settings", json={"enforce_rate_limit": True, "rate_limit": 1}).raise_for_status()
+    sim.patch("/_sim/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
     headers = {"authorization": f"Bearer {token}"}
     answer = httpx.get(f"{endpoint.url}/repos/{REPO}/actions/runners", headers=headers, trust_env=False)
     yield token, float(answer.headers["x-ratelimit-reset"])
@@ -251,7 +251,8 @@ async def test_a_limit_that_is_used_up_ends_at_its_reset(
     with pytest.raises(Throttled) as caught:
         await forge.list_runners(REPO)
     await forge.close()
-    assert 900 < caught.value.retry_after_s <= 1_000
+    # Should the hour have turned meanwhile, it is the next one's.
+    assert 900 < caught.value.retry_after_s % HOUR_S <= 1_000
 
 
 # Just-in-time configurations

@@ -36,6 +36,8 @@ CATALOGUE = tuple(
     for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8))
     for family, gib in (("c6i", 2), ("m6i", 4), ("r6i", 8))
 )
+#: A server may give fewer than it is asked for. moto counts launches, not machines: two of them on each page.
+PAGE = 2
 _OVERRIDE = re.compile(r"LaunchTemplateConfigs\.1\.Overrides\.(\d+)\.(.+)")
 _ALLOWED = re.compile(r"InstanceRequirements\.AllowedInstanceType\.\d+")
 
@@ -98,6 +100,8 @@ class Ec2Shim:
             return status, _error(fault["code"], fault.get("message", "a planted fault"))
         if action == "CreateFleet":
             return self._create_fleet(environ, form)
+        if action == "DescribeInstances":
+            form = [(key, str(min(PAGE, int(value))) if key == "MaxResults" else value) for key, value in form]
         status, answer = self._ask(environ, form)
         if action == "DescribeInstances" and self._hidden:
             answer = _without(answer, self._hidden)

@@ -186,10 +186,9 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     assert (box.state / "dead-man").read_text().split() == ["remuda-dead-man-boot", "remuda-dead-man-launch"]
     assert calls[-3:] == [
         "systemctl daemon-reload",
-        "systemctl enable remuda-agent.service",
+        "systemctl enable remuda-agent.service remuda-dead-man-reboot.timer",
         "systemctl start --no-block remuda-agent.service",
     ]
-    assert "iptables -w -I OUTPUT -d 169.254.169.254 -m owner --uid-owner remuda-nobody -j REJECT" in calls
     assert not [call for call in calls if call.startswith("fetch")]
     assert (box.state / "pre-runner.sh").read_text() == "echo 'hello'\n"
     assert (box.state / "agent.env").read_text().splitlines() == [
@@ -202,6 +201,9 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     unit = (box.units / "remuda-agent.service").read_text()
     for line in ("Restart=always", "Slice=remuda.slice", "KillMode=process", f"ExecStart={box.opt}/bin/remuda agent"):
         assert line in unit.splitlines()
+    rule = "OUTPUT -d 169.254.169.254 -m owner --uid-owner remuda-nobody -j REJECT"
+    assert f"ExecStartPre=/bin/sh -c 'iptables -w -C {rule} 2>/dev/null || iptables -w -I {rule}'" in unit.splitlines()
+    assert "OnBootSec=1800" in (box.units / "remuda-dead-man-reboot.timer").read_text()
 
 
 def test_agent_and_runner_are_fetched_and_checked(box: Box) -> None:

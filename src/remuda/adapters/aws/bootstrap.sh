@@ -99,7 +99,7 @@ fi
 id -u "$job_user" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$job_user"
 if ! command -v iptables >/dev/null && command -v dnf >/dev/null; then dnf -y -q install iptables-nft; fi
 command -v iptables >/dev/null || fail "there is no iptables to keep the machine's metadata from jobs"
-iptables -w -I OUTPUT -d 169.254.169.254 -m owner --uid-owner "$job_user" -j REJECT
+rule="OUTPUT -d 169.254.169.254 -m owner --uid-owner $job_user -j REJECT"
 
 if [[ -n $script ]]; then
   base64 -d <<<"$script" | gzip -d >"$state/pre-runner.sh"
@@ -112,8 +112,28 @@ region=$(metadata placement/region)
   for pair in "${environment[@]}"; do printf '%s\n' "$pair"; done
 } >"$state/agent.env"
 
-# KillMode: a restart of the agent must not end the job that runs; the new agent finds the runner by its file.
 mkdir -p "$units"
+# A job may reboot the machine: neither the timers above nor the firewall's rules live through that.
+cat >"$units/remuda-dead-man-reboot.timer" <<EOF
+[Unit]
+Description=Ends this machine unless its agent comes up
+
+[Timer]
+OnBootSec=$boot_life_s
+AccuracySec=1s
+
+[Install]
+WantedBy=timers.target
+EOF
+cat >"$units/remuda-dead-man-reboot.service" <<EOF
+[Unit]
+Description=Ends this machine
+
+[Service]
+Type=oneshot
+ExecStart=/bin/sh -c 'systemctl poweroff --force'
+EOF
+# KillMode: a restart of the agent must not end the job that runs; the new agent finds the runner by its file.
 cat >"$units/remuda-agent.service" <<EOF
 [Unit]
 Description=Remuda agent
@@ -123,6 +143,7 @@ StartLimitIntervalSec=0
 
 [Service]
 EnvironmentFile=$state/agent.env
+ExecStartPre=/bin/sh -c 'iptables -w -C $rule 2>/dev/null || iptables -w -I $rule'
 ExecStart=$opt/bin/remuda agent
 Restart=always
 RestartSec=2
@@ -133,10 +154,10 @@ OOMScoreAdjust=-900
 [Install]
 WantedBy=multi-user.target
 EOF
-chmod 644 "$units/remuda-agent.service"
+chmod 644 "$units"/remuda-*
 rm -rf "$work"
 systemctl daemon-reload
-systemctl enable remuda-agent.service
+systemctl enable remuda-agent.service remuda-dead-man-reboot.timer
 # Not waited for: this script may itself be part of what systemd is starting.
 systemctl start --no-block remuda-agent.service
 say "the agent is started"

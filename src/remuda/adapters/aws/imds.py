@@ -41,6 +41,8 @@ SCRIPT_LOG = "pre-runner.log"
 #: The timers that are set, one name a line: the bootstrap writes the first.
 TIMERS = "dead-man"
 TIMER_PREFIX = "remuda-dead-man-"
+#: Starts with every boot, for machines that a job restarts.
+REBOOT_TIMER = f"{TIMER_PREFIX}reboot"
 #: What `systemctl stop` says of a unit that there is not (any more).
 NOT_LOADED = 5
 POWER_OFF = ("systemctl", "poweroff", "--force")
@@ -174,6 +176,7 @@ class Ec2Machine:
         while new in old:
             new += "x"
         self._write(TIMERS, _lines([*old, new]))
+        old = [*(name for name in old if name != REBOOT_TIMER), REBOOT_TIMER]
         timer = ("systemd-run", "--quiet", f"--unit={new}", f"--on-active={left_s}", "--timer-property=AccuracySec=1s")
         code = self._run([*timer, *POWER_OFF])
         if code != 0:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 BATCH = 100
 #: Tokens whose launches are remembered, to look before one is repeated.
 MAX_TOKENS = 1_000
+#: Machines that this process launched: they are ours, even while a describe does not show them yet.
+MAX_BORN = 10_000
 _UNKNOWN_IDS = frozenset({"InvalidInstanceID.NotFound", "InvalidInstanceID.Malformed", "InvalidID"})
 _ID = re.compile(r"i-[0-9a-f]{8,17}")
 
@@ -71,6 +73,7 @@ class Ec2Compute:
         self._environment = dict(agent_environment or {})
         self._layout = layout
         self._asked: OrderedDict[str, asyncio.Lock] = OrderedDict()
+        self._born: OrderedDict[str, None] = OrderedDict()
 
     async def close(self) -> None:
         """Nothing is held: the client is its maker's."""
@@ -88,7 +91,11 @@ class Ec2Compute:
         while len(self._asked) > MAX_TOKENS:
             self._asked.popitem(last=False)
         async with lock:
-            return await self._launcher.launch(request, options, look_first=again)
+            result = await self._launcher.launch(request, options, look_first=again)
+        self._born.update(dict.fromkeys(launched.instance_id for launched in result.instances))
+        while len(self._born) > MAX_BORN:
+            self._born.popitem(last=False)
+        return result
 
     async def describe(self, instance_ids: Collection[str]) -> Mapping[str, MachineView]:
         # By filter: an id that EC2 does not know is left out, where naming it would fail the whole call.
@@ -106,15 +113,14 @@ class Ec2Compute:
         wanted = list(dict.fromkeys(instance_ids))
         failures = {name: f"{name[:40]!r} is no instance id" for name in wanted if not is_instance_id(name)}
         # Looked at first: only what is proven to be this pool's is ever ended. What EC2 does not know is gone, or so
-        # new that its describe lags: the next sweep sees it.
+        # new that its describe lags: we launched it ourselves, or the next sweep sees it.
         known = await self.describe(wanted)
         ours: list[str] = []
         for name in wanted:
-            if name not in known:
-                continue
-            if known[name].tags.get(POOL_TAG) == self._pool:
+            is_ours = known[name].tags.get(POOL_TAG) == self._pool if name in known else name in self._born
+            if is_ours:
                 ours.append(name)
-            else:
+            elif name in known:
                 failures[name] = f"it does not carry the tag {POOL_TAG}={self._pool}"
         for batch in batches(ours, BATCH):
             failures |= await self._terminate(list(batch))
