@@ -24,10 +24,10 @@ check: $(VENV)/.tools ## Style, types, directions, generated docs
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python docs/generate.py --check
 
-unit: $(VENV)/.tools ## Tests without I/O
+unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
 
-conformance: $(VENV)/.tools $(VENV)-servers/.installed ## One suite a port, over every adapter
+conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools ## The installed command, with real processes
@@ -51,7 +51,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.installed requirements/dev.txt
-	@$(BIN)/python -m pip install -q -r requirements/dev.txt
+	@$(BIN)/python -m pip install -q -e '.[aws]' -r requirements/dev.txt
 	@touch $@
 
 # The test servers pin versions of their own: they live apart.
@@ -61,5 +61,20 @@ $(VENV)-servers/.installed: $(VENV)/bin/python requirements/servers.txt
 	@PIP_CONSTRAINT= $(VENV)-servers/bin/python -m pip install -q -r requirements/servers.txt
 	@touch $@
 
+# The EC2 test server pins another botocore: a virtualenv of its own, and none of our constraints.
+$(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
+	@echo 'setting up the EC2 test server (once)'
+	@$(PYTHON) -m venv $(VENV)-moto
+	@PIP_CONSTRAINT= $(VENV)-moto/bin/python -m pip install -q -r requirements/moto.txt
+	@touch $@
+
+# Lints the bootstrap of machines; its test says why where it is skipped.
+/usr/bin/shellcheck:
+	@if command -v shellcheck >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing shellcheck'; apt-get install -y -qq shellcheck >/dev/null \
+	    || { apt-get update -qq && apt-get install -y -qq shellcheck >/dev/null; } || true; \
+	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
+
 clean: ## Remove what was generated
-	rm -rf $(VENV) $(VENV)-servers build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

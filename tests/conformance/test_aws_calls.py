@@ -136,6 +136,7 @@ async def aws(
         await store.put_config(replace(pool_config(), tokens=tokens))
         yield Aws(
             context=Context(
+                pool_name="test",
                 store=store,
                 pool=pool,
                 compute=MemoryCompute(cloud=MemoryCloud(clock=clock), pool="test", calls=calls),

@@ -10,11 +10,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -22,6 +24,7 @@ from remuda.domain.errors import CapacityError
 from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass, is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
+from support.moto_server import shared_server
 
 LONG_S = 20.0
 UNKNOWN = "i-00000000000000000"
@@ -30,6 +33,11 @@ LARGE = ResourceClass(name="large", cpu=2, mmem=4096)
 
 class Cloud(Protocol):
     """Where machines are, and as many doors to it as there are pools and processes."""
+
+    #: What its launches need.
+    launch: dict[str, str]
+
+    async def start(self) -> None: ...
 
     def open(self, pool: str = "pool") -> Compute: ...
 
@@ -40,11 +48,15 @@ class Cloud(Protocol):
 
 class LocalCloud:
     def __init__(self) -> None:
+        self.launch: dict[str, str] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="remuda-"))
         self._source = self._folder / "source"
         (self._source / "bin").mkdir(parents=True)
         (self._source / "config.sh").write_text("#!/bin/sh\n")
         self._pools: dict[str, LocalCompute] = {}
+
+    async def start(self) -> None:
+        """It is there."""
 
     def open(self, pool: str = "pool") -> Compute:
         compute = LocalCompute(
@@ -81,7 +93,11 @@ def _has_any(path: Path, marks: list[bytes]) -> bool:
 
 class CloudInMemory:
     def __init__(self) -> None:
+        self.launch: dict[str, str] = {}
         self._cloud = MemoryCloud(clock=SystemClock())
+
+    async def start(self) -> None:
+        """It is there."""
 
     def open(self, pool: str = "pool") -> Compute:
         return MemoryCompute(cloud=self._cloud, pool=pool, calls=CallCounter())
@@ -92,12 +108,33 @@ class CloudInMemory:
         assert not [name for name in self._cloud.machines if self._cloud.is_alive(name)]
 
 
-CLOUDS: dict[str, Callable[[], Cloud]] = {"local": LocalCloud, "memory": CloudInMemory}
+class Ec2Cloud:
+    def __init__(self) -> None:
+        self.launch: dict[str, str] = {}
+        self._server = shared_server()
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        self._server.reset()
+        self._client = await self._stack.enter_async_context(self._server.client())
+        self.launch = await self._server.launch_options(self._client)
+
+    def open(self, pool: str = "pool") -> Compute:
+        return Ec2Compute(client=self._client, pool=pool, clock=SystemClock(), ids=SystemIds(), calls=CallCounter())
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+CLOUDS: dict[str, Callable[[], Cloud]] = {"ec2": Ec2Cloud, "local": LocalCloud, "memory": CloudInMemory}
+#: Begin the tags that a backend adds for itself.
+OWN_TAGS = ("remuda:", "ghr:")
 
 
 @pytest.fixture(params=sorted(CLOUDS))
 async def cloud(request: pytest.FixtureRequest) -> AsyncIterator[Cloud]:
     made = CLOUDS[request.param]()
+    await made.start()
     yield made
     await made.close()
 
@@ -105,27 +142,37 @@ async def cloud(request: pytest.FixtureRequest) -> AsyncIterator[Cloud]:
 @pytest.fixture
 async def compute(cloud: Cloud) -> Compute:
     opened = cloud.open()
-    await opened.prepare({})
+    await opened.prepare(cloud.launch)
     return opened
 
 
-def wanted(
-    token: str = "token", *, count: int = 1, patterns: str = "*", tags: Mapping[str, str] | None = None
-) -> LaunchRequest:
-    return LaunchRequest(
-        provision_id=f"provision-{token}",
-        client_token=token,
-        count=count,
-        request=Request(
-            resource_class=LARGE,
-            usage_class=UsageClass.ON_DEMAND,
-            patterns=TypePatterns.parse(patterns),
-            tier=Tier.TRUSTED,
-        ),
-        first_life_s=120,
-        margin_s=1,
-        tags=tags or {},
-    )
+Wanted = Callable[..., LaunchRequest]
+
+
+@pytest.fixture
+def wanted(cloud: Cloud) -> Wanted:
+    """A launch, with what this cloud needs for one."""
+
+    def make(
+        token: str = "token", *, count: int = 1, patterns: str = "*", tags: Mapping[str, str] | None = None
+    ) -> LaunchRequest:
+        return LaunchRequest(
+            provision_id=f"provision-{token}",
+            client_token=token,
+            count=count,
+            request=Request(
+                resource_class=LARGE,
+                usage_class=UsageClass.ON_DEMAND,
+                patterns=TypePatterns.parse(patterns),
+                tier=Tier.TRUSTED,
+            ),
+            launch=cloud.launch,
+            first_life_s=120,
+            margin_s=1,
+            tags=tags or {},
+        )
+
+    return make
 
 
 def ids(result: LaunchResult) -> list[str]:
@@ -138,11 +185,11 @@ async def reaches(compute: Compute, instance_id: str, state: MachineState) -> No
             await asyncio.sleep(0.01)
 
 
-async def test_preparing_twice_changes_nothing_more(compute: Compute) -> None:
-    assert list(await compute.prepare({})) == []
+async def test_preparing_twice_changes_nothing_more(cloud: Cloud, compute: Compute) -> None:
+    assert list(await compute.prepare(cloud.launch)) == []
 
 
-async def test_machines_come_up_with_the_pools_tags(compute: Compute) -> None:
+async def test_machines_come_up_with_the_pools_tags(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted(count=2, tags={"team": "a"}))
 
     assert result.errors == ()
@@ -155,23 +202,24 @@ async def test_machines_come_up_with_the_pools_tags(compute: Compute) -> None:
         view = views[launched.instance_id]
         assert view.instance_type == launched.instance_type
         assert view.launched_at.tzinfo is not None
-        assert view.tags == {"team": "a", POOL_TAG: "pool", PROVISION_TAG: "provision-token"}
+        assert view.tags.items() >= {"team": "a", POOL_TAG: "pool", PROVISION_TAG: "provision-token"}.items()
+        assert [key for key in view.tags if not key.startswith(OWN_TAGS)] == ["team"]
     assert sorted(view.instance_id for view in await compute.list_pool()) == sorted(ids(result))
 
 
-async def test_the_types_are_among_those_allowed(compute: Compute) -> None:
+async def test_the_types_are_among_those_allowed(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted(patterns="r6i.* m6i.xlarge"))
     allowed = TypePatterns.parse("r6i.* m6i.xlarge")
     assert all(allowed.matches(launched.instance_type) for launched in result.instances)
 
 
-async def test_no_such_type_is_no_capacity(compute: Compute) -> None:
+async def test_no_such_type_is_no_capacity(compute: Compute, wanted: Wanted) -> None:
     with pytest.raises(CapacityError, match=r"x1\.tiny.*large"):
         await compute.launch(wanted(patterns="x1.tiny"))
     assert list(await compute.list_pool()) == []
 
 
-async def test_a_token_launches_once(compute: Compute) -> None:
+async def test_a_token_launches_once(compute: Compute, wanted: Wanted) -> None:
     results = await asyncio.gather(*(compute.launch(wanted(count=2)) for _ in range(3)))
     again = await compute.launch(wanted(count=2))
     assert all(result == again for result in results)
@@ -180,20 +228,20 @@ async def test_a_token_launches_once(compute: Compute) -> None:
     assert not set(ids(other)) & set(ids(again))
 
 
-async def test_a_token_launches_once_even_after_the_end(compute: Compute) -> None:
+async def test_a_token_launches_once_even_after_the_end(compute: Compute, wanted: Wanted) -> None:
     first = await compute.launch(wanted())
     await compute.terminate(ids(first))
     assert ids(await compute.launch(wanted())) == ids(first)
     await reaches(compute, ids(first)[0], MachineState.TERMINATED)
 
 
-async def test_unknown_ones_are_left_out(compute: Compute) -> None:
+async def test_unknown_ones_are_left_out(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted())
     assert set(await compute.describe([*ids(result), UNKNOWN, "../etc"])) == set(ids(result))
     assert await compute.describe([]) == {}
 
 
-async def test_terminated_ones_stay_known(compute: Compute) -> None:
+async def test_terminated_ones_stay_known(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted(count=2))
     assert await compute.terminate(ids(result)) == {}
     for name in ids(result):
@@ -201,15 +249,15 @@ async def test_terminated_ones_stay_known(compute: Compute) -> None:
     assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
 
 
-async def test_what_is_gone_is_terminated_with_success(compute: Compute) -> None:
+async def test_what_is_gone_is_terminated_with_success(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted())
     assert await compute.terminate([*ids(result), *ids(result), UNKNOWN]) == {}
     assert await compute.terminate(ids(result)) == {}
 
 
-async def test_another_pools_machine_is_refused(cloud: Cloud, compute: Compute) -> None:
+async def test_another_pools_machine_is_refused(cloud: Cloud, compute: Compute, wanted: Wanted) -> None:
     other = cloud.open("other")
-    await other.prepare({})
+    await other.prepare(cloud.launch)
     theirs, ours = ids(await other.launch(wanted("theirs"))), ids(await compute.launch(wanted("ours")))
     await reaches(other, theirs[0], MachineState.RUNNING)
 
@@ -222,7 +270,7 @@ async def test_another_pools_machine_is_refused(cloud: Cloud, compute: Compute) 
     assert [view.instance_id for view in await compute.list_pool()] == ours
 
 
-async def test_tags_come_and_go(compute: Compute) -> None:
+async def test_tags_come_and_go(compute: Compute, wanted: Wanted) -> None:
     names = ids(await compute.launch(wanted(count=2)))
     await asyncio.gather(*(compute.tag(names, {f"key-{number}": "value"}) for number in range(10)))
     await compute.tag(names, {"key-0": "new"})

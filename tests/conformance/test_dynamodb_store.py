@@ -247,15 +247,18 @@ async def test_the_sweeps_index_holds_what_is_live(store: DynamoInstanceStore, c
     await store.put_provision(opened)
     live = await scanned(client, table_name, IndexName="live")
     assert len(live) == len(LIVE) + 1
-    committed = provisions.committed(opened, (ID,))
+    committed = provisions.committed(opened, (ID,), deadline=at(900))
     await store.replace_provision(opened, committed)
     record = await store.get(instance_id(0))
     assert record is not None
     await store.apply(change(record, state=State.TERMINATED))
-    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE) - 1
+    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE), "one instance less"
     released = provisions.released(committed, now=NOW, why="done")
     await store.replace_provision(committed, released)
     assert await store.unsettled_provisions(NOW) == [released], "due at once, whatever its deadline was"
+    done = provisions.settled(released, forget_at=at(999))
+    await store.replace_provision(released, done)
+    assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE) - 1
 
 
 async def test_every_query_follows_its_pages(

@@ -51,6 +51,9 @@ class NewSettings(pydantic.BaseModel):
     known_scopes: list[str] | None = None
     rate_limit: int = 0
     enforce_rate_limit: bool = False
+    app_id: str = ""
+    app_key: str = ""
+    app_owners: list[str] = []
 
 
 def routes(hub: Hub) -> list[BaseRoute]:

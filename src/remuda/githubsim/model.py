@@ -71,6 +71,10 @@ class Settings:
     rate_limit: int = 15_000
     #: Whether going over that limit is refused. Off: a demo may poll as it likes.
     enforce_rate_limit: bool = False
+    #: The one GitHub App there may be: its id, its public key (PEM), and who has it installed.
+    app_id: str = ""
+    app_key: str = ""
+    app_owners: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

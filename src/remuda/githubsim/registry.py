@@ -16,6 +16,7 @@ from remuda.githubsim.model import (
 from remuda.githubsim.state import State
 
 ACCESS_PREFIX = "github_pat_"
+INSTALLATION_PREFIX = "ghs_"
 DEFAULT_GROUP_ID = 1
 
 
@@ -43,13 +44,22 @@ class Registry:
         value = self._state.clock.token(ACCESS_PREFIX)
         return self._keep(Token(value=value, kind=TokenKind.ACCESS, scopes=scopes, expires_at=None, write=write))
 
+    def issue_installation(self, owner: str) -> Token:
+        """What an App gets for one owner that has it installed."""
+        now = self._state.clock.now()
+        self._forget_expired(now)
+        value = self._state.clock.token(INSTALLATION_PREFIX)
+        expires_at = now + self._state.settings.token_life_s
+        return self._keep(Token(value=value, kind=TokenKind.ACCESS, scopes=(owner,), expires_at=expires_at))
+
     def keep_access(self, value: str) -> None:
         """Make a known access token valid: the one that an earlier life handed out."""
         self._keep(Token(value=value, kind=TokenKind.ACCESS, scopes=(), expires_at=None))
 
     def access(self, value: str) -> Token:
         token = self._state.tokens.get(value)
-        if token is None or token.kind is not TokenKind.ACCESS:
+        expired = token is not None and token.expires_at is not None and token.expires_at <= self._state.clock.now()
+        if token is None or token.kind is not TokenKind.ACCESS or expired:
             raise Refused(401, "Bad credentials")
         return token
 

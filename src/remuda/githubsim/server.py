@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from remuda.githubsim import admin, rest, runner_api
+from remuda.githubsim import admin, apps, rest, runner_api
 from remuda.githubsim.clock import Clock
 from remuda.githubsim.core import Core
 from remuda.githubsim.endpoint import Endpoint, read_endpoint, write_endpoint
@@ -43,7 +43,7 @@ def build_app(hub: Hub) -> Starlette:
         return error(404, "Not Found")
 
     return Starlette(
-        routes=[*rest.routes(hub), *runner_api.routes(hub), *admin.routes(hub)],
+        routes=[*rest.routes(hub), *apps.routes(hub), *runner_api.routes(hub), *admin.routes(hub)],
         lifespan=lifespan,
         # GitHub answers 404 to a method that a path does not have, too.
         exception_handlers={404: not_found, 405: not_found},

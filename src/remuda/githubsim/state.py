@@ -129,8 +129,10 @@ class State:
 
 
 def settings_from(document: Document) -> Settings:
-    known = document.get("known_scopes")
-    return Settings(**{**document, "known_scopes": None if known is None else tuple(known)})
+    known, owners = document.get("known_scopes"), document.get("app_owners", ())
+    return Settings(
+        **{**document, "known_scopes": None if known is None else tuple(known), "app_owners": tuple(owners)}
+    )
 
 
 def _job_from(document: Document) -> Job:

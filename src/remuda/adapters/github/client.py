@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
+from remuda.adapters.github.auth import Auth, StaticToken
 from remuda.adapters.github.errors import translate
-from remuda.domain.errors import NotFound, Unavailable, UserError
+from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
@@ -24,6 +26,8 @@ TIMEOUT_S = 15.0
 #: For calls that may be repeated: how often, and the first pause.
 TRIES = 4
 PAUSE_S = 0.25
+#: The longest wait that GitHub may ask for and that is waited here; longer ones are the caller's.
+MAX_WAIT_S = 5.0
 
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 _HEADERS = {
@@ -45,14 +49,39 @@ def web_url(api_url: str) -> str:
     return base
 
 
+class _Request(NamedTuple):
+    method: str
+    path: str
+    params: Mapping[str, str] | None
+    json: Any
+    #: It may be sent again where it is not known whether it arrived.
+    repeat: bool
+    #: Codes that are answers too.
+    accept: frozenset[int] = frozenset()
+
+    @property
+    def what(self) -> str:
+        return f"{self.method} {self.path}"
+
+    @property
+    def name(self) -> str:
+        """For the count of calls."""
+        last = self.path.rsplit("/", 1)[-1]
+        return f"{self.method} {last if self.method == 'POST' or last == 'installation' else 'runners'}"
+
+
 class GithubForge:
-    def __init__(self, *, api_url: str, token: str, clock: Clock, ids: Ids, calls: CallCounter) -> None:
+    def __init__(
+        self, *, api_url: str, clock: Clock, ids: Ids, calls: CallCounter, token: str = "", auth: Auth | None = None
+    ) -> None:
+        """With a token, or with an `auth` that has one for each scope."""
+        self._auth = auth or StaticToken(token)
         self._clock = clock
         self._ids = ids
         self._calls = calls
         self._client = httpx.AsyncClient(
             base_url=api_url.rstrip("/"),
-            headers={**_HEADERS, "Authorization": f"Bearer {token}"},
+            headers=_HEADERS,
             timeout=TIMEOUT_S,
             follow_redirects=False,
             # A local GitHub is on this machine: no proxy knows it.
@@ -71,7 +100,7 @@ class GithubForge:
     async def _token(self, scope: str, kind: str) -> Credential:
         # Minting twice does no harm: it may be repeated.
         with _needs(scope):
-            response = await self._call("POST", f"{_runners(scope)}/{kind}", repeat=True)
+            response = await self._call(scope, "POST", f"{_runners(scope)}/{kind}", repeat=True)
         body = _object(response)
         try:
             expires_at = datetime.fromisoformat(str(body["expires_at"]))
@@ -84,20 +113,46 @@ class GithubForge:
 
     async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
         body = {"name": name, "runner_group_id": 1, "labels": list(labels)}
-        with _needs(scope):
-            response = await self._call("POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+        try:
+            response = await self._ask_for_jit(scope, body)
+        except Throttled:
+            raise
+        except Unavailable:
+            response = await self._ask_for_jit_again(scope, body)
         answer = _object(response)
         try:
             return JitRunner(runner_id=int(answer["runner"]["id"]), config=str(answer["encoded_jit_config"]))
         except (KeyError, TypeError, ValueError) as error:
             raise Unavailable("GitHub's JIT configuration lacks its runner or its configuration") from error
 
+    async def _ask_for_jit(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
+        with _needs(scope):
+            return await self._call(scope, "POST", f"{_runners(scope)}/generate-jitconfig", json=body)
+
+    async def _ask_for_jit_again(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
+        """An answer was lost. Where the name exists now, that is what the lost call made, and its configuration is lost
+        with the answer: it is removed and made anew, once. Names are never used twice, so it is nobody else's.
+        """
+        await self._clock.sleep(PAUSE_S * (0.5 + self._ids.jitter()))
+        try:
+            return await self._ask_for_jit(scope, body)
+        except Conflict as conflict:
+            for runner in await self._list(scope, {"name": str(body["name"])}):
+                if runner.name != body["name"]:
+                    continue
+                if await self.delete_runner(scope, runner.runner_id) is Deletion.BUSY:
+                    raise Conflict(f"{conflict.message}; it runs a job") from conflict
+        return await self._ask_for_jit(scope, body)
+
     async def list_runners(self, scope: str) -> Sequence[ForgeRunner]:
+        return await self._list(scope, {})
+
+    async def _list(self, scope: str, only: Mapping[str, str]) -> list[ForgeRunner]:
         runners: dict[int, ForgeRunner] = {}
         for page in range(1, MAX_PAGES + 1):
-            params = {"per_page": str(PER_PAGE), "page": str(page)}
+            params = {**only, "per_page": str(PER_PAGE), "page": str(page)}
             with _needs(scope):
-                response = await self._call("GET", _runners(scope), params=params, repeat=True)
+                response = await self._call(scope, "GET", _runners(scope), params=params, repeat=True)
             found = _object(response).get("runners")
             if not isinstance(found, list):
                 raise Unavailable("GitHub's list of runners is not a list")
@@ -108,20 +163,21 @@ class GithubForge:
 
     async def get_runner(self, scope: str, runner_id: int) -> ForgeRunner | None:
         try:
-            response = await self._call("GET", f"{_runners(scope)}/{runner_id}", repeat=True)
+            response = await self._call(scope, "GET", f"{_runners(scope)}/{runner_id}", repeat=True)
         except NotFound:
             return None
         return _parse_runner(_object(response))
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         try:
-            response = await self._call("DELETE", f"{_runners(scope)}/{runner_id}", repeat=True, accept={422})
+            response = await self._call(scope, "DELETE", f"{_runners(scope)}/{runner_id}", repeat=True, accept={422})
         except NotFound:
             return Deletion.GONE
         return Deletion.BUSY if response.status_code == 422 else Deletion.DELETED
 
     async def _call(
         self,
+        scope: str,
         method: str,
         path: str,
         *,
@@ -130,26 +186,52 @@ class GithubForge:
         repeat: bool = False,
         accept: frozenset[int] | set[int] = frozenset(),
     ) -> httpx.Response:
-        what = f"{method} {path}"
+        """With the scope's token; where it is refused, once more with a new one."""
+        token = await self._auth.token(scope, self._call_as_app)
+        request = _Request(method, path, params, json, repeat, frozenset(accept))
+        response = await self._send(request, token, accept={401})
+        if response.status_code == 401 and self._auth.refused(scope, token):
+            token = await self._auth.token(scope, self._call_as_app)
+            response = await self._send(request, token, accept={401})
+        if response.status_code == 401:
+            raise translate(response, request.what, self._clock.now())
+        return response
+
+    async def _call_as_app(self, method: str, path: str, *, bearer: str) -> dict[str, Any]:
+        # A token that is minted twice does no harm.
+        return _object(await self._send(_Request(method, path, None, None, repeat=True), bearer))
+
+    async def _send(self, request: _Request, token: str, accept: AbstractSet[int] = frozenset()) -> httpx.Response:
+        """Repeat what may be repeated, and wait where GitHub asks for a short wait: what it refused for that was not
+        done.
+        """
         pause_s = PAUSE_S
         for attempt in range(1, TRIES + 1):
-            self._calls.add("github", f"{method} {path.rsplit('/', 1)[-1] if method == 'POST' else 'runners'}")
-            try:
-                response = await self._client.request(method, path, params=params, json=json)
-            except httpx.HTTPError as error:
-                failure = Unavailable(f"GitHub cannot be reached ({what}): {type(error).__name__}")
+            failure = await self._try(request, token, accept)
+            if isinstance(failure, httpx.Response):
+                return failure
+            if isinstance(failure, Throttled):
+                wait_s, again = failure.retry_after_s, failure.retry_after_s <= MAX_WAIT_S
             else:
-                if response.is_success or response.status_code in accept:
-                    return response
-                translated = translate(response, what)
-                if type(translated) is not Unavailable:
-                    raise translated
-                failure = translated
-            if not repeat or attempt == TRIES:
+                wait_s, again = pause_s * (0.5 + self._ids.jitter()), request.repeat and type(failure) is Unavailable
+            if not again or attempt == TRIES:
                 raise failure
-            await self._clock.sleep(pause_s * (0.5 + self._ids.jitter()))
+            await self._clock.sleep(wait_s)
             pause_s *= 2
         raise AssertionError  # pragma: no cover - the loop returns or raises
+
+    async def _try(self, request: _Request, token: str, accept: AbstractSet[int]) -> httpx.Response | RemudaError:
+        self._calls.add("github", request.name)
+        headers = {"Authorization": f"Bearer {token}"}
+        try:
+            response = await self._client.request(
+                request.method, request.path, params=request.params, json=request.json, headers=headers
+            )
+        except httpx.HTTPError as error:
+            return Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}")
+        if response.is_success or response.status_code in request.accept | accept:
+            return response
+        return translate(response, request.what, self._clock.now())
 
 
 @contextmanager

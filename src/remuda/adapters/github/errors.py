@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import httpx
 
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
@@ -10,11 +12,12 @@ from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Una
 DEFAULT_RETRY_AFTER_S = 60.0
 
 
-def translate(response: httpx.Response, what: str) -> RemudaError:
+def translate(response: httpx.Response, what: str, now: datetime) -> RemudaError:
+    """`now` is for limits that end at a time by the clock."""
     status = response.status_code
     said = _message(response)
     if status in {403, 429} and _is_rate_limit(response, said):
-        return Throttled(f"GitHub limits our calls ({what}): {said}", retry_after_s=_retry_after_s(response))
+        return Throttled(f"GitHub limits our calls ({what}): {said}", retry_after_s=_retry_after_s(response, now))
     if status in {401, 403}:
         return UserError(
             f"GitHub refuses the credential ({what}): {status} {said}",
@@ -47,8 +50,15 @@ def _is_rate_limit(response: httpx.Response, said: str) -> bool:
     )
 
 
-def _retry_after_s(response: httpx.Response) -> float:
+def _retry_after_s(response: httpx.Response, now: datetime) -> float:
+    """As GitHub asks: `retry-after` first, then the reset of a limit that is used up, else a minute."""
     try:
         return max(0.0, float(response.headers["retry-after"]))
     except (KeyError, ValueError):
-        return DEFAULT_RETRY_AFTER_S
+        pass
+    if response.headers.get("x-ratelimit-remaining") == "0":
+        try:
+            return max(0.0, float(response.headers["x-ratelimit-reset"]) - now.timestamp())
+        except (KeyError, ValueError):
+            pass
+    return DEFAULT_RETRY_AFTER_S

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from remuda import procfs
+from remuda import procfs, scripts
 from remuda.adapters.local import folder as files
 from remuda.adapters.local.record import read_record
 from remuda.adapters.local.supervisor import FD_VARIABLE, FOLDER_VARIABLE
@@ -20,7 +19,6 @@ from remuda.ports.clock import Clock
 from remuda.ports.machine import Identity, Memory, Outcome
 
 MAX_DETAIL = 500
-MAX_TAIL_BYTES = 4096
 MAX_NOTICE = 500
 
 
@@ -62,19 +60,17 @@ class LocalMachine:
         script = self._folder / files.SCRIPT
         if not script.exists():
             return Outcome(ok=True, detail="there is no pre-runner script")
-        log = self._folder / files.LOGS / "pre-runner.log"
         step = f"script {self._folder}"
         # One that an earlier agent began would run beside this one.
         await asyncio.to_thread(procfs.end_step, step)
-        code = await _run(
-            _command(script),
-            log=log,
+        ended = await scripts.run(
+            script,
+            log=self._folder / files.LOGS / "pre-runner.log",
             folder=self._folder / files.WORK,
             environment={**job_environment(self._folder), procfs.STEP: step},
             timeout_s=timeout_s,
         )
-        story = f"no end after {timeout_s:g} s" if code is None else f"exit code {code}"
-        return Outcome(ok=code == 0, detail=f"{story}: {_tail(log)}"[:MAX_DETAIL])
+        return Outcome(ok=ended.ok, detail=ended.story)
 
     async def reset(self) -> Outcome:
         return await self._reset()
@@ -142,47 +138,3 @@ def _not_a_machine(variable: str) -> UserError:
         field=variable,
         fix="let `remuda provision` launch machines; they start their agents themselves",
     )
-
-
-def _command(script: Path) -> list[str]:
-    with script.open("rb") as file:
-        return [str(script)] if file.read(2) == b"#!" else ["/bin/sh", str(script)]
-
-
-async def _run(
-    command: list[str], *, log: Path, folder: Path, environment: Mapping[str, str], timeout_s: float
-) -> int | None:
-    """The exit code, or None where it had to be killed. Output goes to a file: a pipe would be held open by what the
-    script leaves in the background.
-    """
-    with log.open("wb") as output:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=folder,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        except OSError as problem:
-            output.write(f"{problem}\n".encode())
-            return 127
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await process.wait()
-    except TimeoutError:
-        return None
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-
-
-def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
-        text = file.read(MAX_TAIL_BYTES).decode(errors="replace")
-    return " | ".join(line for line in text.splitlines() if line.strip())[-MAX_DETAIL // 2 :]

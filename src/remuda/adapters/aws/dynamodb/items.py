@@ -148,10 +148,10 @@ def provision_item(provision: Provision) -> Item:
         PROVISION_PK: attribute(PROVISIONS),
         PROVISION_SK: attribute(f"{timestamps.to_text(provision.created_at)}#{provision.provision_id}"),
     }
-    if provision.status is ProvisionStatus.OPEN:
-        item |= {LIVE_PK: attribute(UNSETTLED), LIVE_SK: attribute(timestamps.to_text(provision.deadline))}
-    elif provision.status is ProvisionStatus.RELEASED and not provision.settled:
-        item |= {LIVE_PK: attribute(UNSETTLED), LIVE_SK: attribute(ALWAYS_DUE)}
+    if not provision.settled:
+        released = provision.status is ProvisionStatus.RELEASED
+        due = ALWAYS_DUE if released else timestamps.to_text(provision.deadline)
+        item |= {LIVE_PK: attribute(UNSETTLED), LIVE_SK: attribute(due)}
     if provision.forget_at is not None:
         item |= {TTL: seconds(provision.forget_at)}
     return item

@@ -1,0 +1,163 @@
+# The rest of a machine's user data; what stands above it was set by remuda's user_data.py. Written for Amazon Linux
+# 2023 and Ubuntu 22.04 and 24.04. It holds no credential: whoever may describe the launch template can read it.
+# shellcheck shell=bash disable=SC2154  # the variables are set above
+set -u
+umask 077
+
+# First of all, before anything can fail or hang: the machine ends itself, whatever becomes of the rest.
+dead_man() { # UNIT SECONDS
+  systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s systemctl poweroff --force
+}
+dead_man remuda-dead-man-boot "$boot_life_s" || shutdown -P "+$((boot_life_s / 60 + 1))"
+
+set -eE -o pipefail
+say() { printf 'remuda: %s\n' "$*"; }
+# What failed stays up for a look until the dead-man timer ends it.
+fail() {
+  trap - ERR
+  say "bootstrap failed: $*"
+  exit 1
+}
+trap 'fail "line $LINENO: $BASH_COMMAND"' ERR
+
+mkdir -p "$opt/bin" "$state"
+# Jobs run the runner's software from there, but must not change it.
+chmod 755 "$opt" "$opt/bin"
+chmod 700 "$state"
+# The agent stops the timers named here once it has set its own.
+printf 'remuda-dead-man-boot\n' >"$state/dead-man"
+
+imds=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254}
+imds=${imds%/}
+imds_curl() { curl -sSf --noproxy '*' --retry 5 --retry-connrefused --max-time 5 "$@"; }
+imds_token=$(imds_curl -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 600' "$imds/latest/api/token")
+metadata() { imds_curl -H @- "$imds/latest/meta-data/$1" <<<"X-aws-ec2-metadata-token: $imds_token"; }
+
+# How long this launch has, where it says so: shorter than what every machine starts with.
+first_life_s=$(metadata "tags/instance/$first_life_tag" 2>/dev/null || true)
+if [[ $first_life_s =~ ^[0-9]{1,7}$ ]]; then
+  printf 'remuda-dead-man-boot\nremuda-dead-man-launch\n' >"$state/dead-man"
+  dead_man remuda-dead-man-launch "$first_life_s"
+  systemctl stop remuda-dead-man-boot.timer || true
+fi
+
+work=$(mktemp -d)
+fetch() { # URL SHA256 FILE
+  say "fetching $1"
+  case $1 in
+    s3://*)
+      command -v aws >/dev/null || fail "$1 needs the aws command: have it in the image, or give an https address"
+      aws s3 cp --only-show-errors "$1" "$3"
+      ;;
+    *) curl -sSfL --proto '=https' --retry 5 --retry-connrefused --max-time 600 -o "$3" "$1" ;;
+  esac
+  printf '%s  %s\n' "$2" "$3" | sha256sum --check --quiet - || fail "$1 is not the file that was meant"
+}
+
+# The agent: the image's own, or one that brings its interpreter along.
+if [[ ! -x $opt/bin/remuda ]]; then
+  case $agent_url in
+    '') fail "the image has no $opt/bin/remuda, and there is no agent-url" ;;
+    *.tar.gz)
+      fetch "$agent_url" "$agent_sha256" "$work/agent.tar.gz"
+      tar -xzf "$work/agent.tar.gz" -C "$opt" --no-same-owner
+      ;;
+    *)
+      fetch "$python_url" "$python_sha256" "$work/python.tar.gz"
+      fetch "$agent_url" "$agent_sha256" "$work/${agent_url##*/}"
+      # As python-build-standalone packs it: all below one folder, and movable.
+      mkdir -p "$opt/python"
+      tar -xzf "$work/python.tar.gz" -C "$opt/python" --strip-components=1 --no-same-owner
+      "$opt/python/bin/python3" -m pip install --quiet --no-cache-dir --disable-pip-version-check \
+        "$work/${agent_url##*/}[aws]"
+      ln -sf "$opt/python/bin/remuda" "$opt/bin/remuda"
+      ;;
+  esac
+  [[ -x $opt/bin/remuda ]] || fail "$agent_url has no bin/remuda"
+fi
+
+# The runner's software, pristine: the agent copies it for the jobs.
+if [[ ! -x $opt/runner/bin/Runner.Listener ]]; then
+  [[ -n $runner_version ]] || fail "the image has no runner in $opt/runner, and there is no actions-runner-version"
+  case $(uname -m) in
+    x86_64) arch=x64 ;;
+    aarch64) arch=arm64 ;;
+    *) fail "there is no runner for $(uname -m)" ;;
+  esac
+  name=actions-runner-linux-$arch-$runner_version.tar.gz
+  fetch "${runner_url:-https://github.com/actions/runner/releases/download/v$runner_version/$name}" \
+    "$runner_sha256" "$work/runner.tar.gz"
+  mkdir -p "$opt/runner"
+  tar -xzf "$work/runner.tar.gz" -C "$opt/runner" --no-same-owner
+fi
+chmod -R go+rX "$opt/runner"
+if ! ldconfig -p | grep libicuuc >/dev/null; then
+  if command -v dnf >/dev/null; then dnf -y -q install libicu; else "$opt/runner/bin/installdependencies.sh"; fi
+fi
+
+# Jobs run as a user without any right. The machine's metadata would give them the agent's role: keep it from them.
+id -u "$job_user" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$job_user"
+if ! command -v iptables >/dev/null && command -v dnf >/dev/null; then dnf -y -q install iptables-nft; fi
+command -v iptables >/dev/null || fail "there is no iptables to keep the machine's metadata from jobs"
+rule="OUTPUT -d 169.254.169.254 -m owner --uid-owner $job_user -j REJECT"
+
+if [[ -n $script ]]; then
+  base64 -d <<<"$script" | gzip -d >"$state/pre-runner.sh"
+  chmod 700 "$state/pre-runner.sh"
+fi
+
+region=$(metadata placement/region)
+{
+  printf 'AWS_REGION=%s\n' "$region"
+  for pair in "${environment[@]}"; do printf '%s\n' "$pair"; done
+} >"$state/agent.env"
+
+mkdir -p "$units"
+# A job may reboot the machine: neither the timers above nor the firewall's rules live through that.
+cat >"$units/remuda-dead-man-reboot.timer" <<EOF
+[Unit]
+Description=Ends this machine unless its agent comes up
+
+[Timer]
+OnBootSec=$boot_life_s
+AccuracySec=1s
+
+[Install]
+WantedBy=timers.target
+EOF
+cat >"$units/remuda-dead-man-reboot.service" <<EOF
+[Unit]
+Description=Ends this machine
+
+[Service]
+Type=oneshot
+ExecStart=/bin/sh -c 'systemctl poweroff --force'
+EOF
+# KillMode: a restart of the agent must not end the job that runs; the new agent finds the runner by its file.
+cat >"$units/remuda-agent.service" <<EOF
+[Unit]
+Description=Remuda agent
+Wants=network-online.target
+After=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+EnvironmentFile=$state/agent.env
+ExecStartPre=/bin/sh -c 'iptables -w -C $rule 2>/dev/null || iptables -w -I $rule'
+ExecStart=$opt/bin/remuda agent
+Restart=always
+RestartSec=2
+KillMode=process
+Slice=remuda.slice
+OOMScoreAdjust=-900
+
+[Install]
+WantedBy=multi-user.target
+EOF
+chmod 644 "$units"/remuda-*
+rm -rf "$work"
+systemctl daemon-reload
+systemctl enable remuda-agent.service remuda-dead-man-reboot.timer
+# Not waited for: this script may itself be part of what systemd is starting.
+systemctl start --no-block remuda-agent.service
+say "the agent is started"

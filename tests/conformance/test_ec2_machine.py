@@ -1,0 +1,224 @@
+"""The EC2 machine as its agent sees it, on a metadata service of our own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_LIFE_S, Ec2Machine, Imds, imds_endpoint
+from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.system.clock import SystemClock
+from remuda.domain.errors import Unavailable, UserError
+from remuda.ports.machine import Identity, Machine, Memory, Outcome, Script
+from support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+OFF = ["systemctl", "poweroff", "--force"]
+
+
+class Clock(SystemClock):
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    def now(self) -> datetime:
+        return START + timedelta(seconds=self.passed_s)
+
+    def monotonic(self) -> float:
+        return self.passed_s
+
+
+class Commands:
+    """Notes what would be run, and which timers would be left."""
+
+    def __init__(self) -> None:
+        self.run: list[list[str]] = []
+        self.timers: dict[str, str] = {"remuda-dead-man-boot": "1800", "remuda-dead-man-reboot": "1800"}
+        self.failing: set[str] = set()
+
+    def __call__(self, command: Sequence[str]) -> int:
+        self.run.append(list(command))
+        if command[0] in self.failing:
+            return 1
+        if command[0] == "systemd-run":
+            assert command[-3:] == OFF
+            flags = dict(part.removeprefix("--").split("=", 1) for part in command if part.count("=") == 1)
+            self.timers[flags["unit"]] = flags["on-active"]
+        if command[:2] == ["systemctl", "stop"]:
+            return 0 if self.timers.pop(command[2].removesuffix(".timer"), None) else 5
+        return 0
+
+
+@pytest.fixture
+def imds() -> Iterator[FakeImds]:
+    with fake_imds() as server:
+        yield server
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def commands() -> Commands:
+    return Commands()
+
+
+def as_port(machine: Ec2Machine) -> Machine:
+    """What it has to be, for the type checker."""
+    return machine
+
+
+async def clean() -> Outcome:
+    return Outcome(ok=True, detail="clean")
+
+
+@pytest.fixture
+async def machine(imds: FakeImds, clock: Clock, commands: Commands, tmp_path: Path) -> AsyncIterator[Ec2Machine]:
+    (tmp_path / "dead-man").write_text("remuda-dead-man-boot\n")
+    made = Ec2Machine(
+        imds=Imds(endpoint=imds_endpoint({"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}), clock=clock),
+        clock=clock,
+        reset=clean,
+        layout=Layout(state=str(tmp_path)),
+        run=commands,
+    )
+    yield made
+    await made.close()
+
+
+def test_the_endpoint_is_the_standard_one_unless_told() -> None:
+    assert imds_endpoint({}) == DEFAULT_ENDPOINT
+
+
+async def test_identity_comes_from_metadata_and_tags(machine: Ec2Machine, imds: FakeImds) -> None:
+    assert await machine.identity() == Identity(instance_id=INSTANCE_ID, pool="pool", margin_s=60.0)
+    assert imds.asked[0] == "PUT /latest/api/token"
+    assert len(imds.tokens) == 1
+
+
+async def test_tags_that_cannot_be_read_are_named(machine: Ec2Machine, imds: FakeImds) -> None:
+    del imds.values["tags/instance/remuda:pool"]
+    with pytest.raises(UserError, match="remuda:pool"):
+        await machine.identity()
+    imds.values["tags/instance/remuda:margin-s"] = "much"
+    with pytest.raises(UserError, match="much"):
+        await machine.identity()
+    imds.status = 503
+    with pytest.raises(Unavailable):
+        await machine.identity()
+
+
+async def test_the_token_is_renewed_before_it_ends_and_when_refused(
+    machine: Ec2Machine, imds: FakeImds, clock: Clock
+) -> None:
+    await machine.identity()
+    clock.passed_s = TOKEN_LIFE_S - 30
+    await machine.identity()
+    assert len(imds.tokens) == 2
+    imds.tokens.append("another")  # what the machine holds is not valid any more
+    await machine.identity()
+    assert len(imds.tokens) == 4
+
+
+async def test_memory_is_kept_for_roots_eyes(machine: Ec2Machine, tmp_path: Path) -> None:
+    assert machine.recall() == Memory()
+    memory = Memory(script=Script.OK, script_detail="fine", threshold=START)
+    machine.remember(memory)
+    assert machine.recall() == memory
+    assert (tmp_path / "memory.json").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "memory.json").write_text("{")
+    assert machine.recall() == Memory()
+
+
+async def test_a_new_timer_is_set_before_the_old_one_ends(
+    machine: Ec2Machine, clock: Clock, commands: Commands
+) -> None:
+    machine.arm(START + timedelta(seconds=90.5))
+    assert [command[0] for command in commands.run] == ["systemd-run", "systemctl", "systemctl"]
+    assert commands.run[-1] == ["systemctl", "stop", "remuda-dead-man-reboot.timer"]
+    assert list(commands.timers.values()) == ["91"]
+    clock.passed_s = 10
+    machine.arm(START + timedelta(seconds=200))
+    assert list(commands.timers.values()) == ["190"]
+    machine.arm(START)  # overdue, in the same moment
+    assert list(commands.timers.values()) == ["1"]
+
+
+async def test_a_timer_that_cannot_be_set_leaves_the_old_one(machine: Ec2Machine, commands: Commands) -> None:
+    commands.failing = {"systemd-run"}
+    with pytest.raises(Unavailable):
+        machine.arm(START + timedelta(seconds=90))
+    assert list(commands.timers) == ["remuda-dead-man-boot", "remuda-dead-man-reboot"]
+
+
+async def test_a_timer_that_resisted_is_stopped_with_the_next(
+    machine: Ec2Machine, clock: Clock, commands: Commands, tmp_path: Path
+) -> None:
+    commands.failing = {"systemctl"}
+    machine.arm(START + timedelta(seconds=90))
+    assert len(commands.timers) == 3
+    commands.failing = set()
+    clock.passed_s = 1
+    machine.arm(START + timedelta(seconds=100))
+    assert list(commands.timers.values()) == ["99"]
+    assert (tmp_path / "dead-man").read_text().split() == list(commands.timers)
+
+
+async def test_on_demand_machines_have_no_notice(machine: Ec2Machine, imds: FakeImds) -> None:
+    imds.values["spot/instance-action"] = "{}"
+    assert await machine.spot_notice() == ""
+
+
+async def test_notices_of_spot_machines(machine: Ec2Machine, imds: FakeImds) -> None:
+    imds.values["instance-life-cycle"] = "spot"
+    assert await machine.spot_notice() == ""
+    imds.values["events/recommendations/rebalance"] = '{"noticeTime": "2026-01-01T00:00:00Z"}'
+    assert await machine.spot_notice() == "spot: rebalance recommended at 2026-01-01T00:00:00Z"
+    imds.values["spot/instance-action"] = '{"action": "terminate", "time": "2026-01-01T00:02:00Z"}'
+    assert await machine.spot_notice() == "spot: terminate at 2026-01-01T00:02:00Z"
+    imds.status = 500
+    assert await machine.spot_notice() == "spot: terminate at 2026-01-01T00:02:00Z"
+
+
+async def test_a_notice_that_is_no_json_is_one_all_the_same(machine: Ec2Machine, imds: FakeImds) -> None:
+    imds.values["instance-life-cycle"] = "spot"
+    imds.values["spot/instance-action"] = "soon"
+    assert await machine.spot_notice() == "spot: end at an unknown time"
+
+
+async def test_the_script_and_its_end(machine: Ec2Machine, tmp_path: Path) -> None:
+    assert (await machine.run_script(10)).ok
+    script = tmp_path / "pre-runner.sh"
+    script.write_text("echo prepared; exit 3\n")
+    assert await machine.run_script(10) == Outcome(ok=False, detail="exit code 3: prepared")
+    script.write_text("#!/bin/bash\n[[ -z ${AWS_SECRET_ACCESS_KEY:-} ]] && echo done\n")
+    script.chmod(0o700)
+    assert await machine.run_script(10) == Outcome(ok=True, detail="exit code 0: done")
+    assert await machine.reset() == Outcome(ok=True, detail="clean")
+
+
+async def test_the_end_is_asked_for_or_powered_off(imds: FakeImds, clock: Clock, commands: Commands) -> None:
+    asked: list[str] = []
+
+    async def terminate(instance_id: str) -> None:
+        asked.append(instance_id)
+        if len(asked) > 1:
+            raise Unavailable("no")
+
+    service = Imds(endpoint=imds.url, clock=clock)
+    made = Ec2Machine(imds=service, clock=clock, reset=clean, run=commands, terminate=terminate)
+    await made.end("done")
+    assert (asked, commands.run) == ([INSTANCE_ID], [])
+    await made.end("done")
+    assert commands.run == [OFF]
+    await made.close()
+
+
+async def test_powering_off_that_fails_is_told(machine: Ec2Machine, commands: Commands) -> None:
+    commands.failing = {"systemctl"}
+    with pytest.raises(Unavailable):
+        await machine.end("done")

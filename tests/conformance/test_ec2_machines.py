@@ -1,0 +1,105 @@
+"""Machines on EC2: what is ended and what never, batches, pages, tags."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from remuda.adapters.aws.ec2.compute import BATCH
+from remuda.domain.errors import NotFound
+from remuda.ports.compute import POOL_TAG, MachineState
+from support.ec2_shim import PAGE
+from support.ec2_world import Ec2World, ec2_world, ids
+
+GHOST = "i-0123456789abcdef0"
+MANY, LAUNCHES = 250, 5
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[Ec2World]:
+    async with ec2_world() as made:
+        yield made
+
+
+async def state(world: Ec2World, name: str) -> str:
+    return next(str(item["State"]["Name"]) for item in await world.instances() if item["InstanceId"] == name)
+
+
+async def test_a_strangers_machine_is_never_ended(world: Ec2World) -> None:
+    compute = await world.prepared()
+    ours, theirs = ids(await compute.launch(world.wanted())), await world.stranger()
+
+    refused = await compute.terminate([theirs, *ours, "not-an-id"])
+
+    assert set(refused) == {theirs, "not-an-id"}
+    assert POOL_TAG in refused[theirs]
+    assert await state(world, theirs) == "running"
+    assert await state(world, ours[0]) == "terminated"
+
+
+async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2World) -> None:
+    """They are known when looked at, and gone when their end is asked for."""
+    compute = await world.prepared()
+    names = ids(await compute.launch(world.wanted(count=5)))
+    unknown = {"action": "TerminateInstances", "code": "InvalidInstanceID.NotFound"}
+
+    # Some server names those it does not know; another may not.
+    world.server.plan(faults=[{**unknown, "message": f"The instance IDs '{names[0]}, {GHOST}' do not exist"}])
+    assert await compute.terminate(names[:2]) == {}
+    assert [await state(world, name) for name in names[:2]] == ["running", "terminated"]
+    world.server.plan(faults=[{**unknown, "message": "some do not exist"}])
+    assert await compute.terminate(names[2:]) == {}
+    assert [await state(world, name) for name in names[2:]] == ["terminated"] * 3
+
+
+async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2World) -> None:
+    compute = await world.prepared()
+    world.server.plan(lag=1)
+    names = ids(await compute.launch(world.wanted()))
+    assert await compute.terminate(names) == {}
+    assert await state(world, names[0]) == "terminated"
+
+
+async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2World) -> None:
+    compute = await world.prepared()
+    names = ids(await compute.launch(world.wanted(count=2)))
+    world.server.plan(faults=[{"action": "TerminateInstances", "code": "UnauthorizedOperation", "status": 403}])
+    refused = await compute.terminate(names)
+    assert sorted(refused) == names
+    assert "UnauthorizedOperation" in refused[names[0]]
+
+
+async def test_many_machines_in_batches_and_pages(world: Ec2World) -> None:
+    compute = await world.prepared()
+    results = [
+        await compute.launch(world.wanted(f"token-{number}", count=MANY // LAUNCHES)) for number in range(LAUNCHES)
+    ]
+    names = sorted(name for result in results for name in ids(result))
+    await world.stranger()
+    assert len(names) == MANY
+
+    assert sorted(view.instance_id for view in await compute.list_pool()) == names
+    assert world.server.asked()["DescribeInstances"] == -(-LAUNCHES // PAGE)
+    assert len(await compute.describe([*names, GHOST])) == MANY
+    await compute.tag(names, {"ghr:orphan": "true"})
+    await compute.untag(names, ["ghr:orphan"])
+    assert await compute.terminate([*names, GHOST]) == {}
+
+    assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
+    asked = world.server.asked()
+    batches = -(-MANY // BATCH)
+    assert (asked["CreateFleet"], asked["TerminateInstances"]) == (LAUNCHES, batches)
+    assert (asked["CreateTags"], asked["DeleteTags"]) == (batches, batches)
+
+
+async def test_tags_reach_the_known_ones_and_the_unknown_are_named(world: Ec2World) -> None:
+    compute = await world.prepared()
+    names = ids(await compute.launch(world.wanted(count=2)))
+    said = f"The instance ID '{GHOST}' does not exist"
+    world.server.plan(faults=[{"action": "CreateTags", "code": "InvalidInstanceID.NotFound", "message": said}])
+    with pytest.raises(NotFound, match=GHOST):
+        await compute.tag([names[0], GHOST, names[1]], {"ghr:orphan": "true"})
+    assert all(view.tags.get("ghr:orphan") == "true" for view in (await compute.describe(names)).values())
+    await compute.untag(names, ["ghr:orphan"])
+    assert not any("ghr:orphan" in view.tags for view in (await compute.describe(names)).values())

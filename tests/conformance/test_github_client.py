@@ -1,0 +1,279 @@
+"""The GitHub client against the local GitHub: credentials, limits, lost answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pathlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from remuda.adapters.github.auth import AppAuth
+from remuda.adapters.github.client import GithubForge
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
+from remuda.githubsim.endpoint import Endpoint, read_endpoint
+from remuda.ports.calls import CallCounter
+from remuda.ports.forge import Deletion
+
+REPO, ORG = "acme/widgets", "acme"
+APP_ID = "4711"
+HOUR_S = 3600.0
+
+
+class Clock(SystemClock):
+    """Pauses are noted, not waited for; the time may be moved."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self.slept: list[float] = []
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(seconds=self.ahead_s)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
+
+
+def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey) -> str:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+PUBLIC = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("github")
+    command = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline()
+            found = read_endpoint(pathlib.Path(folder))
+            assert found is not None
+            yield found
+        finally:
+            server.terminate()
+            server.wait(10)
+
+
+@pytest.fixture
+def sim(endpoint: Endpoint) -> Iterator[httpx.Client]:
+    """Its operator."""
+    headers = {"authorization": f"Bearer {endpoint.token}"}
+    with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False) as client:
+        app = {"app_id": APP_ID, "app_key": PUBLIC, "app_owners": [ORG], "token_life_s": HOUR_S}
+        client.patch("/_sim/settings", json={**app, "enforce_rate_limit": False}).raise_for_status()
+        client.delete("/_sim/faults").raise_for_status()
+        yield client
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def calls() -> CallCounter:
+    return CallCounter()
+
+
+@pytest.fixture
+async def forge(endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter) -> AsyncIterator[GithubForge]:
+    made = GithubForge(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=SystemIds(), calls=calls)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def app(endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter) -> AsyncIterator[GithubForge]:
+    auth = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
+    made = GithubForge(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=calls)
+    yield made
+    await made.close()
+
+
+def plant(sim: httpx.Client, kind: str, operation: str, **more: Any) -> None:
+    sim.post("/_sim/faults", json={"kind": kind, "operation": operation, **more}).raise_for_status()
+
+
+# Apps
+
+
+@pytest.mark.parametrize("scope", [REPO, ORG])
+async def test_an_app_finds_its_installation_and_keeps_the_token(
+    app: GithubForge, calls: CallCounter, scope: str
+) -> None:
+    await asyncio.gather(app.registration_token(scope), app.removal_token(scope), app.list_runners(scope))
+    counted = calls.by_service()["github"]
+    assert counted["GET installation"] == 1
+    assert counted["POST access_tokens"] == 1
+
+
+async def test_a_token_is_renewed_shortly_before_it_ends(app: GithubForge, calls: CallCounter, clock: Clock) -> None:
+    await app.list_runners(REPO)
+    clock.ahead_s = HOUR_S - 200
+    await app.list_runners(REPO)
+    assert calls.by_service()["github"]["POST access_tokens"] == 1
+    clock.ahead_s = 0
+    app._auth._installations[REPO].expires_at = clock.now() + timedelta(seconds=100)  # type: ignore[attr-defined]
+    await app.list_runners(REPO)
+    assert calls.by_service()["github"]["POST access_tokens"] == 2
+
+
+async def test_a_refused_token_is_replaced_once(app: GithubForge, sim: httpx.Client, calls: CallCounter) -> None:
+    await app.list_runners(REPO)
+    plant(sim, "status", "list", status=401)
+    await app.list_runners(REPO)
+    assert calls.by_service()["github"]["POST access_tokens"] == 2
+    plant(sim, "status", "list", status=401, times=2)
+    with pytest.raises(UserError, match="401"):
+        await app.list_runners(REPO)
+    assert calls.by_service()["github"]["POST access_tokens"] == 3
+
+
+async def test_an_app_that_is_not_installed_is_told(app: GithubForge) -> None:
+    with pytest.raises(UserError, match="not installed for stranger/repo") as caught:
+        await app.list_runners("stranger/repo")
+    assert caught.value.field == "github-scope"
+
+
+@pytest.mark.parametrize("change", [{"app_id": "1"}, {"ahead_s": 2 * HOUR_S}, {"ahead_s": -2 * HOUR_S}, {"key": True}])
+async def test_a_proof_that_github_does_not_take_is_told(
+    endpoint: Endpoint, sim: httpx.Client, clock: Clock, change: dict[str, Any]
+) -> None:
+    clock.ahead_s = change.get("ahead_s", 0.0)
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048) if change.get("key") else KEY
+    auth = AppAuth(app_id=change.get("app_id", APP_ID), key=pem(key), clock=clock)
+    forge = GithubForge(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=CallCounter())
+    with pytest.raises(UserError, match="refuses the App") as caught:
+        await forge.list_runners(REPO)
+    assert caught.value.field == "github-app-key"
+    await forge.close()
+
+
+@pytest.mark.parametrize("key", ["", "secret-nonsense", pem(ec.generate_private_key(ec.SECP256R1()))])
+def test_a_key_that_is_none_is_told_and_not_shown(clock: Clock, key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        AppAuth(app_id=APP_ID, key=key, clock=clock)
+    assert caught.value.field == "github-app-key"
+    assert "secret" not in caught.value.message
+
+
+def test_a_key_with_its_line_breaks_written_out_is_taken(clock: Clock) -> None:
+    auth = AppAuth(app_id=APP_ID, key=pem(KEY).replace("\n", "\\n"), clock=clock)
+    assert "PRIVATE" not in repr(auth)
+
+
+async def test_answers_of_the_app_endpoints_may_be_lost(
+    app: GithubForge, sim: httpx.Client, calls: CallCounter
+) -> None:
+    plant(sim, "lost_answer", "installation")
+    plant(sim, "lost_answer", "installation-token")
+    await app.list_runners(REPO)
+    assert calls.by_service()["github"]["POST access_tokens"] == 2
+
+
+async def test_nothing_secret_is_logged(
+    app: GithubForge, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        await app.registration_token(REPO)
+        plant(sim, "status", "list", status=403)
+        with pytest.raises(UserError) as caught:
+            await app.list_runners(REPO)
+    seen = caplog.text + str(caught.value) + repr(app._auth.__dict__)
+    for secret in ("ghs_", "Bearer", "PRIVATE KEY", "eyJ"):
+        assert secret not in seen
+
+
+# Tokens as they are
+
+
+async def test_a_token_from_outside_is_not_replaced(endpoint: Endpoint, clock: Clock, calls: CallCounter) -> None:
+    forge = GithubForge(api_url=endpoint.url, token="wrong", clock=clock, ids=SystemIds(), calls=calls)
+    with pytest.raises(UserError, match="401") as caught:
+        await forge.list_runners(REPO)
+    assert caught.value.field == "github-token"
+    assert calls.by_service()["github"] == {"GET runners": 1}
+    await forge.close()
+
+
+# Limits
+
+
+async def test_short_waits_are_waited_whatever_the_call(forge: GithubForge, sim: httpx.Client, clock: Clock) -> None:
+    plant(sim, "rate_limit", "jitconfig", seconds=3)
+    assert (await forge.jit_config(REPO, name="patient", labels=["x"])).config
+    assert clock.slept == [3.0]
+
+
+async def test_long_waits_are_the_callers(forge: GithubForge, sim: httpx.Client, clock: Clock) -> None:
+    plant(sim, "rate_limit", "list", seconds=30)
+    with pytest.raises(Throttled) as caught:
+        await forge.list_runners(REPO)
+    assert caught.value.retry_after_s == 30
+    plant(sim, "rate_limit", "list", status=429)
+    with pytest.raises(Throttled) as caught:
+        await forge.list_runners(REPO)
+    assert caught.value.retry_after_s == 60
+    assert clock.slept == []
+
+
+@pytest.fixture
+def used_up(endpoint: Endpoint, sim: httpx.Client) -> Iterator[tuple[str, float]]:
+    """A token with nothing left of its limit, and when that ends."""
+    token = str(sim.post("/_sim/tokens", json={"scopes": [ORG]}).json()["token"])
+    sim.patch("/_sim/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
+    headers = {"authorization": f"Bearer {token}"}
+    answer = httpx.get(f"{endpoint.url}/repos/{REPO}/actions/runners", headers=headers, trust_env=False)
+    yield token, float(answer.headers["x-ratelimit-reset"])
+    sim.patch("/_sim/settings", json={"enforce_rate_limit": False, "rate_limit": 15_000}).raise_for_status()
+
+
+async def test_a_limit_that_is_used_up_ends_at_its_reset(
+    endpoint: Endpoint, used_up: tuple[str, float], clock: Clock
+) -> None:
+    token, reset = used_up
+    forge = GithubForge(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
+    clock.ahead_s = reset - 1_000 - clock.now().timestamp()
+    with pytest.raises(Throttled) as caught:
+        await forge.list_runners(REPO)
+    await forge.close()
+    # Should the hour have turned meanwhile, it is the next one's.
+    assert 900 < caught.value.retry_after_s % HOUR_S <= 1_000
+
+
+# Just-in-time configurations
+
+
+async def test_a_name_that_exists_is_a_conflict(forge: GithubForge) -> None:
+    first = await forge.jit_config(REPO, name="taken", labels=["x"])
+    with pytest.raises(Conflict):
+        await forge.jit_config(REPO, name="taken", labels=["x"])
+    assert await forge.get_runner(REPO, first.runner_id) is not None
+
+
+async def test_a_configuration_whose_answer_was_lost_is_made_anew(forge: GithubForge, sim: httpx.Client) -> None:
+    plant(sim, "lost_answer", "jitconfig")
+    made = await forge.jit_config(REPO, name="remuda-lost", labels=["x"])
+    named = [runner for runner in await forge.list_runners(REPO) if runner.name == "remuda-lost"]
+    assert [runner.runner_id for runner in named] == [made.runner_id]
+    assert await forge.delete_runner(REPO, made.runner_id) is Deletion.DELETED
+
+
+async def test_answers_lost_again_and_again_are_told(forge: GithubForge, sim: httpx.Client) -> None:
+    plant(sim, "lost_answer", "jitconfig", times=5)
+    with pytest.raises((Unavailable, Conflict)):  # either says: not done
+        await forge.jit_config(REPO, name="remuda-gone", labels=["x"])

@@ -1,0 +1,105 @@
+"""moto's EC2 for tests: started once, reset for each test, stopped at the end."""
+
+from __future__ import annotations
+
+import atexit
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from aiobotocore.session import AioSession, get_session
+
+from remuda.adapters.aws.ec2.calls import client_config
+
+if TYPE_CHECKING:
+    from types_aiobotocore_ec2 import EC2Client
+
+REGION = "eu-central-1"
+LIMIT_S = 30.0
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-moto" / "bin" / "python"
+#: One of those that moto knows from the start.
+AMI = "ami-12c6146b"
+
+
+class MotoServer:
+    def __init__(self) -> None:
+        if not PYTHON.exists():
+            raise RuntimeError("the EC2 test server is not installed: run make .venv-moto/.installed")
+        self._process = subprocess.Popen(
+            [PYTHON, Path(__file__).with_name("moto_app.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # What the tests' own environment says about AWS is not for it.
+            env={"PATH": "/usr/bin:/bin", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"},
+        )
+        assert self._process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
+
+    def stop(self) -> None:
+        self._http.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(LIMIT_S)
+        self._process.stdout.close()
+
+    def reset(self) -> None:
+        self._http.post("/_shim/reset").raise_for_status()
+
+    def plan(self, **changes: Any) -> None:
+        """Faults, capacity, …: as ec2_shim.py lists them."""
+        self._http.post("/_shim", json=changes).raise_for_status()
+
+    def asked(self) -> dict[str, int]:
+        """How many calls of each kind arrived."""
+        counts: dict[str, int] = self._http.get("/_shim").json()["asked"]
+        return counts
+
+    def last(self, action: str) -> dict[str, str]:
+        """The fields of the last request of this kind."""
+        fields: dict[str, str] = self._http.get("/_shim").json()["last"][action]
+        return fields
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[EC2Client]:
+        async with _session().create_client(
+            "ec2",
+            region_name=REGION,
+            endpoint_url=self.url,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            config=client_config(),
+        ) as client:
+            yield client
+
+    async def launch_options(self, client: EC2Client, *, subnets: int = 2) -> dict[str, str]:
+        """As an operator would give them, for what is there after a reset."""
+        found = (await client.describe_subnets())["Subnets"]
+        names = sorted(subnet["SubnetId"] for subnet in found)[:subnets]
+        groups = (await client.describe_security_groups())["SecurityGroups"]
+        return {
+            "ami": AMI,
+            "subnet-ids": ",".join(names),
+            "security-group-ids": groups[0]["GroupId"],
+            "iam-instance-profile": "remuda-agent",
+        }
+
+
+@cache
+def _session() -> AioSession:
+    """Reading EC2's model takes a second: once is enough."""
+    return get_session()
+
+
+@cache
+def shared_server() -> MotoServer:
+    """One for all tests of a process; each resets it first."""
+    server = MotoServer()
+    atexit.register(server.stop)
+    return server

@@ -1,0 +1,271 @@
+"""The bootstrap of machines: its size, its style, and what it does, run for real with systemd and the like played."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from remuda.adapters.aws.ec2.options import Options
+from remuda.adapters.aws.user_data import MAX_BYTES, Layout, build_user_data
+from remuda.domain.errors import UserError
+from support.fake_imds import FakeImds, fake_imds
+
+NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
+LIMIT_S = 60
+RUNNER = "https://github.com/actions/runner/releases/download/v2.336.0/actions-runner-linux-"
+#: Notes how it was called.
+NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
+#: Serves https:// from a folder; the metadata service is asked for real.
+CURL = """#!/bin/bash
+for last; do :; done
+case $last in
+  https://*)
+    echo "fetch $last" >>"$CALLS"
+    while [[ $1 != -o ]]; do shift; done
+    exec cp "$MIRROR/${last##*/}" "$2" ;;
+esac
+exec "$REAL_CURL" "$@"
+"""
+
+
+def user_data(launch: dict[str, str] | None = None, **more: object) -> str:
+    options = Options.parse({**NEEDED, **(launch or {})})
+    return build_user_data(options, pool="pool", environment={}, **more)  # type: ignore[arg-type]
+
+
+def everything() -> dict[str, str]:
+    digest = "0" * 64
+    return {
+        "agent-url": "https://downloads.example.com/remuda-0.1.0-py3-none-any.whl",
+        "agent-sha256": digest,
+        "python-url": "s3://bucket/cpython-3.12-install_only.tar.gz",
+        "python-sha256": digest,
+        "actions-runner-version": "2.336.0",
+        "actions-runner-sha256": digest,
+        "pre-runner-script": "echo 'it''s'\n" * 300,
+    }
+
+
+@pytest.mark.parametrize("launch", [{}, everything()])
+def test_it_is_small_and_bash_can_read_it(launch: dict[str, str]) -> None:
+    text = user_data(launch)
+    assert len(text.encode()) < MAX_BYTES
+    subprocess.run(["bash", "-n"], input=text.encode(), check=True, timeout=LIMIT_S)
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck): the bootstrap is not linted")
+    done = subprocess.run(
+        ["shellcheck", "--severity=style", "-"],
+        input=user_data(everything()),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout == ""
+
+
+def test_the_dead_man_timer_comes_before_anything_that_can_fail() -> None:
+    lines = [line.strip() for line in user_data(everything()).splitlines() if not line.startswith("#")]
+    commands = [line for line in lines if line and "=" not in line.split()[0]]
+    assert commands[:6] == [
+        "set -u",
+        "umask 077",
+        "dead_man() { # UNIT SECONDS",
+        'systemd-run --quiet --unit="$1" --on-active="$2" --timer-property=AccuracySec=1s systemctl poweroff --force',
+        "}",
+        'dead_man remuda-dead-man-boot "$boot_life_s" || shutdown -P "+$((boot_life_s / 60 + 1))"',
+    ]
+
+
+def test_a_script_that_is_too_long_is_refused() -> None:
+    noise = "".join(hashlib.sha256(str(number).encode()).hexdigest() for number in range(400))
+    with pytest.raises(UserError) as caught:
+        user_data({"pre-runner-script": noise})
+    assert caught.value.field == "pre-runner-script"
+
+
+@pytest.mark.parametrize("pair", [{"lower": "x"}, {"NAME": "two\nlines"}, {"NAME": 'quo"te'}])
+def test_an_environment_that_would_not_survive_is_refused(pair: dict[str, str]) -> None:
+    with pytest.raises(UserError):
+        build_user_data(Options.parse(NEEDED), pool="pool", environment=pair)
+
+
+# Run for real
+
+
+class Box:
+    """Folders that play a machine, and commands that only note how they were called."""
+
+    def __init__(self, folder: Path, imds: FakeImds) -> None:
+        self.layout = Layout(
+            opt=str(folder / "opt"), state=str(folder / "state"), units=str(folder / "units"), job_user="remuda-nobody"
+        )
+        self.opt, self.state, self.units = (folder / name for name in ("opt", "state", "units"))
+        self.mirror, self.bin = folder / "mirror", folder / "bin"
+        self.mirror.mkdir()
+        self.bin.mkdir()
+        self._calls = folder / "calls"
+        for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "dnf"):
+            self.command(name, NOTE)
+        self.command("ldconfig", NOTE + "echo libicuuc.so.72\n")
+        self.command("curl", CURL)
+        self.environment = {
+            "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin",
+            "CALLS": str(self._calls),
+            "MIRROR": str(self.mirror),
+            "REAL_CURL": shutil.which("curl") or "curl",
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url,
+        }
+
+    def command(self, name: str, text: str) -> None:
+        executable(self.bin / name, text)
+
+    def offer(self, name: str, files: dict[str, str]) -> str:
+        """Put an archive on the mirror; returns its digest."""
+        with tarfile.open(self.mirror / name, "w:gz") as archive:
+            for path, text in files.items():
+                entry = tarfile.TarInfo(path)
+                entry.size, entry.mode = len(text), 0o755
+                archive.addfile(entry, io.BytesIO(text.encode()))
+        return hashlib.sha256((self.mirror / name).read_bytes()).hexdigest()
+
+    def bake(self) -> None:
+        """An image that has all."""
+        executable(self.opt / "bin" / "remuda", "#!/bin/sh\n")
+        executable(self.opt / "runner" / "bin" / "Runner.Listener", "#!/bin/sh\n")
+
+    def boot(self, launch: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        text = user_data(launch, layout=self.layout)
+        return subprocess.run(
+            ["bash"],
+            input=text,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        return self._calls.read_text().splitlines()
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    with fake_imds() as imds:
+        yield Box(tmp_path, imds)
+
+
+def test_an_image_that_has_all_is_only_started(box: Box) -> None:
+    box.bake()
+    done = box.boot({"pre-runner-script": "echo 'hello'\n"})
+    assert (done.returncode, done.stderr) == (0, "")
+    calls = box.calls
+    assert calls[0].startswith("systemd-run --quiet --unit=remuda-dead-man-boot --on-active=1800 ")
+    assert calls[1].startswith("systemd-run --quiet --unit=remuda-dead-man-launch --on-active=400 ")
+    assert calls[2] == "systemctl stop remuda-dead-man-boot.timer"
+    assert (box.state / "dead-man").read_text().split() == ["remuda-dead-man-boot", "remuda-dead-man-launch"]
+    assert calls[-3:] == [
+        "systemctl daemon-reload",
+        "systemctl enable remuda-agent.service remuda-dead-man-reboot.timer",
+        "systemctl start --no-block remuda-agent.service",
+    ]
+    assert not [call for call in calls if call.startswith("fetch")]
+    assert (box.state / "pre-runner.sh").read_text() == "echo 'hello'\n"
+    assert (box.state / "agent.env").read_text().splitlines() == [
+        "AWS_REGION=eu-central-1",
+        "REMUDA_BACKEND=aws",
+        "REMUDA_POOL=pool",
+    ]
+    for path in (box.state, box.state / "agent.env", box.state / "pre-runner.sh"):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077
+    unit = (box.units / "remuda-agent.service").read_text()
+    for line in ("Restart=always", "Slice=remuda.slice", "KillMode=process", f"ExecStart={box.opt}/bin/remuda agent"):
+        assert line in unit.splitlines()
+    rule = "OUTPUT -d 169.254.169.254 -m owner --uid-owner remuda-nobody -j REJECT"
+    assert f"ExecStartPre=/bin/sh -c 'iptables -w -C {rule} 2>/dev/null || iptables -w -I {rule}'" in unit.splitlines()
+    assert "OnBootSec=1800" in (box.units / "remuda-dead-man-reboot.timer").read_text()
+
+
+def test_agent_and_runner_are_fetched_and_checked(box: Box) -> None:
+    agent = box.offer("agent.tar.gz", {"bin/remuda": "#!/bin/sh\n"})
+    arch = {"x86_64": "x64", "aarch64": "arm64"}[os.uname().machine]
+    runner = box.offer(f"actions-runner-linux-{arch}-2.336.0.tar.gz", {"bin/Runner.Listener": "#!/bin/sh\n"})
+    launch = {
+        "agent-url": "https://downloads.example.com/agent.tar.gz",
+        "agent-sha256": agent,
+        "actions-runner-version": "2.336.0",
+        "actions-runner-sha256": runner,
+    }
+    done = box.boot(launch)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"fetch {RUNNER}{arch}-2.336.0.tar.gz" in box.calls
+    listener = box.opt / "runner" / "bin" / "Runner.Listener"
+    assert os.access(listener, os.X_OK)
+    # Jobs may read it.
+    assert stat.S_IMODE(listener.stat().st_mode) & 0o055 == 0o055
+    assert not stat.S_IMODE(listener.stat().st_mode) & 0o022
+
+
+def test_a_wheel_is_installed_with_the_interpreter_that_it_brings(box: Box) -> None:
+    python = (
+        '#!/bin/sh\necho "pip $*" >>"$CALLS"\nprintf "#!/bin/sh\\n" >"${0%/*}/remuda"; chmod 755 "${0%/*}/remuda"\n'
+    )
+    interpreter = box.offer("cpython.tar.gz", {"python/bin/python3": python})
+    wheel = "remuda-0.1.0-py3-none-any.whl"
+    (box.mirror / wheel).write_bytes(b"a wheel")
+    executable(box.opt / "runner" / "bin" / "Runner.Listener", "#!/bin/sh\n")
+    launch = {
+        "agent-url": f"https://downloads.example.com/{wheel}",
+        "agent-sha256": hashlib.sha256(b"a wheel").hexdigest(),
+        "python-url": "https://downloads.example.com/cpython.tar.gz",
+        "python-sha256": interpreter,
+    }
+    done = box.boot(launch)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert any(call.startswith("pip -m pip install") and call.endswith(f"/{wheel}[aws]") for call in box.calls)
+    assert os.access(box.opt / "bin" / "remuda", os.X_OK)
+
+
+def test_a_file_that_is_not_what_was_meant_is_not_run(box: Box) -> None:
+    box.offer("agent.tar.gz", {"bin/remuda": "#!/bin/sh\n"})
+    launch = {"agent-url": "https://downloads.example.com/agent.tar.gz", "agent-sha256": "0" * 64}
+    done = box.boot(launch)
+    assert done.returncode == 1
+    assert "not the file that was meant" in done.stdout
+    assert not (box.opt / "bin" / "remuda").exists()
+    # What failed is ended all the same.
+    assert box.calls[0].startswith("systemd-run --quiet --unit=remuda-dead-man-boot ")
+    assert not [call for call in box.calls if "start" in call]
+
+
+def test_without_systemd_run_the_machine_still_ends(box: Box) -> None:
+    box.bake()
+    box.command("systemd-run", NOTE + "exit 1\n")
+    box.boot()
+    assert box.calls[1] == "shutdown -P +31"
+
+
+def test_no_agent_anywhere_is_said(box: Box) -> None:
+    done = box.boot()
+    assert done.returncode == 1
+    assert "agent-url" in done.stdout
