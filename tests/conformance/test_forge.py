@@ -326,12 +326,13 @@ async def test_lost_answers_are_asked_for_again(github: GithubForges, client: Fo
             call.close()
 
 
-async def test_a_lost_answer_of_a_jit_configuration_is_not_repeated(github: GithubForges, client: Forge) -> None:
-    """The second one would say that the name exists: nobody could tell whose it is."""
+async def test_a_lost_answer_of_a_jit_configuration_leaves_one_registration(
+    github: GithubForges, client: Forge
+) -> None:
+    """What the lost call made is removed, and made anew: its configuration was lost with the answer."""
     await github.admin.set_fault("lost_answer", operation="jitconfig")
-    with pytest.raises(Unavailable):
-        await client.jit_config(REPO, name="one", labels=["x"])
-    assert await names(client) == ["one"]
+    made = await client.jit_config(REPO, name="one", labels=["x"])
+    assert [runner.runner_id for runner in await client.list_runners(REPO)] == [made.runner_id]
 
 
 async def test_a_server_error_is_tried_again_and_then_told(github: GithubForges, client: Forge) -> None:
