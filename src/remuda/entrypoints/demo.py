@@ -191,7 +191,8 @@ class Story:
     async def _last_look(self) -> DemoReport:
         self._title("A last look: refresh confirms what happened; then everything is taken down")
         await self._refresh(idle_s=SHORT_IDLE_S)
-        await self._remuda("status")
+        for line in (await self._remuda("status")).splitlines():
+            self._output.say("  " + line)
         foreign = await self._foreign_jobs()
         _, retired = await self._retirements()
         async with self._sim() as sim:

@@ -11,7 +11,7 @@ from remuda.controlplane.provision.order import POOL
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.waiting import Ended, SignalWait, Waited
 from remuda.domain.errors import Conflict, TimedOut, Unavailable, UserError
-from remuda.domain.instance import Assignment, Credential, Instance
+from remuda.domain.instance import Assignment, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage, Request
@@ -133,7 +133,8 @@ class Selection:
         except Conflict as conflict:
             self._holdings.drop(message.id)
             self._pickup.refused["lost"] += 1
-            self._pickup.used(delivery)
+            if not _is_still_idle(conflict.current, message):
+                self._pickup.used(delivery)
             context.journal.note("claim-lost", _why_lost(conflict.current, message), instance_id=message.id)
             return None
         self._holdings.hold(claimed, POOL)
@@ -175,6 +176,11 @@ class Selection:
         self._failures += 1
         if self._failures > self._terms.provision.count + SPARE_FAILURES:
             raise Unavailable(f"{self._failures} instances of the pool failed to register; the last: {why}")
+
+
+def _is_still_idle(current: object, message: PoolMessage) -> bool:
+    """Refused for its threshold alone: its time may be renewed, so the hint stays and comes back by itself."""
+    return isinstance(current, Instance) and (current.state, current.epoch) == (State.IDLE, message.epoch)
 
 
 def _why_lost(current: object, message: PoolMessage) -> str:
