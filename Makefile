@@ -30,7 +30,7 @@ unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
-acceptance: $(VENV)/.tools ## The installed command, with real processes
+acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
 	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile
 
 docs: $(VENV)/.tools ## Generate the parts of the docs that come from the code

@@ -14,7 +14,7 @@ END = "<!-- end of {} -->"
 
 
 #: A secret has no place in argv; the API's address comes with the workflow or the backend.
-NO_FLAG = frozenset({"github_token", "github_api_url"})
+NO_FLAG = frozenset({"github_token", "github_api_url", "github_app_id", "github_app_key"})
 
 
 def state_diagram() -> str:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
@@ -24,6 +25,10 @@ from remuda.ports.forge import Forge
 from remuda.ports.journal import Journal
 from remuda.settings import Settings
 
+if TYPE_CHECKING:
+    from remuda.adapters.github.auth import Auth
+
+PUBLIC_API = "https://api.github.com"
 #: Of the caller's environment, what a local machine gets to see.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
 
@@ -73,10 +78,13 @@ def local_endpoint(settings: Settings, *, alive: bool = True) -> Endpoint:
     return endpoint
 
 
-def check_backend(settings: Settings) -> None:
+def check_local(settings: Settings) -> None:
+    """For what there is on this machine only."""
     if settings.backend != "local":
         raise UserError(
-            f"backend {settings.backend!r} is not part of this version", field="--backend", fix="use --backend local"
+            f"backend {settings.backend!r} has nothing to start or stop here",
+            field="--backend",
+            fix="use --backend local",
         )
 
 
@@ -89,7 +97,10 @@ async def open_context(
     `credentialed`: the command acts on GitHub itself (refresh). `alive`: it makes no sense without GitHub; looks and
     sweeps do.
     """
-    check_backend(settings)
+    if settings.backend == "aws":
+        async with _open_aws(settings, journal, credentialed=credentialed) as context:
+            yield context
+        return
     async with AsyncExitStack() as stack:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
         places = layout(settings)
@@ -101,7 +112,10 @@ async def open_context(
         stack.push_async_callback(pool.close)
         compute = local_compute(settings, calls)
         stack.push_async_callback(compute.close)
-        forge = _forge(settings, endpoint, clock, ids, calls) if credentialed or settings.github_token else None
+        forge = None
+        if credentialed or settings.github_token:
+            token = settings.github_token.get_secret_value() if settings.github_token else endpoint.token
+            forge = _forge(endpoint.url, clock, ids, calls, token=token)
         if forge is not None:
             stack.push_async_callback(forge.close)
         yield Context(
@@ -152,21 +166,104 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in _PASSED_ON if name in environ}
 
 
-def _forge(settings: Settings, endpoint: Endpoint, clock: SystemClock, ids: SystemIds, calls: CallCounter) -> Forge:
+@asynccontextmanager
+async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
+    try:
+        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
+        from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
+    except ImportError as error:
+        raise UserError(
+            f"the aws backend needs a library that is not installed: {error.name}",
+            field="--backend",
+            fix="install remuda[aws]",
+        ) from None
+    async with AsyncExitStack() as stack:
+        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+        clients = await stack.enter_async_context(AwsClients())
+        name = f"remuda-{settings.pool}"
+        store = DynamoInstanceStore(client=await clients.dynamodb(), table=name, clock=clock, ids=ids, calls=calls)
+        stack.push_async_callback(store.close)
+        pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
+        stack.push_async_callback(pool.close)
+        ec2 = await clients.client("ec2", "EC2", client_config())
+        compute = Ec2Compute(client=ec2, pool=settings.pool, clock=clock, ids=ids, calls=calls)
+        stack.push_async_callback(compute.close)
+        forge = _github(settings, clock, ids, calls, needed=credentialed)
+        if forge is not None:
+            stack.push_async_callback(forge.close)
+        yield Context(
+            pool_name=settings.pool,
+            store=store,
+            pool=pool,
+            compute=compute,
+            forge=forge,
+            clock=clock,
+            ids=ids,
+            journal=journal,
+            calls=calls,
+        )
+
+
+def _github(
+    settings: Settings, clock: SystemClock, ids: SystemIds, calls: CallCounter, *, needed: bool
+) -> Forge | None:
+    api_url = settings.github_api_url or PUBLIC_API
+    if settings.github_token is not None:
+        return _forge(api_url, clock, ids, calls, token=settings.github_token.get_secret_value())
+    if settings.github_app_id:
+        from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
+
+        app_key = settings.github_app_key.get_secret_value() if settings.github_app_key else ""
+        return _forge(api_url, clock, ids, calls, auth=AppAuth(app_id=settings.github_app_id, key=app_key, clock=clock))
+    if needed:
+        raise UserError(
+            "there is no GitHub credential",
+            field="REMUDA_GITHUB_TOKEN",
+            fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
+        )
+    return None
+
+
+def _forge(
+    api_url: str,
+    clock: SystemClock,
+    ids: SystemIds,
+    calls: CallCounter,
+    *,
+    token: str = "",
+    auth: Auth | None = None,
+) -> Forge:
     from remuda.adapters.github.client import GithubForge  # noqa: PLC0415 - an HTTP client costs start-up time
 
-    token = settings.github_token.get_secret_value() if settings.github_token else endpoint.token
-    return GithubForge(api_url=endpoint.url, token=token, clock=clock, ids=ids, calls=calls)
+    return GithubForge(api_url=api_url, token=token, auth=auth, clock=clock, ids=ids, calls=calls)
+
+
+def _github_url(settings: Settings) -> str:
+    """Where runners register."""
+    if settings.backend == "local":
+        return local_endpoint(settings).url
+    from remuda.adapters.github.client import web_url  # noqa: PLC0415 - as above
+
+    return web_url(settings.github_api_url or PUBLIC_API)
 
 
 def desired(settings: Settings, *, pool: str) -> Desired:
     """What `refresh` should make true."""
+    if settings.backend == "aws" and "github_scope" not in settings.model_fields_set:
+        raise UserError(
+            "github-scope is not given",
+            field="--github-scope",
+            fix="give an organisation or owner/repo that runners serve",
+        )
     return Desired(
         pool=pool,
         classes=settings.resource_class_config,
         lifetimes=settings.lifetimes,
         max_instances=settings.max_instances,
-        github_url=local_endpoint(settings).url,
+        github_url=_github_url(settings),
         scope=settings.github_scope,
         launch=settings.launch_options(),
     )

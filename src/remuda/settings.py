@@ -47,6 +47,25 @@ _GITHUB_VARIABLES = {
     "github_api_url": "GITHUB_API_URL",
 }
 
+#: Settings that the EC2 adapter takes as they are.
+AWS_LAUNCH = (
+    "ami",
+    "subnet_ids",
+    "security_group_ids",
+    "iam_instance_profile",
+    "key_name",
+    "spot_fallback",
+    "pre_runner_script",
+    "actions_runner_version",
+    "actions_runner_sha256",
+    "actions_runner_url",
+    "agent_url",
+    "agent_sha256",
+    "python_url",
+    "python_sha256",
+    "github_environment",
+)
+
 _POOL_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
 
 
@@ -146,6 +165,23 @@ class Settings(BaseModel):
     )
     boot_delay_sec: float = _seconds(0, 0, 600, "Local backend: how long a machine takes to boot.")
     fault: str = Field(default="", description="Local backend: a failure to play, such as never-boots.")
+
+    ami: str = Field(default="", description="AWS: image of the machines, an id or resolve:ssm:NAME.")
+    subnet_ids: str = Field(default="", description="AWS: subnets to launch in.")
+    security_group_ids: str = Field(default="", description="AWS: security groups of the machines.")
+    iam_instance_profile: str = Field(default="", description="AWS: instance profile of the machines.")
+    key_name: str = Field(default="", description="AWS: key pair of the machines.")
+    spot_fallback: str = Field(default="", description="AWS: on-demand buys what spot cannot give.")
+    actions_runner_version: str = Field(default="", description="AWS: version of the actions runner to install.")
+    actions_runner_sha256: str = Field(default="", description="AWS: its digest.")
+    actions_runner_url: str = Field(default="", description="AWS: a mirror to take it from.")
+    agent_url: str = Field(default="", description="AWS: where machines get the agent, unless the image has it.")
+    agent_sha256: str = Field(default="", description="AWS: its digest.")
+    python_url: str = Field(default="", description="AWS: an interpreter for the agent.")
+    python_sha256: str = Field(default="", description="AWS: its digest.")
+    github_environment: str = Field(default="", description="AWS: value of the tag ghr:environment.")
+    github_app_id: str = Field(default="", description="GitHub App in place of a token.")
+    github_app_key: SecretStr | None = Field(default=None, description="Its private key, as PEM (a secret).")
 
     @field_validator("dir", mode="before")
     @classmethod
@@ -256,6 +292,9 @@ class Settings(BaseModel):
 
     def launch_options(self) -> dict[str, str]:
         """What compute needs to know beyond the request."""
+        if self.backend == "aws":
+            named = {key(name): str(getattr(self, name)) for name in AWS_LAUNCH}
+            return {name: value for name, value in {**named, "github-scope": self.github_scope}.items() if value}
         options = {
             "boot-delay-s": f"{self.boot_delay_sec:g}" if self.boot_delay_sec else "",
             "pre-runner-script": self.pre_runner_script,
@@ -340,6 +379,6 @@ def _refuse(error: ValidationError, origins: Mapping[str, str]) -> NoReturn:
     name = str(first["loc"][0])
     schema = Settings.model_fields[name].json_schema_extra
     fix = str(schema["fix"]) if isinstance(schema, dict) and "fix" in schema else first["msg"]
-    secret = name == "github_token"
+    secret = name in {"github_token", "github_app_key"}
     shown = "(hidden)" if secret else repr(first["input"])[:MAX_SHOWN]
     raise UserError(f"{_shown(name, origins)} is {shown}", field=_shown(name, origins), fix=fix) from None

@@ -169,11 +169,16 @@ def test_without_json_nothing_but_one_sentence_is_written(shell: Shell) -> None:
     assert done.stderr == "remuda: --instance-count is '0'; give a whole number from 1 to 1000\n"
 
 
-@pytest.mark.parametrize("command", ["up", "down", "refresh", "status", "demo"])
-def test_aws_is_not_part_of_this_version(shell: Shell, command: str) -> None:
+@pytest.mark.parametrize("command", ["up", "down", "demo"])
+def test_aws_has_nothing_to_start_here(shell: Shell, command: str) -> None:
     error = shell.refused(command, "--backend", "aws")
     assert (error["field"], error["fix"]) == ("--backend", "use --backend local")
-    assert "not part of this version" in error["message"]
+
+
+@pytest.mark.parametrize("arguments", [("refresh", "--github-scope", "a/b"), ("status",), ANY_RUN], ids=lambda a: a[0])
+def test_aws_without_a_region_says_so(shell: Shell, arguments: tuple[str, ...]) -> None:
+    error = shell.refused(*arguments, "--backend", "aws")
+    assert (error["field"], error["fix"]) == ("AWS_REGION", "set AWS_REGION")
 
 
 # The state folder -------------------------------------------------------------------------------------------------

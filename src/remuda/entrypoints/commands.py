@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.bootstrap import check_backend, desired, open_context
+from remuda.bootstrap import check_local, desired, open_context
 from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
@@ -81,7 +81,6 @@ def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only:
             await clock.sleep(interval_s)
 
     if every is not None:
-        check_backend(settings)
         return run_async(lambda: again_and_again(every))
     result = run_async(once)
     _say_refresh(output, result)
@@ -164,10 +163,11 @@ def run_status(flags: Flags, config: str | None, output: Output, *, everything: 
             return await status(context, everything=everything)
 
     result = run_async(work)
-    from remuda.entrypoints.local_backend import missing  # noqa: PLC0415 - only the local backend's commands need it
+    if settings.backend == "local":
+        from remuda.entrypoints.local_backend import missing  # noqa: PLC0415 - only the local backend needs it
 
-    for name in missing(settings):
-        output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
+        for name in missing(settings):
+            output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
     if not output.as_json:
         output.answer(*views.status_tables(result, SystemClock().now(), width=output.width))
     output.result(views.status_document(result))
@@ -185,7 +185,7 @@ def run_config(flags: Flags, config: str | None, output: Output) -> int:
 
 def run_workflow_file(flags: Flags, config: str | None, output: Output, *, file: str) -> int:
     settings = load_settings(flags, config).settings
-    check_backend(settings)
+    check_local(settings)
     from remuda.entrypoints.workflow import run_workflow  # noqa: PLC0415 - YAML and HTTP only where needed
 
     return run_async(lambda: run_workflow(settings, output, file=file))
@@ -193,7 +193,7 @@ def run_workflow_file(flags: Flags, config: str | None, output: Output, *, file:
 
 def run_demo(flags: Flags, config: str | None, output: Output) -> int:
     loaded = load_settings(flags, config)
-    check_backend(loaded.settings)
+    check_local(loaded.settings)
     from remuda.entrypoints.demo import run_demo_story  # noqa: PLC0415 - only the demo needs it
 
     folder = loaded.settings.dir if loaded.given("dir") else None

@@ -17,7 +17,7 @@ from remuda import procfs
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import command
-from remuda.bootstrap import LocalLayout, check_backend, layout, local_compute, open_context, passed_on, with_pool
+from remuda.bootstrap import LocalLayout, check_local, layout, local_compute, open_context, passed_on, with_pool
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.githubsim.endpoint import read_endpoint
@@ -133,7 +133,7 @@ def missing(settings: Settings) -> list[str]:
 
 
 async def start(settings: Settings, journal: Journal) -> UpResult:
-    check_backend(settings)
+    check_local(settings)
     clock, places = SystemClock(), layout(settings)
     _make_folders(places)
     with _alone(places):
@@ -204,7 +204,7 @@ async def _start_github(places: LocalLayout, clock: SystemClock, started: list[s
 
 async def stop(settings: Settings, journal: Journal, *, purge: bool) -> DownResult:
     """Sweeps first, then the machines, then a last sweep so that records and registrations agree, then GitHub."""
-    check_backend(settings)
+    check_local(settings)
     clock, places = SystemClock(), layout(settings)
     if not places.database.exists():
         return DownResult(stopped=(), terminated=(), left=())

@@ -15,6 +15,7 @@ from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
 from remuda.adapters.aws.errors import settings_checked
+from remuda.domain.errors import UserError
 
 if TYPE_CHECKING:
     from types_aiobotocore_dynamodb import DynamoDBClient
@@ -78,6 +79,8 @@ class AwsClients:
 
     async def client(self, name: str, title: str, settings: AioConfig) -> Any:
         """Any other service's client, opened once."""
+        if not self._session.get_config_variable("region"):
+            raise UserError("there is no AWS region", field="AWS_REGION", fix="set AWS_REGION")
         if name not in self._opened:
             create: Any = self._session.create_client
             with settings_checked(title):

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 from botocore import exceptions as boto
+from botocore.parsers import ResponseParserError
 
 from remuda.domain.errors import NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 
@@ -97,7 +98,7 @@ def translated(service: str, resource: str) -> Iterator[None]:
         raise
     except boto.ClientError as error:
         raise from_client_error(error, service, resource) from error
-    except (boto.BotoCoreError, aiohttp.ClientError, OSError) as error:
+    except (boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError) as error:
         raise _from_library(error, service) from error
 
 

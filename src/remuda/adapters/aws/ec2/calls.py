@@ -9,6 +9,7 @@ import aiohttp
 from aiobotocore.config import AioConfig
 from botocore import xform_name
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from remuda.adapters.aws.ec2.errors import code_of, translate
 from remuda.domain.errors import Throttled, Unavailable
@@ -57,7 +58,7 @@ class Ec2Calls:
         for attempt in range(1, TRIES + 1):
             try:
                 return await self._once(operation, parameters)
-            except (ClientError, BotoCoreError, aiohttp.ClientError, OSError) as error:
+            except (ClientError, BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError) as error:
                 if isinstance(error, ClientError) and code_of(error) in passes:
                     raise
                 translated = translate(error, operation)
