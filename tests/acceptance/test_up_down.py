@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,7 +108,7 @@ def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder
     headers = {"authorization": f"Bearer {endpoint['token']}"}
     assert httpx.post(f"{endpoint['url']}/_sim/faults", json=fault, headers=headers).is_success
     provisioning = start(folder, "provision", "--run-id", "7")
-    configuring = wait_for(folder, "config.sh")
+    configuring = wait_for_registration(folder)
     agents = [pid for pid in procfs.table() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
     assert agents
     for pid in agents:
@@ -118,10 +120,13 @@ def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder
     assert len(runners) == 1
 
 
-def wait_for(folder: Path, program: str) -> int:
-    """The pid of a process of a machine in this folder that runs a program."""
-    for _ in range(200_000):
+def wait_for_registration(folder: Path) -> int:
+    """The pid of a runner's registration on a machine in this folder."""
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
         for pid in procfs.table():
-            if any(word.startswith(str(folder)) and word.endswith(program) for word in command(pid)):
+            words = command(pid)
+            if "configure" in words and any(word.startswith(str(folder)) for word in words):
                 return pid
-    raise AssertionError(f"no {program} was seen")
+        threading.Event().wait(0.02)
+    raise AssertionError("no registration was seen")
