@@ -14,7 +14,10 @@ from typing import Any
 Value = str | Sequence[str]
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 _KNOWN = {"Sid", "Effect", "Action", "Resource", "Condition"}
+_OPERATORS = {"ArnLike", "Bool", "Null", "StringEquals", "StringLike"}
 FOR_ALL = "ForAllValues:"
+#: A pattern's wildcards, apart from characters that only look like them.
+ANY, ONE = "\1", "\2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +40,20 @@ def allows(policy: Mapping[str, Any], request: Request) -> bool:
 
 
 def _applies(statement: Mapping[str, Any], request: Request) -> bool:
-    unknown = set(statement) - _KNOWN
+    conditions = statement.get("Condition", {})
+    # First, also where the action decides already: what is not understood is always told of.
+    unknown = {*(set(statement) - _KNOWN), *({name.removeprefix(FOR_ALL) for name in conditions} - _OPERATORS)}
     if unknown or statement["Effect"] not in {"Allow", "Deny"}:
         raise NotImplementedError(f"{sorted(unknown) or statement['Effect']} in a statement")
-    # All of it, also where the first part decides already: what is not understood is always told of.
-    holds = [
-        _holds(operator, key, _list(wanted), request)
-        for operator, keys in statement.get("Condition", {}).items()
-        for key, wanted in keys.items()
-    ]
     return (
-        any(_like(pattern.lower(), request.action.lower()) for pattern in _list(statement["Action"]))
-        and any(_arn_like(pattern, request) for pattern in _list(statement["Resource"]))
-        and all(holds)
+        any(_like(_wild(each.lower()), request.action.lower()) for each in _list(statement["Action"]))
+        and any(_like(_resolved(each, request), request.resource) for each in _list(statement["Resource"]))
+        and all(
+            _holds(operator, key, _list(wanted), request)
+            for operator, keys in conditions.items()
+            for key, wanted in keys.items()
+        )
     )
-
-
-def _arn_like(pattern: str, request: Request) -> bool:
-    found = _resolved(pattern, request, wildcards=True)
-    return found is not None and re.fullmatch(found, request.resource, re.DOTALL) is not None
 
 
 def _holds(operator: str, key: str, wanted: Sequence[str], request: Request) -> bool:
@@ -65,8 +63,6 @@ def _holds(operator: str, key: str, wanted: Sequence[str], request: Request) -> 
         return (not values) == _truth(absent)
     for_all = operator.startswith(FOR_ALL)
     compared = operator.removeprefix(FOR_ALL)
-    if compared not in {"StringEquals", "StringLike", "ArnLike", "ArnEquals", "Bool"}:
-        raise NotImplementedError(f"operator {operator}")
     matches = [any(_matches(compared, each, value, request) for each in wanted) for value in values]
     if for_all:
         # Of no values at all everything is true: hence Null beside it.
@@ -79,16 +75,14 @@ def _holds(operator: str, key: str, wanted: Sequence[str], request: Request) -> 
 def _matches(operator: str, wanted: str, value: str, request: Request) -> bool:
     if operator == "Bool":
         return _truth(wanted) == _truth(value)
-    found = _resolved(wanted, request, wildcards=operator != "StringEquals")
-    if found is None:
-        return False
-    if not operator.startswith("Arn"):
-        return re.fullmatch(found, value, re.DOTALL) is not None
-    # Each of the six parts by itself: a wildcard does not cross a colon, but within the last one.
-    patterns = [_resolved(part, request, wildcards=True) for part in _parts(wanted)]
-    return len(patterns) == len(_parts(value)) and all(
-        pattern is not None and re.fullmatch(pattern, part, re.DOTALL)
-        for pattern, part in zip(patterns, _parts(value), strict=True)
+    if operator == "StringEquals":
+        return _like(_resolved(wanted, request, wildcards=False), value)
+    if operator == "StringLike":
+        return _like(_resolved(wanted, request), value)
+    # Each of the six parts of an ARN by itself: a wildcard does not cross a colon, but within the last one.
+    patterns, parts = _parts(wanted), _parts(value)
+    return len(patterns) == len(parts) and all(
+        _like(_resolved(pattern, request), part) for pattern, part in zip(patterns, parts, strict=True)
     )
 
 
@@ -98,28 +92,27 @@ def _parts(arn: str) -> list[str]:
     return [part.replace("\0", ":") for part in hidden.split(":", 5)]
 
 
-def _resolved(text: str, request: Request, *, wildcards: bool) -> str | None:
-    """As a regular expression, variables filled in; None where the request lacks one. What a variable brings along is
-    never a wildcard.
-    """
+def _resolved(text: str, request: Request, *, wildcards: bool = True) -> str | None:
+    """With its variables filled in; None where the request lacks one. What a variable brings along is no wildcard."""
     made, end = "", 0
     for match in _VARIABLE.finditer(text):
         values = request.values(match.group(1))
         if len(values) != 1:
             return None
-        made += _escaped(text[end : match.start()], wildcards=wildcards) + re.escape(values[0])
+        made += _wild(text[end : match.start()], wildcards=wildcards) + values[0]
         end = match.end()
-    return made + _escaped(text[end:], wildcards=wildcards)
+    return made + _wild(text[end:], wildcards=wildcards)
 
 
-def _escaped(text: str, *, wildcards: bool) -> str:
-    if not wildcards:
-        return re.escape(text)
-    return "".join({"*": ".*", "?": "."}.get(char, re.escape(char)) for char in text)
+def _wild(text: str, *, wildcards: bool = True) -> str:
+    return text.replace("*", ANY).replace("?", ONE) if wildcards else text
 
 
-def _like(pattern: str, value: str) -> bool:
-    return re.fullmatch(_escaped(pattern, wildcards=True), value, re.DOTALL) is not None
+def _like(pattern: str | None, value: str) -> bool:
+    if pattern is None or (ANY not in pattern and ONE not in pattern):
+        return pattern == value
+    made = re.escape(pattern).replace(re.escape(ANY), ".*").replace(re.escape(ONE), ".")
+    return re.fullmatch(made, value, re.DOTALL) is not None
 
 
 def _truth(word: str) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import build
@@ -21,6 +21,9 @@ from support.iam import Request, Value, allows
 ACCOUNT, REGION = "123456789012", "eu-central-1"
 #: What IAM takes for a managed policy, white space apart.
 MAX_POLICY = 6_144
+
+#: A slow machine is no failure.
+unhurried = settings(deadline=None)
 
 MADE = {policy.name: policy for policy in policies()}
 POOL_NAMES = st.from_regex(r"[a-z0-9-]{1,20}", fullmatch=True)
@@ -78,6 +81,7 @@ def caller(role: str, instance: str) -> dict[str, Value]:
 # An instance ----------------------------------------------------------------------------------------------------------
 
 
+@unhurried
 @given(INSTANCE_IDS, ROLE_IDS)
 def test_an_instance_reads_its_control_and_writes_its_report_and_no_more(instance, role):
     keys = items.Keys(prefix=f"{role}:")
@@ -91,6 +95,7 @@ def test_an_instance_reads_its_control_and_writes_its_report_and_no_more(instanc
     assert allowed == {("dynamodb:GetItem", control), ("dynamodb:UpdateItem", report)}
 
 
+@unhurried
 @given(INSTANCE_IDS, INSTANCE_IDS, ROLE_IDS, ROLE_IDS, st.text(min_size=1, max_size=20))
 def test_an_instance_is_denied_everything_of_another(mine, other, role, other_role, run):
     assume(mine != other)
@@ -119,12 +124,14 @@ def test_an_instance_is_denied_everything_of_another(mine, other, role, other_ro
                 assert not may(of("agent"), action, resource, {**caller(role, mine), LEADING: [*own, key]})
 
 
+@unhurried
 @given(INSTANCE_IDS, ROLE_IDS, st.sampled_from(ITEM_ACTIONS))
 def test_a_request_without_keys_is_denied(instance, role, action):
     assert not may(of("agent"), action, table_of("ci"), {**caller(role, instance), LEADING: []})
     assert not may(of("agent"), action, table_of("ci"), caller(role, instance))
 
 
+@unhurried
 @given(INSTANCE_IDS, ROLE_IDS, POOL_NAMES)
 def test_an_instance_has_no_right_in_another_pools_table(instance, role, pool):
     assume(pool != "ci")
@@ -132,6 +139,7 @@ def test_an_instance_has_no_right_in_another_pools_table(instance, role, pool):
     assert not may(of("agent"), "dynamodb:GetItem", table_of(pool), {**caller(role, instance), LEADING: [key]})
 
 
+@unhurried
 @given(INSTANCE_IDS, INSTANCE_IDS, ROLE_IDS)
 def test_an_instance_terminates_itself_alone(mine, other, role):
     def ends(target: str) -> bool:
@@ -151,6 +159,7 @@ def test_credentials_taken_off_the_machine_terminate_nothing():
 
 
 @pytest.mark.parametrize("name", ["workflow", "refresh"])
+@unhurried
 @given(POOL_NAMES, POOL_NAMES, CLASS_NAMES, st.booleans())
 def test_pools_are_apart(name, pool, other, resource_class, nested):
     # A name that begins as another does is what a wildcard would let through.
@@ -174,6 +183,7 @@ def test_pools_are_apart(name, pool, other, resource_class, nested):
 
 
 @pytest.mark.parametrize("name", ["workflow", "refresh"])
+@unhurried
 @given(POOL_NAMES, POOL_NAMES, INSTANCE_IDS)
 def test_only_machines_with_the_pools_tag_are_terminated(name, pool, other, instance):
     assume(pool != other)
@@ -188,6 +198,7 @@ def test_only_machines_with_the_pools_tag_are_terminated(name, pool, other, inst
     assert not ends({f"aws:RequestTag/{POOL_TAG}": pool})
 
 
+@unhurried
 @given(POOL_NAMES, POOL_NAMES)
 def test_a_launch_needs_the_pools_template_and_tag(pool, other):
     assume(pool != other)
@@ -206,6 +217,7 @@ def test_a_launch_needs_the_pools_template_and_tag(pool, other):
     assert not may(policy, "ec2:RunInstances", f"arn:aws:ec2:{REGION}::image/ami-1", own_image)
 
 
+@unhurried
 @given(POOL_NAMES)
 def test_nobody_tags_a_machine_into_the_pool(pool):
     machine = arn("ec2", "instance/i-0123456789abcdef0")
