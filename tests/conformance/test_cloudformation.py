@@ -71,7 +71,7 @@ async def stack() -> AsyncIterator[Stack]:
 
 async def test_refresh_finds_table_and_queues_as_it_wants_them(stack):
     await stack.create()
-    given = {"clock": SystemClock(), "ids": SystemIds(), "calls": CallCounter()}
+    given: dict[str, Any] = {"clock": SystemClock(), "ids": SystemIds(), "calls": CallCounter()}
     store = DynamoInstanceStore(client=await stack.client("dynamodb"), table=stack.name, **given)
     pool = SqsResourcePool(client=await stack.client("sqs"), prefix=stack.name, **given)
     # Where it is not the server's known gap (TTL in templates), there is nothing to do.
