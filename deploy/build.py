@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from policies import CLASSES, Policy, Statement, filled, policies
+from policies import CLASSES, policies
+from statements import Policy, Statement, filled
 from template import template
 
 DEPLOY = Path(__file__).parent

@@ -6,89 +6,20 @@ filled in by IAM for each request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.ports.compute import POOL_TAG
-
-#: Operator, then key, then the values that it takes.
-Conditions = Mapping[str, Mapping[str, str | Sequence[str]]]
-Document = dict[str, Any]
+from statements import Conditions, Policy, Statement
 
 CLASSES = tuple(each.name for each in DEFAULT_CLASSES)
-VERSION = "2012-10-17"
 EC2 = "ec2.amazonaws.com"
 #: The one resource that some calls know; each use says why.
 EVERYTHING = "*"
 #: What scale-down notes on a machine. Never the pool's tag: with it anything could be made terminable.
 ORPHAN_TAG = "ghr:orphan"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Statement:
-    sid: str
-    #: For the docs: what it is for, in a few words.
-    why: str
-    actions: tuple[str, ...]
-    resources: tuple[str, ...]
-    conditions: Conditions | None = None
-
-    def document(self) -> Document:
-        plain: Document = {
-            "Sid": self.sid,
-            "Effect": "Allow",
-            "Action": list(self.actions),
-            "Resource": list(self.resources),
-        }
-        if self.conditions:
-            plain["Condition"] = {
-                operator: {key: value if isinstance(value, str) else list(value) for key, value in keys.items()}
-                for operator, keys in self.conditions.items()
-            }
-        return plain
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    name: str
-    #: For the docs: who carries it.
-    who: str
-    statements: tuple[Statement, ...]
-
-    def document(self) -> Document:
-        return {"Version": VERSION, "Statement": [statement.document() for statement in self.statements]}
-
-
-def render(value: Any, text: Callable[[str], Any]) -> Any:
-    """The same document, every string in it but the keys through `text`."""
-    if isinstance(value, str):
-        return text(value)
-    if isinstance(value, Mapping):
-        return {key: render(item, text) for key, item in value.items()}
-    return [render(item, text) for item in value]
-
-
-def filled(
-    policy: Policy,
-    *,
-    pool: str = "<pool>",
-    account: str = "<account>",
-    region: str = "<region>",
-    partition: str = "aws",
-) -> Document:
-    given = {"<pool>": pool, "<account>": account, "<region>": region, "<partition>": partition}
-
-    def put(text: str) -> str:
-        for placeholder, value in given.items():
-            text = text.replace(placeholder, value)
-        return text
-
-    document: Document = render(policy.document(), put)
-    return document
 
 
 # Names --------------------------------------------------------------------------------------------------------------

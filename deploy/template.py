@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies import AGENT_NAME, CLASSES, EC2, NAME, VERSION, Policy, policies, queue_name, render
+from policies import AGENT_NAME, CLASSES, EC2, NAME, policies, queue_name
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.ports.compute import POOL_TAG
+from statements import VERSION, Policy, render
 
 Resource = dict[str, Any]
 

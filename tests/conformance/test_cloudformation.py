@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from build import DEPLOY
-from policies import CLASSES, filled, policies
+from policies import CLASSES, policies
 from remuda.adapters.aws.clients import config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.ports.calls import CallCounter
+from statements import filled
 from support.moto_server import REGION, shared_server
 
 ACCOUNT = "123456789012"

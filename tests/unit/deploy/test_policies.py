@@ -12,10 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import build
-from policies import EVERYTHING, ORPHAN_TAG, filled, policies
+from policies import EVERYTHING, ORPHAN_TAG, policies
 from remuda.adapters.aws.dynamodb import items
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.ports.compute import POOL_TAG
+from statements import filled
 from support.iam import Request, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"

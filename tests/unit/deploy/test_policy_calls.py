@@ -10,9 +10,10 @@ import botocore.session
 import pytest
 
 import remuda.adapters.aws
-from policies import filled, policies
+from policies import policies
 from remuda.adapters.aws.dynamodb import items
 from remuda.ports.compute import POOL_TAG
+from statements import filled
 from support.iam import Request, Value, allows
 
 ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
