@@ -17,12 +17,14 @@ demo: $(VENV)/.installed ## The whole story on this machine, in under two minute
 
 test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
 
-check: $(VENV)/.tools ## Style, types, directions, generated docs
+check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, generated docs, the template
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python deploy/build.py --check
+	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
@@ -33,8 +35,9 @@ conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed #
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
 	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile
 
-docs: $(VENV)/.tools ## Generate the parts of the docs that come from the code
+docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py
+	$(BIN)/python deploy/build.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -40,7 +40,8 @@ SHORT_POLLS = 2
 #: How much a log may hear of a body that cannot be parsed.
 MAX_REASON = 200
 
-_ATTRIBUTES = {
+#: Of every queue.
+ATTRIBUTES = {
     "MessageRetentionPeriod": str(RETENTION_S),
     "VisibilityTimeout": str(VISIBILITY_S),
     "DelaySeconds": "0",
@@ -167,12 +168,12 @@ class SqsResourcePool:
                 self._client.create_queue,
                 name,
                 QueueName=self._queue(name),
-                Attributes=_ATTRIBUTES,
+                Attributes=ATTRIBUTES,
             )
             self._urls[name] = answer["QueueUrl"]
             return f"queue {self._queue(name)}"
-        found = await self._attributes(name, url, tuple(_ATTRIBUTES))
-        wrong = {key: value for key, value in _ATTRIBUTES.items() if found.get(key, value) != value}
+        found = await self._attributes(name, url, tuple(ATTRIBUTES))
+        wrong = {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
         if not wrong:
             return ""
         await self._call("SetQueueAttributes", self._client.set_queue_attributes, name, QueueUrl=url, Attributes=wrong)

@@ -19,8 +19,8 @@ FIRST_LOOK_S = 0.1
 LAST_LOOK_S = 2.0
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
-_KEYS = {items.PK: "HASH", items.SK: "RANGE"}
-_INDEXES = {
+KEYS = {items.PK: "HASH", items.SK: "RANGE"}
+INDEXES = {
     items.LIVE_INDEX: {items.LIVE_PK: "HASH", items.LIVE_SK: "RANGE"},
     items.PROVISION_INDEX: {items.PROVISION_PK: "HASH", items.PROVISION_SK: "RANGE"},
 }
@@ -58,7 +58,7 @@ async def _describe(table: Table) -> Mapping[str, Any]:
 
 
 async def _create(table: Table) -> list[str]:
-    keys = [_KEYS, *_INDEXES.values()]
+    keys = [KEYS, *INDEXES.values()]
 
     async def create(**arguments: Any) -> Any:
         try:
@@ -75,10 +75,10 @@ async def _create(table: Table) -> list[str]:
         TableName=table.name,
         BillingMode="PAY_PER_REQUEST",
         AttributeDefinitions=[{"AttributeName": name, "AttributeType": "S"} for each in keys for name in each],
-        KeySchema=_schema(_KEYS),
+        KeySchema=_schema(KEYS),
         GlobalSecondaryIndexes=[
             {"IndexName": name, "KeySchema": _schema(each), "Projection": {"ProjectionType": "ALL"}}
-            for name, each in _INDEXES.items()
+            for name, each in INDEXES.items()
         ],
     )
     return [] if answer.get("Busy") else [f"table {table.name}"]
@@ -138,9 +138,9 @@ def _schema(keys: Mapping[str, str]) -> list[dict[str, str]]:
 
 def _differences(description: Mapping[str, Any]) -> list[str]:
     kinds = {each["AttributeName"]: each["AttributeType"] for each in description.get("AttributeDefinitions", [])}
-    found = _compared("its keys", description.get("KeySchema", []), _KEYS, kinds)
+    found = _compared("its keys", description.get("KeySchema", []), KEYS, kinds)
     indexes = {each["IndexName"]: each for each in description.get("GlobalSecondaryIndexes", [])}
-    for name, keys in _INDEXES.items():
+    for name, keys in INDEXES.items():
         if name not in indexes:
             found.append(f"it has no index {name}")
             continue

@@ -1,0 +1,278 @@
+"""The policies: who is denied what. The calls that must be allowed are in test_policy_calls.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import build
+from policies import EVERYTHING, ORPHAN_TAG, policies
+from remuda.adapters.aws.dynamodb import items
+from remuda.domain.resources import DEFAULT_CLASSES
+from remuda.ports.compute import POOL_TAG
+from statements import filled
+from support.iam import Request, Value, allows
+
+ACCOUNT, REGION = "123456789012", "eu-central-1"
+#: What IAM takes for a managed policy, white space apart.
+MAX_POLICY = 6_144
+
+#: A slow machine is no failure.
+unhurried = settings(deadline=None)
+
+MADE = {policy.name: policy for policy in policies()}
+POOL_NAMES = st.from_regex(r"[a-z0-9-]{1,20}", fullmatch=True)
+INSTANCE_IDS = st.from_regex(r"i-[0-9a-f]{17}", fullmatch=True)
+ROLE_IDS = st.from_regex(r"AROA[A-Z0-9]{17}", fullmatch=True)
+CLASS_NAMES = st.sampled_from([each.name for each in DEFAULT_CLASSES])
+#: Rights over items, those that nobody has included.
+ITEM_ACTIONS = tuple(
+    f"dynamodb:{name}"
+    for name in (
+        "BatchGetItem",
+        "BatchWriteItem",
+        "ConditionCheckItem",
+        "DeleteItem",
+        "GetItem",
+        "PartiQLDelete",
+        "PartiQLInsert",
+        "PartiQLSelect",
+        "PartiQLUpdate",
+        "PutItem",
+        "Query",
+        "Scan",
+        "UpdateItem",
+    )
+)
+LEADING = "dynamodb:LeadingKeys"
+
+
+@cache
+def of(name: str, pool: str = "ci") -> dict[str, Any]:
+    return filled(MADE[name], pool=pool, account=ACCOUNT, region=REGION)
+
+
+def arn(service: str, resource: str) -> str:
+    return f"arn:aws:{service}:{REGION}:{ACCOUNT}:{resource}"
+
+
+def may(policy: Mapping[str, Any], action: str, resource: str, context: Mapping[str, Value] | None = None) -> bool:
+    return allows(policy, Request(action=action, resource=resource, context=context or {}))
+
+
+def table_of(pool: str) -> str:
+    return arn("dynamodb", f"table/remuda-{pool}")
+
+
+def partition(item: items.Item) -> str:
+    return str(item[items.PK]["S"])
+
+
+def caller(role: str, instance: str) -> dict[str, Value]:
+    """What IAM knows of a request by this instance."""
+    return {"aws:userid": f"{role}:{instance}", "ec2:SourceInstanceARN": arn("ec2", f"instance/{instance}")}
+
+
+# An instance ----------------------------------------------------------------------------------------------------------
+
+
+@unhurried
+@given(INSTANCE_IDS, ROLE_IDS)
+def test_an_instance_reads_its_control_and_writes_its_report_and_no_more(instance, role):
+    keys = items.Keys(prefix=f"{role}:")
+    control, report = partition(keys.control(instance)), partition(keys.report(instance))
+    allowed = {
+        (action, key)
+        for action in ITEM_ACTIONS
+        for key in (control, report, items.history_pk(instance), "pool")
+        if may(of("agent"), action, table_of("ci"), {**caller(role, instance), LEADING: [key]})
+    }
+    assert allowed == {("dynamodb:GetItem", control), ("dynamodb:UpdateItem", report)}
+
+
+@unhurried
+@given(INSTANCE_IDS, INSTANCE_IDS, ROLE_IDS, ROLE_IDS, st.text(min_size=1, max_size=20))
+def test_an_instance_is_denied_everything_of_another(mine, other, role, other_role, run):
+    assume(mine != other)
+    foreign = [
+        *(
+            partition(kind(other))
+            for prefix in ("", f"{role}:", f"{other_role}:")
+            for keys in (items.Keys(prefix=prefix),)
+            for kind in (keys.control, keys.report)
+        ),
+        items.history_pk(other),
+        items.run_pk(run),
+        items.provision_partition(run),
+        items.shard_of(other),
+        partition(items.CONFIG),
+    ]
+    own = [
+        partition(kind(mine)) for kind in (items.Keys(prefix=f"{role}:").control, items.Keys(prefix=f"{role}:").report)
+    ]
+    table = table_of("ci")
+    for action in ITEM_ACTIONS:
+        for resource in (table, f"{table}/index/{items.LIVE_INDEX}", f"{table}/index/{items.PROVISION_INDEX}"):
+            for key in foreign:
+                assert not may(of("agent"), action, resource, {**caller(role, mine), LEADING: [key]})
+                # Nor hidden among its own.
+                assert not may(of("agent"), action, resource, {**caller(role, mine), LEADING: [*own, key]})
+
+
+@unhurried
+@given(INSTANCE_IDS, ROLE_IDS, st.sampled_from(ITEM_ACTIONS))
+def test_a_request_without_keys_is_denied(instance, role, action):
+    assert not may(of("agent"), action, table_of("ci"), {**caller(role, instance), LEADING: []})
+    assert not may(of("agent"), action, table_of("ci"), caller(role, instance))
+
+
+@unhurried
+@given(INSTANCE_IDS, ROLE_IDS, POOL_NAMES)
+def test_an_instance_has_no_right_in_another_pools_table(instance, role, pool):
+    assume(pool != "ci")
+    key = partition(items.Keys(prefix=f"{role}:").control(instance))
+    assert not may(of("agent"), "dynamodb:GetItem", table_of(pool), {**caller(role, instance), LEADING: [key]})
+
+
+@unhurried
+@given(INSTANCE_IDS, INSTANCE_IDS, ROLE_IDS)
+def test_an_instance_terminates_itself_alone(mine, other, role):
+    def ends(target: str) -> bool:
+        context = {**caller(role, mine), "ec2:InstanceID": target, f"aws:ResourceTag/{POOL_TAG}": "ci"}
+        return may(of("agent"), "ec2:TerminateInstances", arn("ec2", f"instance/{target}"), context)
+
+    assert ends(mine)
+    assert ends(other) is (mine == other)
+
+
+def test_credentials_taken_off_the_machine_terminate_nothing():
+    context = {"ec2:InstanceID": "i-0123456789abcdef0"}
+    assert not may(of("agent"), "ec2:TerminateInstances", arn("ec2", "instance/i-0123456789abcdef0"), context)
+
+
+# Pools ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["workflow", "refresh"])
+@unhurried
+@given(POOL_NAMES, POOL_NAMES, CLASS_NAMES, st.booleans())
+def test_pools_are_apart(name, pool, other, resource_class, nested):
+    # A name that begins as another does is what a wildcard would let through.
+    other = f"{pool}-{other}"[:20] if nested else other
+    assume(pool != other)
+    policy = of(name, pool)
+    actions = [action for statement in policy["Statement"] for action in statement["Action"]]
+    foreign = (
+        table_of(other),
+        f"{table_of(other)}/index/{items.LIVE_INDEX}",
+        arn("sqs", f"remuda-{other}-{resource_class}"),
+        arn("secretsmanager", f"secret:remuda/{other}/github-AbCdEf"),
+        f"arn:aws:iam::{ACCOUNT}:role/remuda-{other}-agent",
+        f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{other}-agent",
+    )
+    context = {"iam:PassedToService": "ec2.amazonaws.com"}
+    for action in actions:
+        # The list calls know no resource: they are asked for none of these.
+        if not action.startswith("ec2:"):
+            assert not any(may(policy, action, resource, context) for resource in foreign)
+
+
+@pytest.mark.parametrize("name", ["workflow", "refresh"])
+@unhurried
+@given(POOL_NAMES, POOL_NAMES, INSTANCE_IDS)
+def test_only_machines_with_the_pools_tag_are_terminated(name, pool, other, instance):
+    assume(pool != other)
+
+    def ends(tags: Mapping[str, Value]) -> bool:
+        return may(of(name, pool), "ec2:TerminateInstances", arn("ec2", f"instance/{instance}"), tags)
+
+    assert ends({f"aws:ResourceTag/{POOL_TAG}": pool})
+    assert not ends({f"aws:ResourceTag/{POOL_TAG}": other})
+    assert not ends({"aws:ResourceTag/Name": pool})
+    # What the request says of itself counts for nothing.
+    assert not ends({f"aws:RequestTag/{POOL_TAG}": pool})
+
+
+@unhurried
+@given(POOL_NAMES, POOL_NAMES)
+def test_a_launch_needs_the_pools_template_and_tag(pool, other):
+    assume(pool != other)
+    policy = of("workflow", pool)
+    template = arn("ec2", "launch-template/lt-1")
+    used: dict[str, Value] = {"ec2:LaunchTemplate": template}
+    for action in ("ec2:CreateFleet", "ec2:RunInstances"):
+        assert not may(policy, action, template, {**used, f"aws:ResourceTag/{POOL_TAG}": other})
+        assert not may(policy, action, template, used)
+    for kind in ("instance", "volume"):
+        made = arn("ec2", f"{kind}/*")
+        assert not may(policy, "ec2:RunInstances", made, used)
+        assert not may(policy, "ec2:RunInstances", made, {**used, f"aws:RequestTag/{POOL_TAG}": other})
+        assert not may(policy, "ec2:RunInstances", made, {f"aws:RequestTag/{POOL_TAG}": pool})
+    own_image = {**used, "ec2:IsLaunchTemplateResource": "false"}
+    assert not may(policy, "ec2:RunInstances", f"arn:aws:ec2:{REGION}::image/ami-1", own_image)
+
+
+@unhurried
+@given(POOL_NAMES)
+def test_nobody_tags_a_machine_into_the_pool(pool):
+    machine = arn("ec2", "instance/i-0123456789abcdef0")
+    into = {f"aws:RequestTag/{POOL_TAG}": pool, "aws:TagKeys": [POOL_TAG]}
+    inside = {f"aws:ResourceTag/{POOL_TAG}": pool}
+    for name in MADE:
+        policy = of(name, pool)
+        assert not may(policy, "ec2:CreateTags", machine, into)
+        assert not may(policy, "ec2:CreateTags", machine, {**into, "ec2:CreateAction": "CreateVolume"})
+        for action in ("ec2:CreateTags", "ec2:DeleteTags"):
+            assert not may(policy, action, machine, {**inside, "aws:TagKeys": [POOL_TAG]})
+            assert not may(policy, action, machine, {**inside, "aws:TagKeys": [ORPHAN_TAG, POOL_TAG]})
+            assert not may(policy, action, machine, inside)
+            assert not may(policy, action, machine, {"aws:TagKeys": [ORPHAN_TAG]})
+
+
+def test_a_workflow_gives_machines_the_agents_role_and_nobody_else_any():
+    role = f"arn:aws:iam::{ACCOUNT}:role/remuda-ci-agent"
+    to_ec2, to_lambda = ({"iam:PassedToService": f"{name}.amazonaws.com"} for name in ("ec2", "lambda"))
+    assert may(of("workflow"), "iam:PassRole", role, to_ec2)
+    assert not may(of("workflow"), "iam:PassRole", role, to_lambda)
+    assert not may(of("workflow"), "iam:PassRole", role)
+    assert not may(of("workflow"), "iam:PassRole", f"arn:aws:iam::{ACCOUNT}:role/admin", to_ec2)
+    assert not may(of("refresh"), "iam:PassRole", role, to_ec2)
+
+
+# Form -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_no_action_has_a_wildcard_and_no_statement_all_resources_but_to_look(name):
+    for statement in MADE[name].statements:
+        assert not any("*" in action or "?" in action for action in statement.actions)
+        if EVERYTHING in statement.resources:
+            assert all(action.startswith("ec2:Describe") for action in statement.actions)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_iam_takes_its_length(name):
+    longest = filled(MADE[name], pool="p" * 20, account=ACCOUNT, region="ap-southeast-1", partition="aws-us-gov")
+    assert len(json.dumps(longest, separators=(",", ":"))) <= MAX_POLICY
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_sids_are_as_iam_wants_them(name):
+    sids = [statement.sid for statement in MADE[name].statements]
+    assert len(set(sids)) == len(sids)
+    assert all(sid.isalnum() and sid.isascii() for sid in sids)
+
+
+def test_the_files_are_current():
+    assert build.main(["--check"]) == 0
+
+
+def test_files_that_are_not_current_are_told_of(capsys):
+    assert build.main(["--check", "--classes", "small"]) == 1
+    assert "workflow.json" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""Every call that the adapters make is allowed to the one who makes it, and to nobody else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import botocore.session
+import pytest
+
+import remuda.adapters.aws
+from policies import policies
+from remuda.adapters.aws.dynamodb import items
+from remuda.ports.compute import POOL_TAG
+from statements import filled
+from support.iam import Request, Value, allows
+
+ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
+INSTANCE = "i-0123456789abcdef0"
+USER_ID = f"AROA{'A' * 17}:{INSTANCE}"
+KEYS = items.Keys(prefix=USER_ID.removesuffix(INSTANCE))
+MADE = {policy.name: filled(policy, pool=POOL, account=ACCOUNT, region=REGION) for policy in policies()}
+SERVICES = ("dynamodb", "ec2", "sqs")
+
+#: Who makes which call: what the use cases of each come to, by way of the adapters.
+CALLS = {
+    "agent": {"dynamodb": {"GetItem", "UpdateItem"}, "ec2": {"TerminateInstances"}, "sqs": set[str]()},
+    "workflow": {
+        "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
+        "ec2": {"CreateFleet", "DescribeInstances", "TerminateInstances"},
+        "sqs": {
+            "ChangeMessageVisibilityBatch",
+            "DeleteMessageBatch",
+            "GetQueueAttributes",
+            "GetQueueUrl",
+            "ReceiveMessage",
+            "SendMessageBatch",
+        },
+    },
+    "refresh": {
+        "dynamodb": {
+            "BatchGetItem",
+            "BatchWriteItem",
+            "CreateTable",
+            "DescribeTable",
+            "DescribeTimeToLive",
+            "GetItem",
+            "PutItem",
+            "Query",
+            "Scan",
+            "UpdateItem",
+            "UpdateTimeToLive",
+        },
+        "ec2": {
+            "CreateLaunchTemplate",
+            "CreateLaunchTemplateVersion",
+            "CreateTags",
+            "DeleteTags",
+            "DescribeImages",
+            "DescribeInstances",
+            "DescribeLaunchTemplateVersions",
+            "DescribeLaunchTemplates",
+            "DescribeSecurityGroups",
+            "DescribeSubnets",
+            "ModifyLaunchTemplate",
+            "TerminateInstances",
+        },
+        "sqs": {
+            "ChangeMessageVisibilityBatch",
+            "CreateQueue",
+            "DeleteMessageBatch",
+            "GetQueueAttributes",
+            "GetQueueUrl",
+            "ReceiveMessage",
+            "SendMessageBatch",
+            "SetQueueAttributes",
+        },
+    },
+}
+
+
+def arn(service: str, resource: str) -> str:
+    return f"arn:aws:{service}:{REGION}:{ACCOUNT}:{resource}"
+
+
+TABLE = arn("dynamodb", f"table/remuda-{POOL}")
+MACHINE = arn("ec2", f"instance/{INSTANCE}")
+TEMPLATE = arn("ec2", "launch-template/lt-0123456789abcdef0")
+OURS: dict[str, Value] = {f"aws:ResourceTag/{POOL_TAG}": POOL}
+ASKED: dict[str, Value] = {f"aws:RequestTag/{POOL_TAG}": POOL}
+WITH_TEMPLATE: dict[str, Value] = {"ec2:LaunchTemplate": TEMPLATE}
+OF_TEMPLATE: dict[str, Value] = {**WITH_TEMPLATE, "ec2:IsLaunchTemplateResource": "true"}
+
+
+def request(action: str, resource: str, *contexts: Mapping[str, Value]) -> Request:
+    return Request(action=action, resource=resource, context={k: v for each in contexts for k, v in each.items()})
+
+
+def launch() -> list[Request]:
+    """What EC2 asks IAM for one instant fleet of spot machines."""
+    kinds: dict[str, Mapping[str, Value]] = {
+        "instance/*": {**ASKED, **WITH_TEMPLATE},
+        "volume/*": {**ASKED, **WITH_TEMPLATE},
+        "subnet/subnet-1": WITH_TEMPLATE,
+        "network-interface/*": WITH_TEMPLATE,
+        "security-group/sg-1": OF_TEMPLATE,
+        "key-pair/people": OF_TEMPLATE,
+        "spot-instances-request/*": {},
+    }
+    tagged = {**ASKED, "aws:TagKeys": [POOL_TAG, "remuda:provision"]}
+    return [
+        request("ec2:CreateFleet", arn("ec2", "fleet/*")),
+        request("ec2:CreateFleet", TEMPLATE, OURS),
+        request("ec2:RunInstances", TEMPLATE, OURS, WITH_TEMPLATE),
+        request("ec2:RunInstances", f"arn:aws:ec2:{REGION}::image/ami-1", OF_TEMPLATE),
+        *(request("ec2:RunInstances", arn("ec2", kind), context) for kind, context in kinds.items()),
+        *(
+            request("ec2:CreateTags", arn("ec2", kind), tagged, {"ec2:CreateAction": action})
+            for kind in (f"instance/{INSTANCE}", "volume/vol-1")
+            for action in ("CreateFleet", "RunInstances")
+        ),
+        request(
+            "iam:PassRole",
+            f"arn:aws:iam::{ACCOUNT}:role/remuda-{POOL}-agent",
+            {"iam:PassedToService": "ec2.amazonaws.com"},
+        ),
+    ]
+
+
+def dynamodb(operation: str, who: str) -> list[Request]:
+    action = f"dynamodb:{operation}"
+    if who == "agent":
+        own = (KEYS.control if operation == "GetItem" else KEYS.report)(INSTANCE)
+        return [request(action, TABLE, {"aws:userid": USER_ID, "dynamodb:LeadingKeys": [str(own[items.PK]["S"])]})]
+    indexes = [f"{TABLE}/index/{name}" for name in (items.LIVE_INDEX, items.PROVISION_INDEX)]
+    return [request(action, each) for each in (TABLE, *(indexes if operation == "Query" else ()))]
+
+
+def ec2(operation: str, who: str) -> list[Request]:
+    action = f"ec2:{operation}"
+    if operation.startswith("Describe"):
+        return [request(action, "*")]
+    if operation == "CreateFleet":
+        return launch()
+    if operation == "CreateLaunchTemplate":
+        created = {"ec2:CreateAction": operation, "aws:TagKeys": [POOL_TAG]}
+        return [request(action, TEMPLATE, ASKED), request("ec2:CreateTags", TEMPLATE, ASKED, created)]
+    if "LaunchTemplate" in operation:
+        return [request(action, TEMPLATE, OURS)]
+    if operation in {"CreateTags", "DeleteTags"}:
+        return [request(action, MACHINE, OURS, {"aws:TagKeys": ["ghr:orphan"]})]
+    source = {"ec2:SourceInstanceARN": MACHINE, "ec2:InstanceID": INSTANCE} if who == "agent" else {}
+    return [request(action, MACHINE, OURS, source)]
+
+
+def sqs(operation: str, _who: str) -> list[Request]:
+    # IAM knows no batches.
+    return [request(f"sqs:{operation.removesuffix('Batch')}", arn("sqs", f"remuda-{POOL}-large"))]
+
+
+ASKS = {"dynamodb": dynamodb, "ec2": ec2, "sqs": sqs}
+
+
+@pytest.mark.parametrize(
+    ("who", "service", "operation"),
+    [(who, service, name) for who, calls in CALLS.items() for service in SERVICES for name in sorted(calls[service])],
+)
+def test_who_makes_a_call_may_make_it(who, service, operation):
+    refused = [asked for asked in ASKS[service](operation, who) if not allows(MADE[who], asked)]
+    assert not refused
+
+
+@pytest.mark.parametrize("who", MADE)
+def test_who_does_not_make_a_call_may_not_make_it(who):
+    asks = [
+        (service, name, asked)
+        for service in SERVICES
+        for name in {name for calls in CALLS.values() for name in calls[service]} - CALLS[who][service]
+        # As the control plane asks it.
+        for asked in ASKS[service](name, "refresh")
+        if asked.action == f"{service}:{name.removesuffix('Batch')}"
+    ]
+    assert asks
+    assert not [(service, name) for service, name, asked in asks if allows(MADE[who], asked)]
+
+
+def test_what_is_read_once_at_refresh():
+    profile = f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent"
+    secret = arn("secretsmanager", f"secret:remuda/{POOL}/github-AbCdEf")
+    assert allows(MADE["refresh"], request("iam:GetInstanceProfile", profile))
+    assert allows(MADE["refresh"], request("secretsmanager:GetSecretValue", secret))
+
+
+@pytest.mark.parametrize("parameter", ["/aws/service/ami-amazon-linux-latest/al2023", f"/remuda/{POOL}/ami"])
+def test_images_are_resolved(parameter):
+    account = "" if parameter.startswith("/aws") else ACCOUNT
+    asked = request("ssm:GetParameters", f"arn:aws:ssm:{REGION}:{account}:parameter{parameter}")
+    assert allows(MADE["workflow"], asked)
+
+
+def test_the_list_of_calls_is_that_of_the_adapters():
+    """Each names the operations that it calls: one that is new there belongs into the list, and into a policy."""
+    (folder,) = remuda.adapters.aws.__path__
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(Path(folder).rglob("*.py")))
+    words = set(re.findall(r'"([A-Z][A-Za-z]+)"', text))
+    session = botocore.session.get_session()
+    for service in SERVICES:
+        called = words & set(session.get_service_model(service).operation_names)
+        assert called == {name for calls in CALLS.values() for name in calls[service]}
