@@ -59,10 +59,6 @@ class LocalLayout:
     def logs(self) -> Path:
         return self.root / "logs"
 
-    @property
-    def sweeper(self) -> Path:
-        return self.root / "sweeper.json"
-
 
 def layout(settings: Settings) -> LocalLayout:
     return LocalLayout(settings.dir.absolute())
@@ -112,11 +108,10 @@ async def open_context(
         stack.push_async_callback(pool.close)
         compute = local_compute(settings, calls)
         stack.push_async_callback(compute.close)
-        forge = None
+        forge: Forge | None = None
         if credentialed or settings.github_token:
             token = settings.github_token.get_secret_value() if settings.github_token else endpoint.token
             forge = _forge(endpoint.url, clock, ids, calls, token=token)
-        if forge is not None:
             stack.push_async_callback(forge.close)
         yield Context(
             pool_name=settings.pool,

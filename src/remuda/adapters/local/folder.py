@@ -30,7 +30,7 @@ MEMORY = "memory.json"
 NOTICE = "notice"
 SCRIPT = "pre-runner.sh"
 LOGS = "logs"
-HOME, TMP, WORK, RUNNER = ROOMS = ("home", "tmp", "work", "runner")
+HOME, TMP, WORK, RUNNER = ("home", "tmp", "work", "runner")
 #: What a finished machine leaves, for reports.
 KEPT = frozenset({RECORD, LOCK, POWER, LOGS})
 MAX_RECORD_BYTES = 1024 * 1024
