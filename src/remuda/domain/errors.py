@@ -8,7 +8,6 @@ RemudaError
 ├── Unavailable         back off and try again                                exit 4
 │   ├── Throttled       as above, after `retry_after_s`
 │   └── TimedOut        as above; what was asked for may have happened
-├── Partial             some of it was done, the rest is named                exit 4
 ├── Interrupted         stopped by a person, cleaned up                       exit 130
 └── InvariantViolated   a bug: stop, with its history                         exit 70
 """
@@ -85,12 +84,6 @@ class Throttled(Unavailable):
 
 class TimedOut(Unavailable):
     """No answer in time; what was asked for may have happened."""
-
-
-class Partial(RemudaError):
-    """Some of it could not be done."""
-
-    exit_code = 4
 
 
 class Interrupted(RemudaError):

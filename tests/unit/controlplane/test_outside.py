@@ -31,6 +31,7 @@ async def stray(world: World) -> str:
         client_token=f"t{len(world.cloud.machines)}",
         count=1,
         request=request,
+        scope="octo/repo",
         first_life_s=600.0,
         margin_s=LIFETIMES.margin_s,
     )

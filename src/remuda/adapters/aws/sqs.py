@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.errors import QUEUE_MISSING, attempts_of, code_of, translated
+from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, attempts_of, code_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import documents
 from remuda.domain.errors import NotFound, Unavailable, UserError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE = "sqs"
-TITLE = "SQS"
 #: An idle instance is announced again long before its message is forgotten.
 RETENTION_S = 4 * 24 * 3_600
 VISIBILITY_S = 60
@@ -227,7 +226,7 @@ class SqsResourcePool:
             if not left:
                 return
         raise Unavailable(
-            f"{TITLE} refused {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
+            f"{SQS} refused {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
             f" {', '.join(sorted(codes))}"
         )
 
@@ -236,7 +235,7 @@ class SqsResourcePool:
     ) -> T:
         attempts = 1
         try:
-            with translated(TITLE, self._queue(resource_class)):
+            with translated(SQS, self._queue(resource_class)):
                 try:
                     answer = await method(**arguments)
                 except ClientError as error:

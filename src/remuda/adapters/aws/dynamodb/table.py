@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.dynamodb.items import PK, SK, Item
-from remuda.adapters.aws.errors import CONDITION_FAILED, attempts_of, code_of, item_of, translated
+from remuda.adapters.aws.errors import CONDITION_FAILED, DYNAMODB, attempts_of, code_of, item_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain.errors import Throttled
 from remuda.ports.calls import CallCounter
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE = "dynamodb"
-TITLE = "DynamoDB"
 #: What one BatchGetItem and one BatchWriteItem may carry.
 READ_BATCH = 100
 WRITE_BATCH = 25
@@ -60,7 +59,7 @@ class Table:
         """One call. A failed condition raises `Refused`."""
         attempts = 1
         try:
-            with translated(TITLE, self.name):
+            with translated(DYNAMODB, self.name):
                 try:
                     answer = await method(**arguments)
                 except ClientError as error:
@@ -125,7 +124,7 @@ class Table:
             wanted = answer.get("UnprocessedKeys", {})
             if not wanted:
                 return found
-        raise Throttled(f"{TITLE} left part of a batch read of {self.name} undone {BATCH_TRIES} times")
+        raise Throttled(f"{DYNAMODB} left part of a batch read of {self.name} undone {BATCH_TRIES} times")
 
     async def put_all(self, new: Sequence[Item]) -> None:
         """Up to `WRITE_BATCH` items, unconditionally."""
@@ -136,7 +135,7 @@ class Table:
             wanted = answer.get("UnprocessedItems", {})
             if not wanted:
                 return
-        raise Throttled(f"{TITLE} left part of a batch write of {self.name} undone {BATCH_TRIES} times")
+        raise Throttled(f"{DYNAMODB} left part of a batch write of {self.name} undone {BATCH_TRIES} times")
 
     async def _pause(self, tries: int) -> None:
         if tries:
