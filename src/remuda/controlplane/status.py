@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from remuda.controlplane.context import Context
+from remuda.controlplane.context import Context, readable
 from remuda.domain.errors import NotFound
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -31,6 +31,8 @@ class Status:
     reports: Mapping[str, Report]
     pools: Mapping[str, PoolLevel]
     runs: Sequence[Provision]
+    #: Records that cannot be parsed, one sentence each.
+    unreadable: Sequence[str] = ()
 
 
 async def status(context: Context, *, everything: bool = False) -> Status:
@@ -46,10 +48,12 @@ async def status(context: Context, *, everything: bool = False) -> Status:
         except NotFound:
             hints = 0
         pools[resource_class.name] = PoolLevel(idle=idle[resource_class.name], hints=hints)
+    read = context.store.get_reports([item.instance_id for item in instances])
+    unreadable: list[str] = []
+    reports, _ = await readable(read, unreadable.append)
+    runs = await context.store.recent_provisions(RECENT_PROVISIONS)
+    malformed = context.store.malformed_records
+    unreadable += [f"the record {name} cannot be read: {why}" for name, why in malformed.items()]
     return Status(
-        config=config,
-        instances=instances,
-        reports=await context.store.get_reports([item.instance_id for item in instances]),
-        pools=pools,
-        runs=await context.store.recent_provisions(RECENT_PROVISIONS),
+        config=config, instances=instances, reports=reports, pools=pools, runs=runs, unreadable=tuple(unreadable)
     )

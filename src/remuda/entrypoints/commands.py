@@ -168,6 +168,8 @@ def run_status(flags: Flags, config: str | None, output: Output, *, everything: 
 
         for name in missing(settings):
             output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
+    for sentence in result.unreadable:
+        output.say(f"error: {sentence}", style="bold red")
     if not output.as_json:
         output.answer(*views.status_tables(result, SystemClock().now(), width=output.width))
     output.result(views.status_document(result))

@@ -33,10 +33,12 @@ POLL = "poll:"
 class Refused(Exception):
     """A condition did not hold."""
 
-    def __init__(self, item: Item | None) -> None:
+    def __init__(self, item: Item | None, *, repeated: bool) -> None:
         super().__init__("a condition did not hold")
         #: What is there instead.
         self.item = item
+        #: The call was sent more than once: the answer to an earlier one may have been lost.
+        self.repeated = repeated
 
 
 class Table:
@@ -65,7 +67,7 @@ class Table:
                 except ClientError as error:
                     attempts = attempts_of(error.response)
                     if code_of(error) == CONDITION_FAILED:
-                        raise Refused(item_of(error)) from None
+                        raise Refused(item_of(error), repeated=attempts > 1) from None
                     raise
                 attempts = attempts_of(answer)
                 return answer
