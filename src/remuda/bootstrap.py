@@ -254,6 +254,11 @@ def desired(settings: Settings, *, pool: str) -> Desired:
             field="--github-scope",
             fix="give an organisation or owner/repo that runners serve",
         )
+    launch = settings.launch_options()
+    if settings.backend == "aws":
+        from remuda.adapters.aws.ec2.options import Options  # noqa: PLC0415 - as above
+
+        Options.parse(launch)  # before any call is made
     return Desired(
         pool=pool,
         classes=settings.resource_class_config,
@@ -261,5 +266,5 @@ def desired(settings: Settings, *, pool: str) -> Desired:
         max_instances=settings.max_instances,
         github_url=_github_url(settings),
         scope=settings.github_scope,
-        launch=settings.launch_options(),
+        launch=launch,
     )
