@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
+NPM := requirements/node_modules
 # Also pins what building the package itself needs.
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -29,7 +30,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, gener
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
 
-conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## One suite a port, over every adapter
+conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
@@ -71,6 +72,14 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	@PIP_CONSTRAINT= $(VENV)-moto/bin/python -m pip install -q -r requirements/moto.txt
 	@touch $@
 
+# What comes from npm; the tests that use it say why where they are skipped.
+$(NPM)/.installed: requirements/package.json
+	@mkdir -p $(NPM)
+	@if command -v npm >/dev/null; then echo 'setting up what comes from npm (once)'; \
+	  npm install --prefix requirements --no-package-lock --no-audit --no-fund --silent && touch $@ \
+	    || echo 'npm could not install it: the tests that use it will be skipped'; \
+	else echo 'npm is not installed: the tests that use it will be skipped'; fi
+
 # Lints the bootstrap of machines; its test says why where it is skipped.
 /usr/bin/shellcheck:
 	@if command -v shellcheck >/dev/null; then :; \
@@ -80,4 +89,4 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
 clean: ## Remove what was generated
-	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
