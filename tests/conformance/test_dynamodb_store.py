@@ -91,6 +91,11 @@ async def test_an_instance_has_two_partitions_of_its_own(
     assert set(await scanned(client, table_name)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
 
 
+async def test_the_table_is_billed_by_the_call(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    table = (await client.describe_table(TableName=table_name))["Table"]
+    assert table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST"
+
+
 async def test_fields_are_attributes(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
     await store.apply(birth(instance(provision_id="p-1")))
     item = (await scanned(client, table_name))[f"control#{PREFIX}{ID}"]

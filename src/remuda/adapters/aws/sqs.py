@@ -46,6 +46,8 @@ ATTRIBUTES = {
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
+#: What no queue may have: a hint is received and handed back as often as it does not fit.
+REDRIVE = "RedrivePolicy"
 _DEPTHS = (
     "ApproximateNumberOfMessages",
     "ApproximateNumberOfMessagesNotVisible",
@@ -171,7 +173,12 @@ class SqsResourcePool:
             )
             self._urls[name] = answer["QueueUrl"]
             return f"queue {self._queue(name)}"
-        found = await self._attributes(name, url, tuple(ATTRIBUTES))
+        found = await self._attributes(name, url, (*ATTRIBUTES, REDRIVE))
+        if found.get(REDRIVE):
+            raise UserError(
+                f"queue {self._queue(name)} has a dead-letter queue: hints that fit no run for a while would end there",
+                fix="remove its redrive policy, or name another pool",
+            )
         wrong = {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
         if not wrong:
             return ""

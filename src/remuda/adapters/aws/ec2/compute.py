@@ -16,6 +16,7 @@ from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Optio
 from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
 from remuda.adapters.aws.ec2.views import by_id, by_tag, views_of
 from remuda.adapters.aws.errors import code_of, said_by
+from remuda.adapters.aws.gathering import gathered
 from remuda.adapters.aws.user_data import Layout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.resources import is_instance_id
@@ -136,7 +137,7 @@ class Ec2Compute:
     async def _check_places(self, options: Options) -> None:
         """Image, subnets and groups: better one sentence now than a launch that fails."""
         asked = {_SUBNETS: options.subnets, _IMAGES: _plain_images(options.ami), _GROUPS: options.security_groups}
-        missing = await asyncio.gather(*(self._missing(kind, wanted) for kind, wanted in asked.items() if wanted))
+        missing = await gathered(self._missing(kind, wanted) for kind, wanted in asked.items() if wanted)
         for kind, name in missing:
             if name:
                 raise UserError(
