@@ -34,6 +34,8 @@ MAX_TOKENS = 1_000
 #: Machines that this process launched: they are ours, even while a describe does not show them yet.
 MAX_BORN = 10_000
 _UNKNOWN_IDS = frozenset({"InvalidInstanceID.NotFound", "InvalidInstanceID.Malformed", "InvalidID"})
+#: One with termination protection fails a whole call, too.
+_PROTECTED = "OperationNotPermitted"
 _ID = re.compile(r"i-[0-9a-f]{8,17}")
 
 
@@ -153,16 +155,17 @@ class Ec2Compute:
         return kind, next((name for name in wanted if name not in known), "")
 
     async def _terminate(self, names: list[str]) -> dict[str, str]:
-        """One unknown id fails a whole call: leave out those it names, or halve, and go on."""
+        """One unknown or protected id fails a whole call: leave out those it names, or halve, and go on."""
         if not names:
             return {}
         try:
-            await self._calls.ask("TerminateInstances", passes=_UNKNOWN_IDS, InstanceIds=names)
+            await self._calls.ask("TerminateInstances", passes=_UNKNOWN_IDS | {_PROTECTED}, InstanceIds=names)
         except ClientError as error:
             named = set(_ID.findall(said_by(error)))
             rest = [name for name in names if name not in named]
             if len(rest) < len(names):
-                return await self._terminate(rest)
+                failed = [name for name in names if name in named] if code_of(error) == _PROTECTED else []
+                return {**dict.fromkeys(failed, said_by(error)), **await self._terminate(rest)}
             if len(names) == 1:
                 # Gone, if EC2 says that it does not know this very one.
                 gone = code_of(error) == "InvalidInstanceID.NotFound"

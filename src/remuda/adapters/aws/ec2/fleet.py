@@ -175,8 +175,9 @@ def sentences(refusals: Sequence[Refusal]) -> tuple[str, ...]:
 
 
 def is_shortage(refusals: Sequence[Refusal]) -> bool:
-    """Whether another usage class may help: nothing that was said is about the request itself."""
-    return not any(kind_of(item.code) in {*_REFUSED, Kind.INPUT} for item in refusals)
+    """Whether another usage class may help: nothing that was said is about the request itself, or our haste."""
+    kinds = {kind_of(item.code) for item in refusals}
+    return not kinds & {*_REFUSED, Kind.INPUT} and kinds != {Kind.THROTTLED}
 
 
 def failure(request: Request, count: int, refusals: Sequence[Refusal]) -> RemudaError:
