@@ -252,6 +252,27 @@ def test_a_deleted_queue_is_no_reason_to_hide_the_fleet_and_refresh_makes_it_ane
         assert (code, f"queue {QUEUE}" in answer["applied"]) == (0, True), answer
 
 
+def test_a_record_that_somebody_spoiled_is_named_and_hides_nothing(clouds: Clouds):
+    name = "i-0123456789abcdef0"
+    where = {"pk": {"S": f"control#{name}"}, "sk": {"S": "control"}}
+    index = {"gsi1pk": {"S": "live#0"}, "gsi1sk": {"S": "2025-05-31T12:00:00.000Z"}}
+    item = {**where, **index, "instanceId": {"S": name}, "state": {"S": "idle"}, "epoch": {"S": "one"}}
+    clouds.call("dynamodb", "PutItem", TableName=TABLE, Item=item)
+    try:
+        code, answer = clouds.run("status")
+        assert (code, answer["instances"]) == (0, [])
+        (told,) = answer["unreadable"]
+        assert name in told
+        assert "Instance.epoch" in told
+        code, answer = clouds.run("refresh")
+        assert code == UNAVAILABLE
+        (told,) = answer["errors"]
+        assert name in told
+    finally:
+        clouds.call("dynamodb", "DeleteItem", TableName=TABLE, Key=where)
+    assert clouds.run("refresh")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
