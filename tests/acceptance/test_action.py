@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,21 +58,6 @@ class Github:
     def refresh(self) -> Done:
         launch = {name.replace("-", "_"): value for name, value in self.launch.items()}
         return self.use("refresh", github_token=self.token, **launch)
-
-    def status(self) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "remuda", "status", "--backend", "aws", "--pool", POOL, "--json"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-            env={**self.environment, "AWS_REGION": "eu-central-1"},
-        )
-        document: dict[str, Any] = json.loads(done.stdout)
-        return document
-
-    def states(self) -> dict[str, str]:
-        return {item["instance_id"]: item["state"] for item in self.status()["instances"]}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +150,7 @@ def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done)
         "reused": "0",
         "created": "2",
     }
-    assert {github.states()[name] for name in ids} == {"running"}
+    assert {github.herd.states()[name] for name in ids} == {"running"}
     assert "### remuda provision: 2 runners for run 100" in first.summary
     for name in ids:
         assert f"| {name} | " in first.summary
@@ -176,7 +160,7 @@ def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done)
 
     back = github.use("release", run_id="100")
     assert back.code == 0, back.log
-    assert {github.states()[name] for name in ids} == {"idle"}
+    assert {github.herd.states()[name] for name in ids} == {"idle"}
     assert back.summary.startswith("### remuda release: run 100\n\n2 released, in ")
     check_secrets(github, back)
 
@@ -226,11 +210,10 @@ def test_a_cancelled_provision_gives_back_what_it_holds_in_time(github: Github, 
     took_s = time.monotonic() - cancelled_at
     done = job.end_last(step, code)
     assert (done.code, took_s < SIGTERM_AFTER_S) == (130, True), (took_s, done.log)
-    states = github.states()
+    states = github.herd.states()
     (created,) = [name for name, state in states.items() if state == "terminating"]
     assert states[pooled] == "releasing"
-    (run,) = [item for item in github.status()["runs"] if item["run_id"] == "201"]
-    assert run["status"] == "released"
+    assert github.herd.provisions("201") == ["released"]
 
     assert done.summary.startswith("### remuda provision: cancelled\n")
     assert f"| {pooled} | claimed | releasing |" in done.summary
@@ -245,7 +228,6 @@ def test_a_cancelled_provision_gives_back_what_it_holds_in_time(github: Github, 
     ("inputs", "says"),
     [
         ({"instance_count": "1; touch hacked"}, "instance-count is '1; touch hacked'; give a whole number"),
-        ({"instance_count": "$(touch hacked)"}, "instance-count is '$(touch hacked)'; give a whole number"),
         ({"run_id": "1\n::set-output name=label::evil"}, "run-id is '1\\n::set-output name=label::evil'"),
         (
             {"resource_class": "a,b:c%0A\r\n::add-path::/evil"},
@@ -270,7 +252,7 @@ def test_bad_input_is_one_annotation_with_the_fix(github: Github, refreshed: Don
     assert done.outputs["label"] == ""
     assert "failed" in done.summary
     assert not list(job.workspace.iterdir())
-    assert "300" not in {item["run_id"] for item in github.status()["runs"]}
+    assert not github.herd.provisions("300")
 
 
 def test_what_a_machine_says_is_text_and_no_command(github: Github, refreshed: Done):

@@ -18,23 +18,10 @@ PARTS = ("action.yml", "pyproject.toml", "README.md", "LICENSE", "src", "require
 LIMIT_S = 240
 #: As the runner knows them.
 COMMANDS = frozenset(
-    [
-        "add-mask",
-        "add-matcher",
-        "add-path",
-        "debug",
-        "echo",
-        "endgroup",
-        "error",
-        "group",
-        "notice",
-        "remove-matcher",
-        "save-state",
-        "set-env",
-        "set-output",
-        "stop-commands",
-        "warning",
-    ]
+    {
+        *("add-mask", "add-matcher", "add-path", "debug", "echo", "endgroup", "error", "group", "notice"),
+        *("remove-matcher", "save-state", "set-env", "set-output", "stop-commands", "warning"),
+    }
 )
 
 _EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")

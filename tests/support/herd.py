@@ -42,6 +42,7 @@ class Herd:
         self._pool = pool
         self._loop = asyncio.new_event_loop()
         self._agents: dict[str, asyncio.Task[str]] = {}
+        self._store: DynamoInstanceStore | None = None
         #: Whether agents run: set and cleared by the test.
         self.awake = True
         #: How a registration ends.
@@ -60,6 +61,18 @@ class Herd:
         self.awake = False
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(30)
 
+    def states(self) -> dict[str, str]:
+        """What the records say of every machine that has not ended."""
+        assert self._store is not None
+        found = asyncio.run_coroutine_threadsafe(self._store.find([*LIVE, State.TERMINATING]), self._loop)
+        return {record.instance_id: record.state.value for record in found.result(30)}
+
+    def provisions(self, run_id: str) -> list[str]:
+        """How the provisions of a run stand."""
+        assert self._store is not None
+        found = asyncio.run_coroutine_threadsafe(self._store.provisions_of_run(run_id), self._loop)
+        return [provision.status.value for provision in found.result(30)]
+
     async def _watch(self) -> None:
         async with get_session().create_client(
             "dynamodb",
@@ -69,7 +82,7 @@ class Herd:
             aws_secret_access_key="test",
             config=config(),
         ) as client:
-            store = DynamoInstanceStore(
+            store = self._store = DynamoInstanceStore(
                 client=client, table=f"remuda-{self._pool}", clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
             )
             try:

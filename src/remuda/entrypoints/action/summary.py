@@ -12,7 +12,7 @@ MAX_ROWS = 100
 MAX_CELL = 300
 
 #: What has a meaning in Markdown or HTML, in a table, or as the start of a link.
-_SPECIAL = re.compile(r"[^\w\s.,;/()'+=%-]|_|:(?=//)|(?<=www)\.", re.IGNORECASE)
+_SPECIAL = re.compile(r"[^\w\s.,:;/()'+=%-]|_|:(?=//)|(?<=www)\.", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 Document = Mapping[str, Any]
