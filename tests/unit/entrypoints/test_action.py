@@ -147,6 +147,31 @@ def test_a_sentence_about_flags_becomes_one_about_inputs() -> None:
     assert as_inputs("set REMUDA_GITHUB_TOKEN, or --dir") == "set github-token, or --dir"
 
 
+# The sample workflows, beyond what linters look at
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "deploy" / "workflows").glob("*.yml")), ids=lambda file: file.stem)
+def test_a_sample_uses_what_there_is_and_gives_back_what_it_takes(file: Path) -> None:
+    workflow = yaml.safe_load(file.read_text())
+    assert workflow["permissions"] == {}
+    uses = {
+        (name, step["with"]["mode"]): (job, step["with"])
+        for name, job in workflow["jobs"].items()
+        for step in job["steps"]
+        if step.get("uses", "").startswith("your-org/remuda@")
+    }
+    assert uses
+    for (_, mode), (job, given_inputs) in uses.items():
+        assert set(given_inputs) <= names.USED_BY[mode] | names.CREDENTIALS | {"mode"}
+        assert job["permissions"] == {"id-token": "write"}
+    modes = {mode for _, mode in uses}
+    if "provision" in modes:
+        assert "release" in modes
+        release, _ = next(found for (_, mode), found in uses.items() if mode == "release")
+        assert release["if"] == "always()"
+        assert set(release["needs"]) == set(workflow["jobs"]) - {"release"}
+
+
 # What the runner reads
 
 
