@@ -16,7 +16,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 #: What the package is made of.
@@ -25,13 +25,13 @@ CONSTRAINTS = Path("requirements", "constraints.txt")
 #: Written last: without it an installation is half done.
 COMPLETE = ".complete"
 EXIT_UNAVAILABLE = 4
+EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
     source = Path(os.environ["GITHUB_ACTION_PATH"]).resolve()
     place = cache() / f"{version(source)}-{fingerprint(source)}"
     if not (place / COMPLETE).exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
         with locked(place.parent / f"{place.name}.lock"):
             # Another job on this machine may have been first.
             if not (place / COMPLETE).exists() and not install(source, place):
@@ -44,11 +44,13 @@ def main() -> int:
 
 
 def cache() -> Path:
-    """The tool cache outlives a job on machines that do; where there is none, the job's own folder."""
+    """The tool cache outlives a job on machines that do; where it cannot be written, the job's own folder."""
     for name in ("RUNNER_TOOL_CACHE", "RUNNER_TEMP"):
-        folder = os.environ.get(name)
-        if folder and os.access(folder, os.W_OK):
-            return Path(folder) / "remuda"
+        folder = Path(os.environ.get(name) or os.devnull, "remuda")
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
     return Path(tempfile.mkdtemp(prefix="remuda-"))
 
 
@@ -109,8 +111,8 @@ def copy(source: Path, folder: Path) -> Path:
 
 def pip(package: Path, constraints: Path, python: Path) -> bool:
     words = ["install", "--quiet", "--disable-pip-version-check", "--no-input", f"{package}[aws]"]
-    # As a variable it also pins what the build itself needs.
-    environment = {**os.environ, "PIP_CONSTRAINT": str(constraints)}
+    # As a variable it also pins what the build itself needs. A virtualenv knows no user's folder.
+    environment = {**os.environ, "PIP_CONSTRAINT": str(constraints), "PIP_USER": "0"}
     command = [str(python), "-I", "-m", "pip", *words]
     return subprocess.run(command, env=environment, check=False, cwd=package).returncode == 0
 
@@ -121,4 +123,8 @@ def tell(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        # Half done, and not marked as complete: the next one starts anew.
+        sys.exit(EXIT_INTERRUPTED)

@@ -7,9 +7,11 @@ usable() {
 }
 
 fail() {
-  echo "::error title=remuda has no Python::$1"
+  echo "::error title=remuda::$1"
   exit 2
 }
+
+[ "${RUNNER_OS:-}" != Windows ] || fail 'remuda runs on Linux and macOS runners; let this job run on one of them'
 
 if [ -n "${INPUT_PYTHON:-}" ]; then
   # Not repeated in the message: it is text from outside.

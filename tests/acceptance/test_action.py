@@ -151,6 +151,7 @@ def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done)
         "created": "2",
     }
     assert {github.herd.states()[name] for name in ids} == {"running"}
+    assert refreshed.masks - {github.token} <= first.masks, "the pool's tokens"
     assert "### remuda provision: 2 runners for run 100" in first.summary
     for name in ids:
         assert f"| {name} | " in first.summary

@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
 from remuda.entrypoints import cli, commands
 from remuda.entrypoints.action import inputs as names
@@ -104,6 +105,8 @@ PROVISIONED = {
 
 def answer(document: dict[str, Any], code: int = 0) -> Any:
     def run(flags: Any, config: Any, output: StepOutput, **_more: Any) -> int:
+        output.journal(SystemClock()).note("committed", "all are ready")
+        output.say("a sentence")
         output.result(document)
         return code
 
@@ -250,7 +253,9 @@ def test_a_provision_sets_outputs_and_leaves_a_page(step: Step, monkeypatch: pyt
     assert "| i-01 | c6i.large | spot | created | 0.50 s |" in page
     assert "| all | 3.25 s |" in page
     assert "Calls: dynamodb 3" in page
-    assert (step.log[0], step.log[-1]) == ("::group::remuda provision", "::endgroup::")
+    opened, event, closed, sentence = step.log
+    assert (opened, closed, sentence) == ("::group::remuda provision", "::endgroup::", "a sentence")
+    assert event.endswith("all are ready")
 
 
 def test_a_run_of_many_has_a_page_that_can_be_read(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,19 +72,32 @@ class MaskingStore:
         return config
 
 
+class LogOutput(Output):
+    """Lines for the log, as they come."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(as_json=False)
+        self.channel = channel
+
+    def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
+        self.channel.say(text)
+
+
 class StepOutput(Output):
     """A command's output as a step's: lines for the log, and what the end of the step tells."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(as_json=False)
         self.channel = channel
+        #: What the command says itself: told after the group, where nobody has to unfold it.
+        self.told: list[str] = []
         self.document: Mapping[str, Any] = {}
         self.failure: RemudaError | None = None
         self.warnings: list[str] = []
         self.given_back: list[GivenBack] = []
 
     def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
-        self.channel.say(text)
+        self.told.append(text)
 
     def result(self, document: Mapping[str, Any]) -> None:
         self.document = document
@@ -106,7 +119,7 @@ class StepJournal(ConsoleJournal):
     """Keeps what a rollback gives back: the summary lists it."""
 
     def __init__(self, output: StepOutput, clock: Clock) -> None:
-        super().__init__(output, clock)
+        super().__init__(LogOutput(output.channel), clock)
         self._step = output
         self._undoing = False
 
@@ -181,6 +194,8 @@ def _tell(inputs: Inputs, output: StepOutput, code: int) -> int:
     """Annotations, the summary, the outputs; the exit code of the step."""
     mode = inputs.given.get("mode", "")[:20]
     failure = _failure(output, code)
+    for text in output.told:
+        output.channel.say(text)
     _annotate(f"remuda {mode}".strip(), output, failure)
     try:
         page = summary(mode, output.document, failure, output.given_back)
