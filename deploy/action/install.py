@@ -9,18 +9,19 @@ import fcntl
 import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-#: What the package is made of.
-PARTS = ("pyproject.toml", "README.md", "LICENSE", "src")
+PROJECT = Path("pyproject.toml")
+PACKAGE = Path("src", "remuda")
 CONSTRAINTS = Path("requirements", "constraints.txt")
 #: Written last: without it an installation is half done.
 COMPLETE = ".complete"
@@ -30,7 +31,7 @@ EXIT_INTERRUPTED = 130
 
 def main() -> int:
     source = Path(os.environ["GITHUB_ACTION_PATH"]).resolve()
-    place = cache() / f"{version(source)}-{fingerprint(source)}"
+    place = cache() / f"{project(source)['version']}-{fingerprint(source)}"
     if not (place / COMPLETE).exists():
         with locked(place.parent / f"{place.name}.lock"):
             # Another job on this machine may have been first.
@@ -54,28 +55,21 @@ def cache() -> Path:
     return Path(tempfile.mkdtemp(prefix="remuda-"))
 
 
-def version(source: Path) -> str:
-    found = re.search(r'^version = "([0-9A-Za-z.+-]+)"$', (source / "pyproject.toml").read_text(), re.MULTILINE)
-    return found[1] if found else "0"
+def project(source: Path) -> dict[str, Any]:
+    document: dict[str, Any] = tomllib.loads((source / PROJECT).read_text(encoding="utf-8"))["project"]
+    return document
 
 
 def fingerprint(source: Path) -> str:
     """A branch changes under the same version; a virtualenv belongs to one Python."""
     digest = hashlib.sha256(f"{sys.version} {platform.machine()} {Path(sys.executable).resolve()}".encode())
-    files = [path for part in (*PARTS, CONSTRAINTS) for path in walk(source / part)]
-    for file in sorted(files):
+    for file in sorted([source / PROJECT, source / CONSTRAINTS, *walk(source / PACKAGE)]):
         digest.update(f"\0{file.relative_to(source)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def walk(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return [file for file in path.rglob("*") if file.is_file() and not leftover(file)]
-
-
-def leftover(file: Path) -> bool:
-    return any(part == "__pycache__" or part.endswith(".egg-info") for part in file.parts)
+def walk(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
 
 
 @contextmanager
@@ -86,35 +80,36 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def install(source: Path, place: Path) -> bool:
-    tell(f"::group::install remuda {version(source)}")
+    """What it needs by pip, and the package as it is: nothing has to be built."""
+    wanted = project(source)
+    tell(f"::group::install remuda {wanted['version']}")
     try:
         shutil.rmtree(place, ignore_errors=True)
         venv.create(place, with_pip=True)
-        with tempfile.TemporaryDirectory() as folder:
-            done = pip(copy(source, Path(folder)), source / CONSTRAINTS, place / "bin" / "python")
+        needs = [*wanted["dependencies"], *wanted["optional-dependencies"]["aws"]]
+        done = pip(needs, source / CONSTRAINTS, place / "bin" / "python")
         if done:
+            (packages,) = place.glob("lib/python3.*/site-packages")
+            shutil.copytree(source / PACKAGE, packages / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
             (place / COMPLETE).touch()
     finally:
         tell("::endgroup::")
     return done
 
 
-def copy(source: Path, folder: Path) -> Path:
-    """A build leaves files beside the source: not in the action's folder, which may be a checkout."""
-    for part in PARTS:
-        if (source / part).is_dir():
-            shutil.copytree(source / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        else:
-            shutil.copy(source / part, folder / part)
-    return folder
-
-
-def pip(package: Path, constraints: Path, python: Path) -> bool:
-    words = ["install", "--quiet", "--disable-pip-version-check", "--no-input", f"{package}[aws]"]
-    # As a variable it also pins what the build itself needs. A virtualenv knows no user's folder.
-    environment = {**os.environ, "PIP_CONSTRAINT": str(constraints), "PIP_USER": "0"}
-    command = [str(python), "-I", "-m", "pip", *words]
-    return subprocess.run(command, env=environment, check=False, cwd=package).returncode == 0
+def pip(needs: list[str], constraints: Path, python: Path) -> bool:
+    words = [
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--constraint",
+        str(constraints),
+        *needs,
+    ]
+    # A virtualenv knows no user's folder.
+    environment = {**os.environ, "PIP_USER": "0"}
+    return subprocess.run([str(python), "-I", "-m", "pip", *words], env=environment, check=False).returncode == 0
 
 
 def tell(line: str) -> None:

@@ -14,7 +14,9 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 #: What of the repository an installation from it needs.
-PARTS = ("action.yml", "pyproject.toml", "README.md", "LICENSE", "src", "requirements", "deploy")
+PARTS = ("action.yml", "pyproject.toml", "src", "requirements", "deploy")
+#: What is no file of the repository.
+LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "node_modules")
 LIMIT_S = 240
 #: As the runner knows them.
 COMMANDS = frozenset(
@@ -246,7 +248,7 @@ def fetched_action(folder: Path) -> Path:
     """The action as a runner has it: a copy of the repository's files."""
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(ROOT / part, folder / part, ignore=LEFTOVERS)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / part, folder / part)
