@@ -78,11 +78,13 @@ class AwsClients:
         return client
 
     async def client(self, name: str, title: str, settings: AioConfig) -> Any:
-        """Any other service's client, opened once."""
-        if not self._session.get_config_variable("region"):
+        """Any other service's client, opened once for each region that `settings` may name."""
+        region = settings.region_name  # type: ignore[attr-defined]  # botocore makes it from its options
+        opened = f"{name}@{region or ''}"
+        if not region and not self._session.get_config_variable("region"):
             raise UserError("there is no AWS region", field="AWS_REGION", fix="set AWS_REGION")
-        if name not in self._opened:
+        if opened not in self._opened:
             create: Any = self._session.create_client
             with settings_checked(title):
-                self._opened[name] = await self._stack.enter_async_context(create(name, config=settings))
-        return self._opened[name]
+                self._opened[opened] = await self._stack.enter_async_context(create(name, config=settings))
+        return self._opened[opened]

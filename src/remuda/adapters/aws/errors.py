@@ -75,6 +75,10 @@ def code_of(error: boto.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
+def is_denied(code: str) -> bool:
+    return code in _DENIED
+
+
 def item_of(error: boto.ClientError) -> dict[str, Any] | None:
     """The item that made a condition fail: it came with the refusal."""
     item: dict[str, Any] | None = error.response.get("Item")  # type: ignore[assignment]

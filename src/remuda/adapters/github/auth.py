@@ -18,7 +18,7 @@ TOKEN_LEFT_S = 120.0
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 APP_ID_FIELD = "github-app-id"
 APP_KEY_FIELD = "github-app-key"
-_KEY_FIX = "set REMUDA_GITHUB_APP_KEY to the text of the App's private key (PEM, RSA)"
+_KEY_FIX = "give the private key (PEM, RSA) as REMUDA_GITHUB_APP_KEY: its text, a file, or the ARN of a secret"
 
 
 class Api(Protocol):
@@ -127,7 +127,7 @@ class AppAuth:
             raise UserError(
                 f"GitHub refuses the App {self._app_id}: {error.message}",
                 field=APP_KEY_FIELD,
-                fix=f"{_KEY_FIX} that belongs to REMUDA_GITHUB_APP_ID; check this machine's clock",
+                fix=f"{_KEY_FIX}; it must belong to REMUDA_GITHUB_APP_ID; check this machine's clock",
             ) from error
         try:
             return int(answer["id"])
