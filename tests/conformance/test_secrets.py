@@ -7,6 +7,7 @@ import secrets
 from typing import Any
 
 import pytest
+from aiobotocore.session import AioSession
 from pydantic import SecretStr
 
 from remuda.adapters.aws.clients import AwsClients, config
@@ -14,6 +15,8 @@ from remuda.adapters.aws.secrets import TITLE, read_secret
 from remuda.bootstrap import GithubCredential, github_credential
 from remuda.domain.errors import UserError
 from remuda.settings import Settings
+from support.servers import Ministack
+from support.wire import says, wire
 
 REGION = "eu-central-1"
 TOKEN = "ghp_kept_elsewhere"
@@ -93,3 +96,16 @@ async def test_an_apps_key_comes_from_a_secret_too(clients: AwsClients):
     found = await github_credential(settings, clients, needed=True)
     assert found == GithubCredential(text="-----BEGIN …", app_id="7")
     assert "BEGIN" not in repr(found)
+
+
+async def test_one_that_may_not_be_read(
+    clients: AwsClients, server: Ministack, monkeypatch: pytest.MonkeyPatch, aws_session: AioSession
+):
+    arn = await put(clients, SecretString=TOKEN)
+    async with wire(server.url) as between:
+        between.always["GetSecretValue"] = says(400, "AccessDeniedException")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SECRETS_MANAGER", between.url)
+        async with AwsClients(session=aws_session) as refused_ones:
+            with pytest.raises(UserError, match="may not read secret") as refused:
+                await read(refused_ones, arn)
+    assert "secretsmanager:GetSecretValue" in refused.value.fix
