@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,20 +171,27 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in _PASSED_ON if name in environ}
 
 
-@asynccontextmanager
-async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
+@contextmanager
+def aws_libraries() -> Iterator[None]:
+    """Around their import: they are an extra."""
     try:
-        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
-        from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
+        yield
     except ImportError as error:
         raise UserError(
             f"the aws backend needs a library that is not installed: {error.name}",
             field="--backend",
             fix="install remuda[aws]",
         ) from None
+
+
+@asynccontextmanager
+async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
+    with aws_libraries():
+        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
+        from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
         clients = await stack.enter_async_context(AwsClients())
@@ -197,7 +204,7 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         compute = Ec2Compute(client=ec2, pool=settings.pool, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(compute.close)
         credential = await github_credential(settings, clients, needed=credentialed)
-        forge = _github(settings, credential, clock, ids, calls)
+        forge = github_forge(settings, credential, clock, ids, calls)
         if forge is not None:
             stack.push_async_callback(forge.close)
         yield Context(
@@ -240,7 +247,7 @@ async def github_credential(settings: Settings, clients: AwsClients, *, needed: 
     return GithubCredential(text=text, app_id=settings.github_app_id if app else "")
 
 
-def _github(
+def github_forge(
     settings: Settings, credential: GithubCredential | None, clock: SystemClock, ids: SystemIds, calls: CallCounter
 ) -> GithubForge | None:
     api_url = settings.github_api_url or PUBLIC_API

@@ -80,6 +80,20 @@ class SqsResourcePool:
         done = await gathered(self._prepare(name) for name in names)
         return [what for what in done if what]
 
+    async def inspect(self, classes: Collection[str]) -> Mapping[str, str]:
+        """What `prepare` would do, by queue; empty where all is as it should be. Nothing is changed."""
+        names = sorted(set(classes))
+        found = await gathered(self._inspect(name) for name in names)
+        return {self._queue(name): what for name, what in zip(names, found, strict=True) if what}
+
+    async def _inspect(self, name: str) -> str:
+        try:
+            url = await self._url(name)
+            wrong = await self._wrong(name, url)
+        except NotFound:
+            return "is missing"
+        return f"has other values of {', '.join(sorted(wrong))}" if wrong else ""
+
     async def close(self) -> None:
         """The client is its owner's to close."""
 
@@ -172,12 +186,16 @@ class SqsResourcePool:
             )
             self._urls[name] = answer["QueueUrl"]
             return f"queue {self._queue(name)}"
-        found = await self._attributes(name, url, tuple(ATTRIBUTES))
-        wrong = {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
+        wrong = await self._wrong(name, url)
         if not wrong:
             return ""
         await self._call("SetQueueAttributes", self._client.set_queue_attributes, name, QueueUrl=url, Attributes=wrong)
         return f"{', '.join(sorted(wrong))} of queue {self._queue(name)}"
+
+    async def _wrong(self, name: str, url: str) -> dict[str, str]:
+        """The attributes that have another value, with the one that they should have."""
+        found = await self._attributes(name, url, tuple(ATTRIBUTES))
+        return {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
 
     async def _attributes(self, name: str, url: str, wanted: Sequence[str]) -> Mapping[str, str]:
         answer = await self._call(

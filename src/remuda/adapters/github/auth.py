@@ -30,6 +30,11 @@ class Api(Protocol):
 
 
 class Auth(Protocol):
+    @property
+    def kind(self) -> str:
+        """What it is, for people."""
+        ...
+
     async def token(self, scope: str, api: Api) -> str:
         """One that is valid now, for this scope."""
         ...
@@ -47,6 +52,10 @@ class StaticToken:
 
     def __repr__(self) -> str:
         return "StaticToken(…)"
+
+    @property
+    def kind(self) -> str:
+        return "a token"
 
     async def token(self, scope: str, api: Api) -> str:  # noqa: ARG002 - one for all scopes
         return self._token
@@ -78,6 +87,10 @@ class AppAuth:
 
     def __repr__(self) -> str:
         return f"AppAuth(app_id={self._app_id!r})"
+
+    @property
+    def kind(self) -> str:
+        return f"GitHub App {self._app_id}"
 
     async def token(self, scope: str, api: Api) -> str:
         known = self._installations.setdefault(scope.lower(), _Installation())
