@@ -24,6 +24,10 @@ T = TypeVar("T")
 LIMIT_S = 120
 SCOPE = "octo/repo"
 PROFILE = "remuda-agent"
+#: Images that the EC2 server knows from the start.
+LINUX_AMI = "ami-076f415166b04f5fe"
+ARM_AMI = "ami-0e9271c829888680e"
+WINDOWS_AMI = "ami-12c6146b"
 ROLE_TRUST = json.dumps({"Version": "2012-10-17", "Statement": []})
 
 
@@ -93,7 +97,7 @@ async def _make_profile(client: Any) -> None:
 
 async def _options(ec2: MotoServer) -> dict[str, str]:
     async with ec2.client() as client:
-        return {**await ec2.launch_options(client), "iam-instance-profile": PROFILE}
+        return {**await ec2.launch_options(client), "ami": LINUX_AMI, "iam-instance-profile": PROFILE}
 
 
 @contextmanager

@@ -21,8 +21,11 @@ _STYLES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold r
 async def run_doctor(loaded: Loaded, output: Output) -> int:
     async with open_doctor(loaded, running(loaded.settings)) as checks:
         checked = await examine(checks)
-    if not output.as_json:
-        output.answer(_table(checked) if sys.stdout.isatty() else _lines(checked))
+    if sys.stdout.isatty():
+        output.answer(_table(checked))
+    elif not output.as_json:
+        # Never wrapped: whoever reads a log takes it by lines.
+        sys.stdout.write(_lines(checked))
     output.result({"checks": [document(item) for item in checked]})
     return exit_code(checked)
 
@@ -37,14 +40,12 @@ def _one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def _lines(checked: tuple[Checked, ...]) -> Any:
-    from rich.text import Text  # noqa: PLC0415 - only where it is shown
-
-    lines = []
+def _lines(checked: tuple[Checked, ...]) -> str:
+    text = ""
     for item in checked:
         fix = f" -> {item.finding.fix}" if item.finding.fix else ""
-        lines.append(_one_line(f"{item.finding.health:<8} {item.name}: {item.finding.found}{fix}"))
-    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
+        text += _one_line(f"{item.finding.health:<8} {item.name}: {item.finding.found}{fix}") + "\n"
+    return text
 
 
 def _table(checked: tuple[Checked, ...]) -> Table:

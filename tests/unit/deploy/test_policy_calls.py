@@ -33,7 +33,8 @@ CALLS = {
     "agent": {"dynamodb": {"GetItem", "UpdateItem"}, "ec2": {"TerminateInstances"}, "sqs": set[str]()},
     "workflow": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
-        "ec2": {"CreateFleet", "DescribeInstances", "TerminateInstances"},
+        # RunInstances as a dry run of the doctor's; EC2 asks for it within CreateFleet, too.
+        "ec2": {"CreateFleet", "DescribeInstances", "RunInstances", "TerminateInstances"},
         "sqs": {
             "ChangeMessageVisibilityBatch",
             "DeleteMessageBatch",
@@ -154,7 +155,7 @@ def ec2(operation: str, who: str) -> list[Request]:
     action = f"ec2:{operation}"
     if operation.startswith("Describe"):
         return [request(action, "*")]
-    if operation == "CreateFleet":
+    if operation in {"CreateFleet", "RunInstances"}:
         return launch()
     if operation == "CreateLaunchTemplate":
         created = {"ec2:CreateAction": operation, "aws:TagKeys": [POOL_TAG]}
