@@ -211,7 +211,9 @@ def _function_parameters() -> dict[str, Any]:
         ),
         "ScaleDown": _text("Whether scale-down runs on its schedule.", "true", AllowedValues=["true", "false"]),
         "ScaleDownConfig": _text("idle_config of scale-down, as JSON.", "[]"),
-        "MinimumRunningTimeInMinutes": _text("scale-down: younger machines are kept.", "5", AllowedPattern="[0-9]+"),
+        "MinimumRunningTimeInMinutes": _text(
+            "scale-down: younger machines are kept. Empty: 5, of Windows 15.", AllowedPattern="[0-9]*"
+        ),
         "RunnerBootTimeInMinutes": _text("scale-down: how long a machine may boot.", "5", AllowedPattern="[0-9]+"),
         "ReserveConcurrency": _text(
             "Whether each function reserves one of the account's concurrent executions.",
