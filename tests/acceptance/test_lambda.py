@@ -33,8 +33,10 @@ except Exception as error:
     answer = {"errorType": type(error).__name__, "errorMessage": str(error)}
 print(json.dumps(answer))
 """
-LIMIT_S = 120
+LIMIT_S = 240
 POOL = "function"
+#: Its first test builds the package, from a registry: on a busy machine that takes minutes.
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
