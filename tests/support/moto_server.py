@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from remuda.adapters.aws.ec2.calls import client_config
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
+    from types_aiobotocore_iam import IAMClient
 
 REGION = "eu-central-1"
 LIMIT_S = 30.0
@@ -24,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-moto" / "bin" / "python"
 #: One of those that moto knows from the start.
 AMI = "ami-12c6146b"
+PROFILE = "remuda-agent"
+TRUST = '{"Version": "2012-10-17", "Statement": []}'
 
 
 class MotoServer:
@@ -78,16 +82,40 @@ class MotoServer:
         ) as client:
             yield client
 
+    def environment(self) -> dict[str, str]:
+        """For those who call EC2, and what machines are to AWS."""
+        return {f"AWS_ENDPOINT_URL_{service}": self.url for service in ("EC2", "IAM", "STS")}
+
+    @asynccontextmanager
+    async def iam(self) -> AsyncIterator[IAMClient]:
+        async with _session().create_client(
+            "iam",
+            region_name=REGION,
+            endpoint_url=self.url,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+        ) as client:
+            yield client
+
+    async def make_profile(self, name: str) -> None:
+        """An instance profile with a role of the same name. They outlive a reset."""
+        async with self.iam() as client:
+            with contextlib.suppress(client.exceptions.EntityAlreadyExistsException):
+                await client.create_instance_profile(InstanceProfileName=name)
+                await client.create_role(RoleName=name, AssumeRolePolicyDocument=TRUST)
+                await client.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
+
     async def launch_options(self, client: EC2Client, *, subnets: int = 2) -> dict[str, str]:
         """As an operator would give them, for what is there after a reset."""
         found = (await client.describe_subnets())["Subnets"]
         names = sorted(subnet["SubnetId"] for subnet in found)[:subnets]
         groups = (await client.describe_security_groups())["SecurityGroups"]
+        await self.make_profile(PROFILE)
         return {
             "ami": AMI,
             "subnet-ids": ",".join(names),
             "security-group-ids": groups[0]["GroupId"],
-            "iam-instance-profile": "remuda-agent",
+            "iam-instance-profile": PROFILE,
         }
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,12 +95,10 @@ class Machine:
         self.outside.mkdir()
         (self.outside / "precious").write_text("precious")
         self.reset = Reset(
-            keep_root_pid=supervisor.pid,
-            keep=(),
+            kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock()),
             runner_folder=self.runner,
             pristine=self.pristine,
             recreate=self.rooms,
-            clock=SystemClock(),
         )
 
     def is_clean(self) -> bool:
@@ -256,13 +255,10 @@ async def test_daemons_that_shed_everything_are_killed(machine: Machine, supervi
 async def test_what_cannot_be_killed_is_told(machine: Machine, supervisor: Supervisor) -> None:
     supervisor.run("sleep 1000 >/dev/null &")
     hasty = Reset(
-        keep_root_pid=supervisor.pid,
-        keep=(),
+        kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock(), limit_s=0),
         runner_folder=machine.runner,
         pristine=machine.pristine,
         recreate=machine.rooms,
-        clock=SystemClock(),
-        kill_limit_s=0,
     )
     outcome = await hasty.run()
     assert not outcome.ok

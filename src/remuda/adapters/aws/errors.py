@@ -40,7 +40,7 @@ _THROTTLED = frozenset(
         "TooManyRequestsException",
     }
 )
-_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "KmsAccessDenied", "UnauthorizedOperation"})
+DENIED = frozenset({"AccessDenied", "AccessDeniedException", "KmsAccessDenied", "UnauthorizedOperation"})
 _BAD_CREDENTIALS = frozenset(
     {
         "AuthFailure",
@@ -117,7 +117,7 @@ def from_client_error(error: boto.ClientError, service: str, resource: str) -> R
     said = str(error.response.get("Error", {}).get("Message", ""))[:MAX_SAID]
     if code in _THROTTLED:
         return Throttled(f"{service} asks for fewer calls: {code}", retry_after_s=RETRY_AFTER_S)
-    if code in _DENIED:
+    if code in DENIED:
         return UserError(f"{service} does not allow this: {said or code}", fix="give the role that permission")
     if code in _BAD_CREDENTIALS:
         return UserError(f"{service} refuses the AWS credentials: {code}", fix="give valid AWS credentials")
