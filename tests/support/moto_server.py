@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -104,6 +105,31 @@ class MotoServer:
                 await client.create_instance_profile(InstanceProfileName=name)
                 await client.create_role(RoleName=name, AssumeRolePolicyDocument=TRUST)
                 await client.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
+
+    async def credentials_of(self, profile: str, instance_id: str) -> dict[str, str]:
+        """What the metadata of a machine with this profile says, by path: AWS knows the machine by these."""
+        async with self.iam() as client:
+            found = await client.get_instance_profile(InstanceProfileName=profile)
+            role = found["InstanceProfile"]["Roles"][0]
+        async with _session().create_client(
+            "sts",
+            region_name=REGION,
+            endpoint_url=self.url,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+        ) as sts:
+            answer = await sts.assume_role(RoleArn=role["Arn"], RoleSessionName=instance_id)
+        given = answer["Credentials"]
+        document = {
+            "Code": "Success",
+            "Type": "AWS-HMAC",
+            "AccessKeyId": given["AccessKeyId"],
+            "SecretAccessKey": given["SecretAccessKey"],
+            "Token": given["SessionToken"],
+            "Expiration": given["Expiration"].strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        folder = "iam/security-credentials/"
+        return {folder: role["RoleName"], f"{folder}{role['RoleName']}": json.dumps(document)}
 
     async def launch_options(self, client: EC2Client, *, subnets: int = 2) -> dict[str, str]:
         """As an operator would give them, for what is there after a reset."""
