@@ -59,19 +59,16 @@ class Cloud:
         answer: dict[str, Any] = json.loads(out)
         return answer
 
-    async def refresh(self) -> dict[str, Any]:
+    async def refresh(self, *more: str) -> dict[str, Any]:
         async with self.ec2.client() as client:
             launch = await self.ec2.launch_options(client)
         flags = [word for name, value in launch.items() for word in (f"--{name}", value)]
-        return await self.remuda("refresh", "--github-scope", SCOPE, *flags)
+        return await self.remuda("refresh", "--github-scope", SCOPE, *flags, *more)
 
     async def provision(self, run_id: str) -> dict[str, Any]:
         return await self.remuda(
             *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "45")
         )
-
-    async def records(self) -> dict[str, dict[str, Any]]:
-        return {item["instance_id"]: item for item in (await self.remuda("status"))["instances"]}
 
     def github(self) -> SimClient:
         return SimClient(self.github_url, self.github_token)
@@ -161,22 +158,73 @@ def cloud(tmp_path: Path) -> Iterator[Cloud]:
             process.terminate()
 
 
+#: What a job could look into, and what it must not find there.
+LOOKS = """
+set -x
+id -Gn
+! ls /var/lib/remuda || exit 11
+! ls /opt/remuda/registrar || exit 12
+! touch /opt/remuda/runner/mine || exit 13
+! touch /var/lib/remuda-jobs/mine || exit 14
+cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' >seen
+! grep -e REMUDA -e ACTIONS_RUNNER_INPUT -e AWS_ seen || exit 15
+[ "$HOME" = ~remuda-job ] && [ "$(id -un)" = "$USER" ] || exit 16
+"""
+#: All that a job can do to stay.
+STAYS = """
+mkdir -p /tmp/deep/er && touch /tmp/deep/er/left /var/tmp/left /dev/shm/left ~/left
+chmod 000 /tmp/deep
+ln -s /etc /tmp/link
+echo 'touch /tmp/was-here' >>/var/lib/remuda-jobs/runner/run.sh
+ipcmk -M 4096
+env -i setsid sh -c 'sleep 1000 & sleep 1001 &' >/dev/null 2>&1 </dev/null
+"""
+FILES = ("/tmp/deep", "/tmp/link", "/var/tmp/left", "/dev/shm/left", "/home/remuda-job/left")  # noqa: S108 - its own
+
+
+def agents(machine: NamespaceMachine) -> list[str]:
+    """Their pids, as the machine counts them."""
+    return machine.run("pgrep", "-f", "remuda agent").stdout.split()
+
+
+async def test_a_machine_boots_works_is_reset_works_again_and_ends(cloud: Cloud) -> None:
+    await cloud.refresh("--margin-sec", "0.5")
+    async with cloud.booting():
+        assert (await cloud.provision("1"))["created"] == 1
+        ((name, machine),) = cloud.machines.items()
+        job = await cloud.run_job("1", LOOKS, STAYS)
+        assert job.conclusion == "success", f"{job} {machine.console}"
+        assert len(machine.run("pgrep", "-u", JOB_USER, "sleep").stdout.split()) == 2
+        assert JOB_USER in machine.run("ipcs", "-m").stdout
+
+        released = await cloud.remuda("release", "--run-id", "1")
+        assert released["released"] == [name], machine.console
+        assert machine.run("pgrep", "-u", JOB_USER).stdout == ""
+        assert JOB_USER not in machine.run("ipcs", "-m").stdout
+        for path in FILES:
+            assert machine.run("test", "-e", path).returncode == 1, path
+        assert "was-here" not in machine.run("cat", "/var/lib/remuda-jobs/runner/run.sh").stdout
+        assert machine.run("stat", "-c", "%U", "/var/lib/remuda-jobs/runner/run.sh").stdout.strip() == JOB_USER
+        async with cloud.github() as github:
+            assert await github.runners() == []
+
+        # An agent that is killed leaves the listener alone, and the next one finds it.
+        assert (await cloud.provision("2"))["reused"] == 1
+        await cloud.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
+        (agent,) = agents(machine)
+        machine.run("kill", "-9", agent)
+        job = await cloud.run_job("2", "echo hello")
+        assert job.conclusion == "success", machine.console
+        assert (await cloud.remuda("release", "--run-id", "2"))["released"] == [name], machine.console
+        assert agents(machine) != [agent]
+
+        # Nobody wants it any more: it ends itself, with its own rights.
+        asked = cloud.ec2.asked().get("TerminateInstances", 0)
+        await until(lambda: cloud.ec2.asked().get("TerminateInstances", 0) > asked, machine.console)
+
+
 async def until(holds: Callable[[], bool], what: str) -> None:
     limit = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < limit, what
         await asyncio.sleep(0.05)
-
-
-async def test_a_machine_boots_works_is_reset_and_works_again(cloud: Cloud) -> None:
-    await cloud.refresh()
-    async with cloud.booting():
-        first = await cloud.provision("1")
-        assert first["created"] == 1
-        (machine,) = cloud.machines.values()
-        job = await cloud.run_job("1", "id -un >/tmp/who", "echo hello")
-        assert job.conclusion == "success", machine.console
-        assert machine.run("cat", "/tmp/who").stdout.strip() == JOB_USER  # noqa: S108 - the machine's own
-        released = await cloud.remuda("release", "--run-id", "1")
-        assert len(released["released"]) == 1, machine.console
-        assert [each["state"] for each in (await cloud.records()).values()] == ["idle"]

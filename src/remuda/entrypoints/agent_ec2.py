@@ -44,7 +44,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         state=Path(layout.state), jobs=Path(layout.jobs), pristine=Path(layout.opt) / "runner", user=user
     )
     folders.make()
-    leftovers = Leftovers(user=user)
+    leftovers = Leftovers(user=user, own=(folders.jobs, user.home))
     reset = Reset(
         kill=partial(processes.kill_user, user, clock=clock),
         runner_folder=folders.runner,
