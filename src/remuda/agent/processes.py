@@ -101,7 +101,7 @@ def kill_all(root: int, *, keep: Collection[int], clock: Clock, limit_s: float =
         kept = {above for pid in keep for above in _with_ancestors(pid, present)}
         return [process for process in descendants(root, present) if process.pid not in kept]
 
-    return _kill_until_none(find, clock=clock, limit_s=limit_s)
+    return _kill_until_none(find, kill, clock=clock, limit_s=limit_s)
 
 
 def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> Killing:
@@ -112,12 +112,13 @@ def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> 
     """
 
     def find() -> list[Process]:
-        found = [process for process in table().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))]
-        if found:
-            _signal_all_of(user)
-        return found
+        return [process for process in table().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))]
 
-    return _kill_until_none(find, clock=clock, limit_s=limit_s)
+    def end(found: Sequence[Process]) -> None:
+        _signal_all_of(user)
+        kill(found)
+
+    return _kill_until_none(find, end, clock=clock, limit_s=limit_s)
 
 
 #: Becomes the user and signals all that it may: nobody but that user's own. Not by another program after the change of
@@ -146,19 +147,23 @@ def _signal_all_of(user: JobUser) -> None:
         )
 
 
-def _kill_until_none(find: Callable[[], list[Process]], *, clock: Clock, limit_s: float) -> Killing:
+def _kill_until_none(
+    find: Callable[[], list[Process]], end: Callable[[Sequence[Process]], None], *, clock: Clock, limit_s: float
+) -> Killing:
     limit = clock.monotonic() + limit_s
     killed: dict[Process, str] = {}
     empty = 0
-    while empty < EMPTY_LOOKS:
+    while True:
         found = find()
         empty = 0 if found else empty + 1
+        if empty == EMPTY_LOOKS:
+            return Killing(killed=tuple(killed.values()), left=())
         if found and clock.monotonic() >= limit:
             return Killing(killed=tuple(killed.values()), left=tuple(found))
         for process in found:
             killed.setdefault(process, " ".join(command(process.pid)) or f"process {process.pid}")
-        kill(found)
-    return Killing(killed=tuple(killed.values()), left=())
+        # Where none was seen, too: one that is another process every moment is gone before a look comes to it.
+        end(found)
 
 
 def kill(processes: Iterable[Process]) -> None:
