@@ -186,7 +186,7 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         name = f"remuda-{settings.pool}"
 
         async def newest_prefix() -> str:
-            return await key_prefix_of(await clients.client("iam", "IAM", config()), settings.launch_options())
+            return await key_prefix_of(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
 
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),

@@ -12,6 +12,7 @@ from aiobotocore.session import get_session
 
 from remuda.adapters.aws.identity import key_prefix_of, own_key_prefix
 from remuda.domain.errors import UserError
+from remuda.ports.calls import CallCounter
 from support.moto_server import PROFILE, REGION, MotoServer, shared_server
 
 INSTANCE = "i-0123456789abcdef0"
@@ -24,7 +25,7 @@ class Account:
     iam: Any
 
     async def prefix_of(self, profile: str) -> str:
-        return await key_prefix_of(self.iam, {**LAUNCH, "iam-instance-profile": profile})
+        return await key_prefix_of(self.iam, {**LAUNCH, "iam-instance-profile": profile}, CallCounter())
 
 
 @pytest.fixture

@@ -21,14 +21,21 @@ INSTANCE = "i-0123456789abcdef0"
 USER_ID = f"AROA{'A' * 17}:{INSTANCE}"
 KEYS = items.Keys(prefix=USER_ID.removesuffix(INSTANCE))
 MADE = {policy.name: filled(policy, pool=POOL, account=ACCOUNT, region=REGION) for policy in policies()}
-SERVICES = ("dynamodb", "ec2", "sqs")
+SERVICES = ("dynamodb", "ec2", "iam", "sqs")
 
 #: Who makes which call: what the use cases of each come to, by way of the adapters.
 CALLS = {
-    "agent": {"dynamodb": {"GetItem", "UpdateItem"}, "ec2": {"TerminateInstances"}, "sqs": set[str]()},
+    # Who it is, everybody may ask STS without any right.
+    "agent": {
+        "dynamodb": {"GetItem", "UpdateItem"},
+        "ec2": {"TerminateInstances"},
+        "iam": set[str](),
+        "sqs": set[str](),
+    },
     "workflow": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
         "ec2": {"CreateFleet", "DescribeInstances", "TerminateInstances"},
+        "iam": set[str](),
         "sqs": {
             "ChangeMessageVisibilityBatch",
             "DeleteMessageBatch",
@@ -66,6 +73,7 @@ CALLS = {
             "ModifyLaunchTemplate",
             "TerminateInstances",
         },
+        "iam": {"GetInstanceProfile"},
         "sqs": {
             "ChangeMessageVisibilityBatch",
             "CreateQueue",
@@ -159,7 +167,11 @@ def sqs(operation: str, _who: str) -> list[Request]:
     return [request(f"sqs:{operation.removesuffix('Batch')}", arn("sqs", f"remuda-{POOL}-large"))]
 
 
-ASKS = {"dynamodb": dynamodb, "ec2": ec2, "sqs": sqs}
+def iam(operation: str, _who: str) -> list[Request]:
+    return [request(f"iam:{operation}", f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent")]
+
+
+ASKS = {"dynamodb": dynamodb, "ec2": ec2, "iam": iam, "sqs": sqs}
 
 
 @pytest.mark.parametrize(
@@ -186,9 +198,7 @@ def test_who_does_not_make_a_call_may_not_make_it(who):
 
 
 def test_what_is_read_once_at_refresh():
-    profile = f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent"
     secret = arn("secretsmanager", f"secret:remuda/{POOL}/github-AbCdEf")
-    assert allows(MADE["refresh"], request("iam:GetInstanceProfile", profile))
     assert allows(MADE["refresh"], request("secretsmanager:GetSecretValue", secret))
 
 

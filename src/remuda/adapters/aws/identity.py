@@ -12,6 +12,7 @@ from remuda.adapters.aws.ec2.options import PROFILE, Options
 from remuda.adapters.aws.errors import DENIED, code_of, translated
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.resources import MAX_SHOWN
+from remuda.ports.calls import CallCounter
 
 if TYPE_CHECKING:
     from types_aiobotocore_iam import IAMClient
@@ -21,14 +22,16 @@ _UNKNOWN = "NoSuchEntity"
 _ROLE_ID = re.compile(r"[A-Z0-9]{16,128}")
 
 
-async def key_prefix_of(client: IAMClient, launch: Mapping[str, str]) -> str:
+async def key_prefix_of(client: IAMClient, launch: Mapping[str, str], calls: CallCounter) -> str:
     """What stands before the instance id in the user id of machines that are launched so."""
-    return f"{await _role_id_of(client, Options.parse(launch).profile)}:"
+    # By name or ARN.
+    name = Options.parse(launch).profile.rpartition("/")[2]
+    calls.add("iam", "GetInstanceProfile")
+    return f"{await _role_id_of(client, name)}:"
 
 
-async def _role_id_of(client: IAMClient, profile: str) -> str:
-    """The unique id of the role in an instance profile, which is given by name or ARN."""
-    name = profile.rpartition("/")[2]
+async def _role_id_of(client: IAMClient, name: str) -> str:
+    """The unique id of the role in an instance profile."""
     try:
         with translated("IAM", name):
             answer = await _get_profile(client, name)
