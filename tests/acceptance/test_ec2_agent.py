@@ -25,9 +25,8 @@ from support.fake_imds import FakeImds, fake_imds
 from support.moto_server import PROFILE, MotoServer
 from support.servers import ministack
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-
-LIMIT_S = 60.0
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 120.0
 SCOPE = "octo/repo"
 POOL = "test"
 JOB_USER = "remuda-job"
@@ -67,7 +66,7 @@ class Cloud:
 
     async def provision(self, run_id: str) -> dict[str, Any]:
         return await self.remuda(
-            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "45")
+            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "100")
         )
 
     def github(self) -> SimClient:
@@ -187,6 +186,7 @@ def agents(machine: NamespaceMachine) -> list[str]:
     return machine.run("pgrep", "-f", "remuda agent").stdout.split()
 
 
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 async def test_a_machine_boots_works_is_reset_works_again_and_ends(cloud: Cloud) -> None:
     await cloud.refresh("--margin-sec", "0.5")
     async with cloud.booting():
@@ -228,3 +228,24 @@ async def until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < limit, what
         await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, "this is no machine that Remuda made"),
+        ({"REMUDA_BACKEND": "aws"}, "there is no user 'remuda-job' to run jobs as"),
+    ],
+)
+def test_an_agent_that_cannot_start_says_why_in_one_sentence(environment: dict[str, str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "remuda", "agent"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=LIMIT_S,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1

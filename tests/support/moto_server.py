@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import subprocess
 from collections.abc import AsyncIterator
@@ -44,6 +43,7 @@ class MotoServer:
         )
         assert self._process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        self._profiles: set[str] = set()
         self._http = httpx.Client(base_url=self.url, timeout=LIMIT_S, trust_env=False)
 
     def stop(self) -> None:
@@ -100,11 +100,13 @@ class MotoServer:
 
     async def make_profile(self, name: str) -> None:
         """An instance profile with a role of the same name. They outlive a reset."""
+        if name in self._profiles:
+            return
         async with self.iam() as client:
-            with contextlib.suppress(client.exceptions.EntityAlreadyExistsException):
-                await client.create_instance_profile(InstanceProfileName=name)
-                await client.create_role(RoleName=name, AssumeRolePolicyDocument=TRUST)
-                await client.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
+            await client.create_instance_profile(InstanceProfileName=name)
+            await client.create_role(RoleName=name, AssumeRolePolicyDocument=TRUST)
+            await client.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
+        self._profiles.add(name)
 
     async def credentials_of(self, profile: str, instance_id: str) -> dict[str, str]:
         """What the metadata of a machine with this profile says, by path: AWS knows the machine by these."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from remuda.agent.job_user import JobUser
 from remuda.agent.reset import PRIVATE, erase
-from remuda.domain.errors import Unavailable
+from remuda.domain.errors import Unavailable, UserError
 
 #: Jobs must get through to their folders, and may not put anything beside them.
 PASSABLE = 0o711
@@ -51,6 +52,7 @@ class MachineFolders:
         return self.state / "instance-id"
 
     def make(self) -> None:
+        self._check_home()
         try:
             for folder, mode in ((self.state, PRIVATE), (self.log.parent, PRIVATE), (self.jobs, PASSABLE)):
                 folder.mkdir(mode=mode, parents=True, exist_ok=True)
@@ -58,6 +60,21 @@ class MachineFolders:
             self.user.home.parent.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise Unavailable(f"the machine's folders cannot be made: {problem}") from problem
+
+    def _check_home(self) -> None:
+        """It is emptied with every reset: so it must not be anybody else's."""
+        home = self.user.home
+        try:
+            place = home.lstat()
+        except FileNotFoundError:
+            return
+        # A reset that was cut has made it, and not handed it over yet.
+        is_new = place.st_uid == 0 and stat.S_ISDIR(place.st_mode) and not any(home.iterdir())
+        if home == home.parent or (place.st_uid != self.user.uid and not is_new):
+            raise UserError(
+                f"the home of {self.user.name} is {home}, which is not its own",
+                fix=f"give {self.user.name} a home of its own in the image, or let the bootstrap make the user",
+            )
 
     def make_registrar(self) -> None:
         """The runner's software once more, for root alone. It costs no space: the files are the pristine ones."""

@@ -60,7 +60,12 @@ def _run_on_ec2() -> None:
             field=BACKEND,
             fix="let `remuda provision` launch machines; they start their agents themselves",
         )
-    from remuda.entrypoints.agent_ec2 import run  # noqa: PLC0415 - only machines on EC2 pay for AWS's libraries
+    try:
+        from remuda.entrypoints.agent_ec2 import run  # noqa: PLC0415 - only machines on EC2 pay for AWS's libraries
+    except ImportError as error:
+        raise UserError(
+            f"the agent needs a library that is not installed: {error.name}", fix="install remuda[aws]"
+        ) from None
 
     clock = SystemClock()
     asyncio.run(run(os.environ, clock=clock, journal=LineJournal(clock)))

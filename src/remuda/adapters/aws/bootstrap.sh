@@ -90,7 +90,9 @@ if [[ ! -x $opt/runner/bin/Runner.Listener ]]; then
   mkdir -p "$opt/runner"
   tar -xzf "$work/runner.tar.gz" -C "$opt/runner" --no-same-owner
 fi
-chmod -R go+rX "$opt/runner"
+# Whatever the image or the archive says: nobody but us may change it.
+chown -R "$(id -u):$(id -g)" "$opt/runner"
+chmod -R go+rX,go-w "$opt/runner"
 if ! ldconfig -p | grep libicuuc >/dev/null; then
   if command -v dnf >/dev/null; then dnf -y -q install libicu; else "$opt/runner/bin/installdependencies.sh"; fi
 fi
