@@ -72,8 +72,19 @@ class Reset:
         # By number: what a job puts in the place of one of these folders' parents is no place for us.
         self._parents = {path.parent: _place(path.parent) for path in (runner_folder, *recreate)}
 
+    async def make(self) -> Outcome:
+        """The folders of a machine that had no job yet. Nothing is compared: that would read all of the software once,
+        from a disk that a new machine first has to fetch.
+        """
+        try:
+            return await asyncio.to_thread(self._make)
+        except (OSError, shutil.Error, Unavailable) as problem:
+            return Outcome(ok=False, detail=_printable(f"{problem}", MAX_DETAIL))
+
     async def prepare(self) -> None:
-        """Learn what the pristine folder holds. Before the first job: it could change the copy that it is judged by."""
+        """Learn what the pristine folder holds. Before the first job, where jobs could change it: it is what they are
+        judged by.
+        """
         if self._manifest is None:
             self._manifest = await asyncio.to_thread(manifest, self._pristine)
 
@@ -84,6 +95,14 @@ class Reset:
         except (OSError, Unavailable) as problem:
             return Outcome(ok=False, detail=_printable(f"reset failed: {problem}", MAX_DETAIL))
 
+    def _make(self) -> Outcome:
+        removed = self._clear()
+        erase(self._runner)
+        shutil.copytree(self._pristine, self._runner, symlinks=True, copy_function=_copy)
+        for path in (self._runner, *self._runner.rglob("*")):
+            self._hand_over(path)
+        return Outcome(ok=True, detail=f"removed {_some(removed)}")
+
     def _run(self) -> Outcome:
         for parent, place in self._parents.items():
             if _place(parent) != place:
@@ -92,6 +111,14 @@ class Reset:
         if killing.left:
             names = _some([" ".join(processes.command(process.pid)) for process in killing.left])
             return Outcome(ok=False, detail=_printable(f"cannot be killed: {names}", MAX_DETAIL))
+        removed = self._clear()
+        changed = self._restore()
+        problem = self._check()
+        story = f"killed {_some(killing.killed)}; removed {_some(removed)}; restored {_some(changed)}"
+        return Outcome(ok=not problem, detail=_printable(f"{problem}{story}", MAX_DETAIL))
+
+    def _clear(self) -> list[str]:
+        """All but the runner's folder. Returns what was there."""
         self._finish_earlier()
         removed: list[str] = []
         for path in self._recreate:
@@ -100,11 +127,7 @@ class Reset:
             path.mkdir(mode=PRIVATE)
             path.chmod(PRIVATE)
             self._hand_over(path)
-        removed += self._elsewhere()
-        changed = self._restore()
-        problem = self._check()
-        story = f"killed {_some(killing.killed)}; removed {_some(removed)}; restored {_some(changed)}"
-        return Outcome(ok=not problem, detail=_printable(f"{problem}{story}", MAX_DETAIL))
+        return [*removed, *self._elsewhere()]
 
     def _finish_earlier(self) -> None:
         for parent in self._parents:
@@ -136,7 +159,7 @@ class Reset:
             elif not os.path.lexists(path) or _entry(path) != entry or path.lstat().st_nlink != 1:
                 # A second name of the file, elsewhere, would be a way to change it later.
                 erase(path)
-                shutil.copy2(self._pristine / name, path, follow_symlinks=False)
+                _copy(str(self._pristine / name), str(path))
                 changed.append(name)
             self._hand_over(path)
         for name, entry in reversed(wanted.items()):
@@ -210,6 +233,24 @@ def erase(path: Path) -> None:
             else:
                 (folder / name).unlink()
         folder.rmdir()
+
+
+def _copy(source: str, target: str) -> None:
+    """Links as links. Where the disk can, both names share the content until one is changed: that takes no time."""
+    if Path(source).is_symlink():
+        shutil.copy2(source, target, follow_symlinks=False)
+        return
+    with open(source, "rb") as reading, open(target, "xb") as writing:  # noqa: PTH123 - as copytree calls it
+        left = os.fstat(reading.fileno()).st_size
+        try:
+            while left and (done := os.copy_file_range(reading.fileno(), writing.fileno(), left)):
+                left -= done
+        except OSError:
+            # Not between these disks.
+            os.lseek(reading.fileno(), 0, os.SEEK_SET)
+            os.lseek(writing.fileno(), 0, os.SEEK_SET)
+            shutil.copyfileobj(reading, writing)
+    shutil.copystat(source, target)
 
 
 def _move(folder: Path, target: Path) -> Path:

@@ -17,7 +17,7 @@ from remuda.agent import processes
 from remuda.agent.actions_runner import ActionsRunner
 from remuda.agent.loop import Agent
 from remuda.agent.reset import Reset
-from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.timestamps import to_text
 from remuda.ports.calls import CallCounter
 
@@ -49,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
         fix = f"; {error.fix}" if error.fix else ""
         sys.stderr.write(f"remuda agent: {error.message}{fix}\n")
         return error.exit_code
+    except OSError as problem:
+        sys.stderr.write(f"remuda agent: the machine does not work: {problem}\n")
+        return Unavailable.exit_code
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -27,7 +26,7 @@ from remuda.agent.reset import Reset
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from remuda.ports.journal import Journal
-from remuda.ports.machine import Identity
+from remuda.ports.machine import Identity, Memory
 
 T = TypeVar("T")
 
@@ -75,8 +74,8 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         _check_pool(identity, environment)
         sts = await clients.client("sts", "STS", config())
         prefix = await _patiently(partial(own_key_prefix, sts, identity.instance_id), clock, journal)
-        await asyncio.gather(reset.prepare(), leftovers.prepare())
-        await _first_time(folders, identity.instance_id, reset)
+        await leftovers.prepare()
+        await _first_time(folders, identity.instance_id, machine, reset)
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
             table=f"remuda-{identity.pool}",
@@ -105,12 +104,13 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         ).run()
 
 
-async def _first_time(folders: MachineFolders, instance_id: str, reset: Reset) -> None:
-    """The folders of a machine that had no job yet are made by the same means as those of one that had."""
+async def _first_time(folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset) -> None:
     if folders.are_of(instance_id):
         return
+    # An image that was made of a machine in use remembers what that one did.
+    machine.remember(Memory())
     folders.make_registrar()
-    outcome = await reset.run()
+    outcome = await reset.make()
     if not outcome.ok:
         raise Unavailable(f"the machine cannot be made ready for jobs: {outcome.detail}")
     folders.are_now_of(instance_id)
