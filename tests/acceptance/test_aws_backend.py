@@ -26,9 +26,9 @@ class Cloud:
     launch: dict[str, str]
     ec2: MotoServer
 
-    def remuda(self, *arguments: str, **changed: str) -> tuple[int, Any]:
+    def remuda(self, *arguments: str, pool: str = "test", **changed: str) -> tuple[int, Any]:
         done = subprocess.run(
-            [sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", "test", "--json"],
+            [sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", pool, "--json"],
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -124,6 +124,15 @@ def test_what_cannot_work_is_one_sentence(cloud: Cloud, changed: dict[str, str],
     found, answer = cloud.refresh(**changed)
     assert (found, says in answer["error"]["message"]) == (code, True), answer
     assert "\n" not in answer["error"]["message"]
+
+
+def test_a_profile_that_there_is_not_is_named_before_anything_is_made(cloud: Cloud):
+    flags = [*cloud.flags(), "--iam-instance-profile", "nobody"]
+    code, answer = cloud.remuda("refresh", "--github-scope", SCOPE, *flags, pool="profileless")
+    assert (code, answer["error"]["field"]) == (2, "iam-instance-profile"), answer
+    assert "'nobody'" in answer["error"]["message"]
+    code, answer = cloud.remuda("status", pool="profileless")
+    assert (code, "no table" in answer["error"]["message"]) == (2, True), answer
 
 
 def test_a_refused_github_token_is_told_before_anything_is_applied(cloud: Cloud):

@@ -156,6 +156,16 @@ async def test_two_refreshes_at_once_agree(pool: Pool) -> None:
     assert sum(map(len, noted)) == 1
 
 
+async def test_a_profile_that_cannot_be_read_leaves_everything_as_it_was(pool: Pool) -> None:
+    async def newest() -> str:
+        raise UserError("there is no instance profile")
+
+    with pytest.raises(UserError, match="instance profile"):
+        await pool._open(None, newest_prefix=newest).prepare()
+    with pytest.raises(UserError, match="no table"):
+        await pool.agent(OLD).get(FIRST)
+
+
 @pytest.mark.parametrize("use", [DynamoInstanceStore.get, DynamoInstanceStore.get_report])
 async def test_a_table_that_was_never_refreshed_says_so(
     pool: Pool, use: Callable[[DynamoInstanceStore, str], Awaitable[object]]

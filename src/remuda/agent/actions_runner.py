@@ -193,16 +193,7 @@ class ActionsRunner:
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         if not (self._registrar / _SETTINGS).exists():
-            jit = self._jit_config()
-            if jit is not None and jit.config:
-                return (
-                    Removal.FAILED,
-                    "it was registered just in time and never started: only the service can remove it",
-                )
-            if (self._folder / _SETTINGS).exists():
-                # The listener made these files, out of our sight: they may name another service for the token to go to.
-                return Removal.FAILED, "it was registered just in time: only the service can remove it"
-            return Removal.REMOVED, "there is no registration on this machine"
+            return self._nothing_to_remove()
         if assignment.credential is None:
             return Removal.FAILED, "there is no removal token in the assignment"
         code, output = await self._config(("remove",), {"TOKEN": assignment.credential.token}, REMOVE_LIMIT_S)
@@ -216,6 +207,21 @@ class ActionsRunner:
         if _BUSY.search(output):
             return Removal.BUSY, detail
         return (Removal.UNREACHABLE if _UNREACHABLE.search(output) else Removal.FAILED), detail
+
+    def _nothing_to_remove(self) -> tuple[Removal, str]:
+        """There is no registration of `config.sh`'s. A listener may have made one by itself, just in time."""
+        jit = self._jit_config()
+        if jit is None:
+            return Removal.REMOVED, "there is no registration on this machine"
+        if jit.config:
+            return Removal.FAILED, "it was registered just in time and never started: only the service can remove it"
+        if (self._folder / _SETTINGS).exists():
+            # Made where jobs may write: they may name another service for the token to go to.
+            return Removal.FAILED, "it was registered just in time: only the service can remove it"
+        if self._is_listening():
+            return Removal.UNREACHABLE, "the listener has yet to write what it is registered as"
+        self._jit_file.unlink(missing_ok=True)
+        return Removal.REMOVED, "it was registered for one job, which is over"
 
     async def stop(self) -> None:
         listener = self._listener

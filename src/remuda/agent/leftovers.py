@@ -49,6 +49,21 @@ def _try(command: Sequence[str]) -> None:
         )
 
 
+def _listed(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries]
+    except FileNotFoundError:
+        return []
+
+
+def _look(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
 class Leftovers:
     def __init__(
         self,
@@ -137,20 +152,17 @@ class Leftovers:
     def _below(self, place: Path) -> Iterator[Path]:
         """What the user owns in a folder of another: the uppermost, without a look beyond links and mounts."""
         waiting = [place]
-        try:
-            device = place.lstat().st_dev
-        except FileNotFoundError:
-            return
+        device = _look(place)
         while waiting:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    found = entry.stat(follow_symlinks=False)
-                    if Path(entry.path) in self._own or found.st_dev != device:
-                        continue
-                    if self._user.is_one_of_its(found.st_uid):
-                        yield Path(entry.path)
-                    elif stat.S_ISDIR(found.st_mode):
-                        waiting.append(Path(entry.path))
+            for path in _listed(waiting.pop()):
+                found = _look(path)
+                # Others may remove their own meanwhile.
+                if found is None or device is None or found.st_dev != device.st_dev or path in self._own:
+                    continue
+                if self._user.is_one_of_its(found.st_uid):
+                    yield path
+                elif stat.S_ISDIR(found.st_mode):
+                    waiting.append(path)
 
     # A login that lasts
 

@@ -359,6 +359,16 @@ class TestJustInTime:
         assert b"PACKED" not in b"".join(path.read_bytes() for path in folder.log.parent.iterdir())
         await runner.stop()
 
+    async def test_after_its_job_nothing_is_left_to_remove(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.configure(Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED"))
+        await runner.start()
+        folder.say("exit 0")
+        await until(runner, listening=False)
+        (folder.runner / ".runner").unlink()  # as the real one does by itself
+        assert (await runner.remove(ASSIGNMENT))[0] is Removal.REMOVED
+        assert runner.state().configured_as == ""
+
 
 class TestRemove:
     async def test_gone_is_gone(self, folder: Folder) -> None:

@@ -30,8 +30,12 @@ _FIRST = expressions.absent()
 
 
 class InstanceKeys(Protocol):
-    async def prepare(self) -> Sequence[str]:
-        """What was noted, for people."""
+    async def ask(self) -> None:
+        """Find out what to note. Before the table is touched: where that fails, nothing was changed."""
+        ...
+
+    async def note(self) -> Sequence[str]:
+        """Note it in the table. What is new, for people."""
         ...
 
     async def of(self, instance_ids: Collection[str]) -> Mapping[str, Keys]: ...
@@ -43,7 +47,10 @@ class FixedKeys:
     def __init__(self, prefix: str) -> None:
         self._keys = Keys(prefix=prefix)
 
-    async def prepare(self) -> Sequence[str]:
+    async def ask(self) -> None:
+        return
+
+    async def note(self) -> Sequence[str]:
         return []
 
     async def of(self, instance_ids: Collection[str]) -> Mapping[str, Keys]:
@@ -69,13 +76,17 @@ class SharedKeys:
     def __init__(self, *, table: Table, newest: Callable[[], Awaitable[str]]) -> None:
         self._table = table
         self._newest = newest
+        self._asked = ""
         self._known: KnownPrefixes | None = None
         self._read_at = 0.0
         self._reading = asyncio.Lock()
         self._places: OrderedDict[str, Keys] = OrderedDict()
 
-    async def prepare(self) -> Sequence[str]:
-        prefix = await self._newest()
+    async def ask(self) -> None:
+        self._asked = await self._newest()
+
+    async def note(self) -> Sequence[str]:
+        prefix = self._asked
         for _ in range(TRIES):
             before = await self._read()
             if before is not None and before.prefixes[0].prefix == prefix:

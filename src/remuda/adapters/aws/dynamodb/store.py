@@ -58,8 +58,9 @@ class DynamoInstanceStore:
         self._malformed = 0
 
     async def prepare(self) -> Sequence[str]:
+        await self._keys.ask()
         created = await schema.prepare(self._table)
-        return [*created, *await self._keys.prepare()]
+        return [*created, *await self._keys.note()]
 
     async def close(self) -> None:
         """The client is its owner's to close, afterwards."""
