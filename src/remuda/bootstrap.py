@@ -195,6 +195,7 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
             ids=ids,
             calls=calls,
             newest_prefix=newest_prefix,
+            journal=journal,
         )
         stack.push_async_callback(store.close)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
@@ -276,6 +277,11 @@ def desired(settings: Settings, *, pool: str) -> Desired:
             field="--github-scope",
             fix="give an organisation or owner/repo that runners serve",
         )
+    launch = settings.launch_options()
+    if settings.backend == "aws":
+        from remuda.adapters.aws.ec2.options import Options  # noqa: PLC0415 - as above
+
+        Options.parse(launch)  # before any call is made
     return Desired(
         pool=pool,
         classes=settings.resource_class_config,
@@ -283,5 +289,5 @@ def desired(settings: Settings, *, pool: str) -> Desired:
         max_instances=settings.max_instances,
         github_url=_github_url(settings),
         scope=settings.github_scope,
-        launch=settings.launch_options(),
+        launch=launch,
     )

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import os
 import subprocess
 import sys
 import time
@@ -20,49 +18,33 @@ from typing import Any
 import pytest
 
 from remuda.githubsim.client import SimClient, SimJob, SimStep
+from support.aws_cloud import SCOPE, Cloud, aws_cloud
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.fake_imds import FakeImds, fake_imds
-from support.moto_server import PROFILE, MotoServer
-from support.servers import ministack
+from support.moto_server import PROFILE
 
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 120.0
-SCOPE = "octo/repo"
 POOL = "test"
 JOB_USER = "remuda-job"
 
 
 @dataclass
-class Cloud:
+class Region:
+    """A cloud in which machines really boot."""
+
     folder: Path
-    ec2: MotoServer
-    environment: dict[str, str]
-    github_url: str
-    github_token: str
+    cloud: Cloud
     machines: dict[str, NamespaceMachine] = field(default_factory=dict)
 
     async def remuda(self, *arguments: str) -> dict[str, Any]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", POOL, "--json"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self.environment,
-        )
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                out, told = await process.communicate()
-        except TimeoutError:
-            process.kill()
-            pytest.fail(f"{arguments}: no end; {self.consoles()}", pytrace=False)
-        assert process.returncode == 0, f"{arguments}: {out.decode()} {told.decode()} {self.consoles()}"
-        answer: dict[str, Any] = json.loads(out)
-        return answer
+        code, answer = await asyncio.to_thread(self.cloud.remuda, *arguments)
+        assert code == 0, f"{arguments}: {answer} {self.consoles()}"
+        found: dict[str, Any] = answer
+        return found
 
     async def refresh(self, *more: str) -> dict[str, Any]:
-        async with self.ec2.client() as client:
-            launch = await self.ec2.launch_options(client)
-        flags = [word for name, value in launch.items() for word in (f"--{name}", value)]
-        return await self.remuda("refresh", "--github-scope", SCOPE, *flags, *more)
+        return await self.remuda("refresh", "--github-scope", SCOPE, *self.cloud.flags(), *more)
 
     async def provision(self, run_id: str) -> dict[str, Any]:
         return await self.remuda(
@@ -70,7 +52,7 @@ class Cloud:
         )
 
     def github(self) -> SimClient:
-        return SimClient(self.github_url, self.github_token)
+        return SimClient(self.cloud.environment["GITHUB_API_URL"], self.cloud.environment["REMUDA_GITHUB_TOKEN"])
 
     async def run_job(self, run_id: str, *runs: str) -> SimJob:
         async with self.github() as github:
@@ -99,7 +81,7 @@ class Cloud:
                     machine.stop()
 
     async def _boot_all(self, stack: AsyncExitStack) -> None:
-        async with self.ec2.client() as client:
+        async with self.cloud.ec2.client() as client:
             while True:
                 found = await client.describe_instances()
                 for reservation in found["Reservations"]:
@@ -124,37 +106,14 @@ class Cloud:
     async def _play_metadata(self, imds: FakeImds, instance_id: str, tags: dict[str, str]) -> None:
         imds.valid = 1_000
         imds.values |= {"instance-id": instance_id, **{f"tags/instance/{key}": value for key, value in tags.items()}}
-        imds.values |= await self.ec2.credentials_of(PROFILE, instance_id)
+        imds.values |= await self.cloud.ec2.credentials_of(PROFILE, instance_id)
 
 
 @pytest.fixture
-def cloud(tmp_path: Path) -> Iterator[Cloud]:
-    github = [sys.executable, "-m", "remuda.githubsim", "--dir", str(tmp_path / "github")]
+def region(tmp_path: Path) -> Iterator[Region]:
     bake(tmp_path / "image")
-    ec2 = MotoServer()
-    with ministack(tmp_path) as server, subprocess.Popen(github, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("http")
-        endpoint = json.loads((tmp_path / "github" / "endpoint.json").read_text())
-        try:
-            yield Cloud(
-                folder=tmp_path,
-                ec2=ec2,
-                environment={
-                    "PATH": os.environ["PATH"],
-                    "HOME": str(tmp_path),
-                    **server.environment(),
-                    **ec2.environment(),
-                    "GITHUB_API_URL": endpoint["url"],
-                    "REMUDA_GITHUB_TOKEN": endpoint["token"],
-                    "REMUDA_CONFIG": os.devnull,
-                },
-                github_url=endpoint["url"],
-                github_token=endpoint["token"],
-            )
-        finally:
-            ec2.stop()
-            process.terminate()
+    with aws_cloud(tmp_path) as cloud:
+        yield Region(folder=tmp_path, cloud=cloud)
 
 
 #: What a job could look into, and what it must not find there.
@@ -187,17 +146,17 @@ def agents(machine: NamespaceMachine) -> list[str]:
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-async def test_a_machine_boots_works_is_reset_works_again_and_ends(cloud: Cloud) -> None:
-    await cloud.refresh("--margin-sec", "0.5")
-    async with cloud.booting():
-        assert (await cloud.provision("1"))["created"] == 1
-        ((name, machine),) = cloud.machines.items()
-        job = await cloud.run_job("1", LOOKS, STAYS)
+async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Region) -> None:
+    await region.refresh("--margin-sec", "0.5")
+    async with region.booting():
+        assert (await region.provision("1"))["created"] == 1
+        ((name, machine),) = region.machines.items()
+        job = await region.run_job("1", LOOKS, STAYS)
         assert job.conclusion == "success", f"{job} {machine.console}"
         assert len(machine.run("pgrep", "-u", JOB_USER, "sleep").stdout.split()) == 2
         assert JOB_USER in machine.run("ipcs", "-m").stdout
 
-        released = await cloud.remuda("release", "--run-id", "1")
+        released = await region.remuda("release", "--run-id", "1")
         assert released["released"] == [name], machine.console
         assert machine.run("pgrep", "-u", JOB_USER).stdout == ""
         assert JOB_USER not in machine.run("ipcs", "-m").stdout
@@ -205,22 +164,22 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(cloud: Cloud)
             assert machine.run("test", "-e", path).returncode == 1, path
         assert "was-here" not in machine.run("cat", "/var/lib/remuda-jobs/runner/run.sh").stdout
         assert machine.run("stat", "-c", "%U", "/var/lib/remuda-jobs/runner/run.sh").stdout.strip() == JOB_USER
-        async with cloud.github() as github:
+        async with region.github() as github:
             assert await github.runners() == []
 
         # An agent that is killed leaves the listener alone, and the next one finds it.
-        assert (await cloud.provision("2"))["reused"] == 1
-        await cloud.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
+        assert (await region.provision("2"))["reused"] == 1
+        await region.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
         (agent,) = agents(machine)
         machine.run("kill", "-9", agent)
-        job = await cloud.run_job("2", "echo hello")
+        job = await region.run_job("2", "echo hello")
         assert job.conclusion == "success", machine.console
-        assert (await cloud.remuda("release", "--run-id", "2"))["released"] == [name], machine.console
+        assert (await region.remuda("release", "--run-id", "2"))["released"] == [name], machine.console
         assert agents(machine) != [agent]
 
         # Nobody wants it any more: it ends itself, with its own rights.
-        asked = cloud.ec2.asked().get("TerminateInstances", 0)
-        await until(lambda: cloud.ec2.asked().get("TerminateInstances", 0) > asked, machine.console)
+        asked = region.cloud.ec2.asked().get("TerminateInstances", 0)
+        await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) > asked, machine.console)
 
 
 async def until(holds: Callable[[], bool], what: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.ec2.options import PROFILE, Options
-from remuda.adapters.aws.errors import DENIED, code_of, translated
+from remuda.adapters.aws.errors import Kind, code_of, kind_of, translated
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.resources import MAX_SHOWN
 from remuda.ports.calls import CallCounter
@@ -59,7 +59,7 @@ async def _get_profile(client: IAMClient, name: str) -> Any:
                 field=PROFILE,
                 fix="give the one that deploy/cloudformation.yml makes, or one of your own with the agent's policy",
             ) from None
-        if code_of(error) in DENIED:
+        if kind_of(code_of(error)) is Kind.PERMISSION:
             raise UserError(
                 f"the instance profile {name[:MAX_SHOWN]!r} may not be read",
                 field=PROFILE,
