@@ -38,6 +38,8 @@ class MotoServer:
             [PYTHON, Path(__file__).with_name("moto_app.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Ctrl-C is for whoever started it: others still need it to clean up.
+            start_new_session=True,
             # What the tests' own environment says about AWS is not for it.
             env={"PATH": "/usr/bin:/bin", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"},
         )

@@ -26,8 +26,8 @@ def why_not() -> str:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "machines in namespaces need root on Linux"
     probe = (
-        "set -e; d=$(mktemp -d); mount -t tmpfs t $d; mkdir $d/u $d/w $d/r;"
-        " mount -t overlay o -o lowerdir=/,upperdir=$d/u,workdir=$d/w $d/r"
+        "set -e; mount -t tmpfs t /mnt; mkdir /mnt/u /mnt/w /mnt/r;"
+        " mount -t overlay o -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w /mnt/r"
     )
     done = subprocess.run([*UNSHARE, "sh", "-c", probe], capture_output=True, text=True, check=False)
     return f"machines in namespaces need overlay mounts: {done.stderr.strip()}" if done.returncode else ""
