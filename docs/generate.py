@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.transitions import TRANSITIONS
 from remuda.settings import Settings, flag, key, variable
 
@@ -43,7 +44,7 @@ def settings_table() -> str:
     lines = ["| flag | environment | key in remuda.toml | default | what |", "|---|---|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = field.default
-        shown = "seven classes" if isinstance(default, tuple) else "" if default in {None, ""} else str(default)
+        shown = "seven classes" if default is DEFAULT_CLASSES else "" if default in {None, "", ()} else str(default)
         given = "(none)" if name in NO_FLAG else f"`{flag(name)}`"
         lines.append(f"| {given} | `{variable(name)}` | `{key(name)}` | {shown or '(none)'} | {field.description} |")
     return "\n".join(lines)
