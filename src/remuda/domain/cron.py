@@ -21,6 +21,7 @@ _MONTH_NAMES = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "
 _MONTHS = {name: number for number, name in enumerate(_MONTH_NAMES, 1)}
 _DAYS = {"SUN": 0, "MON": 1, "TUE": 2, "WED": 3, "THU": 4, "FRI": 5, "SAT": 6}
 _ANY = frozenset({"*", "?"})
+_NUMBER = re.compile(r"[0-9]{1,4}")
 _LAST_WEEKDAY = re.compile(r"([0-7]|[A-Z]{3})L")
 _NTH_WEEKDAY = re.compile(r"([0-7]|[A-Z]{3})#([1-5])")
 
@@ -38,13 +39,13 @@ class _Field:
     def value(self, text: str) -> int:
         if text in self.names:
             return self.names[text]
-        if not (text.isascii() and text.isdigit()) or not self.least <= int(text[:4]) <= self.most:
+        if not _NUMBER.fullmatch(text) or not self.least <= int(text) <= self.most:
             raise ValueError(f"{self.name} {text!r} is not one of {self.least} to {self.most}")
         return int(text)
 
     def _part(self, part: str) -> range:
         base, slash, step = part.partition("/")
-        if slash and (not (step.isascii() and step.isdigit()) or not 1 <= int(step[:4]) <= self.most + 1):
+        if slash and (not _NUMBER.fullmatch(step) or int(step) == 0):
             raise ValueError(f"{self.name} {part!r} has no usable step")
         first, dash, last = base.partition("-")
         if base in _ANY:

@@ -70,6 +70,8 @@ class Decision:
     #: Where its registrations are, and those that must be gone before the machine may go.
     scope: str | None = None
     registrations: tuple[Registration, ...] = ()
+    #: The runner that the machine says is its own, where it is in no list: to be looked at as well.
+    told_id: int | None = None
 
     @property
     def is_removal(self) -> bool:
@@ -257,8 +259,11 @@ def _judge_one(
     if busy is not None:
         return decision(machine, Action.KEEP, f"busy: {busy.name} runs a job", Phase.ACTIVE), 0
     full = f"the quota of {quota.idle_count} is full" if quota.idle_count else "no idle quota now"
-    reason = f"idle, {_told(age)} old, {full}"
-    return decision(machine, Action.TERMINATE, reason, Phase.ACTIVE, registrations=registrations), 0
+    made = decision(
+        machine, Action.TERMINATE, f"idle, {_told(age)} old, {full}", Phase.ACTIVE, registrations=registrations
+    )
+    listed = {item.runner_id for item in registrations}
+    return replace(made, told_id=None if machine.runner_id in listed else machine.runner_id), 0
 
 
 def _judge_missing(machine: FleetMachine, policy: Policy, now: datetime) -> Decision:
@@ -329,7 +334,7 @@ def renewals(
     idle_time_s: float,
     max_age_s: float,
 ) -> list[Renewal]:
-    """The quota counts for each class. An instance is never kept beyond its maximum age."""
+    """The quota counts for each class. An instance is never kept beyond its maximum age, nor is its time ever cut."""
     result: list[Renewal] = []
     by_class: dict[str, list[Instance]] = {}
     for record in records:
@@ -341,6 +346,9 @@ def renewals(
         young = [item for item in group if (now - item.created_at).total_seconds() < max_age_s]
         for number, record in enumerate(young[: quota.idle_count], 1):
             left_s = max_age_s - (now - record.created_at).total_seconds()
+            idle_s = min(idle_time_s, left_s)
+            if now + timedelta(seconds=idle_s) <= record.threshold:
+                continue
             reason = f"kept as idle: {number} of {quota.idle_count} of class {name} ({quota.window})"
-            result.append(Renewal(instance=record, idle_time_s=min(idle_time_s, left_s), reason=reason))
+            result.append(Renewal(instance=record, idle_time_s=idle_s, reason=reason))
     return result

@@ -68,19 +68,31 @@ class Deregistration:
 
     async def remove(self, item: Decision, *, dry_run: bool) -> Removal:
         """Every registration is read again first: one that is busy keeps them all."""
-        scope = item.scope
-        if scope is None:
-            return Removal(decision=item, clear=not item.registrations)
         try:
-            for registration in item.registrations:
-                seen = await self.look(scope, registration.runner_id)
-                if seen is not None and seen.busy:
-                    return Removal(decision=found_busy(item, seen))
-            for registration in () if dry_run else item.registrations:
-                await self._pace.spend(WRITE_POINTS)
-                # Also where the look found none: the deletion is the one atomic test.
-                if await self._forge.delete_runner(scope, registration.runner_id) is Deletion.BUSY:
-                    return Removal(decision=found_busy(item, registration))
+            busy = await self._remove(item, dry_run=dry_run)
         except RemudaError as error:
             return Removal(decision=item, failed=error.message)
+        if busy is not None:
+            return Removal(decision=found_busy(item, busy))
         return Removal(decision=item, clear=True)
+
+    async def _remove(self, item: Decision, *, dry_run: bool) -> Registration | None:
+        """The one that is busy, or None where all are gone."""
+        scope, doomed = item.scope, list(item.registrations)
+        if scope is None:
+            return None
+        for registration in item.registrations:
+            seen = await self.look(scope, registration.runner_id)
+            if seen is not None and seen.busy:
+                return seen
+        told = await self.look(scope, item.told_id) if item.told_id is not None else None
+        if told is not None and told.belongs_to(item.instance_id):
+            if told.busy:
+                return told
+            doomed.append(told)
+        for registration in () if dry_run else doomed:
+            await self._pace.spend(WRITE_POINTS)
+            # Also where the look found none: the deletion is the one atomic test.
+            if await self._forge.delete_runner(scope, registration.runner_id) is Deletion.BUSY:
+                return registration
+        return None
