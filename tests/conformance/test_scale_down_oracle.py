@@ -33,17 +33,21 @@ def _session() -> AioSession:
     return get_session()
 
 
-async def run_cycle(served: Served, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
-    clock, ids, calls = FixedClock(now), SystemIds(), CallCounter()
-    forge = github_client.GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
-    async with _session().create_client(
+def ec2_client(served: Served) -> Any:
+    return _session().create_client(
         "ec2",
         region_name="eu-central-1",
         endpoint_url=served.ec2_url,
         aws_access_key_id="test",
         aws_secret_access_key="test",
         config=client_config(),
-    ) as client:
+    )
+
+
+async def run_cycle(served: Served, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
+    clock, ids, calls = FixedClock(now), SystemIds(), CallCounter()
+    forge = github_client.GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
+    async with ec2_client(served) as client:
         context = FleetContext(
             environment=settings.environment,
             fleet=Ec2RunnerFleet(client=client, environment=settings.environment, clock=clock, ids=ids, calls=calls),
