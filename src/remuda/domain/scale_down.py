@@ -311,7 +311,7 @@ def _unclear(machine: FleetMachine) -> str:
 
 def _told(span: timedelta) -> str:
     seconds = span.total_seconds()
-    return f"{seconds:g} s" if abs(seconds) < 60 else f"{seconds / 60:.4g} min"
+    return f"{seconds:.3g} s" if abs(seconds) < 60 else f"{seconds / 60:.4g} min"
 
 
 # The pool -------------------------------------------------------------------------------------------------------------

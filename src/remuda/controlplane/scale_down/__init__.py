@@ -62,7 +62,7 @@ class FleetContext:
 
 async def scale_down(context: FleetContext, policy: Policy, *, dry_run: bool = False) -> ScaleDownResult:
     started = context.clock.monotonic()
-    tally = Tally(context.journal)
+    tally = Tally(context.journal, dry_run=dry_run)
     cycle = Cycle(context, policy, tally, dry_run=dry_run)
     await cycle.run()
     return ScaleDownResult(

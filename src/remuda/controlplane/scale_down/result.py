@@ -36,8 +36,9 @@ class ScaleDownResult:
 class Tally:
     """Collects as the cycle goes. A machine has one decision in each phase: the last word counts."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, *, dry_run: bool = False) -> None:
         self._journal = journal
+        self._prefix = "would" if dry_run else "scale"
         self._outcomes: dict[tuple[Phase, str], Outcome] = {}
         self.errors: list[str] = []
 
@@ -50,7 +51,7 @@ class Tally:
         carried_out = decision.action in _PASSIVE if done is None else done
         self._outcomes[decision.phase, decision.instance_id] = Outcome(decision=decision, done=carried_out)
         self._journal.note(
-            f"scale-{decision.action}",
+            f"{self._prefix}-{decision.action}",
             decision.reason,
             instance_id=decision.instance_id,
             owner=decision.owner,
@@ -63,7 +64,7 @@ class Tally:
         known = self._outcomes.get((decision.phase, decision.instance_id))
         kept = decision if known is None else replace(known.decision, reason=decision.reason)
         self._outcomes[decision.phase, decision.instance_id] = Outcome(decision=kept, done=True)
-        self._journal.note("scale-renew", kept.reason, instance_id=kept.instance_id, owner=kept.owner)
+        self._journal.note(f"{self._prefix}-renew", kept.reason, instance_id=kept.instance_id, owner=kept.owner)
 
     def outcomes(self) -> tuple[Outcome, ...]:
         return tuple(sorted(self._outcomes.values(), key=lambda item: item.decision.phase.value))
