@@ -74,7 +74,13 @@ class LocalStage:
             tier=Tier.TRUSTED,
         )
         number = len(self.cloud.machines)
-        asked: dict[str, Any] = {"provision_id": "p", "client_token": f"t-{number}", "count": 1, "request": request}
+        asked: dict[str, Any] = {
+            "provision_id": "p",
+            "client_token": f"t-{number}",
+            "count": 1,
+            "request": request,
+            "scope": "acme",
+        }
         launched = await self.compute.launch(LaunchRequest(**asked, first_life_s=600, margin_s=1, tags=tags))
         return launched.instances[0].instance_id
 

@@ -80,6 +80,7 @@ async def _launch(context: Context, scope: str) -> list[str]:
             client_token=NAME,
             count=REGISTERED + 1,
             request=request,
+            scope=scope,
             launch=config.launch,
             first_life_s=LIFE_S,
             margin_s=config.lifetimes.margin_s,
