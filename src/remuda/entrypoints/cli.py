@@ -183,15 +183,18 @@ def scale_down(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be done, and why; touch nothing.")
     ] = False,
+    every: Annotated[
+        float | None, typer.Option("--every", min=0.2, max=86_400, help="Repeat after so many seconds, until stopped.")
+    ] = None,
     config: opt.Config = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
     """Retire idle runners beyond the quota, find orphans; works on fleets of terraform-aws-github-runner too."""
-    flags = _flags({key: value for key, value in locals().items() if key != "dry_run"})
+    flags = _flags({key: value for key, value in locals().items() if key not in {"dry_run", "every"}})
     from remuda.entrypoints.commands import run_scale_down_command
 
-    return run_scale_down_command(flags, config, Output(as_json=as_json, quiet=quiet), dry_run=dry_run)
+    return run_scale_down_command(flags, config, Output(as_json=as_json, quiet=quiet), dry_run=dry_run, every=every)
 
 
 @app.command()
