@@ -47,6 +47,11 @@ class FleetMachine:
         kind = self.tags.get(GHR_TYPE_TAG)
         if kind not in {ORG, REPO} or ("/" in self.owner) is not (kind == REPO):
             return None
+        return self.likely_scope
+
+    @property
+    def likely_scope(self) -> str | None:
+        """Where to look for its runners, whatever its type says: enough to keep a machine, not to end one."""
         return self.owner if _SCOPE.fullmatch(self.owner) else None
 
     @property

@@ -15,7 +15,7 @@ from remuda.domain.scale_down import Action, Policy
 from remuda.ports.calls import CallCounter
 from support.fleets import ENVIRONMENT, Hub, Runner, machine
 from support.records import instance_id
-from support.world_time import Notes, VirtualClock
+from support.world_time import Call, Gone, Notes, VirtualClock, hooked
 
 
 class Fleet:
@@ -176,6 +176,15 @@ async def test_one_that_belongs_to_nobody_is_looked_for_in_every_list() -> None:
     assert not fleet.orphans
 
 
+async def test_an_orphan_whose_type_is_missing_is_looked_for_where_its_owner_is() -> None:
+    fleet = Fleet(machine(1, orphan="true", Type=""), machine(2, orphan="true", owner="solo/tool", Type="Org"))
+    fleet.runner(1, busy=True)
+    fleet.runner(2, scope="solo/tool")
+    await fleet.cycle()
+    assert fleet.machines.ended == [instance_id(2)]
+    assert not fleet.orphans
+
+
 async def test_a_runner_that_only_its_machine_knows_of_is_looked_at_before_the_end() -> None:
     """Two registrations, one of them missing in a stale list."""
     fleet = Fleet(machine(1, github_runner_id="9"))
@@ -265,3 +274,60 @@ async def test_a_job_that_arrives_between_look_and_deletion_is_safe() -> None:
     assert not fleet.orphans
     assert not result.errors
     assert "busy" in result.outcomes[-1].decision.reason
+
+
+# Cut anywhere -----------------------------------------------------------------------------------------------------
+
+
+def mixed_fleet() -> Fleet:
+    fleet = Fleet(
+        machine(1),
+        machine(2),
+        machine(3, orphan="true"),
+        machine(4, orphan="true", github_runner_id="4"),
+        machine(5, orphan="true", github_runner_id="5"),
+        machine(6),
+        machine(7),
+        machine(8, age_s=1),
+    )
+    fleet.runner(1)
+    fleet.runner(2, busy=True)
+    fleet.runner(4, busy=True)
+    fleet.runner(5, online=False, busy=True)
+    fleet.runner(7)
+    fleet.runner(8)
+    return fleet
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_a_cycle_that_is_killed_anywhere_is_finished_by_the_next_ones(*, after: bool) -> None:
+    """No lock and no memory: the tags are the state. Every call is cut once, before and after it was done."""
+    number = 0
+    while True:
+        number += 1
+        fleet, seen = mixed_fleet(), 0
+
+        async def cut(operation: str, call: Call, *, at: int = number) -> object:
+            nonlocal seen
+            seen += 1
+            if seen != at:
+                return await call()
+            if after:
+                await call()
+            raise Gone(operation)
+
+        usual = fleet.fleet, fleet.hub
+        fleet.fleet, fleet.hub = hooked(fleet.fleet, "fleet", cut), hooked(fleet.hub, "forge", cut)
+        try:
+            await fleet.cycle()
+        except Gone:
+            pass
+        else:
+            break
+        fleet.fleet, fleet.hub = usual
+        for _ in range(3):
+            assert not (await fleet.cycle()).errors
+        assert sorted(fleet.machines.alive) == list(map(instance_id, (2, 4, 8))), number
+        assert not fleet.orphans
+        assert set(fleet.hub.runners) == {2, 4, 5, 8}
+    assert number > 10

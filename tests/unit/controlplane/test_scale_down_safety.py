@@ -33,7 +33,7 @@ from support.world_time import Notes, SeededIds, VirtualClock, hooked, run_virtu
 POOL = "test"
 OWNERS = ("acme", "beta", "solo/tool")
 CYCLES = 3
-EXAMPLES = 300
+EXAMPLES = 400
 
 
 @dataclass(frozen=True)

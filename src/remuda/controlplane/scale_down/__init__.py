@@ -138,7 +138,8 @@ class Cycle:
 
     async def _list_runners(self, machines: Sequence[FleetMachine]) -> None:
         """One list for each owner, whatever it is for."""
-        scopes = list(dict.fromkeys(machine.scope for machine in machines if machine.scope is not None))
+        places = (_place(machine) for machine in machines)
+        scopes = list(dict.fromkeys(scope for scope in places if scope is not None))
 
         async def read(scope: str) -> list[Registration]:
             return [registration_of(runner) for runner in await self._context.forge.list_runners(scope)]
@@ -195,9 +196,10 @@ class Cycle:
 
     def _find_registrations(self, machine: FleetMachine) -> tuple[str | None, Sequence[Registration] | None]:
         """In its owner's list; of nobody's machine, in any."""
-        if machine.scope is not None:
-            known = self._runners.get(machine.scope)
-            return machine.scope, None if known is None else _own(machine, known)
+        likely = machine.likely_scope
+        if likely is not None:
+            known = self._runners.get(likely)
+            return likely, None if known is None else _own(machine, known)
         for scope, runners in self._runners.items():
             if found := _own(machine, runners or ()):
                 return scope, found
@@ -280,6 +282,11 @@ class Cycle:
     def _fail(self, item: Decision, why: str) -> None:
         self._tally.add(item, done=False)
         self._tally.error(f"{item.instance_id}: {why}")
+
+
+def _place(machine: FleetMachine) -> str | None:
+    """Whose list it takes to judge a machine. What is to be looked up by its id needs an owner beyond doubt."""
+    return machine.likely_scope if machine.is_orphan and not machine.told_runner_id else machine.scope
 
 
 def _own(machine: FleetMachine, runners: Sequence[Registration]) -> list[Registration]:

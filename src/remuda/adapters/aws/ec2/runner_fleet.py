@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BATCH = 100
 #: For the client: no call of this fleet takes long.
-READ_TIMEOUT_S = 15.0
+READ_TIMEOUT_S = 10.0
 #: After so many calls in a row without a usable answer, the rest is left for the next cycle.
 PATIENCE = 8
 _STATES = ("pending", "running")
