@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,12 @@ from remuda.githubsim.endpoint import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.forge import Forge
 from remuda.ports.journal import Journal
-from remuda.settings import Settings
+from remuda.settings import Settings, is_secret_arn, read_key
 
 if TYPE_CHECKING:
+    from remuda.adapters.aws.clients import AwsClients
     from remuda.adapters.github.auth import Auth
+    from remuda.adapters.github.client import GithubForge
 
 PUBLIC_API = "https://api.github.com"
 #: A cycle of scale-down has minutes: it may wait longer for GitHub than a provision.
@@ -62,6 +64,14 @@ class LocalLayout:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GithubCredential:
+    """A token, or an App's id and its key."""
+
+    text: str = field(repr=False)
+    app_id: str = ""
 
 
 def layout(settings: Settings) -> LocalLayout:
@@ -193,25 +203,30 @@ def _fleet_name(settings: Settings, pool: str) -> str:
 
 def _needed(forge: Forge | None) -> Forge:
     if forge is None:
-        raise UserError(
-            "there is no GitHub credential",
-            field="REMUDA_GITHUB_TOKEN",
-            fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
-        )
+        raise _no_credential()
     return forge
+
+
+def _no_credential() -> UserError:
+    return UserError(
+        "there is no GitHub credential",
+        field="REMUDA_GITHUB_TOKEN",
+        fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
+    )
 
 
 @asynccontextmanager
 async def _open_aws_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
-    with _aws_installed():
+    with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.runner_fleet import READ_TIMEOUT_S, Ec2RunnerFleet  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
-        forge = _needed(_github(settings, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S))
-        stack.push_async_callback(forge.close)
         clients = await stack.enter_async_context(AwsClients())
+        credential = await github_credential(settings, clients, needed=True)
+        forge = _needed(github_forge(settings, credential, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S))
+        stack.push_async_callback(forge.close)
         ec2 = await clients.client("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
         environment = _fleet_name(settings, settings.pool)
         yield FleetContext(
@@ -227,7 +242,8 @@ async def _open_aws_fleet(settings: Settings, journal: Journal) -> AsyncIterator
 
 
 @contextmanager
-def _aws_installed() -> Iterator[None]:
+def aws_libraries() -> Iterator[None]:
+    """Around their import: they are an extra."""
     try:
         yield
     except ImportError as error:
@@ -242,7 +258,7 @@ def _aws_installed() -> Iterator[None]:
 async def _open_aws(
     settings: Settings, journal: Journal, *, credentialed: bool, calls: CallCounter | None = None
 ) -> AsyncIterator[Context]:
-    with _aws_installed():
+    with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
@@ -260,9 +276,8 @@ async def _open_aws(
         ec2 = await clients.client("ec2", "EC2", client_config())
         compute = Ec2Compute(client=ec2, pool=settings.pool, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(compute.close)
-        forge = _github(settings, clock, ids, calls)
-        if credentialed:
-            forge = _needed(forge)
+        credential = await github_credential(settings, clients, needed=credentialed)
+        forge = github_forge(settings, credential, clock, ids, calls)
         if forge is not None:
             stack.push_async_callback(forge.close)
         yield Context(
@@ -278,20 +293,47 @@ async def _open_aws(
         )
 
 
-def _github(
-    settings: Settings, clock: SystemClock, ids: SystemIds, calls: CallCounter, *, max_wait_s: float | None = None
-) -> Forge | None:
-    api_url = settings.github_api_url or PUBLIC_API
-    if settings.github_token is not None:
-        token = settings.github_token.get_secret_value()
-        return _forge(api_url, clock, ids, calls, token=token, max_wait_s=max_wait_s)
-    if settings.github_app_id:
-        from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
+async def github_credential(settings: Settings, clients: AwsClients, *, needed: bool) -> GithubCredential | None:
+    """What the settings give or name. A secret is read only where it is `needed`: a workflow that shares its settings
+    with `refresh` goes without it, by the pool's tokens.
+    """
+    app = settings.github_token is None and bool(settings.github_app_id)
+    given = settings.github_app_key if app else settings.github_token
+    text = given.get_secret_value() if given else ""
+    if not text and not app:
+        if needed:
+            raise _no_credential()
+        return None
+    if is_secret_arn(text):
+        if not needed:
+            return None
+        from remuda.adapters.aws.secrets import read_secret  # noqa: PLC0415 - only this backend pays for it
 
-        app_key = settings.github_app_key.get_secret_value() if settings.github_app_key else ""
-        auth = AppAuth(app_id=settings.github_app_id, key=app_key, clock=clock)
-        return _forge(api_url, clock, ids, calls, auth=auth, max_wait_s=max_wait_s)
-    return None
+        key, field = ("private_key", "github-app-key") if app else ("token", "github-token")
+        text = await read_secret(clients, text, key=key, field=field)
+    elif app:
+        text = read_key(text)
+    return GithubCredential(text=text, app_id=settings.github_app_id if app else "")
+
+
+def github_forge(
+    settings: Settings,
+    credential: GithubCredential | None,
+    clock: SystemClock,
+    ids: SystemIds,
+    calls: CallCounter,
+    *,
+    max_wait_s: float | None = None,
+) -> GithubForge | None:
+    api_url = settings.github_api_url or PUBLIC_API
+    if credential is None:
+        return None
+    if not credential.app_id:
+        return _forge(api_url, clock, ids, calls, token=credential.text, max_wait_s=max_wait_s)
+    from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
+
+    auth = AppAuth(app_id=credential.app_id, key=credential.text, clock=clock)
+    return _forge(api_url, clock, ids, calls, auth=auth, max_wait_s=max_wait_s)
 
 
 def _forge(
@@ -303,7 +345,7 @@ def _forge(
     token: str = "",
     auth: Auth | None = None,
     max_wait_s: float | None = None,
-) -> Forge:
+) -> GithubForge:
     from remuda.adapters.github.client import MAX_WAIT_S, GithubForge  # noqa: PLC0415 - HTTP costs start-up time
 
     return GithubForge(
