@@ -178,3 +178,42 @@ def test_the_installed_command_knows_it() -> None:
     )
     assert done.returncode == 0
     assert "--dry-run" in done.stdout
+
+
+_INVOKE = """
+import json, sys
+from datetime import datetime
+from remuda.adapters.system.clock import SystemClock
+from remuda.entrypoints.lambda_handler import handler
+
+class Invocation:
+    aws_request_id = "r-1"
+    def get_remaining_time_in_millis(self):
+        return 60_000
+
+at = datetime.fromisoformat(sys.argv[1])
+SystemClock.now = lambda self: at
+json.dump(handler(json.loads(sys.argv[2]), Invocation()), sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None:
+    scenario = next(item for item in SCENARIOS if item["name"] == "G01_org_and_two_repos")
+    world = FleetWorld.of_scenario(scenario)
+    event = json.dumps({"command": "scale-down", "dry_run": dry_run})
+    with serve(world) as served:
+        done = subprocess.run(
+            [sys.executable, "-c", _INVOKE, scenario["config"]["now"], event],
+            cwd=tmp_path,
+            env=environment(served, variables(scenario)),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+    document = json.loads(done.stderr)
+    assert {item["action"] for item in document["decisions"]} == {"terminate"}
+    assert len(world.did.terminated) == (0 if dry_run else 3)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sum(line["action"] == ("would-terminate" if dry_run else "scale-terminate") for line in told) == 3
