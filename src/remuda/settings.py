@@ -20,6 +20,7 @@ from zoneinfo import ZoneInfo, available_timezones
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from remuda.domain.errors import UserError
+from remuda.domain.idle_config import EXAMPLE as IDLE_CONFIG_EXAMPLE
 from remuda.domain.idle_config import FIX as IDLE_CONFIG_FIX
 from remuda.domain.idle_config import IdleWindow, parse_idle_config
 from remuda.domain.resources import (
@@ -254,7 +255,7 @@ class Settings(BaseModel):
         description="Scale-down: value of the tag ghr:environment (default: github-environment, or the pool).",
     )
     idle_config: tuple[IdleWindow, ...] = Field(
-        default=(), description="Scale-down: how many idle runners to keep and when, as JSON: " + IDLE_CONFIG_FIX[17:]
+        default=(), description=f"Scale-down: how many idle runners to keep and when, as JSON: {IDLE_CONFIG_EXAMPLE}."
     )
     minimum_running_time_in_minutes: float | None = _minutes(
         None, "Scale-down: a younger runner is kept (Linux 5, Windows 15)."

@@ -15,11 +15,20 @@ from remuda.ports.calls import CallCounter
 from support.records import birth
 
 
+async def _unused() -> str:
+    raise AssertionError("the pool is prepared: its keys' prefix is in the table")
+
+
 async def put(table: str) -> None:
     record = from_document(Instance, json.load(sys.stdin))
     async with AwsClients() as clients:
         store = DynamoInstanceStore(
-            client=await clients.dynamodb(), table=table, clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
+            client=await clients.dynamodb(),
+            table=table,
+            clock=SystemClock(),
+            ids=SystemIds(),
+            calls=CallCounter(),
+            newest_prefix=_unused,
         )
         await store.apply(birth(record))
         await store.close()

@@ -15,7 +15,8 @@ from remuda.domain.resources import MAX_SHOWN
 MAX_WINDOWS = 100
 MAX_IDLE = 100_000
 FIELD = "idle-config"
-FIX = 'give a list such as [{"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2}]'
+EXAMPLE = '[{"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2}]'
+FIX = f"give a list such as {EXAMPLE}"
 
 
 class Eviction(StrEnum):

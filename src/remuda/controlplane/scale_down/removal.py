@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
 
 from remuda.domain.errors import RemudaError
@@ -11,33 +12,34 @@ from remuda.domain.scale_down import Decision, found_busy
 from remuda.ports.clock import Clock
 from remuda.ports.forge import Deletion, Forge, ForgeRunner
 
-#: GitHub's secondary limit: points a minute; a read is one, a write five.
-POINTS_A_MINUTE = 900
+#: GitHub's secondary limit is 900 points a minute; a read is one, a write five. The rest is for the lists.
+POINTS_A_MINUTE = 800
 READ_POINTS, WRITE_POINTS = 1, 5
+MINUTE_S = 60.0
 
 
 class Pace:
-    """Spends points no faster than GitHub lets them grow back. A first burst costs no wait."""
+    """Never more than so many points in any minute, by the monotonic clock. What fits costs no wait."""
 
     def __init__(self, clock: Clock, *, points_a_minute: int = POINTS_A_MINUTE) -> None:
         self._clock = clock
-        self._most = float(points_a_minute)
-        self._level = self._most
-        self._at = clock.monotonic()
+        self._left = points_a_minute
+        #: When points were spent, and how many: they come back a minute later.
+        self._spent: deque[tuple[float, int]] = deque()
         self._turn = asyncio.Lock()
 
     async def spend(self, points: int) -> None:
         async with self._turn:
-            self._refill()
-            if self._level < points:
-                await self._clock.sleep((points - self._level) * 60 / self._most)
-                self._refill()
-            self._level -= points
+            self._collect()
+            while self._left < points:
+                await self._clock.sleep(self._spent[0][0] + MINUTE_S - self._clock.monotonic())
+                self._collect()
+            self._left -= points
+            self._spent.append((self._clock.monotonic(), points))
 
-    def _refill(self) -> None:
-        now = self._clock.monotonic()
-        self._level = min(self._most, self._level + (now - self._at) * self._most / 60)
-        self._at = now
+    def _collect(self) -> None:
+        while self._spent and self._clock.monotonic() - self._spent[0][0] >= MINUTE_S:
+            self._left += self._spent.popleft()[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
