@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.refresh.configure import Desired
+from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from remuda.adapters.github.client import GithubForge
 
 PUBLIC_API = "https://api.github.com"
+#: A cycle of scale-down has minutes: it may wait longer for GitHub than a provision.
+FLEET_MAX_WAIT_S = 10.0
 #: Of the caller's environment, what a local machine gets to see.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
 
@@ -171,6 +175,72 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in _PASSED_ON if name in environ}
 
 
+@asynccontextmanager
+async def open_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+    """For scale-down: machines by their tags, GitHub, and the pool's records where there is a pool."""
+    if settings.backend == "aws":
+        async with _open_aws_fleet(settings, journal) as context:
+            yield context
+        return
+    async with open_context(settings, journal, credentialed=True) as pool:
+        environment = _fleet_name(settings, pool.pool_name)
+        yield FleetContext(
+            environment=environment,
+            fleet=LocalFleet(compute=pool.compute, pool=pool.pool_name, environment=environment),
+            forge=_needed(pool.forge),
+            clock=pool.clock,
+            journal=journal,
+            calls=pool.calls,
+            open_pool=lambda: nullcontext(pool),
+            has_pool=True,
+        )
+
+
+def _fleet_name(settings: Settings, pool: str) -> str:
+    """Machines that Remuda launches carry the pool's name in that tag, unless they were given another."""
+    return settings.environment or settings.github_environment or pool
+
+
+def _needed(forge: Forge | None) -> Forge:
+    if forge is None:
+        raise _no_credential()
+    return forge
+
+
+def _no_credential() -> UserError:
+    return UserError(
+        "there is no GitHub credential",
+        field="REMUDA_GITHUB_TOKEN",
+        fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
+    )
+
+
+@asynccontextmanager
+async def _open_aws_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+    with aws_libraries():
+        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
+        from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.runner_fleet import READ_TIMEOUT_S, Ec2RunnerFleet  # noqa: PLC0415 - as above
+    async with AsyncExitStack() as stack:
+        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+        clients = await stack.enter_async_context(AwsClients())
+        credential = await github_credential(settings, clients, needed=True)
+        forge = _needed(github_forge(settings, credential, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S))
+        stack.push_async_callback(forge.close)
+        ec2 = await clients.client("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
+        environment = _fleet_name(settings, settings.pool)
+        yield FleetContext(
+            environment=environment,
+            fleet=Ec2RunnerFleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),
+            forge=forge,
+            clock=clock,
+            journal=journal,
+            calls=calls,
+            open_pool=lambda: _open_aws(settings, journal, credentialed=False, calls=calls),
+            has_pool="pool" in settings.model_fields_set,
+        )
+
+
 @contextmanager
 def aws_libraries() -> Iterator[None]:
     """Around their import: they are an extra."""
@@ -185,7 +255,9 @@ def aws_libraries() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
+async def _open_aws(
+    settings: Settings, journal: Journal, *, credentialed: bool, calls: CallCounter | None = None
+) -> AsyncIterator[Context]:
     with aws_libraries():
         from remuda.adapters.aws.clients import (  # noqa: PLC0415 - only this backend pays for AWS's libraries
             AwsClients,
@@ -198,7 +270,7 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         from remuda.adapters.aws.identity import key_prefix_of  # noqa: PLC0415 - as above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
-        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+        clock, ids, calls = SystemClock(), SystemIds(), calls or CallCounter()
         clients = await stack.enter_async_context(AwsClients())
         name = f"remuda-{settings.pool}"
 
@@ -253,11 +325,7 @@ async def github_credential(settings: Settings, clients: AwsClients, *, needed: 
     text = given.get_secret_value() if given else ""
     if not text and not app:
         if needed:
-            raise UserError(
-                "there is no GitHub credential",
-                field="REMUDA_GITHUB_TOKEN",
-                fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
-            )
+            raise _no_credential()
         return None
     if is_secret_arn(text):
         if not needed:
@@ -272,17 +340,23 @@ async def github_credential(settings: Settings, clients: AwsClients, *, needed: 
 
 
 def github_forge(
-    settings: Settings, credential: GithubCredential | None, clock: SystemClock, ids: SystemIds, calls: CallCounter
+    settings: Settings,
+    credential: GithubCredential | None,
+    clock: SystemClock,
+    ids: SystemIds,
+    calls: CallCounter,
+    *,
+    max_wait_s: float | None = None,
 ) -> GithubForge | None:
     api_url = settings.github_api_url or PUBLIC_API
     if credential is None:
         return None
     if not credential.app_id:
-        return _forge(api_url, clock, ids, calls, token=credential.text)
+        return _forge(api_url, clock, ids, calls, token=credential.text, max_wait_s=max_wait_s)
     from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
 
     auth = AppAuth(app_id=credential.app_id, key=credential.text, clock=clock)
-    return _forge(api_url, clock, ids, calls, auth=auth)
+    return _forge(api_url, clock, ids, calls, auth=auth, max_wait_s=max_wait_s)
 
 
 def _forge(
@@ -293,10 +367,19 @@ def _forge(
     *,
     token: str = "",
     auth: Auth | None = None,
+    max_wait_s: float | None = None,
 ) -> GithubForge:
-    from remuda.adapters.github.client import GithubForge  # noqa: PLC0415 - an HTTP client costs start-up time
+    from remuda.adapters.github.client import MAX_WAIT_S, GithubForge  # noqa: PLC0415 - HTTP costs start-up time
 
-    return GithubForge(api_url=api_url, token=token, auth=auth, clock=clock, ids=ids, calls=calls)
+    return GithubForge(
+        api_url=api_url,
+        token=token,
+        auth=auth,
+        clock=clock,
+        ids=ids,
+        calls=calls,
+        max_wait_s=MAX_WAIT_S if max_wait_s is None else max_wait_s,
+    )
 
 
 def _github_url(settings: Settings) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,8 +12,10 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
+from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.domain.scale_down import Action
 from remuda.entrypoints import views
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
@@ -81,23 +83,27 @@ def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only:
         async with _open(settings, output, journal, credentialed=True, alive=not sweep_only) as context:
             return await refresh(context, None if sweep_only else desired(settings, pool=context.pool_name))
 
-    async def again_and_again(interval_s: float) -> int:
-        clock = SystemClock()
-        while True:
-            try:
-                await once()
-            except RemudaError as error:
-                journal.note("sweep-failed", error.message)
-            except Exception as error:  # noqa: BLE001 - the next round may do better: nothing may end the sweeps
-                journal.note("sweep-failed", f"a bug: {type(error).__name__}: {error}")
-            await clock.sleep(interval_s)
-
     if every is not None:
-        return run_async(lambda: again_and_again(every))
+        return run_async(lambda: _again_and_again(once, every, journal, "sweep-failed"))
     result = run_async(once)
     _say_refresh(output, result)
     output.result(views.refresh_document(result))
     return EXIT_PARTIAL if result.errors else EXIT_OK
+
+
+async def _again_and_again(
+    once: Callable[[], Awaitable[object]], interval_s: float, journal: Journal, failed: str
+) -> int:
+    """Until stopped. The next round may do better: nothing may end them."""
+    clock = SystemClock()
+    while True:
+        try:
+            await once()
+        except RemudaError as error:
+            journal.note(failed, error.message)
+        except Exception as error:  # noqa: BLE001 - as above
+            journal.note(failed, f"a bug: {type(error).__name__}: {error}")
+        await clock.sleep(interval_s)
 
 
 def _say_refresh(output: Output, result: RefreshResult) -> None:
@@ -165,6 +171,30 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
     output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")
     output.result(views.release_document(result))
     return EXIT_PARTIAL if result.errors or result.of(Fate.EXPIRED) else EXIT_OK
+
+
+def run_scale_down_command(
+    flags: Flags, config: str | None, output: Output, *, dry_run: bool, every: float | None
+) -> int:
+    loaded = load_settings(flags, config)
+    from remuda.entrypoints.scale_down import run_scale_down  # noqa: PLC0415 - only this command needs it
+
+    journal = _journal(output)
+
+    async def once() -> ScaleDownResult:
+        return await run_scale_down(loaded, journal, dry_run=dry_run)
+
+    farewell = "interrupted; the next cycle goes on from the tags"
+    if every is not None:
+        return run_async(lambda: _again_and_again(once, every, journal, "scale-down-failed"), farewell=farewell)
+    result = run_async(once, farewell=farewell)
+    output.answer(views.scale_down_table(result))
+    for error in result.errors:
+        output.say(f"error: {error}", style="bold red")
+    counts = ", ".join(f"{len(result.of(action))} {action}" for action in Action if result.of(action))
+    output.say(f"scale-down of {result.environment}: {counts or 'no machines'} ({result.seconds:.2f} s)")
+    output.result(views.scale_down_document(result))
+    return EXIT_PARTIAL if result.errors else EXIT_OK
 
 
 def run_status(flags: Flags, config: str | None, output: Output, *, everything: bool) -> int:

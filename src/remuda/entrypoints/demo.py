@@ -25,6 +25,7 @@ from remuda.bootstrap import layout, open_context
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Instance, State
 from remuda.entrypoints.demo_checks import Histories, foreign_jobs, histories, living, retirements
+from remuda.entrypoints.demo_fleet import Decided, launch_fleet
 from remuda.entrypoints.demo_report import Claim, DemoReport, Provisioning, Releasing, Retired, show
 from remuda.entrypoints.local_backend import SWEEPER, Background
 from remuda.entrypoints.output import Output
@@ -117,6 +118,7 @@ class Story:
         await self._refresh(idle_s=IDLE_S)
         await self._cold()
         await self._warm()
+        await self._scale_down()
         await self._crash()
         await self._self_termination()
         return await self._last_look()
@@ -147,6 +149,39 @@ class Story:
         await self._workflow("warm", run_id="1004", count=3)
         warm = self._told.provisions[-1]
         self._told.claim("a run on a warm pool creates nothing", holds=(warm.reused, warm.created) == (3, 0))
+
+    async def _scale_down(self) -> None:
+        self._title("Scale-down: four machines that the pool has no records of, known by their tags alone")
+        fleet = await launch_fleet(self._settings, SCOPE)
+        self._say(f"{fleet.silent} never registers; {fleet.mistaken} is tagged as an orphan by mistake")
+        limits = ("--minimum-running-time-in-minutes", "0", "--runner-boot-time-in-minutes", "0.01")
+        keep_two = ("--idle-config", json.dumps([{"cron": "* * * * *", "idleCount": 2}]))
+        self._output.say(await self._remuda("scale-down", "--dry-run", *limits, *keep_two))
+        first = Decided.parse(await self._json("scale-down", *limits, *keep_two))
+        second = Decided.parse(await self._json("scale-down", *limits, *keep_two))
+        told = self._told
+        told.claim(
+            "a machine that never registers is marked as an orphan, and ended a cycle later",
+            holds=(first.last([fleet.silent]), second.last([fleet.silent])) == (["mark-orphan"], ["terminate"]),
+        )
+        told.claim(
+            "a false positive loses its orphan tag and stays",
+            holds=first.actions.get(fleet.mistaken) == ("unmark-orphan", "keep"),
+            detail=first.reasons.get(fleet.mistaken, ""),
+        )
+        told.claim(
+            "an idle quota of two keeps two of three, and the oldest goes",
+            holds=first.last(fleet.registered) == ["terminate", "keep", "keep"],
+            detail=", ".join(first.last(fleet.registered)),
+        )
+        pool = set(first.actions) - fleet.everyone
+        told.claim(
+            "the pool's own machines are left to their records",
+            holds=bool(pool) and all(first.actions[name] == ("keep",) for name in pool),
+        )
+        await self._json("scale-down", *limits)
+        over = [await self._machine_over(name) for name in fleet.everyone]
+        told.claim("without a quota the rest of that fleet goes too", holds=all(over))
 
     async def _crash(self) -> None:
         self._title("A machine loses its power during release: it is retired, never pooled")

@@ -20,6 +20,7 @@ from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
 from remuda.entrypoints import views
 from remuda.entrypoints.run import bug
+from remuda.entrypoints.scale_down import run_scale_down
 from remuda.ports.clock import Clock
 from remuda.ports.journal import Journal
 from remuda.settings import Loaded, load
@@ -77,10 +78,9 @@ async def _refresh(loaded: Loaded, journal: Journal, order: Order) -> Outcome:
     return Outcome(document=views.refresh_document(result), errors=result.errors)
 
 
-async def _scale_down(_loaded: Loaded, _journal: Journal, _order: Order) -> Outcome:
-    raise UserError(
-        "scale-down is not part of this build", field="command", fix="leave its schedule off, or deploy a newer build"
-    )
+async def _scale_down(loaded: Loaded, journal: Journal, order: Order) -> Outcome:
+    result = await run_scale_down(loaded, journal, dry_run=order.dry_run)
+    return Outcome(document=views.scale_down_document(result), errors=result.errors)
 
 
 #: What an event may ask for.

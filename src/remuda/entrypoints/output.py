@@ -32,7 +32,9 @@ _STYLES = {
 _ENDING = "magenta"
 _TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
 #: What a person does not need to see one by one.
-_QUIET = frozenset({"announce", "renew", "credential", "extend"})
+_QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
+#: What a dry run would do is shown as a table.
+_PLANNED = "would-"
 
 
 class Output:
@@ -110,7 +112,7 @@ class ConsoleJournal:
         self._clock = clock
 
     def note(self, action: str, why: str = "", **facts: Any) -> None:
-        if action in _QUIET:
+        if action in _QUIET or action.startswith(_PLANNED):
             return
         at: datetime = self._clock.now()
         subject = facts.get("instance_id") or facts.get("run_id") or facts.get("runner") or ""

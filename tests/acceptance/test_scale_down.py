@@ -1,0 +1,219 @@
+"""`remuda scale-down --backend aws` on a fleet that Remuda did not launch: the tags and GitHub are all it has.
+
+No table, no queue, the peer's own environment variables, and a wall clock that stands still.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.fleet_world import TOKEN, FleetWorld, Machine, Served, serve
+from support.fleets import tags
+from support.oracle import SCENARIOS, expected, variables
+from support.records import NOW
+
+REMUDA = Path(sys.executable).with_name("remuda")
+LAUNCHER = Path(__file__).parents[1] / "support" / "frozen_launcher.py"
+LIMIT_S = 120
+#: One for each kind of thing that can happen; all of them run in conformance, over the same adapters.
+SAMPLE = (
+    "A2_orphan_id_online_busy_org",
+    "A6_active_quota_full_idle_repo",
+    "B07_orphan_id_get_500_aborts_phase1",
+    "B10_orphan_id_get_hangs",
+    "E10_tz_weekday_shift_monday",
+    "F25_get_429_secondary_retry_after",
+    "G04_list_403_middle_owner",
+    "G19_phase2_listing_fails",
+    "H04_late_registration_with_id_saved",
+)
+
+
+def environment(served: Served, more: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "PATH": os.environ["PATH"],
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "eu-central-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        # Whatever else it may ask is not there.
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ENDPOINT_URL_EC2": served.ec2_url,
+        "GITHUB_API_URL": served.github_url,
+        "REMUDA_GITHUB_TOKEN": TOKEN,
+        **more,
+    }
+
+
+def run(
+    served: Served, folder: Path, now: str, *arguments: str, **more: str
+) -> tuple[int, dict[str, Any], subprocess.CompletedProcess[str]]:
+    done = subprocess.run(
+        [sys.executable, str(LAUNCHER), now, "scale-down", "--backend", "aws", "--json", *arguments],
+        cwd=folder,
+        env=environment(served, more),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    return done.returncode, json.loads(done.stdout), done
+
+
+@pytest.mark.parametrize(
+    "scenario", [item for item in SCENARIOS if item["name"] in SAMPLE], ids=lambda item: item["name"]
+)
+def test_does_as_the_verdict_says(scenario: Mapping[str, Any], tmp_path: Path) -> None:
+    world = FleetWorld.of_scenario(scenario)
+    with serve(world) as served:
+        for cycle in scenario["cycles"]:
+            world.begin(changes=cycle["changes"], faults=cycle["faults"])
+            began = time.monotonic()
+            code, document, _ = run(served, tmp_path, cycle["now"], **variables(scenario))
+            wanted = expected(scenario, cycle)
+            assert set(world.did.terminated) == wanted.terminated, document
+            assert set(world.did.tagged) == wanted.tagged, document
+            assert set(world.did.untagged) == wanted.untagged, document
+            assert not world.did.killed_busy
+            assert code == (4 if document["errors"] else 0)
+            assert time.monotonic() - began < 60, "one fault does not hold up a cycle"
+            assert sum(document["calls"].get("github", {}).values()) == world.did.of_github()
+            for decision in document["decisions"]:
+                assert set(decision) == {"instance_id", "owner", "action", "reason", "phase", "done"}
+                assert decision["phase"] in {1, 2}
+                assert decision["reason"]
+
+
+def test_a_thousand_busy_runners_cost_eleven_calls_at_most(tmp_path: Path) -> None:
+    world = FleetWorld()
+    world.owners.add("acme")
+    for number in range(1_000):
+        world.add_machine(Machine(f"i-{number:017x}", NOW, "running", tags()))
+        world.add_runner({"id": number + 1, "name": f"x-i-{number:017x}", "busy": True, "owner": "acme"})
+    with serve(world) as served:
+        code, document, _ = run(served, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci")
+    assert (code, len(document["decisions"])) == (0, 1_000)
+    assert world.did.of_github() <= 11
+    assert not world.did.terminated
+
+
+def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> None:
+    world = FleetWorld.of_scenario(
+        next(item for item in SCENARIOS if item["name"] == "B07_orphan_id_get_500_aborts_phase1")
+    )
+    config = {"ENVIRONMENT": "oracle-ci", "SCALE_DOWN_CONFIG": "[]"}
+    with serve(world) as served:
+        done = subprocess.run(
+            [sys.executable, str(LAUNCHER), "2026-03-11T10:00:00Z", "scale-down", "--backend", "aws", "--dry-run"],
+            cwd=tmp_path,
+            env={**environment(served, config), "COLUMNS": "160"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "what would be done" in done.stdout
+    assert done.stdout.count("terminate") == 4
+    assert "offline and busy" in done.stdout
+    assert not world.did.terminated + world.did.tagged + world.did.untagged
+    assert not world.did.deregistered
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SCALE_DOWN_CONFIG", "nonsense"),
+        ("SCALE_DOWN_CONFIG", '[{"cron": "not a cron", "idleCount": 1}]'),
+        ("MINIMUM_RUNNING_TIME_IN_MINUTES", "soon"),
+        ("RUNNER_BOOT_TIME_IN_MINUTES", "-1"),
+        ("ENVIRONMENT", "ci-*"),
+    ],
+)
+def test_bad_values_are_one_sentence_before_any_call(tmp_path: Path, name: str, value: str) -> None:
+    world = FleetWorld()
+    with serve(world) as served:
+        code, document, done = run(served, tmp_path, "2026-03-11T10:00:00Z", **{"ENVIRONMENT": "ci", name: value})
+    assert (code, document["error"]["field"]) == (2, name)
+    assert document["error"]["fix"]
+    assert len(done.stderr.splitlines()) == 1
+    assert not world.did.calls
+
+
+def test_a_refused_token_is_told_by_owner_and_nothing_is_touched(tmp_path: Path) -> None:
+    scenario = next(item for item in SCENARIOS if item["name"] == "G01_org_and_two_repos")
+    world = FleetWorld.of_scenario(scenario)
+    with serve(world) as served:
+        code, document, _ = run(
+            served, tmp_path, scenario["config"]["now"], **variables(scenario), REMUDA_GITHUB_TOKEN="no"
+        )
+    assert code == 4
+    assert len(document["errors"]) == 3
+    assert all("401" in error for error in document["errors"])
+    assert {item["action"] for item in document["decisions"]} == {"skip"}
+
+
+def test_it_needs_a_credential(tmp_path: Path) -> None:
+    world = FleetWorld()
+    with serve(world) as served:
+        code, document, _ = run(served, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci", REMUDA_GITHUB_TOKEN="")
+    assert (code, document["error"]["field"]) == (2, "REMUDA_GITHUB_TOKEN")
+    assert not world.did.calls
+
+
+def test_the_installed_command_knows_it() -> None:
+    done = subprocess.run(
+        [str(REMUDA), "scale-down", "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert "--dry-run" in done.stdout
+
+
+_INVOKE = """
+import json, sys
+from datetime import datetime
+from remuda.adapters.system.clock import SystemClock
+from remuda.entrypoints.lambda_handler import handler
+
+class Invocation:
+    aws_request_id = "r-1"
+    def get_remaining_time_in_millis(self):
+        return 60_000
+
+at = datetime.fromisoformat(sys.argv[1])
+SystemClock.now = lambda self: at
+json.dump(handler(json.loads(sys.argv[2]), Invocation()), sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None:
+    scenario = next(item for item in SCENARIOS if item["name"] == "G01_org_and_two_repos")
+    world = FleetWorld.of_scenario(scenario)
+    event = json.dumps({"command": "scale-down", "dry_run": dry_run})
+    with serve(world) as served:
+        done = subprocess.run(
+            [sys.executable, "-c", _INVOKE, scenario["config"]["now"], event],
+            cwd=tmp_path,
+            env=environment(served, variables(scenario)),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+    document = json.loads(done.stderr)
+    assert {item["action"] for item in document["decisions"]} == {"terminate"}
+    assert len(world.did.terminated) == (0 if dry_run else 3)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sum(line["action"] == ("would-terminate" if dry_run else "scale-terminate") for line in told) == 3

@@ -1,0 +1,243 @@
+"""The fleet port, over every adapter: who is listed, tagged and ended, and who never is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import pytest
+
+from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
+from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
+from remuda.adapters.memory.fleet import MemoryFleet, MemoryMachines
+from remuda.adapters.system.clock import SystemIds
+from remuda.domain.fleet import FleetMachine
+from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.ports.calls import CallCounter
+from remuda.ports.compute import LaunchRequest
+from remuda.ports.fleet import Fleet
+from support.clock import FixedClock
+from support.ec2_world import HastyClock
+from support.fleet_world import FleetWorld, Machine, serve
+from support.fleets import ENVIRONMENT, tags
+from support.moto_server import AMI, shared_server
+from support.records import NOW
+
+ORPHAN = "ghr:orphan"
+
+
+class Stage(Protocol):
+    def open(self) -> Fleet: ...
+
+    async def launch(self, tags: dict[str, str]) -> str: ...
+
+    async def tags_of(self, instance_id: str) -> dict[str, str] | None:
+        """None where it does not run any more."""
+        ...
+
+
+class MemoryStage:
+    def __init__(self) -> None:
+        self.machines = MemoryMachines()
+
+    def open(self) -> Fleet:
+        return MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
+
+    async def launch(self, tags: dict[str, str]) -> str:
+        name = f"i-{len(self.machines.alive) + 1:017x}"
+        self.machines.add(FleetMachine(instance_id=name, launched_at=NOW, tags=tags))
+        return name
+
+    async def tags_of(self, instance_id: str) -> dict[str, str] | None:
+        machine = self.machines.alive.get(instance_id)
+        return None if machine is None else dict(machine.tags)
+
+
+class LocalStage:
+    """The fleet of the local backend, over compute in memory: it knows compute by its port alone."""
+
+    def __init__(self) -> None:
+        self.cloud = MemoryCloud(clock=FixedClock(NOW))
+        self.compute = MemoryCompute(cloud=self.cloud, pool="pool", calls=CallCounter())
+
+    def open(self) -> Fleet:
+        return LocalFleet(compute=self.compute, pool="pool", environment=ENVIRONMENT)
+
+    async def launch(self, tags: dict[str, str]) -> str:
+        request = Request(
+            resource_class=DEFAULT_CLASSES[0],
+            usage_class=UsageClass.ON_DEMAND,
+            patterns=TypePatterns(("*",)),
+            tier=Tier.TRUSTED,
+        )
+        number = len(self.cloud.machines)
+        asked: dict[str, Any] = {
+            "provision_id": "p",
+            "client_token": f"t-{number}",
+            "count": 1,
+            "request": request,
+            "scope": "acme",
+        }
+        launched = await self.compute.launch(LaunchRequest(**asked, first_life_s=600, margin_s=1, tags=tags))
+        return launched.instances[0].instance_id
+
+    async def tags_of(self, instance_id: str) -> dict[str, str] | None:
+        return dict(self.cloud.machines[instance_id].tags) if self.cloud.is_alive(instance_id) else None
+
+
+class MotoStage:
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def open(self) -> Fleet:
+        return Ec2RunnerFleet(
+            client=self._client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
+        )
+
+    async def launch(self, tags: dict[str, str]) -> str:
+        answer = await self._client.run_instances(
+            ImageId=AMI,
+            MinCount=1,
+            MaxCount=1,
+            TagSpecifications=[
+                {"ResourceType": "instance", "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
+            ],
+        )
+        return str(answer["Instances"][0]["InstanceId"])
+
+    async def tags_of(self, instance_id: str) -> dict[str, str] | None:
+        answer = await self._client.describe_instances(InstanceIds=[instance_id])
+        (item,) = answer["Reservations"][0]["Instances"]
+        if item["State"]["Name"] not in {"pending", "running"}:
+            return None
+        return {tag["Key"]: tag["Value"] for tag in item.get("Tags", ())}
+
+
+@pytest.fixture(params=["memory", "local", "moto"])
+async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    if request.param == "memory":
+        yield MemoryStage()
+    elif request.param == "local":
+        yield LocalStage()
+    else:
+        server = shared_server()
+        server.reset()
+        async with server.client() as client:
+            yield MotoStage(client)
+
+
+async def test_only_the_environments_own_machines_are_listed_and_orphans_apart(stage: Stage) -> None:
+    active = await stage.launch(tags())
+    orphan = await stage.launch(tags(orphan="true"))
+    no_orphan = await stage.launch(tags(orphan="false"))
+    await stage.launch({**tags(), "ghr:environment": "other"})
+    await stage.launch({**tags(), "ghr:Application": "other"})
+    fleet = stage.open()
+    assert [item.instance_id for item in await fleet.list_machines()] == [active, orphan, no_orphan]
+    (found,) = await fleet.list_machines(orphans=True)
+    assert (found.instance_id, found.is_orphan, found.scope) == (orphan, True, "acme")
+    assert found.launched_at is not None
+    assert found.launched_at.utcoffset() == timedelta(0)
+    await fleet.close()
+
+
+async def test_marks_come_and_go(stage: Stage) -> None:
+    names = [await stage.launch(tags()) for _ in range(2)]
+    fleet = stage.open()
+    await fleet.list_machines()
+    assert await fleet.mark_orphans(names) == {}
+    assert [((await stage.tags_of(name)) or {}).get(ORPHAN) for name in names] == ["true", "true"]
+    assert await fleet.unmark_orphans(names[:1]) == {}
+    assert ORPHAN not in ((await stage.tags_of(names[0])) or {})
+    assert [item.instance_id for item in await fleet.list_machines(orphans=True)] == names[1:]
+
+
+async def test_an_end_is_asked_for_and_may_be_asked_for_again(stage: Stage) -> None:
+    names = [await stage.launch(tags()) for _ in range(3)]
+    fleet = stage.open()
+    await fleet.list_machines()
+    assert await fleet.terminate(names[:2]) == {}
+    assert [await stage.tags_of(name) is None for name in names] == [True, True, False]
+    assert await fleet.terminate(names[:2]) == {}
+    assert [item.instance_id for item in await fleet.list_machines()] == names[2:]
+
+
+async def test_what_this_fleet_has_not_listed_is_refused(stage: Stage) -> None:
+    stranger = await stage.launch({**tags(), "ghr:environment": "other"})
+    own = await stage.launch(tags())
+    fleet = stage.open()
+    await fleet.list_machines()
+    for change in (fleet.terminate, fleet.mark_orphans, fleet.unmark_orphans):
+        assert list(await change([stranger, own])) == [stranger]
+    before = await stage.tags_of(stranger)
+    assert before is not None
+    assert ORPHAN not in before
+    assert await stage.tags_of(own) is None
+
+
+# What only EC2 does -----------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def scripted(world: FleetWorld) -> AsyncIterator[Ec2RunnerFleet]:
+    from conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - beside this file
+
+    with serve(world) as served:
+        async with ec2_client(served) as client:
+            yield Ec2RunnerFleet(
+                client=client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
+            )
+
+
+def crowd(count: int) -> FleetWorld:
+    world = FleetWorld()
+    for number in range(count):
+        world.add_machine(Machine(f"i-{number:017x}", NOW, "running", tags()))
+    return world
+
+
+async def test_all_pages_are_read_and_changes_go_in_batches() -> None:
+    world = crowd(250)
+    async with scripted(world) as fleet:
+        names = [item.instance_id for item in await fleet.list_machines()]
+        assert len(names) == 250
+        assert await fleet.mark_orphans(names) == {}
+        assert await fleet.terminate(names) == {}
+    assert world.did.calls == {"ec2 DescribeInstances": 3, "ec2 CreateTags": 3, "ec2 TerminateInstances": 3}
+    assert len(world.did.terminated) == 250
+
+
+async def test_one_that_cannot_be_ended_does_not_save_the_others() -> None:
+    world = crowd(60)
+    world.ec2_faults = [
+        {"action": "TerminateInstances", "instance_id": f"i-{number:017x}", "code": "OperationNotPermitted", **status}
+        for number, status in ((7, {"http_status": 400}), (40, {"http_status": 403}))
+    ]
+    async with scripted(world) as fleet:
+        names = [item.instance_id for item in await fleet.list_machines()]
+        assert sorted(await fleet.terminate(names)) == [f"i-{number:017x}" for number in (7, 40)]
+    assert len(world.did.terminated) == 58
+
+
+async def test_where_ec2_does_not_work_at_all_it_is_not_asked_for_each_one() -> None:
+    world = crowd(100)
+    world.ec2_faults = [{"action": "TerminateInstances", "code": "InternalError", "http_status": 500}]
+    async with scripted(world) as fleet:
+        names = [item.instance_id for item in await fleet.list_machines()]
+        assert len(await fleet.terminate(names)) == 100
+    assert world.did.calls["ec2 TerminateInstances"] <= 40
+
+
+async def test_only_what_runs_or_boots_is_listed_and_systems_are_told_apart() -> None:
+    world = FleetWorld()
+    for number, state in enumerate(("pending", "running", "stopping", "stopped", "shutting-down", "terminated")):
+        world.add_machine(Machine(f"i-{number:017x}", None, state, tags(), platform="windows" if number else ""))
+    async with scripted(world) as fleet:
+        found = await fleet.list_machines()
+    assert [(item.instance_id[-1], item.os, item.launched_at) for item in found] == [
+        ("0", "linux", None),
+        ("1", "windows", None),
+    ]

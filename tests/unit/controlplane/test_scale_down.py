@@ -1,0 +1,343 @@
+"""Cycles of scale-down over fleets in memory: what is done, what is told, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+
+from remuda.adapters.memory.fleet import MemoryFleet, MemoryMachines
+from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
+from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.fleet import FleetMachine
+from remuda.domain.scale_down import Action, Policy
+from remuda.ports.calls import CallCounter
+from support.fleets import ENVIRONMENT, Hub, Runner, machine
+from support.records import instance_id
+from support.world_time import Call, Gone, Notes, VirtualClock, hooked
+
+
+class Fleet:
+    """A fleet, a GitHub and cycles over them. The clock of the loop begins at NOW."""
+
+    def __init__(self, *machines: FleetMachine) -> None:
+        self.machines = MemoryMachines()
+        for item in machines:
+            self.machines.add(item)
+        self.hub = Hub()
+        self.notes = Notes()
+        self.fleet = MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
+
+    def runner(self, number: int, **more: object) -> Runner:
+        values: dict[str, object] = {"runner_id": number, "name": f"r-{instance_id(number)}", **more}
+        return self.hub.add(Runner(**values))  # type: ignore[arg-type]
+
+    async def cycle(self, policy: Policy | None = None, *, dry_run: bool = False) -> ScaleDownResult:
+        context = FleetContext(
+            environment=ENVIRONMENT,
+            fleet=self.fleet,
+            forge=self.hub,
+            clock=VirtualClock(),
+            journal=self.notes,
+            calls=self.hub.calls,
+        )
+        return await scale_down(context, policy or Policy(), dry_run=dry_run)
+
+    @property
+    def orphans(self) -> list[str]:
+        return [name for name, item in self.machines.alive.items() if item.is_orphan]
+
+
+async def test_a_thousand_busy_runners_cost_their_pages_and_nothing_else() -> None:
+    fleet = Fleet(*(machine(number) for number in range(1, 1_001)))
+    for number in range(1, 1_001):
+        fleet.runner(number, busy=True)
+    result = await fleet.cycle()
+    assert len(fleet.hub.asked) == 10
+    assert {item.decision.action for item in result.outcomes} == {Action.KEEP}
+    assert not fleet.machines.ended
+
+
+async def test_a_removal_costs_two_calls_and_an_orphan_with_an_id_one() -> None:
+    fleet = Fleet(machine(1), machine(2), machine(3, orphan="true", github_runner_id="3"), machine(4))
+    fleet.runner(1)
+    fleet.runner(2)
+    fleet.runner(3, online=False, busy=True)
+    fleet.runner(4, busy=True)
+    await fleet.cycle()
+    assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 2, 3)))
+    assert len(fleet.hub.asked) == 1 + 2 * 2 + 1
+
+
+async def test_removals_keep_to_githubs_pace() -> None:
+    """900 points a minute, six for a removal, some for the lists: 133 at once, the rest a minute later."""
+    fleet = Fleet(*(machine(number) for number in range(1, 201)))
+    for number in range(1, 201):
+        fleet.runner(number)
+    points: list[tuple[float, int]] = []
+
+    def paced(operation: str, _scope: str, _runner: int) -> bool:
+        points.append((asyncio.get_running_loop().time(), 5 if operation == "delete" else 1))
+        return False
+
+    fleet.hub.fails = paced
+    result = await fleet.cycle()
+    assert len(fleet.machines.ended) == 200
+    assert 60 <= result.seconds <= 65
+    for at, _ in points:
+        assert sum(cost for when, cost in points if at <= when < at + 60) <= 900
+
+
+async def test_a_dry_run_shows_the_same_plan_and_touches_nothing() -> None:
+    fleet = Fleet(
+        machine(1), machine(2, orphan="true"), machine(3), machine(4, orphan="true", github_runner_id="4"), machine(5)
+    )
+    fleet.runner(1)
+    fleet.runner(4, busy=True)
+    fleet.runner(5, listed_busy=False, busy=True)
+    before = dict(fleet.machines.alive)
+    planned = await fleet.cycle(dry_run=True)
+    assert fleet.machines.alive == before
+    assert all(operation in {"list", "get"} for operation, *_ in fleet.hub.asked)
+    done = await fleet.cycle()
+    shown = [(item.decision.instance_id, item.decision.action) for item in planned.outcomes]
+    assert shown == [(item.decision.instance_id, item.decision.action) for item in done.outcomes]
+    assert not any(item.done for item in planned.outcomes if item.decision.action not in {Action.KEEP, Action.SKIP})
+    assert planned.dry_run
+
+
+async def test_one_owner_that_fails_leaves_the_others_untouched() -> None:
+    fleet = Fleet(machine(1), machine(2, owner="beta/x"), machine(3, owner="gamma"), machine(4, owner="beta/x"))
+    fleet.runner(1)
+    fleet.runner(2, scope="beta/x")
+    fleet.runner(3, scope="gamma")
+    fleet.hub.fails = lambda _operation, scope, _runner: scope == "beta/x"
+    result = await fleet.cycle()
+    assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 3)))
+    assert not fleet.orphans
+    (error,) = result.errors
+    assert "beta/x" in error
+
+
+async def test_a_look_that_fails_keeps_that_one_runner() -> None:
+    fleet = Fleet(*(machine(number) for number in range(1, 4)))
+    for number in range(1, 4):
+        fleet.runner(number)
+    fleet.hub.fails = lambda operation, _scope, runner: (operation, runner) in {("get", 1), ("delete", 2)}
+    result = await fleet.cycle()
+    assert fleet.machines.ended == [instance_id(3)]
+    assert [error.split(":")[0] for error in result.errors] == list(map(instance_id, (1, 2)))
+    failed = {item.decision.instance_id for item in result.outcomes if not item.done}
+    assert failed == set(map(instance_id, (1, 2)))
+
+
+class Stubborn(MemoryFleet):
+    """Some of its machines cannot be changed."""
+
+    refused: frozenset[str] = frozenset()
+
+    async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        allowed = [name for name in instance_ids if name not in self.refused]
+        return {**await super().terminate(allowed), **{name: "denied" for name in instance_ids if name in self.refused}}
+
+    async def mark_orphans(self, instance_ids: Collection[str]) -> Mapping[str, str]:
+        raise Unavailable(f"tags of {len(instance_ids)} machines cannot be changed")
+
+
+async def test_what_cannot_be_carried_out_is_told_by_name_and_tried_again() -> None:
+    fleet = Fleet(machine(1), machine(2), machine(3))
+    fleet.runner(1)
+    fleet.runner(2)
+    stubborn = Stubborn(machines=fleet.machines, environment=ENVIRONMENT, calls=CallCounter())
+    stubborn.refused = frozenset({instance_id(2)})
+    usual, fleet.fleet = fleet.fleet, stubborn
+    result = await fleet.cycle()
+    assert fleet.machines.ended == [instance_id(1)]
+    assert [error.split(":")[0] for error in result.errors] == [instance_id(2), instance_id(3)]
+    # Its registration is gone: it is found as an orphan, and ends by that.
+    fleet.fleet = usual
+    await fleet.cycle()
+    assert fleet.orphans == [instance_id(2), instance_id(3)]
+    await fleet.cycle()
+    assert not fleet.machines.alive
+
+
+async def test_an_orphan_without_an_id_that_github_shows_busy_is_kept_and_untagged() -> None:
+    fleet = Fleet(machine(1, orphan="true"), machine(2, orphan="true"), machine(3, orphan="true"))
+    fleet.runner(1, busy=True)
+    # The list is behind: the look before the end is not.
+    fleet.runner(2, busy=True, listed_busy=False)
+    fleet.runner(3)
+    await fleet.cycle()
+    assert fleet.machines.ended == [instance_id(3)]
+    assert not fleet.orphans
+    assert 3 not in fleet.hub.runners
+
+
+async def test_one_that_belongs_to_nobody_is_looked_for_in_every_list() -> None:
+    lost = machine(1, orphan="true", owner="", Type="")
+    fleet = Fleet(lost, machine(2))
+    fleet.runner(1, busy=True)
+    fleet.runner(2, busy=True)
+    await fleet.cycle()
+    assert not fleet.machines.ended
+    assert not fleet.orphans
+
+
+async def test_an_orphan_whose_type_is_missing_is_looked_for_where_its_owner_is() -> None:
+    fleet = Fleet(machine(1, orphan="true", Type=""), machine(2, orphan="true", owner="solo/tool", Type="Org"))
+    fleet.runner(1, busy=True)
+    fleet.runner(2, scope="solo/tool")
+    await fleet.cycle()
+    assert fleet.machines.ended == [instance_id(2)]
+    assert not fleet.orphans
+
+
+async def test_a_runner_that_only_its_machine_knows_of_is_looked_at_before_the_end() -> None:
+    """Two registrations, one of them missing in a stale list."""
+    fleet = Fleet(machine(1, github_runner_id="9"))
+    fleet.runner(1)
+    fleet.hub.add(Runner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
+    await fleet.cycle()
+    assert not fleet.machines.ended
+    assert 1 in fleet.hub.runners
+
+
+async def test_a_false_alarm_that_the_list_does_not_show_yet_is_not_marked_again() -> None:
+    fleet = Fleet(machine(1, orphan="true", github_runner_id="1"))
+    fleet.runner(1, busy=True, listed=False)
+    result = await fleet.cycle()
+    assert [item.decision.action for item in result.outcomes] == [Action.UNMARK_ORPHAN, Action.KEEP]
+    assert not fleet.orphans
+
+
+async def test_a_budget_spreads_removals_over_cycles() -> None:
+    fleet = Fleet(machine(1, orphan="true"), *(machine(number, age_s=600 + number) for number in range(2, 6)))
+    for number in range(1, 6):
+        fleet.runner(number)
+    await fleet.cycle(Policy(max_removals=2))
+    assert fleet.machines.ended == list(map(instance_id, (1, 5)))
+    await fleet.cycle(Policy(max_removals=2))
+    assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 3, 4, 5)))
+
+
+async def test_every_decision_is_told_to_the_journal_with_its_reason() -> None:
+    fleet = Fleet(machine(1), machine(2, age_s=1), machine(3))
+    fleet.runner(1)
+    await fleet.cycle()
+    told = {action: why for action, why in fleet.notes.lines if action.startswith("scale-")}
+    assert set(told) == {"scale-terminate", "scale-keep", "scale-mark-orphan"}
+    assert all(told.values())
+
+
+async def test_where_nothing_can_be_listed_for_lack_of_rights_that_is_the_error() -> None:
+    class Denied(MemoryFleet):
+        async def list_machines(self, *, orphans: bool = False) -> list[FleetMachine]:
+            raise UserError(f"denied ({orphans})", fix="give the role the right")
+
+    fleet = Fleet()
+    fleet.fleet = Denied(machines=fleet.machines, environment=ENVIRONMENT, calls=CallCounter())
+    with pytest.raises(UserError):
+        await fleet.cycle()
+
+
+async def test_a_pool_is_not_opened_without_a_sign_of_one() -> None:
+    opened = 0
+
+    @asynccontextmanager
+    async def open_pool():
+        nonlocal opened
+        opened += 1
+        raise Unavailable("no store here")
+        yield
+
+    fleet = Fleet(machine(1), machine(2))
+    fleet.runner(1)
+    context = FleetContext(
+        environment=ENVIRONMENT,
+        fleet=fleet.fleet,
+        forge=fleet.hub,
+        clock=VirtualClock(),
+        journal=fleet.notes,
+        calls=CallCounter(),
+        open_pool=open_pool,
+    )
+    result = await scale_down(context, Policy())
+    assert (opened, result.errors, fleet.machines.ended) == (0, (), [instance_id(1)])
+    fleet.machines.add(machine(3))
+    fleet.machines.alive[instance_id(3)].tags["remuda:pool"] = "test"  # type: ignore[index]
+    result = await scale_down(context, Policy())
+    assert opened == 1
+    assert len(result.errors) == 1
+    assert instance_id(3) in fleet.machines.alive
+    assert not fleet.machines.alive[instance_id(3)].is_orphan
+
+
+async def test_a_job_that_arrives_between_look_and_deletion_is_safe() -> None:
+    fleet = Fleet(machine(1), machine(2, orphan="true"))
+    fleet.runner(1, busy_after_looks=1)
+    fleet.runner(2, busy_after_looks=1)
+    result = await fleet.cycle()
+    assert not fleet.machines.ended
+    assert not fleet.orphans
+    assert not result.errors
+    assert "busy" in result.outcomes[-1].decision.reason
+
+
+# Cut anywhere -----------------------------------------------------------------------------------------------------
+
+
+def mixed_fleet() -> Fleet:
+    fleet = Fleet(
+        machine(1),
+        machine(2),
+        machine(3, orphan="true"),
+        machine(4, orphan="true", github_runner_id="4"),
+        machine(5, orphan="true", github_runner_id="5"),
+        machine(6),
+        machine(7),
+        machine(8, age_s=1),
+    )
+    fleet.runner(1)
+    fleet.runner(2, busy=True)
+    fleet.runner(4, busy=True)
+    fleet.runner(5, online=False, busy=True)
+    fleet.runner(7)
+    fleet.runner(8)
+    return fleet
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_a_cycle_that_is_killed_anywhere_is_finished_by_the_next_ones(*, after: bool) -> None:
+    """No lock and no memory: the tags are the state. Every call is cut once, before and after it was done."""
+    number = 0
+    while True:
+        number += 1
+        fleet, seen = mixed_fleet(), 0
+
+        async def cut(operation: str, call: Call, *, at: int = number) -> object:
+            nonlocal seen
+            seen += 1
+            if seen != at:
+                return await call()
+            if after:
+                await call()
+            raise Gone(operation)
+
+        usual = fleet.fleet, fleet.hub
+        fleet.fleet, fleet.hub = hooked(fleet.fleet, "fleet", cut), hooked(fleet.hub, "forge", cut)
+        try:
+            await fleet.cycle()
+        except Gone:
+            pass
+        else:
+            break
+        fleet.fleet, fleet.hub = usual
+        for _ in range(3):
+            assert not (await fleet.cycle()).errors
+        assert sorted(fleet.machines.alive) == list(map(instance_id, (2, 4, 8))), number
+        assert not fleet.orphans
+        assert set(fleet.hub.runners) == {2, 4, 5, 8}
+    assert number > 10

@@ -1,0 +1,243 @@
+"""Scale-down and the pool: records rule their machines, and the quota keeps idle ones warm."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remuda.adapters.local.fleet import LocalFleet
+from remuda.controlplane.context import Context
+from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
+from remuda.domain.cron import parse_cron
+from remuda.domain.errors import Unavailable
+from remuda.domain.idle_config import IdleWindow
+from remuda.domain.instance import State
+from remuda.domain.scale_down import Action, Policy
+from remuda.ports.forge import Forge
+from support.fleets import tags
+from support.records import NOW
+from support.world import POOL, SCOPE, World
+from support.world_time import Call, Hook
+
+ORPHAN = "ghr:orphan"
+CYCLE_S = 30.0
+
+
+def keeping(idle_count: int) -> Policy:
+    assert NOW.tzinfo is not None
+    always = IdleWindow(cron=parse_cron("* * * * * *"), zone=NOW.tzinfo, zone_name="UTC", idle_count=idle_count)
+    return Policy(windows=(always,), boot_min=0.5)
+
+
+async def cycle(
+    world: World, policy: Policy | None = None, hook: Hook | None = None, *, dry_run: bool = False
+) -> ScaleDownResult:
+    pool: Context = world.process(hook, credentialed=True)
+    forge: Forge | None = pool.forge
+    assert forge is not None
+    context = FleetContext(
+        environment=POOL,
+        fleet=LocalFleet(compute=pool.compute, pool=POOL, environment=POOL),
+        forge=forge,
+        clock=pool.clock,
+        journal=pool.journal,
+        calls=pool.calls,
+        open_pool=lambda: nullcontext(pool),
+        has_pool=True,
+    )
+    return await scale_down(context, policy or Policy(boot_min=0.5), dry_run=dry_run)
+
+
+def mark(world: World, *instance_ids: str) -> None:
+    for name in instance_ids:
+        assert world.cloud.retag(name, lambda present: {**present, ORPHAN: "true"})
+
+
+def is_marked(world: World, instance_id: str) -> bool:
+    return ORPHAN in world.cloud.machines[instance_id].tags
+
+
+async def pass_time(world: World, seconds: float, policy: Policy) -> None:
+    for _ in range(int(seconds / CYCLE_S)):
+        await world.pass_time(CYCLE_S)
+        result = await cycle(world, policy)
+        assert not result.errors
+
+
+async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: World) -> None:
+    ids = await world.warm(3)
+    await pass_time(world, 300, keeping(2))
+    assert len(world.in_state(State.IDLE)) == 2
+    assert set(world.in_state(State.IDLE)) < set(ids)
+    # Beyond the window nobody renews them.
+    await world.pass_time(120)
+    assert not world.in_state(State.IDLE)
+
+
+async def test_kept_ones_are_claimed_like_any_other(world: World) -> None:
+    await world.warm(2)
+    await pass_time(world, 180, keeping(2))
+    result = await world.provision("2", count=2)
+    assert result.reused == 2
+    await world.release("2")
+
+
+async def test_nobody_is_kept_beyond_the_maximum_age() -> None:
+    world = World()
+    await world.configure(lifetimes=world.lifetimes)
+    await world.warm(1)
+    (name,) = world.in_state(State.IDLE)
+    record = world.record(name)
+    world.lifetimes = replace(world.lifetimes, max_age_s=200.0)
+    await world.configure(lifetimes=world.lifetimes)
+    for _ in range(8):
+        await asyncio.sleep(CYCLE_S)
+        await cycle(world, keeping(1))
+        now = world.record(name)
+        latest = (now.threshold - record.created_at).total_seconds()
+        assert latest <= 200.0
+    await world.sweep()
+    assert world.record(name).state in {State.TERMINATING, State.TERMINATED}
+    await world.end()
+
+
+async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(world: World) -> None:
+    """Idle ones are not on GitHub by design, and reused ones are older than any boot time."""
+    await world.warm(2)
+    made = await world.provision("2")
+    await asyncio.sleep(60)
+    everyone = world.alive()
+    mark(world, *everyone)
+    result = await cycle(world)
+    assert world.alive() == everyone
+    assert not any(is_marked(world, name) for name in everyone)
+    assert {item.decision.action for item in result.outcomes} == {Action.UNMARK_ORPHAN}
+    result = await cycle(world)
+    assert {item.decision.action for item in result.outcomes} == {Action.KEEP}
+    assert all("record" in item.decision.reason for item in result.outcomes)
+    # And GitHub was not asked for anything.
+    assert "github" not in result.calls
+    assert made.instances
+    await world.release("2")
+
+
+async def test_a_machine_of_the_pool_without_a_record_is_judged_by_the_table() -> None:
+    world = World()
+    await world.configure()
+    (name,) = await world.warm(1)
+    world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
+    del world.database.instances[name]
+    await asyncio.sleep(40)
+    assert (await cycle(world)).of(Action.MARK_ORPHAN)
+    assert is_marked(world, name)
+    assert (await cycle(world)).of(Action.TERMINATE)
+    assert not world.alive()
+
+
+async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(world: World) -> None:
+    ids = await world.warm(2)
+    await asyncio.sleep(60)
+    mark(world, ids[0])
+
+    async def broken(operation: str, call: Call) -> Any:
+        if operation.startswith("store."):
+            raise Unavailable("the store is out of reach")
+        return await call()
+
+    result = await cycle(world, keeping(2), broken)
+    assert sorted(world.alive()) == sorted(ids)
+    assert is_marked(world, ids[0])
+    assert {item.decision.action for item in result.outcomes} == {Action.SKIP}
+    (error,) = result.errors
+    assert "out of reach" in error
+
+
+async def test_a_record_that_appears_while_github_is_listed_counts(world: World) -> None:
+    """Read after the lists: a machine that was just launched is nobody's for a moment."""
+    (name,) = await world.warm(1)
+    world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
+    record = world.database.instances.pop(name)
+    await asyncio.sleep(40)
+    mark(world, name)
+
+    async def late(operation: str, call: Call) -> Any:
+        if operation == "forge.list_runners":
+            world.database.instances[name] = record
+        return await call()
+
+    result = await cycle(world, hook=late)
+    assert [item.decision.action for item in result.outcomes] == [Action.UNMARK_ORPHAN]
+    assert world.alive() == [name]
+
+
+async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: World) -> None:
+    (name,) = await world.warm(1)
+    pool = world.process(credentialed=True)
+
+    class Mixed(LocalFleet):
+        async def list_machines(self, *, orphans: bool = False) -> Any:
+            found = await super().list_machines(orphans=orphans)
+            for machine in found:
+                machine.tags["remuda:pool"] = "other"  # type: ignore[index]
+            return found
+
+    assert pool.forge is not None
+    record = world.database.instances.pop(name)
+    context = FleetContext(
+        environment=POOL,
+        fleet=Mixed(compute=pool.compute, pool=POOL, environment=POOL),
+        forge=pool.forge,
+        clock=pool.clock,
+        journal=pool.journal,
+        calls=pool.calls,
+        open_pool=lambda: nullcontext(pool),
+        has_pool=True,
+    )
+    result = await scale_down(context, Policy())
+    assert [item.decision.action for item in result.outcomes] == [Action.SKIP]
+    assert "other" in result.outcomes[0].decision.reason
+    world.database.instances[name] = record
+
+
+async def test_a_claim_that_comes_before_the_renewal_wins(world: World) -> None:
+    await world.warm(1)
+    claimed = asyncio.Event()
+
+    async def slow(operation: str, call: Call) -> Any:
+        if operation == "store.apply" and not claimed.is_set():
+            claimed.set()
+            await world.provision("2")
+        return await call()
+
+    await asyncio.sleep(CYCLE_S)
+    result = await cycle(world, keeping(1), slow)
+    assert not result.errors
+    (outcome,) = result.outcomes
+    assert "moved on" in outcome.decision.reason
+    (name,) = world.in_state(State.RUNNING)
+    assert world.record(name).epoch == 2
+    await world.release("2")
+
+
+async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: World) -> None:
+    await world.warm(1)
+    await asyncio.sleep(CYCLE_S)
+    result = await cycle(world, keeping(1))
+    assert "kept as idle: 1 of 1" in result.outcomes[0].decision.reason
+    provisioned = await world.provision("2")
+    assert provisioned.reused == 1
+    await world.release("2")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_a_dry_run_renews_nothing(world: World, *, dry_run: bool) -> None:
+    (name,) = await world.warm(1)
+    await asyncio.sleep(CYCLE_S)
+    before = world.record(name).threshold
+    result = await cycle(world, keeping(1), dry_run=dry_run)
+    assert (world.record(name).threshold == before) is dry_run
+    assert "kept as idle" in result.outcomes[0].decision.reason

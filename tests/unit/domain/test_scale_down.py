@@ -1,0 +1,239 @@
+"""Every row of the decision table, with its reason; the rest of the rules are in the observed scenarios."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from remuda.domain.cron import parse_cron
+from remuda.domain.fleet import FleetMachine, Registration, match
+from remuda.domain.idle_config import Eviction, IdleWindow, Quota, quota_at
+from remuda.domain.instance import State
+from remuda.domain.scale_down import (
+    Action,
+    Decision,
+    IdleScope,
+    Lookup,
+    Phase,
+    Policy,
+    judge_active,
+    judge_bypassed,
+    judge_orphan,
+    judge_recorded,
+    renewals,
+    within_budget,
+)
+from support.fleets import machine
+from support.records import NOW, at, instance, instance_id
+
+MINUTE = 60.0
+
+
+def registration(number: int, *, online: bool = True, busy: bool = False, runner_id: int = 0) -> Registration:
+    return Registration(runner_id=runner_id or number, name=f"x-{instance_id(number)}", online=online, busy=busy)
+
+
+def window(idle_count: int, cron: str = "* * * * * *") -> IdleWindow:
+    return IdleWindow(cron=parse_cron(cron), zone=NOW.tzinfo or NOW.tzinfo, zone_name="UTC", idle_count=idle_count)  # type: ignore[arg-type]
+
+
+def judge(
+    machines: list[FleetMachine],
+    runners: list[Registration] | None,
+    policy: Policy | None = None,
+    quota: Quota | None = None,
+) -> list[Decision]:
+    ids = [item.instance_id for item in machines]
+    scopes = {item.scope for item in machines if item.scope}
+    known = {scope: None if runners is None else match(ids, runners) for scope in scopes}
+    return judge_active(machines, known, policy or Policy(), quota or Quota(), NOW)
+
+
+# Phase 1
+
+
+@pytest.mark.parametrize(
+    ("lookup", "action", "word"),
+    [
+        (Lookup(found=registration(1, online=False, busy=True)), Action.TERMINATE, "offline and busy"),
+        (Lookup(found=None), Action.TERMINATE, "knows no runner"),
+        (Lookup(found=registration(1, online=True, busy=True)), Action.UNMARK_ORPHAN, "online and busy"),
+        (Lookup(found=registration(1, online=True)), Action.UNMARK_ORPHAN, "online and idle"),
+        (Lookup(found=registration(1, online=False)), Action.UNMARK_ORPHAN, "offline and idle"),
+        (Lookup(found=registration(2, busy=True)), Action.TERMINATE, "not its own"),
+        (Lookup(failed="500"), Action.SKIP, "could not be asked"),
+    ],
+)
+def test_an_orphan_with_a_runner_id(lookup: Lookup, action: Action, word: str) -> None:
+    made = judge_orphan(machine(1, orphan="true", github_runner_id="1"), lookup, ())
+    assert (made.action, made.phase) == (action, Phase.ORPHANS)
+    assert word in made.reason
+
+
+def test_an_orphan_without_an_id_goes_unless_github_shows_it_busy() -> None:
+    orphan = machine(1, orphan="true")
+    assert judge_orphan(orphan, None, ()).action is Action.TERMINATE
+    idle = judge_orphan(orphan, None, [registration(1)])
+    assert (idle.action, idle.registrations) == (Action.TERMINATE, (registration(1),))
+    assert judge_orphan(orphan, None, [registration(1, busy=True)]).action is Action.UNMARK_ORPHAN
+    assert judge_orphan(orphan, None, None).action is Action.SKIP
+
+
+def test_a_confirmed_orphan_that_runs_a_job_under_another_name_is_none() -> None:
+    orphan = machine(1, orphan="true", github_runner_id="1")
+    crashed = Lookup(found=registration(1, online=False, busy=True))
+    again = registration(1, busy=True, runner_id=9)
+    assert judge_orphan(orphan, crashed, [registration(1, online=False, busy=True), again]).action is (
+        Action.UNMARK_ORPHAN
+    )
+    # The list is not needed to confirm it.
+    assert judge_orphan(orphan, crashed, None).action is Action.TERMINATE
+
+
+def test_what_is_gone_by_id_needs_a_complete_list() -> None:
+    """GitHub says 404 of everything that a credential may not see."""
+    made = judge_orphan(machine(1, orphan="true", github_runner_id="1"), Lookup(found=None), None)
+    assert made.action is Action.SKIP
+
+
+@pytest.mark.parametrize("owner", ["", "acme/x/y", "a b", "acme/.."])
+def test_an_orphan_whose_owner_is_unclear_is_left_alone_where_it_has_an_id(owner: str) -> None:
+    assert judge_orphan(machine(1, owner=owner, orphan="true", github_runner_id="7"), None, ()).action is Action.SKIP
+    assert judge_orphan(machine(1, owner=owner, orphan="true"), None, ()).action is Action.TERMINATE
+
+
+# Phase 2
+
+
+@pytest.mark.parametrize(
+    ("age_s", "runner", "idle_count", "action", "word"),
+    [
+        (4 * MINUTE, registration(1), 0, Action.KEEP, "too young"),
+        (6 * MINUTE, registration(1), 1, Action.KEEP, "kept as idle: 1 of 1"),
+        (6 * MINUTE, registration(1, busy=True), 1, Action.KEEP, "kept as idle"),
+        (6 * MINUTE, registration(1, busy=True), 0, Action.KEEP, "busy"),
+        (6 * MINUTE, registration(1), 0, Action.TERMINATE, "idle"),
+        (5 * MINUTE, registration(1), 0, Action.TERMINATE, "idle"),
+        (6 * MINUTE, None, 9, Action.MARK_ORPHAN, "not on GitHub"),
+        (5 * MINUTE, None, 0, Action.MARK_ORPHAN, "not on GitHub"),
+        (4 * MINUTE, None, 0, Action.KEEP, "still booting"),
+        (None, registration(1), 0, Action.KEEP, "unknown age"),
+        (None, None, 0, Action.KEEP, "unknown age"),
+        (-60, registration(1), 0, Action.KEEP, "too young"),
+    ],
+)
+def test_an_active_machine(
+    age_s: float | None, runner: Registration | None, idle_count: int, action: Action, word: str
+) -> None:
+    quota = Quota(idle_count=idle_count, window="w")
+    (made,) = judge([machine(1, age_s=age_s)], [runner] if runner else [], quota=quota)
+    assert (made.action, made.phase) == (action, Phase.ACTIVE)
+    assert word in made.reason
+    assert (made.registrations == (runner,)) is (action is Action.TERMINATE)
+
+
+def test_the_least_running_time_depends_on_the_system_unless_it_is_set() -> None:
+    on_windows = machine(1, age_s=10 * MINUTE, os="windows")
+    assert judge([on_windows], [registration(1)])[0].action is Action.KEEP
+    assert judge([machine(1, age_s=10 * MINUTE)], [registration(1)])[0].action is Action.TERMINATE
+    assert judge([on_windows], [registration(1)], Policy(minimum_min=10))[0].action is Action.TERMINATE
+
+
+@pytest.mark.parametrize(
+    ("eviction", "kept"), [(Eviction.OLDEST_FIRST, [1, 3]), (Eviction.NEWEST_FIRST, [2, 3])], ids=str
+)
+def test_the_eviction_strategy_says_who_goes_first(eviction: Eviction, kept: list[int]) -> None:
+    ages = {1: 600, 2: 1_800, 3: 1_200}
+    machines = [machine(number, age_s=age) for number, age in ages.items()]
+    quota = Quota(idle_count=2, eviction=eviction, window="w")
+    made = judge(machines, [registration(number) for number in ages], quota=quota)
+    assert sorted(item.instance_id for item in made if item.action is Action.KEEP) == list(map(instance_id, kept))
+
+
+def test_the_quota_counts_for_the_environment_or_for_each_owner() -> None:
+    machines = [machine(number, owner=owner) for number, owner in enumerate(("acme", "acme", "solo/x", "solo/x"), 1)]
+    runners = [registration(number) for number in range(1, 5)]
+    quota = Quota(idle_count=1, window="w")
+    kept = [item.instance_id for item in judge(machines, runners, quota=quota) if item.action is Action.KEEP]
+    assert kept == [instance_id(1)]
+    by_owner = judge(machines, runners, Policy(idle_scope=IdleScope.OWNER), quota)
+    assert [item.action for item in by_owner].count(Action.KEEP) == 2
+
+
+def test_an_incomplete_list_leads_to_no_decision_about_that_owner() -> None:
+    assert [item.action for item in judge([machine(1), machine(2, age_s=1)], None)] == [Action.SKIP] * 2
+
+
+def test_one_with_unclear_tags_is_left_alone() -> None:
+    (made,) = judge([machine(1, owner="acme", Type="Enterprise")], [registration(1)])
+    assert made.action is Action.SKIP
+    assert "acme" in made.reason
+
+
+def test_a_bypassed_machine_is_never_touched() -> None:
+    made = judge_bypassed(machine(1, orphan="true", bypass="true"), Phase.ORPHANS)
+    assert made is not None
+    assert made.action is Action.SKIP
+    assert judge_bypassed(machine(1, bypass="yes"), Phase.ACTIVE) is None
+
+
+def test_a_budget_lets_those_go_that_are_evicted_first() -> None:
+    ages = {1: 600, 2: 1_800, 3: 1_200}
+    machines = [machine(number, age_s=age) for number, age in ages.items()]
+    made = within_budget(judge(machines, [registration(number) for number in ages]), 1)
+    assert [item.instance_id for item in made if item.action is Action.TERMINATE] == [instance_id(2)]
+    assert all("next cycle" in item.reason for item in made if item.action is Action.KEEP)
+
+
+def test_a_runner_belongs_to_the_machine_whose_id_its_name_ends_with() -> None:
+    own, other = registration(1), registration(2)
+    found = match([instance_id(1), instance_id(3)], [own, other, registration(1, runner_id=9)])
+    assert found == {instance_id(1): (own, registration(1, runner_id=9))}
+    upper = Registration(runner_id=1, name=instance_id(10).upper(), online=True, busy=False)
+    assert not match([instance_id(10)], [upper])
+
+
+# Windows
+
+
+def test_the_first_open_window_rules() -> None:
+    closed = window(5, "* * 3 * * *")
+    assert quota_at([closed, window(2), window(3)], NOW).idle_count == 2
+    assert quota_at([window(0), window(3)], NOW).idle_count == 0
+    assert quota_at([closed], NOW) == Quota()
+
+
+# The pool
+
+
+def test_a_record_rules_its_machine() -> None:
+    assert judge_recorded(machine(1), instance(1), Phase.ACTIVE).action is Action.KEEP
+    assert judge_recorded(machine(1, orphan="true"), instance(1), Phase.ORPHANS).action is Action.UNMARK_ORPHAN
+
+
+def test_idle_instances_are_renewed_up_to_the_quota_of_their_class() -> None:
+    records = [instance(number, created_at=at(-number * 60), threshold=at(60)) for number in range(1, 5)]
+    records += [instance(9, resource_class="xlarge", threshold=at(60))]
+    due = renewals(records, Quota(idle_count=2, window="w"), now=NOW, idle_time_s=420, max_age_s=86_400)
+    assert [item.instance.instance_id for item in due] == list(map(instance_id, (1, 2, 9)))
+    assert all(item.idle_time_s == 420 for item in due)
+
+
+def test_a_renewal_ends_with_the_maximum_age() -> None:
+    old = instance(1, created_at=at(-86_300), threshold=at(60))
+    (due,) = renewals([old], Quota(idle_count=1), now=NOW, idle_time_s=420, max_age_s=86_400)
+    assert due.idle_time_s == 100
+    assert not renewals([old], Quota(idle_count=1), now=NOW + timedelta(seconds=50), idle_time_s=420, max_age_s=86_350)
+    longer = instance(1, created_at=at(-86_300), threshold=at(200))
+    assert not renewals([longer], Quota(idle_count=1), now=NOW, idle_time_s=420, max_age_s=86_400)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"state": State.CLAIMED}, {"state": State.RUNNING}, {"retire": "spot notice"}, {"threshold": NOW}],
+    ids=str,
+)
+def test_only_what_is_idle_and_usable_is_renewed(changed: dict[str, object]) -> None:
+    record = instance(1, **{"threshold": at(60), **changed})
+    assert not renewals([record], Quota(idle_count=1), now=NOW, idle_time_s=420, max_age_s=86_400)
