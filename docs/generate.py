@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.transitions import TRANSITIONS
 from remuda.entrypoints.action.inputs import CREDENTIALS, SECRETS, USED_BY
 from remuda.settings import Settings, flag, key, variable
@@ -47,7 +48,7 @@ def settings_table() -> str:
     lines = ["| flag | environment | key in remuda.toml | default | what |", "|---|---|---|---|---|"]
     for name, field in Settings.model_fields.items():
         default = field.default
-        shown = "seven classes" if isinstance(default, tuple) else "" if default in {None, ""} else str(default)
+        shown = "seven classes" if default is DEFAULT_CLASSES else "" if default in {None, "", ()} else str(default)
         given = "(none)" if name in NO_FLAG else f"`{flag(name)}`"
         lines.append(f"| {given} | `{variable(name)}` | `{key(name)}` | {shown or '(none)'} | {field.description} |")
     return "\n".join(lines)

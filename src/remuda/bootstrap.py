@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.refresh.configure import Desired
+from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from remuda.adapters.github.auth import Auth
 
 PUBLIC_API = "https://api.github.com"
+#: A cycle of scale-down has minutes: it may wait longer for GitHub than a provision.
+FLEET_MAX_WAIT_S = 10.0
 #: Of the caller's environment, what a local machine gets to see.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
 
@@ -162,21 +166,90 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
-    try:
+async def open_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+    """For scale-down: machines by their tags, GitHub, and the pool's records where there is a pool."""
+    if settings.backend == "aws":
+        async with _open_aws_fleet(settings, journal) as context:
+            yield context
+        return
+    async with open_context(settings, journal, credentialed=True) as pool:
+        environment = _fleet_name(settings, pool.pool_name)
+        yield FleetContext(
+            environment=environment,
+            fleet=LocalFleet(compute=pool.compute, pool=pool.pool_name, environment=environment),
+            forge=_needed(pool.forge),
+            clock=pool.clock,
+            journal=journal,
+            calls=pool.calls,
+            open_pool=lambda: nullcontext(pool),
+            has_pool=True,
+        )
+
+
+def _fleet_name(settings: Settings, pool: str) -> str:
+    """Machines that Remuda launches carry the pool's name in that tag, unless they were given another."""
+    return settings.environment or settings.github_environment or pool
+
+
+def _needed(forge: Forge | None) -> Forge:
+    if forge is None:
+        raise UserError(
+            "there is no GitHub credential",
+            field="REMUDA_GITHUB_TOKEN",
+            fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
+        )
+    return forge
+
+
+@asynccontextmanager
+async def _open_aws_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+    with _aws_installed():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
-        from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.runner_fleet import READ_TIMEOUT_S, Ec2RunnerFleet  # noqa: PLC0415 - as above
+    async with AsyncExitStack() as stack:
+        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+        forge = _needed(_github(settings, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S))
+        stack.push_async_callback(forge.close)
+        clients = await stack.enter_async_context(AwsClients())
+        ec2 = await clients.client("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
+        environment = _fleet_name(settings, settings.pool)
+        yield FleetContext(
+            environment=environment,
+            fleet=Ec2RunnerFleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),
+            forge=forge,
+            clock=clock,
+            journal=journal,
+            calls=calls,
+            open_pool=lambda: _open_aws(settings, journal, credentialed=False, calls=calls),
+            has_pool="pool" in settings.model_fields_set,
+        )
+
+
+@contextmanager
+def _aws_installed() -> Iterator[None]:
+    try:
+        yield
     except ImportError as error:
         raise UserError(
             f"the aws backend needs a library that is not installed: {error.name}",
             field="--backend",
             fix="install remuda[aws]",
         ) from None
+
+
+@asynccontextmanager
+async def _open_aws(
+    settings: Settings, journal: Journal, *, credentialed: bool, calls: CallCounter | None = None
+) -> AsyncIterator[Context]:
+    with _aws_installed():
+        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
+        from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
-        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+        clock, ids, calls = SystemClock(), SystemIds(), calls or CallCounter()
         clients = await stack.enter_async_context(AwsClients())
         name = f"remuda-{settings.pool}"
         store = DynamoInstanceStore(client=await clients.dynamodb(), table=name, clock=clock, ids=ids, calls=calls)
@@ -186,7 +259,9 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         ec2 = await clients.client("ec2", "EC2", client_config())
         compute = Ec2Compute(client=ec2, pool=settings.pool, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(compute.close)
-        forge = _github(settings, clock, ids, calls, needed=credentialed)
+        forge = _github(settings, clock, ids, calls)
+        if credentialed:
+            forge = _needed(forge)
         if forge is not None:
             stack.push_async_callback(forge.close)
         yield Context(
@@ -203,22 +278,18 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
 
 
 def _github(
-    settings: Settings, clock: SystemClock, ids: SystemIds, calls: CallCounter, *, needed: bool
+    settings: Settings, clock: SystemClock, ids: SystemIds, calls: CallCounter, *, max_wait_s: float | None = None
 ) -> Forge | None:
     api_url = settings.github_api_url or PUBLIC_API
     if settings.github_token is not None:
-        return _forge(api_url, clock, ids, calls, token=settings.github_token.get_secret_value())
+        token = settings.github_token.get_secret_value()
+        return _forge(api_url, clock, ids, calls, token=token, max_wait_s=max_wait_s)
     if settings.github_app_id:
         from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
 
         app_key = settings.github_app_key.get_secret_value() if settings.github_app_key else ""
-        return _forge(api_url, clock, ids, calls, auth=AppAuth(app_id=settings.github_app_id, key=app_key, clock=clock))
-    if needed:
-        raise UserError(
-            "there is no GitHub credential",
-            field="REMUDA_GITHUB_TOKEN",
-            fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
-        )
+        auth = AppAuth(app_id=settings.github_app_id, key=app_key, clock=clock)
+        return _forge(api_url, clock, ids, calls, auth=auth, max_wait_s=max_wait_s)
     return None
 
 
@@ -230,10 +301,19 @@ def _forge(
     *,
     token: str = "",
     auth: Auth | None = None,
+    max_wait_s: float | None = None,
 ) -> Forge:
-    from remuda.adapters.github.client import GithubForge  # noqa: PLC0415 - an HTTP client costs start-up time
+    from remuda.adapters.github.client import MAX_WAIT_S, GithubForge  # noqa: PLC0415 - HTTP costs start-up time
 
-    return GithubForge(api_url=api_url, token=token, auth=auth, clock=clock, ids=ids, calls=calls)
+    return GithubForge(
+        api_url=api_url,
+        token=token,
+        auth=auth,
+        clock=clock,
+        ids=ids,
+        calls=calls,
+        max_wait_s=MAX_WAIT_S if max_wait_s is None else max_wait_s,
+    )
 
 
 def _github_url(settings: Settings) -> str:

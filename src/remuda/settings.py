@@ -12,12 +12,16 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import tzinfo
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from remuda.domain.errors import UserError
+from remuda.domain.idle_config import FIX as IDLE_CONFIG_FIX
+from remuda.domain.idle_config import IdleWindow, parse_idle_config
 from remuda.domain.resources import (
     DEFAULT_CLASSES,
     MAX_SHOWN,
@@ -29,23 +33,39 @@ from remuda.domain.resources import (
     check_scope,
     parse_classes,
 )
+from remuda.domain.scale_down import BOOT_MIN, IdleScope, Policy
 from remuda.domain.thresholds import Lifetimes
 
 FILE_NAME = "remuda.toml"
 MAX_SCRIPT = 10_000
+MAX_TAG = 256
 DAY_S = 86_400.0
 #: GitHub's tokens live an hour and are renewed when ten minutes of it are gone: one must outlive a provision.
 MAX_PROVISION_S = 2_400.0
 LOCAL_MARGIN_S = 1.0
 AWS_MARGIN_S = 60.0
 
-#: What GitHub Actions sets by itself in a workflow.
-_GITHUB_VARIABLES = {
+#: What GitHub Actions sets by itself in a workflow, and what terraform-aws-github-runner gives to its scale-down.
+OTHER_VARIABLES = {
     "run_id": "GITHUB_RUN_ID",
     "run_attempt": "GITHUB_RUN_ATTEMPT",
     "github_scope": "GITHUB_REPOSITORY",
     "github_api_url": "GITHUB_API_URL",
+    "environment": "ENVIRONMENT",
+    "idle_config": "SCALE_DOWN_CONFIG",
+    "minimum_running_time_in_minutes": "MINIMUM_RUNNING_TIME_IN_MINUTES",
+    "runner_boot_time_in_minutes": "RUNNER_BOOT_TIME_IN_MINUTES",
 }
+#: The settings of scale-down, which have a table of their own in the file.
+SCALE_DOWN_TABLE = "scale_down"
+SCALE_DOWN = (
+    "environment",
+    "idle_config",
+    "minimum_running_time_in_minutes",
+    "runner_boot_time_in_minutes",
+    "idle_scope",
+    "max_removals_per_cycle",
+)
 
 #: Settings that the EC2 adapter takes as they are.
 AWS_LAUNCH = (
@@ -87,6 +107,17 @@ def _whole(default: int, least: int, most: int, what: str) -> Any:
         le=most,
         description=what,
         json_schema_extra={"fix": f"give a whole number from {least} to {most}"},
+    )
+
+
+def _minutes(default: float | None, what: str) -> Any:
+    return Field(
+        default=default,
+        ge=0,
+        le=7 * 1_440,
+        allow_inf_nan=False,
+        description=what,
+        json_schema_extra={"fix": "give minutes from 0 to 10080"},
     )
 
 
@@ -183,6 +214,32 @@ class Settings(BaseModel):
     github_app_id: str = Field(default="", description="GitHub App in place of a token.")
     github_app_key: SecretStr | None = Field(default=None, description="Its private key, as PEM (a secret).")
 
+    environment: str = Field(
+        default="",
+        description="Scale-down: value of the tag ghr:environment (default: github-environment, or the pool).",
+    )
+    idle_config: tuple[IdleWindow, ...] = Field(
+        default=(), description="Scale-down: how many idle runners to keep and when, as JSON: " + IDLE_CONFIG_FIX[17:]
+    )
+    minimum_running_time_in_minutes: float | None = _minutes(
+        None, "Scale-down: a younger runner is kept (Linux 5, Windows 15)."
+    )
+    runner_boot_time_in_minutes: float = _minutes(
+        BOOT_MIN, "Scale-down: a machine that is not on GitHub by then is an orphan."
+    )
+    idle_scope: IdleScope = Field(
+        default=IdleScope.ENVIRONMENT,
+        description="Scale-down: what an idle count counts for, environment or owner.",
+        json_schema_extra={"fix": "use environment or owner"},
+    )
+    max_removals_per_cycle: int | None = Field(
+        default=None,
+        ge=0,
+        le=100_000,
+        description="Scale-down: how many runners one cycle may remove from GitHub (default: all).",
+        json_schema_extra={"fix": "give a whole number from 0 to 100000"},
+    )
+
     @field_validator("dir", mode="before")
     @classmethod
     def _check_dir(cls, value: Any) -> Any:
@@ -244,6 +301,30 @@ class Settings(BaseModel):
                 ) from None
         return parse_classes(value)
 
+    @field_validator("environment")
+    @classmethod
+    def _check_environment(cls, value: str) -> str:
+        """A tag's value; wildcards would make the filter find other fleets."""
+        if len(value) > MAX_TAG or any(letter in value for letter in "*?\\") or not value.isprintable():
+            raise UserError(
+                f"environment is {value[:MAX_SHOWN]!r}",
+                field="environment",
+                fix=f"give the tag's value: up to {MAX_TAG} characters, without * and ?",
+            )
+        return value
+
+    @field_validator("idle_config", mode="before")
+    @classmethod
+    def _parse_idle_config(cls, value: Any) -> tuple[IdleWindow, ...]:
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"idle-config is not JSON: {error}", field="idle-config", fix=IDLE_CONFIG_FIX) from None
+        return parse_idle_config(value, zone_of=_zone)
+
     @field_validator("pre_runner_script")
     @classmethod
     def _read_script(cls, value: str) -> str:
@@ -290,6 +371,16 @@ class Settings(BaseModel):
             keep_records_s=self.keep_records_sec,
         )
 
+    @property
+    def scale_down_policy(self) -> Policy:
+        return Policy(
+            windows=self.idle_config,
+            minimum_min=self.minimum_running_time_in_minutes,
+            boot_min=self.runner_boot_time_in_minutes,
+            idle_scope=self.idle_scope,
+            max_removals=self.max_removals_per_cycle,
+        )
+
     def launch_options(self) -> dict[str, str]:
         """What compute needs to know beyond the request."""
         if self.backend == "aws":
@@ -332,7 +423,7 @@ def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | N
     for name, value in _from_file(file, environ).items():
         values[name], origins[name] = value, f"file: {key(name)}"
     for name in Settings.model_fields:
-        for source in (_GITHUB_VARIABLES.get(name), variable(name)):
+        for source in (OTHER_VARIABLES.get(name), variable(name)):
             if source and environ.get(source):
                 values[name], origins[name] = environ[source], source
         if flags.get(name) is not None:
@@ -361,12 +452,42 @@ def _from_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
         # Besides what is not TOML: bytes that are no text, numbers and nesting beyond what Python takes.
         raise UserError(f"{path} is not TOML: {error}", field="config", fix=fix) from None
     known = {key(name): name for name in Settings.model_fields}
+    document |= _scale_down_table(path, document)
     for given in document:
         if given not in known:
             near = difflib.get_close_matches(given, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "remuda config lists the settings"
             raise UserError(f"{path} has an unknown key {given[:MAX_SHOWN]!r}", field=given[:MAX_SHOWN], fix=hint)
     return {known[given]: value for given, value in document.items()}
+
+
+def _scale_down_table(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """`[scale_down]` holds the same settings by the names that terraform-aws-github-runner has for them."""
+    table = document.pop(SCALE_DOWN_TABLE, {})
+    if not isinstance(table, dict):
+        raise UserError(
+            f"{path}: {SCALE_DOWN_TABLE} is no table", field=SCALE_DOWN_TABLE, fix=f"write [{SCALE_DOWN_TABLE}]"
+        )
+    for given in table:
+        if given not in SCALE_DOWN:
+            near = difflib.get_close_matches(given, SCALE_DOWN, n=1)
+            raise UserError(
+                f"{path} has an unknown key {given[:MAX_SHOWN]!r} in [{SCALE_DOWN_TABLE}]",
+                field=f"{SCALE_DOWN_TABLE}.{given[:MAX_SHOWN]}",
+                fix=f"did you mean {near[0]}?" if near else f"use {', '.join(SCALE_DOWN)}",
+            )
+    return {key(name): value for name, value in table.items()}
+
+
+def _zone(name: str) -> tzinfo:
+    """`ValueError` where there is none. As browsers do, whatever the case of the letters."""
+    try:
+        return ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        for known in available_timezones():
+            if known.lower() == name.lower():
+                return ZoneInfo(known)
+        raise ValueError(f"there is no time zone {name!r}") from None
 
 
 def _shown(name: str, origins: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from collections.abc import Callable, Coroutine
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -89,3 +90,21 @@ async def until(holds: Callable[[], bool], *, within_s: float = 60.0, every_s: f
         if asyncio.get_running_loop().time() >= limit:
             raise AssertionError(f"not within {within_s:g} s")
         await asyncio.sleep(every_s)
+
+
+class FixedClock:
+    """A wall clock that stands still, as in a frozen process. Waits are cut short; seconds still only rise."""
+
+    def __init__(self, at: datetime) -> None:
+        self._at = at
+        self.slept_s = 0.0
+
+    def now(self) -> datetime:
+        return self._at
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.slept_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+        await asyncio.sleep(0)

@@ -270,3 +270,59 @@ def test_config_shows_each_setting_with_its_source() -> None:
     assert rows["github-token"]["value"] is None
     assert rows["allowed-instance-types"]["value"] == "*"
     assert rows["resource-class-config"]["value"]["large"] == {"cpu": 2, "mmem": 4_096}
+
+
+# Scale-down -------------------------------------------------------------------------------------------------------
+
+
+def test_the_variables_of_terraform_aws_github_runner_work_as_they_are() -> None:
+    environ = {
+        "ENVIRONMENT": "ci",
+        "SCALE_DOWN_CONFIG": '[{"cron": "* * 9-17 * * 1-5", "timeZone": "europe/berlin", "idleCount": 2}]',
+        "MINIMUM_RUNNING_TIME_IN_MINUTES": "1.5",
+        "RUNNER_BOOT_TIME_IN_MINUTES": "7",
+    }
+    settings = load({}, environ=environ).settings
+    policy = settings.scale_down_policy
+    assert (settings.environment, policy.minimum_min, policy.boot_min) == ("ci", 1.5, 7)
+    assert [(window.idle_count, window.eviction) for window in policy.windows] == [(2, "oldest_first")]
+
+
+def test_remudas_own_variables_come_before_them() -> None:
+    loaded = load({}, environ={"ENVIRONMENT": "theirs", "REMUDA_ENVIRONMENT": "ours"})
+    assert loaded.settings.environment == "ours"
+    assert loaded.origins["environment"] == "REMUDA_ENVIRONMENT"
+
+
+def test_the_file_has_a_table_for_scale_down(file: File) -> None:
+    text = """
+    [scale_down]
+    environment = "ci"
+    idle_scope = "owner"
+    max_removals_per_cycle = 20
+    [[scale_down.idle_config]]
+    cron = "* 9-17 * * 1-5"
+    timeZone = "Asia/Kolkata"
+    idleCount = 3
+    evictionStrategy = "newest_first"
+    """
+    loaded = file.load(text)
+    policy = loaded.settings.scale_down_policy
+    assert loaded.settings.environment == "ci"
+    assert (policy.idle_scope, policy.max_removals, policy.windows[0].idle_count) == ("owner", 20, 3)
+    assert config_rows(loaded)["idle-config"]["value"] == [
+        {"cron": "* 9-17 * * 1-5", "timeZone": "Asia/Kolkata", "idleCount": 3, "evictionStrategy": "newest_first"}
+    ]
+
+
+def test_an_unknown_key_in_that_table_is_named(file: File) -> None:
+    error = file.refuse("[scale_down]\nidle_confg = []")
+    assert "idle_confg" in error.message
+    assert error.fix == "did you mean idle_config?"
+    assert file.refuse("scale_down = 1").field == "scale_down"
+
+
+def test_what_is_wrong_in_their_variable_is_told_with_its_name() -> None:
+    error = refuse(environ={"SCALE_DOWN_CONFIG": '[{"cron": "not a cron", "idleCount": 1}]'})
+    assert error.field == "SCALE_DOWN_CONFIG"
+    assert "idle-config[0]: cron is 'not a cron'" in error.message

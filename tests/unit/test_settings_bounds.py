@@ -28,12 +28,15 @@ SECONDS: dict[str, tuple[float, float]] = {
     "keep_records_sec": (1, 3_650 * DAY_S),
     "boot_delay_sec": (0, 600),
     "max_runtime_min": (0.05, 7 * 1_440),
+    "minimum_running_time_in_minutes": (0, 7 * 1_440),
+    "runner_boot_time_in_minutes": (0, 7 * 1_440),
 }
 WHOLE: dict[str, tuple[int, int]] = {
     "run_attempt": (1, 1_000_000),
     "instance_count": (1, 1_000),
     "max_uses": (1, 100_000),
     "max_instances": (1, 100_000),
+    "max_removals_per_cycle": (0, 100_000),
 }
 NUMBERS: dict[str, tuple[float, float]] = {**SECONDS, **WHOLE}
 
@@ -48,7 +51,7 @@ def refused(name: str, value: Any) -> UserError:
 
 
 def test_every_number_among_the_settings_is_tested_here() -> None:
-    kinds = {int, float, float | None}
+    kinds = {int, float, int | None, float | None}
     assert {name for name, field in Settings.model_fields.items() if field.annotation in kinds} == set(NUMBERS)
 
 
@@ -126,6 +129,21 @@ def test_any_text_is_a_number_in_range_or_a_user_error(name: str, text: str) -> 
         ("allowed_instance_types", ""),
         ("allowed_instance_types", "c?"),
         ("allowed_instance_types", "c*" * 5_000),
+        ("idle_scope", "team"),
+        ("environment", "ci-*"),
+        ("environment", "x" * 257),
+        ("idle_config", ""),
+        ("idle_config", "{}"),
+        ("idle_config", "[1]"),
+        ("idle_config", '[{"cron": "* * *", "idleCount": 1}]'),
+        ("idle_config", '[{"cron": "* * 9-17 * * 1-8", "idleCount": 1}]'),
+        ("idle_config", '[{"cron": "* * 22-6 * * *", "idleCount": 1}]'),
+        ("idle_config", '[{"cron": "* * * * * *", "timeZone": "Mars/Base", "idleCount": 1}]'),
+        ("idle_config", '[{"cron": "* * * * * *", "timeZone": "../etc/passwd", "idleCount": 1}]'),
+        ("idle_config", '[{"cron": "* * * * * *", "idleCount": -1}]'),
+        ("idle_config", '[{"cron": "* * * * * *", "idleCount": "2"}]'),
+        ("idle_config", '[{"cron": "* * * * * *"}]'),
+        ("idle_config", '[{"cron": "* * * * * *", "idleCount": 1, "evictionStrategy": "any"}]'),
     ],
     ids=lambda value: repr(value[:15]),
 )

@@ -169,6 +169,31 @@ def release(
     return run_release(flags, config, Output(as_json=as_json, quiet=quiet))
 
 
+@app.command(name="scale-down")
+def scale_down(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    environment: opt.Environment = None,
+    idle_config: opt.IdleConfig = None,
+    minimum_running_time_in_minutes: opt.MinimumRunningTime = None,
+    runner_boot_time_in_minutes: opt.RunnerBootTime = None,
+    idle_scope: opt.IdleScopeName = None,
+    max_removals_per_cycle: opt.MaxRemovals = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done, and why; touch nothing.")
+    ] = False,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Retire idle runners beyond the quota, find orphans; works on fleets of terraform-aws-github-runner too."""
+    flags = _flags({key: value for key, value in locals().items() if key != "dry_run"})
+    from remuda.entrypoints.commands import run_scale_down_command
+
+    return run_scale_down_command(flags, config, Output(as_json=as_json, quiet=quiet), dry_run=dry_run)
+
+
 @app.command()
 def status(
     backend: opt.Backend = None,

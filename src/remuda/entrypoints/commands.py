@@ -14,6 +14,7 @@ from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
 from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.domain.scale_down import Action
 from remuda.entrypoints import views
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
@@ -165,6 +166,23 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
     output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")
     output.result(views.release_document(result))
     return EXIT_PARTIAL if result.errors or result.of(Fate.EXPIRED) else EXIT_OK
+
+
+def run_scale_down_command(flags: Flags, config: str | None, output: Output, *, dry_run: bool) -> int:
+    loaded = load_settings(flags, config)
+    from remuda.entrypoints.scale_down import run_scale_down  # noqa: PLC0415 - only this command needs it
+
+    result = run_async(
+        lambda: run_scale_down(loaded, _journal(output), dry_run=dry_run),
+        farewell="interrupted; the next cycle goes on from the tags",
+    )
+    output.answer(views.scale_down_table(result))
+    for error in result.errors:
+        output.say(f"error: {error}", style="bold red")
+    counts = ", ".join(f"{len(result.of(action))} {action}" for action in Action if result.of(action))
+    output.say(f"scale-down of {result.environment}: {counts or 'no machines'} ({result.seconds:.2f} s)")
+    output.result(views.scale_down_document(result))
+    return EXIT_PARTIAL if result.errors else EXIT_OK
 
 
 def run_status(flags: Flags, config: str | None, output: Output, *, everything: bool) -> int:

@@ -10,6 +10,7 @@ _RUN = "The run"
 _POOL = "The pool"
 _COMMON = "Everywhere"
 _AWS = "Machines on AWS"
+_FLEET = "The fleet"
 
 Backend = Annotated[
     str | None, typer.Option("--backend", help="local or aws. (default: local)", rich_help_panel=_COMMON)
@@ -169,4 +170,49 @@ PythonUrl = Annotated[
 PythonSha256 = Annotated[str | None, typer.Option("--python-sha256", help="Its digest.", rich_help_panel=_AWS)]
 GithubEnvironment = Annotated[
     str | None, typer.Option("--github-environment", help="Value of the tag ghr:environment.", rich_help_panel=_AWS)
+]
+
+Environment = Annotated[
+    str | None,
+    typer.Option(
+        "--environment",
+        help="Value of the tag ghr:environment. (default: ENVIRONMENT, or the pool)",
+        rich_help_panel=_FLEET,
+    ),
+]
+IdleConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--idle-config",
+        help="Idle runners to keep and when, as JSON. (default: SCALE_DOWN_CONFIG)",
+        rich_help_panel=_FLEET,
+    ),
+]
+MinimumRunningTime = Annotated[
+    str | None,
+    typer.Option(
+        "--minimum-running-time-in-minutes",
+        help="A younger runner is kept. (default: Linux 5, Windows 15)",
+        rich_help_panel=_FLEET,
+    ),
+]
+RunnerBootTime = Annotated[
+    str | None,
+    typer.Option(
+        "--runner-boot-time-in-minutes", help="Not on GitHub by then: an orphan. (default: 5)", rich_help_panel=_FLEET
+    ),
+]
+IdleScopeName = Annotated[
+    str | None,
+    typer.Option(
+        "--idle-scope",
+        help="environment or owner: what the quota counts for. (default: environment)",
+        rich_help_panel=_FLEET,
+    ),
+]
+MaxRemovals = Annotated[
+    str | None,
+    typer.Option(
+        "--max-removals-per-cycle", help="Runners to remove from GitHub at most. (default: all)", rich_help_panel=_FLEET
+    ),
 ]

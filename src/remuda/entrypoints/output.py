@@ -32,7 +32,7 @@ _STYLES = {
 _ENDING = "magenta"
 _TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
 #: What a person does not need to see one by one.
-_QUIET = frozenset({"announce", "renew", "credential", "extend"})
+_QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
 
 
 class Output:

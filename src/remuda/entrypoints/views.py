@@ -13,8 +13,10 @@ from pydantic import SecretStr
 from remuda.controlplane.provision.order import ProvisionResult
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.controlplane.release import Fate, ReleaseResult
+from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.controlplane.status import Status
 from remuda.domain.documents import plain
+from remuda.domain.idle_config import IdleWindow
 from remuda.domain.instance import ABSORBING, Instance
 from remuda.domain.resources import TypePatterns
 from remuda.settings import Loaded, Settings, key
@@ -186,14 +188,66 @@ def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
         value = getattr(loaded.settings, name)
         if isinstance(value, SecretStr):
             shown: Any = "(hidden)"
-        elif isinstance(value, tuple):
+        elif name == "resource_class_config":
             shown = {item.name: {"cpu": item.cpu, "mmem": item.mmem} for item in value}
+        elif name == "idle_config":
+            shown = [_window_document(window) for window in value]
         elif isinstance(value, TypePatterns | Path):
             shown = str(value)
         else:
             shown = plain(value)
         rows[key(name)] = {"value": shown, "source": loaded.origins[name]}
     return rows
+
+
+def _window_document(window: IdleWindow) -> dict[str, Any]:
+    return {
+        "cron": window.cron.text,
+        "timeZone": window.zone_name,
+        "idleCount": window.idle_count,
+        "evictionStrategy": window.eviction.value,
+    }
+
+
+def scale_down_document(result: ScaleDownResult) -> dict[str, Any]:
+    return {
+        "environment": result.environment,
+        "dry_run": result.dry_run,
+        "idle_quota": {
+            "idle_count": result.quota.idle_count,
+            "eviction": result.quota.eviction.value,
+            "window": result.quota.window,
+        },
+        "decisions": [
+            {
+                "instance_id": item.decision.instance_id,
+                "owner": item.decision.owner,
+                "action": item.decision.action.value,
+                "reason": item.decision.reason,
+                "phase": item.decision.phase.value,
+                "done": item.done,
+            }
+            for item in result.outcomes
+        ],
+        "errors": list(result.errors),
+        "seconds": result.seconds,
+        "calls": {service: dict(counts) for service, counts in result.calls.items()},
+    }
+
+
+def scale_down_table(result: ScaleDownResult) -> Table:
+    from rich.table import Table  # noqa: PLC0415 - only where a table is shown
+
+    title = f"Scale-down of {result.environment}" + (": what would be done" if result.dry_run else "")
+    table = Table(title=title, title_justify="left")
+    for column in ("phase", "instance", "owner", "action", "why"):
+        table.add_column(column)
+    for item in result.outcomes:
+        decision = item.decision
+        failed = not item.done and not result.dry_run
+        action = f"{decision.action} (not done)" if failed else str(decision.action)
+        table.add_row(str(decision.phase.value), decision.instance_id, decision.owner, action, decision.reason)
+    return table
 
 
 def config_table(rows: dict[str, dict[str, Any]]) -> Table:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+#: Those of terraform-aws-github-runner, so that scale-down sees one kind of fleet.
+from remuda.domain.fleet import (
+    GHR_APPLICATION,
+    GHR_APPLICATION_TAG,
+    GHR_ENVIRONMENT_TAG,
+    GHR_OWNER_TAG,
+    GHR_TYPE_TAG,
+)
+
+__all__ = [
+    "FIRST_LIFE_TAG",
+    "GHR_APPLICATION",
+    "GHR_APPLICATION_TAG",
+    "GHR_ENVIRONMENT_TAG",
+    "GHR_OWNER_TAG",
+    "GHR_TYPE_TAG",
+    "LAUNCH_TAG",
+    "MARGIN_TAG",
+    "RESERVED_PREFIX",
+]
+
 #: Which launch made it: a provision may launch more than once.
 LAUNCH_TAG = "remuda:launch"
 #: How long the machine lives unless its agent is told otherwise.
 FIRST_LIFE_TAG = "remuda:first-life-s"
 #: The pool's clock margin.
 MARGIN_TAG = "remuda:margin-s"
-
-#: Those of terraform-aws-github-runner, so that scale-down sees one kind of fleet.
-GHR_ENVIRONMENT_TAG = "ghr:environment"
-GHR_APPLICATION_TAG = "ghr:Application"
-GHR_OWNER_TAG = "ghr:Owner"
-GHR_TYPE_TAG = "ghr:Type"
-GHR_APPLICATION = "github-action-runner"
 
 #: AWS gives these itself; nobody else may set them.
 RESERVED_PREFIX = "aws:"

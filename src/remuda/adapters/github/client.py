@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import httpx
 
 from remuda.adapters.github.auth import Auth, StaticToken
 from remuda.adapters.github.errors import translate
-from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
+from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
@@ -22,11 +23,12 @@ from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
 PER_PAGE = 100
 #: No list is longer than this; a Link header that goes round in circles ends here.
 MAX_PAGES = 1_000
-TIMEOUT_S = 15.0
+#: For a whole call, not for each byte of it. What got no answer in that time is not repeated here.
+TIMEOUT_S = 10.0
 #: For calls that may be repeated: how often, and the first pause.
 TRIES = 4
 PAUSE_S = 0.25
-#: The longest wait that GitHub may ask for and that is waited here; longer ones are the caller's.
+#: The longest wait that GitHub may ask for and that is waited here, unless told otherwise.
 MAX_WAIT_S = 5.0
 
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -72,9 +74,20 @@ class _Request(NamedTuple):
 
 class GithubForge:
     def __init__(
-        self, *, api_url: str, clock: Clock, ids: Ids, calls: CallCounter, token: str = "", auth: Auth | None = None
+        self,
+        *,
+        api_url: str,
+        clock: Clock,
+        ids: Ids,
+        calls: CallCounter,
+        token: str = "",
+        auth: Auth | None = None,
+        max_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """With a token, or with an `auth` that has one for each scope."""
+        """With a token, or with an `auth` that has one for each scope. `max_wait_s` is the longest wait that GitHub may
+        ask for: what wants more is the caller's to try later.
+        """
+        self._max_wait_s = max_wait_s
         self._auth = auth or StaticToken(token)
         self._clock = clock
         self._ids = ids
@@ -211,7 +224,7 @@ class GithubForge:
             if isinstance(failure, httpx.Response):
                 return failure
             if isinstance(failure, Throttled):
-                wait_s, again = failure.retry_after_s, failure.retry_after_s <= MAX_WAIT_S
+                wait_s, again = failure.retry_after_s, failure.retry_after_s <= self._max_wait_s
             else:
                 wait_s, again = pause_s * (0.5 + self._ids.jitter()), request.repeat and type(failure) is Unavailable
             if not again or attempt == TRIES:
@@ -224,9 +237,12 @@ class GithubForge:
         self._calls.add("github", request.name)
         headers = {"Authorization": f"Bearer {token}"}
         try:
-            response = await self._client.request(
-                request.method, request.path, params=request.params, json=request.json, headers=headers
-            )
+            async with asyncio.timeout(TIMEOUT_S):
+                response = await self._client.request(
+                    request.method, request.path, params=request.params, json=request.json, headers=headers
+                )
+        except (TimeoutError, httpx.TimeoutException):
+            return TimedOut(f"GitHub did not answer within {TIMEOUT_S:g} s ({request.what})")
         except httpx.HTTPError as error:
             return Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}")
         if response.is_success or response.status_code in request.accept | accept:

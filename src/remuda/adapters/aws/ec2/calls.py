@@ -12,7 +12,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from remuda.adapters.aws.ec2.errors import code_of, translate
-from remuda.domain.errors import Throttled, Unavailable
+from remuda.domain.errors import Throttled, TimedOut, Unavailable
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 
@@ -32,18 +32,22 @@ MAX_CONNECTIONS = 10
 MAX_PAGES = 1_000
 
 
-def client_config() -> AioConfig:
+def client_config(*, read_timeout_s: float = READ_TIMEOUT_S) -> AioConfig:
     """For the EC2 client. Its own repetitions are off: `Ec2Calls` repeats, and knows what may be repeated."""
     return AioConfig(
         connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=READ_TIMEOUT_S,
+        read_timeout=read_timeout_s,
         max_pool_connections=MAX_CONNECTIONS,
         retries={"mode": "standard", "total_max_attempts": 1},
     )
 
 
 class Ec2Calls:
-    def __init__(self, *, client: EC2Client, clock: Clock, ids: Ids, calls: CallCounter) -> None:
+    def __init__(
+        self, *, client: EC2Client, clock: Clock, ids: Ids, calls: CallCounter, waits_again: bool = True
+    ) -> None:
+        """Without `waits_again` a call that got no answer in time is not repeated: the next cycle does."""
+        self._waits_again = waits_again
         self._client = client
         self._clock = clock
         self._ids = ids
@@ -64,6 +68,8 @@ class Ec2Calls:
                 translated = translate(error, operation)
                 # What was throttled was not done: that may be repeated, whatever it was.
                 again = isinstance(translated, Throttled) or (repeat and isinstance(translated, Unavailable))
+                if isinstance(translated, TimedOut) and not self._waits_again:
+                    again = False
                 if not again or attempt == TRIES:
                     raise translated from error
             await self.pause(attempt)

@@ -1,0 +1,98 @@
+"""Every observed scenario through the real adapters: the GitHub client and the EC2 fleet against scripted servers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+import pytest
+from aiobotocore.session import AioSession, get_session
+
+from remuda.adapters.aws.ec2.calls import client_config
+from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
+from remuda.adapters.github import client as github_client
+from remuda.adapters.system.clock import SystemIds
+from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
+from remuda.domain.errors import UserError
+from remuda.domain.scale_down import Action
+from remuda.ports.calls import CallCounter
+from remuda.ports.journal import SilentJournal
+from remuda.settings import Settings, load
+from support.clock import FixedClock
+from support.fleet_world import TOKEN, FleetWorld, Served, serve
+from support.oracle import REFUSED, SCENARIOS, expected, variables
+
+
+@cache
+def _session() -> AioSession:
+    """Reading EC2's model takes a second: once is enough."""
+    return get_session()
+
+
+async def run_cycle(served: Served, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
+    clock, ids, calls = FixedClock(now), SystemIds(), CallCounter()
+    forge = github_client.GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
+    async with _session().create_client(
+        "ec2",
+        region_name="eu-central-1",
+        endpoint_url=served.ec2_url,
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        config=client_config(),
+    ) as client:
+        context = FleetContext(
+            environment=settings.environment,
+            fleet=Ec2RunnerFleet(client=client, environment=settings.environment, clock=clock, ids=ids, calls=calls),
+            forge=forge,
+            clock=clock,
+            journal=SilentJournal(),
+            calls=calls,
+        )
+        try:
+            return await scale_down(context, settings.scale_down_policy, dry_run=dry_run)
+        finally:
+            await forge.close()
+
+
+def carried_out(result: ScaleDownResult, action: Action) -> set[str]:
+    return {item.decision.instance_id for item in result.of(action) if item.done}
+
+
+def call_bound(world: FleetWorld, scenario: Mapping[str, Any]) -> int:
+    """Pages, two for each registration that goes or is looked at, one for each orphan with an id."""
+    owners = {item["owner"] for item in scenario["github"]["owners"]}
+    runners = Counter(str(item["owner"]) for item in scenario["github"]["runners"])
+    pages = sum(max(1, math.ceil(runners[owner] / 100)) for owner in owners)
+    with_id = sum("ghr:github_runner_id" in item["tags"] for item in scenario["instances"])
+    return pages + 2 * (len(world.did.deregistered) + len(world.did.terminated) + 1) + with_id
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
+async def test_does_as_the_verdict_says(scenario: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(github_client, "TIMEOUT_S", 0.5)
+    world = FleetWorld.of_scenario(scenario)
+    if scenario["name"] in REFUSED:
+        with pytest.raises(UserError):
+            load({}, environ=variables(scenario))
+        return
+    settings = load({}, environ=variables(scenario)).settings
+    with serve(world) as served:
+        for cycle in scenario["cycles"]:
+            world.begin(changes=cycle["changes"], faults=cycle["faults"])
+            result = await run_cycle(served, settings, datetime.fromisoformat(cycle["now"]))
+            wanted = expected(scenario, cycle)
+            assert set(world.did.terminated) == wanted.terminated, result
+            assert set(world.did.tagged) == wanted.tagged, result
+            assert set(world.did.untagged) == wanted.untagged, result
+            assert not world.did.killed_busy
+            assert carried_out(result, Action.TERMINATE) == wanted.terminated
+            assert carried_out(result, Action.MARK_ORPHAN) == wanted.tagged
+            assert all(item.decision.reason for item in result.outcomes)
+            reachable = all(owner["app_installed"] for owner in scenario["github"]["owners"])
+            if reachable and not any(cycle["faults"].values()):
+                assert not result.errors
+                assert world.did.of_github() <= call_bound(world, scenario)

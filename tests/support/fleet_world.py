@@ -1,0 +1,337 @@
+"""An EC2 and a GitHub on loopback with a scripted fleet: what scale-down sees, and the faults it must bear.
+
+They answer as the real ones do, as far as scale-down goes, and count what they were asked. Launch times and ids are
+the script's own, which no ready-made EC2 server allows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+from urllib.parse import parse_qsl, urlsplit
+from xml.sax.saxutils import escape
+
+from remuda.domain.fleet import GHR_ORPHAN_TAG
+
+TOKEN = "github_pat_scale_down"
+PER_PAGE = 100
+#: How many machines one DescribeInstances shows.
+EC2_PAGE = 100
+HANG_S = 60.0
+_RUNNERS = re.compile(r"/(?:orgs/(?P<org>[^/]+)|repos/(?P<repo>[^/]+/[^/]+))/actions/runners(?:/(?P<id>\d+))?")
+
+
+@dataclass
+class Machine:
+    instance_id: str
+    launched_at: datetime | None
+    state: str
+    tags: dict[str, str]
+    platform: str = ""
+
+
+@dataclass
+class Runner:
+    runner_id: int
+    name: str
+    owner: str
+    status: str = "online"
+    busy: bool = False
+    list_view: dict[str, Any] = field(default_factory=dict)
+    get_view: dict[str, Any] = field(default_factory=dict)
+    hidden_from_get: bool = False
+    hidden_from_list: bool = False
+
+    def document(self, view: Mapping[str, Any]) -> dict[str, Any]:
+        shown = {"status": self.status, "busy": self.busy, **view}
+        return {"id": self.runner_id, "name": self.name, "os": "linux", "labels": [], **shown}
+
+
+@dataclass
+class Did:
+    """What one cycle made of the world."""
+
+    terminated: list[str] = field(default_factory=list)
+    tagged: list[str] = field(default_factory=list)
+    untagged: list[str] = field(default_factory=list)
+    deregistered: list[int] = field(default_factory=list)
+    #: Terminated while the single lookup of one of its runners said busy, and it was not offline.
+    killed_busy: list[str] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def of_github(self) -> int:
+        return sum(count for name, count in self.calls.items() if name.startswith("github "))
+
+
+class FleetWorld:
+    def __init__(self) -> None:
+        self.machines: dict[str, Machine] = {}
+        self.runners: dict[int, Runner] = {}
+        #: Those that the credential may see.
+        self.owners: set[str] = set()
+        self.github_faults: list[dict[str, Any]] = []
+        self.ec2_faults: list[dict[str, Any]] = []
+        self.did = Did()
+        self.lock = threading.RLock()
+        self.closing = threading.Event()
+        self._seen: Counter[int] = Counter()
+
+    @classmethod
+    def of_scenario(cls, scenario: Mapping[str, Any]) -> FleetWorld:
+        world = cls()
+        now = datetime.fromisoformat(scenario["config"]["now"])
+        for item in scenario["instances"]:
+            offset = item["launch_offset_seconds"]
+            launched_at = None if offset is None else now + timedelta(seconds=offset)
+            world.add_machine(Machine(item["id"], launched_at, item["state"], dict(item["tags"])))
+        for owner in scenario["github"]["owners"]:
+            if owner["app_installed"]:
+                world.owners.add(owner["owner"])
+        for item in scenario["github"]["runners"]:
+            world.add_runner(item)
+        return world
+
+    def add_machine(self, machine: Machine) -> None:
+        self.machines[machine.instance_id] = machine
+
+    def add_runner(self, item: Mapping[str, Any]) -> None:
+        named = {key: value for key, value in item.items() if key != "id"}
+        self.runners[item["id"]] = Runner(runner_id=item["id"], **named)
+
+    def begin(self, *, changes: Mapping[str, Any] | None = None, faults: Mapping[str, Any] | None = None) -> None:
+        """A new cycle."""
+        for item in (changes or {}).get("github_add", ()):
+            self.add_runner(item)
+        for item in (changes or {}).get("instances_update", ()):
+            self.machines[item["id"]].tags.update(item.get("tags_add", {}))
+        self.github_faults = [dict(fault) for fault in (faults or {}).get("github", ())]
+        self.ec2_faults = [dict(fault) for fault in (faults or {}).get("ec2", ())]
+        self._seen.clear()
+        self.did = Did()
+
+    def fault(self, faults: list[dict[str, Any]], **call: Any) -> dict[str, Any] | None:
+        """The first that this call meets. `nth` and `times` count the calls that fit."""
+        for fault in faults:
+            keys = {"op", "owner", "runner_id", "page", "scope", "action" if "code" in fault else ""} & set(fault)
+            if any(fault[key] != call.get(key) for key in keys):
+                continue
+            if "instance_id" in fault and fault["instance_id"] not in call.get("instance_ids", ()):
+                continue
+            self._seen[id(fault)] += 1
+            number = self._seen[id(fault)]
+            if number > fault.get("times", number) or number != fault.get("nth", number):
+                continue
+            return fault
+        return None
+
+    # EC2
+
+    def describe(self, filters: Mapping[str, list[str]]) -> list[Machine]:
+        def fits(machine: Machine) -> bool:
+            for name, values in filters.items():
+                seen = machine.state if name == "instance-state-name" else machine.tags.get(name.removeprefix("tag:"))
+                if seen not in values:
+                    return False
+            return True
+
+        return [machine for machine in self.machines.values() if fits(machine)]
+
+    def terminate(self, names: list[str]) -> None:
+        for name in names:
+            self.machines[name].state = "terminated"
+            self.did.terminated.append(name)
+            for runner in self.runners.values():
+                seen = runner.document(runner.get_view)
+                if runner.name.endswith(name) and seen["busy"] and seen["status"] == "online":
+                    self.did.killed_busy.append(name)
+
+    def tag(self, names: list[str], tags: Mapping[str, str]) -> None:
+        for name in names:
+            self.machines[name].tags.update(tags)
+            self.did.tagged += [name] if GHR_ORPHAN_TAG in tags else []
+
+    def untag(self, names: list[str], keys: list[str]) -> None:
+        for name in names:
+            for key in keys:
+                self.machines[name].tags.pop(key, None)
+            self.did.untagged += [name] if GHR_ORPHAN_TAG in keys else []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    #: One packet an answer: else each waits for an acknowledgement.
+    wbufsize = 1 << 16
+    world: ClassVar[FleetWorld]
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _Github(_Handler):
+    def do_GET(self) -> None:
+        self._serve("GET")
+
+    def do_DELETE(self) -> None:
+        self._serve("DELETE")
+
+    def _serve(self, method: str) -> None:
+        parts = urlsplit(self.path)
+        query = dict(parse_qsl(parts.query))
+        found = _RUNNERS.fullmatch(parts.path)
+        owner = (found["org"] or found["repo"]) if found else ""
+        runner_id = int(found["id"]) if found and found["id"] else None
+        page = int(query.get("page", "1"))
+        op = "list_runners" if runner_id is None else {"GET": "get_runner", "DELETE": "delete_runner"}[method]
+        with self.world.lock:
+            self.world.did.calls[f"github {op}"] += 1
+            fault = self.world.fault(self.world.github_faults, op=op, owner=owner, runner_id=runner_id, page=page)
+        if fault is not None and self._play(fault):
+            return
+        with self.world.lock:
+            status, document, headers = self._answer(op, owner, runner_id, page)
+        body = b"" if document is None else json.dumps(document).encode()
+        self.answer(status, body, "application/json", headers)
+
+    def _play(self, fault: Mapping[str, Any]) -> bool:
+        if fault["action"] == "hang":
+            self.world.closing.wait(HANG_S)
+            self.close_connection = True
+            return True
+        if fault["action"] == "reset":
+            self.close_connection = True
+            self.connection.close()
+            return True
+        body = json.dumps({"message": fault.get("message", "played")}).encode()
+        self.answer(fault["status"], body, "application/json", fault.get("headers"))
+        return True
+
+    def _answer(self, op: str, owner: str, runner_id: int | None, page: int) -> tuple[int, Any, dict[str, str]]:
+        world = self.world
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return 401, {"message": "Bad credentials"}, {}
+        if owner not in world.owners:
+            return 404, {"message": "Not Found"}, {}
+        if op == "list_runners":
+            mine = [item for item in world.runners.values() if item.owner == owner and not item.hidden_from_list]
+            shown = [item.document(item.list_view) for item in mine[(page - 1) * PER_PAGE : page * PER_PAGE]]
+            more = {"Link": '<http://x/?page=2>; rel="next"'} if page * PER_PAGE < len(mine) else {}
+            return 200, {"total_count": len(mine), "runners": shown}, more
+        runner = world.runners.get(runner_id or 0)
+        if runner is None or runner.owner != owner:
+            return 404, {"message": "Not Found"}, {}
+        if op == "get_runner":
+            if runner.hidden_from_get:
+                return 404, {"message": "Not Found"}, {}
+            return 200, runner.document(runner.get_view), {}
+        if runner.document(runner.get_view)["busy"]:
+            return 422, {"message": "Bad request - Runner is still running a job"}, {}
+        del world.runners[runner.runner_id]
+        world.did.deregistered.append(runner.runner_id)
+        return 204, None, {}
+
+
+class _Ec2(_Handler):
+    def do_POST(self) -> None:
+        form = dict(parse_qsl(self.rfile.read(int(self.headers["Content-Length"])).decode(), keep_blank_values=True))
+        action = form["Action"]
+        names = _listed(form, "InstanceId") or _listed(form, "ResourceId")
+        filters = {form[f"Filter.{n}.Name"]: _listed(form, f"Filter.{n}.Value") for n in _numbers(form, "Filter")}
+        scope = "orphans" if f"tag:{GHR_ORPHAN_TAG}" in filters else "all"
+        with self.world.lock:
+            self.world.did.calls[f"ec2 {action}"] += 1
+            fault = self.world.fault(self.world.ec2_faults, action=action, scope=scope, instance_ids=names)
+            if fault is not None:
+                self._refuse(fault)
+                return
+            body = getattr(self, f"_{action}")(form, names, filters)
+        text = f"<{action}Response><requestId>r</requestId>{body}</{action}Response>"
+        self.answer(200, text.encode(), "text/xml")
+
+    def _refuse(self, fault: Mapping[str, Any]) -> None:
+        error = f"<Error><Code>{fault['code']}</Code><Message>played</Message></Error>"
+        body = f"<Response><Errors>{error}</Errors><RequestID>r</RequestID></Response>"
+        self.answer(fault["http_status"], body.encode(), "text/xml")
+
+    def _DescribeInstances(self, form: dict[str, str], _: list[str], filters: dict[str, list[str]]) -> str:  # noqa: N802
+        start = int(form.get("NextToken") or 0)
+        found = self.world.describe(filters)
+        more = f"<nextToken>{start + EC2_PAGE}</nextToken>" if start + EC2_PAGE < len(found) else ""
+        shown = "".join(f"<item><instancesSet>{_xml(item)}</instancesSet></item>" for item in found[start:][:EC2_PAGE])
+        return f"<reservationSet>{shown}</reservationSet>{more}"
+
+    def _TerminateInstances(self, _: dict[str, str], names: list[str], __: Any) -> str:  # noqa: N802
+        self.world.terminate(names)
+        return "<instancesSet/>"
+
+    def _CreateTags(self, form: dict[str, str], names: list[str], _: Any) -> str:  # noqa: N802
+        self.world.tag(names, {form[f"Tag.{n}.Key"]: form[f"Tag.{n}.Value"] for n in _numbers(form, "Tag")})
+        return "<return>true</return>"
+
+    def _DeleteTags(self, form: dict[str, str], names: list[str], _: Any) -> str:  # noqa: N802
+        self.world.untag(names, [form[f"Tag.{n}.Key"] for n in _numbers(form, "Tag")])
+        return "<return>true</return>"
+
+
+def _numbers(form: Mapping[str, str], prefix: str) -> list[int]:
+    return sorted({int(key.split(".")[1]) for key in form if key.startswith(f"{prefix}.")})
+
+
+def _listed(form: Mapping[str, str], prefix: str) -> list[str]:
+    numbered = [(int(key.rsplit(".", 1)[1]), value) for key, value in form.items() if key.rsplit(".", 1)[0] == prefix]
+    return [value for _, value in sorted(numbered)]
+
+
+def _xml(machine: Machine) -> str:
+    tags = "".join(
+        f"<item><key>{escape(key)}</key><value>{escape(value)}</value></item>" for key, value in machine.tags.items()
+    )
+    launched = machine.launched_at.isoformat().replace("+00:00", "Z") if machine.launched_at else ""
+    return (
+        f"<item><instanceId>{machine.instance_id}</instanceId>"
+        f"<instanceState><code>16</code><name>{machine.state}</name></instanceState>"
+        + (f"<launchTime>{launched}</launchTime>" if launched else "")
+        + (f"<platform>{machine.platform}</platform>" if machine.platform else "")
+        + f"<tagSet>{tags}</tagSet></item>"
+    )
+
+
+@dataclass(frozen=True)
+class Served:
+    github_url: str
+    ec2_url: str
+
+
+@contextmanager
+def serve(world: FleetWorld):
+    servers = []
+    for kind in (_Github, _Ec2):
+        handler = type(kind.__name__, (kind,), {"world": world})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+    github, ec2 = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    try:
+        yield Served(github_url=github, ec2_url=ec2)
+    finally:
+        world.closing.set()
+        for server in servers:
+            server.shutdown()
+            server.server_close()
