@@ -25,6 +25,9 @@ AWS_SECRET = "aws-s3cret-of-this-test"
 SIGTERM_AFTER_S = 7.5
 KILL_AFTER_S = 2.5
 
+#: The first test installs from the package index.
+pytestmark = pytest.mark.timeout(600)
+
 
 @dataclass(kw_only=True)
 class Github:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = ("action.yml", "pyproject.toml", "src", "requirements", "deploy")
 #: What is no file of the repository.
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "node_modules")
-LIMIT_S = 240
+LIMIT_S = 480
 #: As the runner knows them.
 COMMANDS = frozenset(
     {
