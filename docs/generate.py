@@ -10,7 +10,7 @@ import yaml
 
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.transitions import TRANSITIONS
-from remuda.entrypoints.action.inputs import CREDENTIALS, SECRETS, USED_BY
+from remuda.entrypoints.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
 from remuda.settings import Settings, flag, key, variable
 
 DOCS = Path(__file__).parent
@@ -62,9 +62,8 @@ def action() -> dict[str, Any]:
 def inputs_table() -> str:
     lines = ["| input | for | what |", "|---|---|---|"]
     for name, entry in action()["inputs"].items():
-        modes = [mode for mode, used in USED_BY.items() if name in used]
-        everywhere = name in CREDENTIALS or len(modes) in {0, len(USED_BY)}
-        used_by = "refresh" if name == "sweep-only" else "all" if everywhere else ", ".join(modes)
+        modes = [mode for mode, used in USED_BY.items() if name in used or SWITCHES.get(name) == mode]
+        used_by = "all" if name in CREDENTIALS or len(modes) in {0, len(USED_BY)} else ", ".join(modes)
         secret = " A secret." if name in SECRETS else ""
         lines.append(f"| `{name}` | {used_by} | {entry['description']}{secret} |")
     return "\n".join(lines)

@@ -136,12 +136,12 @@ def test_no_script_holds_an_expression_and_each_becomes_its_process() -> None:
 
 
 def test_a_mode_takes_what_its_command_takes() -> None:
-    common = {"backend", "dir", "config", "as_json", "quiet", "sweep_only", "every"}
+    common = {"backend", "dir", "config", "as_json", "quiet", "sweep_only", "every", "dry_run"}
     #: What only tests, or an operator with a file, would set.
     rare = {"boot_delay_sec", "fault"} | {name for name in Settings.model_fields if name.endswith("_grace_sec")}
     rare |= {"margin_sec", "gone_after_sec", "reannounce_sec", "keep_records_sec"}
     for mode, used in names.USED_BY.items():
-        parameters = set(inspect.signature(getattr(cli, mode)).parameters) - common - rare
+        parameters = set(inspect.signature(getattr(cli, mode.replace("-", "_"))).parameters) - common - rare
         assert {name.replace("-", "_") for name in used} == parameters
 
 
@@ -290,11 +290,28 @@ def test_what_a_release_left_undone_is_warned_of(step: Step, monkeypatch: pytest
     assert not step.output_file.exists()
 
 
+def test_a_scale_down_tells_every_decision_with_its_reason(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    decision = {"instance_id": "i-1", "owner": "octo", "action": "terminate", "reason": "idle", "phase": "active"}
+    document = {
+        "environment": "ci",
+        "dry_run": True,
+        "idle_quota": {"idle_count": 2, "eviction": "oldest_first", "window": None},
+        "decisions": [{**decision, "done": False}],
+        "errors": [],
+        "seconds": 0.5,
+        "calls": {},
+    }
+    monkeypatch.setattr(commands, "run_scale_down_command", answer(document))
+    assert step.run(mode="scale-down", dry_run="true", environment="ci") == 0
+    assert step.summary().startswith("### remuda scale-down: ci, what would be done\n")
+    assert "| i-1 | octo | terminate | idle | no |" in step.summary()
+
+
 @pytest.mark.parametrize(
     ("given_inputs", "says"),
     [
         ({"mode": "provison"}, "mode is 'provison'; did you mean provision?"),
-        ({"mode": ""}, "mode is ''; use provision, release, refresh"),
+        ({"mode": ""}, "mode is ''; use provision, release, refresh, scale-down"),
         ({"mode": "provision", "instance_count": "$(touch x)"}, "instance-count is '$(touch x)'; give a whole number"),
         (
             {"mode": "provision", "usage_class": "##[add-path]/x"},

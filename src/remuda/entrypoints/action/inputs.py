@@ -54,6 +54,16 @@ POOL = frozenset(
         "github-environment",
     }
 )
+SCALE_DOWN = frozenset(
+    {
+        "environment",
+        "idle-config",
+        "minimum-running-time-in-minutes",
+        "runner-boot-time-in-minutes",
+        "idle-scope",
+        "max-removals-per-cycle",
+    }
+)
 #: Credentials have no flag: a command reads them from the environment.
 CREDENTIALS = frozenset({"github-token", "github-app-id", "github-app-key"})
 SECRETS = frozenset({"github-token", "github-app-key"})
@@ -62,10 +72,13 @@ USED_BY: Mapping[str, frozenset[str]] = {
     "provision": EVERYWHERE | RUN | REQUEST,
     "release": EVERYWHERE | RUN,
     "refresh": EVERYWHERE | POOL,
+    "scale-down": EVERYWHERE | SCALE_DOWN,
 }
 SETTINGS = frozenset().union(*USED_BY.values()) | CREDENTIALS
+#: True or false, and which mode asks.
+SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
 #: Of the step itself.
-OF_THE_STEP = frozenset({"mode", "aws-region", "config", "sweep-only"})
+OF_THE_STEP = frozenset({"mode", "aws-region", "config", *SWITCHES})
 #: Variables that hold a secret in a step, whoever set them.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -100,11 +113,10 @@ class Inputs:
     def config(self) -> str:
         return self.given.get("config", "")
 
-    @property
-    def sweep_only(self) -> bool:
-        text = self.given.get("sweep-only", "false")
+    def switch(self, name: str) -> bool:
+        text = self.given.get(name, "false")
         if text not in {"true", "false"}:
-            raise UserError(f"sweep-only is {text[:80]!r}", field="sweep-only", fix="use true or false")
+            raise UserError(f"{name} is {text[:80]!r}", field=name, fix="use true or false")
         return text == "true"
 
     def secrets(self) -> list[str]:
@@ -117,7 +129,8 @@ class Inputs:
 
     def unused(self) -> list[str]:
         """Given, but of no effect in this mode: somebody expects something that will not happen."""
-        wanted = USED_BY[self.mode] | CREDENTIALS | OF_THE_STEP - ({"sweep-only"} if self.mode != "refresh" else set())
+        elsewhere = {name for name, mode in SWITCHES.items() if mode != self.mode}
+        wanted = USED_BY[self.mode] | CREDENTIALS | OF_THE_STEP - elsewhere
         return sorted(name for name in self.given if name not in wanted)
 
 

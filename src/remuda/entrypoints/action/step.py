@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from remuda.domain.errors import Interrupted, RemudaError
 from remuda.entrypoints.action.channel import Channel, write_outputs
-from remuda.entrypoints.action.inputs import SECRET_VARIABLES, Inputs, as_inputs, read_inputs
+from remuda.entrypoints.action.inputs import SECRET_VARIABLES, SWITCHES, Inputs, as_inputs, read_inputs
 from remuda.entrypoints.action.summary import Failure, GivenBack, summary
 from remuda.entrypoints.output import ConsoleJournal, Output
 from remuda.entrypoints.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, command
@@ -176,7 +176,7 @@ def _standard_output() -> TextIO:
 
 def _run(inputs: Inputs, output: StepOutput) -> int:
     mode, region = inputs.mode, inputs.region
-    sweep_only = inputs.sweep_only
+    switches = {name: inputs.switch(name) for name in SWITCHES}
     if unused := inputs.unused():
         output.warnings.append(
             f"mode {mode} does not use {', '.join(unused)}: leave it out, or give it to its own mode"
@@ -193,7 +193,9 @@ def _run(inputs: Inputs, output: StepOutput) -> int:
             return commands.run_provision(flags, config, output)
         if mode == "release":
             return commands.run_release(flags, config, output)
-        return commands.run_refresh(flags, config, output, sweep_only=sweep_only, every=None)
+        if mode == "refresh":
+            return commands.run_refresh(flags, config, output, sweep_only=switches["sweep-only"], every=None)
+        return commands.run_scale_down_command(flags, config, output, dry_run=switches["dry-run"])
 
 
 def _tell(inputs: Inputs, output: StepOutput, code: int) -> int:

@@ -117,10 +117,28 @@ def _refresh(document: Document) -> list[str]:
     ]
 
 
+def _scale_down(document: Document) -> list[str]:
+    decisions = document["decisions"]
+    would = "what would be done" if document["dry_run"] else _count(len(decisions), "decision")
+    quota = document["idle_quota"]
+    rows = [
+        (item["instance_id"], item["owner"], item["action"], item["reason"], "yes" if item["done"] else "no")
+        for item in decisions
+    ]
+    return [
+        _title("scale-down", f"{text(document['environment'])}, {would}"),
+        f"Idle quota {text(quota['idle_count'])}, {text(quota['eviction'])}; in {_seconds(document['seconds'])}",
+        *_table(("instance", "owner", "action", "why", "done"), rows),
+        *_errors(document),
+        *_calls(document),
+    ]
+
+
 _PAGES: Mapping[str, Callable[[Document], list[str]]] = {
     "provision": _provision,
     "release": _release,
     "refresh": _refresh,
+    "scale-down": _scale_down,
 }
 
 
