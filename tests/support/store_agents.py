@@ -25,6 +25,11 @@ LOOK_S = 0.2
 LIVE = [state for state in State if state not in {State.TERMINATING, State.TERMINATED}]
 
 
+async def _never_asked() -> str:
+    """Where records are, the table says: only a refresh asks AWS."""
+    raise AssertionError
+
+
 class NamedMachine(FakeMachine):
     def __init__(self, instance_id: str, pool: str) -> None:
         super().__init__([])
@@ -83,7 +88,12 @@ class Herd:
             config=config(),
         ) as client:
             store = self._store = DynamoInstanceStore(
-                client=client, table=f"remuda-{self._pool}", clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
+                client=client,
+                table=f"remuda-{self._pool}",
+                clock=SystemClock(),
+                ids=SystemIds(),
+                calls=CallCounter(),
+                newest_prefix=_never_asked,
             )
             try:
                 while True:

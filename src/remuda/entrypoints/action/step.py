@@ -195,7 +195,7 @@ def _run(inputs: Inputs, output: StepOutput) -> int:
             return commands.run_release(flags, config, output)
         if mode == "refresh":
             return commands.run_refresh(flags, config, output, sweep_only=switches["sweep-only"], every=None)
-        return commands.run_scale_down_command(flags, config, output, dry_run=switches["dry-run"])
+        return commands.run_scale_down_command(flags, config, output, dry_run=switches["dry-run"], every=None)
 
 
 def _tell(inputs: Inputs, output: StepOutput, code: int) -> int:
