@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
+from functools import cache
 from typing import Any, TypeVar, cast
 
 from remuda.domain.errors import Conflict
@@ -269,16 +270,31 @@ def _kept(value: T) -> T:
     return cast("T", _settled(value))
 
 
+#: What is as it is.
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
 def _settled(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return to_milliseconds(value)
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is datetime:
+        return to_milliseconds(value) if value.microsecond % 1000 else value
     if isinstance(value, tuple):
         return tuple(_settled(item) for item in value)
     if isinstance(value, Mapping):
         return {key: _settled(item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{item.name: _settled(getattr(value, item.name)) for item in fields(value)})
+        changed = {
+            name: after for name in _names(kind) if (after := _settled(before := getattr(value, name))) is not before
+        }
+        return replace(value, **changed) if changed else value
     return value
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
 
 
 def _those(records: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:

@@ -1,0 +1,52 @@
+"""One seed is one history, whatever Python's hashes are salted with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from remuda.simulation.plan import draw
+from remuda.simulation.run import simulate
+
+PROGRAM = """
+import sys
+from remuda.simulation.plan import draw
+from remuda.simulation.run import simulate
+for seed in sys.argv[1:]:
+    outcome = simulate(draw(int(seed), hours=0.25, instances=6))
+    print(outcome.digest, outcome.steps, outcome.violation)
+"""
+SEEDS = ("11", "12", "13")
+
+
+def history(salt: str) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": salt}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *SEEDS], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_seed_gives_the_same_trace_under_another_hash_seed():
+    assert history("1") == history("4242")
+
+
+def test_a_seed_gives_the_same_trace_again_and_another_seed_another():
+    first, again, other = (simulate(draw(seed, hours=0.25, instances=6)) for seed in (21, 21, 22))
+    assert first.digest == again.digest
+    assert first.digest != other.digest
+
+
+def test_what_a_trace_keeps_does_not_change_it():
+    plan = draw(23, hours=0.1, instances=4)
+    assert simulate(plan).digest == simulate(plan, keep_trace=True).digest
+
+
+@pytest.mark.parametrize("seed", range(30, 34))
+def test_faults_switched_off_leave_no_trace(seed: int):
+    outcome = simulate(draw(seed, hours=0.25, instances=6, faults=frozenset()))
+    assert not outcome.violation
+    assert not outcome.faults
