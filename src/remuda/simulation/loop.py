@@ -55,6 +55,21 @@ class _Callback(asyncio.TimerHandle):
         return f"<{self.call} of {self.process}>"
 
 
+class _Task(asyncio.Task[T]):
+    """Hashes by its number: asyncio keeps tasks in sets, and cancels them in the order of those."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: VirtualLoop, name: str, context: Context | None) -> None:
+        # First: asyncio hashes it while it is being made.
+        self._number = loop.next_number()
+        super().__init__(work, loop=loop, name=name, context=context)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 def _nothing() -> None:
     """In place of what was cancelled."""
 
@@ -247,7 +262,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None, **_: Any
     ) -> asyncio.Task[T]:
-        return asyncio.Task(coro, loop=self, name=name or "", context=context)
+        return _Task(coro, self, name or "", context)
+
+    def next_number(self) -> int:
+        self._count += 1
+        return self._count
 
     def get_debug(self) -> bool:
         return False
