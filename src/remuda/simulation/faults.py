@@ -207,7 +207,8 @@ class Faults:
         subjects = list(subjects)
         for subject in subjects:
             self.cover(fault, subject)
-        self._tell(f"fault {strike} {' '.join(subjects)}".rstrip())
+        if fault is not Fault.CLOCK_SKEW:
+            self._tell(f"fault {strike} {' '.join(subjects)}".rstrip())
         return True
 
     def cover(self, fault: Fault, instance_id: str) -> None:

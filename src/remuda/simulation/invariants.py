@@ -161,7 +161,11 @@ class Safety:
         if self._world.cloud.state(after.instance_id) not in {None, MachineState.TERMINATED}:
             yield "S9", "terminated, and the machine is not"
 
-    def _stays(self, before: Instance, after: Instance, _: Party) -> Iterable[tuple[str, str]]:
+    def _stays(self, before: Instance, after: Instance, party: Party) -> Iterable[tuple[str, str]]:
+        if after.announced_at not in {None, before.announced_at} and (
+            (after.instance_id, after.epoch) not in party.sent
+        ):
+            yield "L4", f"{party} says that the pool was told, and has not told it"
         if before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold > before.threshold:
             yield "S6", f"the time of a {before.state} instance was extended"
         if before.state is State.RELEASING and before.run_deadline and after.threshold > before.threshold:
@@ -437,7 +441,7 @@ class Safety:
             if record is None or (record.state, record.epoch) != (State.IDLE, message.epoch):
                 continue
             copies = [item.message for item in self._world.queues.named(resource_class).messages]
-            if message not in copies:
+            if message not in copies and message.id not in self._world.shown_early:
                 self.violated("L4", f"the hint about {message.id} was deleted while it is idle", message.id)
 
     # Processes
@@ -464,6 +468,9 @@ class Safety:
         held = [(item.instance.instance_id, item.instance.epoch) for item in result.instances]
         if party.order is not None and len({key for key, _ in held}) != party.order.count:
             self.violated("L5", f"{party} was given {held}, and asked for {party.order.count}")
+        provision = self._provision(result.provision_id)
+        if provision is not None and {key for key, _ in held} != set(provision.instance_ids):
+            self.violated("L5", f"{party} succeeded, and its provision is {provision.status} without its instances")
         for key in held:
             if self._given.setdefault(key, result.provision_id) != result.provision_id:
                 self.violated("S1", f"{key} was given to {self._given[key]} and to {result.provision_id}", key[0])
@@ -474,6 +481,10 @@ class Safety:
         """Where nothing else went wrong, a failed provision has given all back when it ends."""
         if party.hits or party.paused_once:
             return
+        for provision_id in party.provisions:
+            provision = self._provision(provision_id)
+            if provision is not None and provision.status is not ProvisionStatus.RELEASED:
+                self.violated("L5", f"{party} failed and left {provision_id} {provision.status}")
         for record in self._world.database.instances.values():
             live = record.state in {State.CREATED, State.CLAIMED, State.RUNNING}
             if live and record.provision_id in party.provisions and self._world.cloud.is_alive(record.instance_id):

@@ -68,15 +68,19 @@ class Liveness:
     def _lives(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
         now = world.clock.now()
-        sweeps = timedelta(seconds=2 * (SWEEP_S + WORK_S) + world.lifetimes.margin_s) + SKEW + world.cloud.shutting_down
-        missing = timedelta(seconds=world.lifetimes.gone_after_s + SWEEP_S)
+        # The first sweep past its time ends it, the second one confirms it.
+        first = timedelta(seconds=SWEEP_S + WORK_S + world.lifetimes.margin_s)
+        second = timedelta(seconds=2 * (SWEEP_S + WORK_S)) + SKEW + world.cloud.shutting_down
+        missing = timedelta(seconds=world.lifetimes.gone_after_s + world.lifetimes.margin_s + SWEEP_S)
         for record in world.database.instances.values():
             self.checks += 1
             if record.state is State.TERMINATED:
                 continue
+            patience = second if record.state is State.TERMINATING else first
             # What EC2 has forgotten must be missed twice.
-            known = world.cloud.state(record.instance_id) is not None
-            if now > self._since(record.threshold) + sweeps + (timedelta(0) if known else missing):
+            if world.cloud.state(record.instance_id) is None:
+                patience += missing
+            if now > self._since(record.threshold) + patience:
                 yield "L1", f"{record.instance_id} is {record.state} long after its threshold", record.instance_id
 
     def _unrecorded(self) -> Iterable[tuple[str, str, str]]:
@@ -107,7 +111,7 @@ class Liveness:
     def _hints(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
         now = world.clock.now()
-        patience = timedelta(seconds=world.lifetimes.reannounce_s + 2 * SWEEP_S + WORK_S) + 2 * SKEW
+        patience = timedelta(seconds=world.lifetimes.reannounce_s + SWEEP_S + WORK_S) + SKEW
         for record in world.database.instances.values():
             if record.state is not State.IDLE or record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
                 continue

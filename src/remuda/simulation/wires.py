@@ -235,6 +235,7 @@ class PoolWire(Wire):
             ids = [message.id for message in messages]
             await self._travel(ids)
             self._tell("send", ids)
+            self._party.sent.update((message.id, message.epoch) for message in messages)
             fails = self._strikes(Fault.POOL_FAILED, SOME, ids)
             for number, message in enumerate(messages):
                 if fails and number >= len(ids) // 2:
@@ -277,6 +278,7 @@ class PoolWire(Wire):
             self._tell("receive", ids)
             for instance_id in ids if again else ():
                 self._faults.cover(Fault.MESSAGE_TWICE, instance_id)
+                self._world.shown_early.add(instance_id)
             if len(taken) > 1 and self._strikes(Fault.MESSAGE_REORDERED, OFTEN, ids):
                 taken = taken[: len(taken) // 2]
             if self._chance.random() < 0.5:

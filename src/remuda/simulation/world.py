@@ -45,7 +45,7 @@ SCOPE = "octo/repo"
 LIFETIMES = Lifetimes(
     provision_timeout_s=240.0,
     max_runtime_s=420.0,
-    idle_time_s=300.0,
+    idle_time_s=420.0,
     release_time_s=120.0,
     max_age_s=1_500.0,
     max_uses=6,
@@ -53,7 +53,7 @@ LIFETIMES = Lifetimes(
     unrecorded_grace_s=300.0,
     ghost_grace_s=300.0,
     gone_after_s=60.0,
-    reannounce_s=150.0,
+    reannounce_s=120.0,
     keep_records_s=900.0,
 )
 #: What people change the configuration to, in flight.
@@ -98,6 +98,8 @@ class Party(Process):
         self.hit_at = -1e9
         self.paused_once = False
         self.pause_s = 0.0
+        #: Hints that it sent: instance and epoch.
+        self.sent: set[tuple[str, int]] = set()
         #: The instances that its last call was about.
         self.touching: Sequence[str] = ()
         #: Set when it ends.
@@ -248,6 +250,8 @@ class World:
         self.database.provisions = _Provisions(self)
         #: What records looked like, for indexes that lag.
         self.versions: dict[str, deque[tuple[float, Instance | None]]] = {}
+        #: Whose hint was shown to two at once: whoever deletes it then deletes the only one.
+        self.shown_early: set[str] = set()
         self.queues = MemoryQueues(clock=self.clock)
         self.cloud = MemoryCloud(clock=self.clock, ending_s=20.0, remembers_s=600.0)
         self.cloud.watchers.append(self)
