@@ -79,6 +79,8 @@ class Safety:
         self._ran: set[tuple[str, int]] = set()
         self._ran_for: set[tuple[str, str]] = set()
         self._released: set[tuple[str, int]] = set()
+        #: What was signalled, by instance and epoch: whoever acts on it has read it a moment ago.
+        self._said: set[tuple[str, int, Signal]] = set()
         #: Which provision was told that it has this instance at this epoch.
         self._given: dict[tuple[str, int], str] = {}
         self.checks = 0
@@ -196,7 +198,7 @@ class Safety:
         if before.state not in {State.CREATED, State.CLAIMED}:
             yield "S5", f"{before.state} became running"
         report = self._world.database.reports.get(after.instance_id)
-        if report is None or (report.epoch, report.signal) != (after.epoch, Signal.UD_REG_OK):
+        if (after.instance_id, after.epoch, Signal.UD_REG_OK) not in self._said:
             yield "S4", f"running by {report and report.signal} of epoch {report and report.epoch}"
         host = self._world.hosts[after.instance_id]
         if host.alive and self._epoch_of(host.state().configured_as) != after.epoch:
@@ -217,7 +219,7 @@ class Safety:
         if before.state is not State.RELEASING:
             yield "S3", f"{before.state} became idle"
         report = self._world.database.reports.get(after.instance_id)
-        if report is None or (report.epoch, report.signal) != (after.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK):
+        if (after.instance_id, after.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK) not in self._said:
             yield "S4", f"idle by {report and report.signal} of epoch {report and report.epoch}"
         if after.retire:
             yield "S6", f"idle although {after.retire}"
@@ -285,6 +287,8 @@ class Safety:
         if before is not None and (before.epoch, before.signal) == (after.epoch, after.signal):
             return
         self.checks += 1
+        if after.signal is not None:
+            self._said.add((instance_id, after.epoch, after.signal))
         if before is not None and (after.epoch, after.rank) < (before.epoch, before.rank):
             self.violated("S4", f"{instance_id}: {before.signal} fell back to {after.signal}", instance_id)
         if is_secret(after.detail):
