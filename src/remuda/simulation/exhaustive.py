@@ -1,14 +1,14 @@
 """Every order of events in a small world: two instances, three runs, messages that come again, one crash.
 
-A breadth-first search over the real transition table and the real decisions of agent and sweeps (`advance`, `next_step`,
-`next_for_releasing`, `made_by`), without an event loop: a state is a value, an action makes another. What time allows
-at some time is allowed at any time.
+A breadth-first search over the real transition table and the real decisions of agents and sweeps (`advance`,
+`next_step`, `next_for_releasing`, `made_by`), without an event loop: a state is a value, an action makes another. What
+time allows at some time is allowed at any time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
@@ -48,15 +48,17 @@ REGISTRATION = Credential(token="registration", expires_at=LATER)  # noqa: S106
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """What is on a machine, and what its agent has seen and done."""
+    """What is on a machine, and what its agent is about."""
 
-    seen: Instance | None = None
+    #: The epoch that it is registered for, or 0.
     configured: int = 0
+    #: The epoch that it is being registered for: that takes long, and the record may move meanwhile.
+    configuring: int = 0
     listening: bool = False
-    #: The run whose job runs here.
-    job: str = ""
+    job: bool = False
     dirty: bool = False
-    signalled: tuple[int, Signal] | None = None
+    #: It was started again, and does not know what it signalled.
+    forgetful: bool = False
     alive: bool = True
 
 
@@ -79,16 +81,10 @@ class Scene:
     agents: tuple[Agent, ...]
     reports: tuple[tuple[int, Signal | None], ...]
     runs: tuple[Run, ...]
-    #: Hints that were ever sent: each may come at any time, any number of times.
-    messages: frozenset[tuple[int, int]] = frozenset()
     #: What a sweep has read and not yet acted on.
     looked: tuple[int, Instance, tuple[int, Signal | None]] | None = None
-    #: (instance, epoch) that were once running.
-    ran: frozenset[tuple[int, int]] = frozenset()
-    #: (instance, epoch) that once said that they are clean: what is read may be older than what is there.
-    cleaned: frozenset[tuple[int, int]] = frozenset()
-    crashes: int = 1
-    expiries: int = 1
+    #: How many of crash, expiry and lost answer may still happen.
+    mishaps: int = 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,7 +101,7 @@ class Search:
     path: list[str] = field(default_factory=list)
 
 
-class Broken(Exception):  # noqa: N818 - says what is broken
+class Broken(Exception):
     """An action led to what must not be."""
 
 
@@ -114,8 +110,8 @@ class Bounds:
     instances: int = 2
     runs: int = 3
     max_epoch: int = 2
-    crashes: int = 1
-    expiries: int = 1
+    #: Crashes, expiries and lost answers, all together.
+    mishaps: int = 1
 
 
 def explore(bounds: Bounds | None = None, *, limit: int | None = None) -> Search:
@@ -126,8 +122,7 @@ def explore(bounds: Bounds | None = None, *, limit: int | None = None) -> Search
         agents=(Agent(),) * bounds.instances,
         reports=((0, None),) * bounds.instances,
         runs=(Run(),) * bounds.runs,
-        crashes=bounds.crashes,
-        expiries=bounds.expiries,
+        mishaps=bounds.mishaps,
     )
     search = Search()
     came_from: dict[Scene, tuple[Scene | None, str]] = {first: (None, "")}
@@ -170,8 +165,8 @@ def _judge(scene: Scene) -> None:
             continue
         if record.state is State.IDLE and (agent.listening or agent.configured or agent.dirty or agent.job):
             raise Broken(f"S3: instance {number} is idle, and {agent}")
-        if agent.listening and (number, agent.configured or record.epoch) not in scene.ran:
-            raise Broken(f"S2: instance {number} listens at epoch {agent.configured}, and never ran")
+        if agent.listening and record.state in {State.CREATED, State.CLAIMED, State.IDLE}:
+            raise Broken(f"S2: instance {number} listens while it is {record.state}")
     believers: dict[str, int] = {}
     for number, run in enumerate(scene.runs):
         if run.held is not None and not run.over:
@@ -223,11 +218,13 @@ class _Actions:
         scene = self._scene
         if run.over:
             return
-        if scene.crashes:
-            yield f"run {number} crashes", replace(self._with_run(number, replace(run, over=True)), crashes=0)
+        if scene.mishaps:
+            yield (
+                f"run {number} crashes",
+                replace(self._with_run(number, replace(run, over=True)), mishaps=scene.mishaps - 1),
+            )
         if run.held is None and run.unsure is None:
             yield from self._take(number, run)
-            yield f"run {number} gives up", self._with_run(number, replace(run, status="released", over=True))
         if run.unsure is not None:
             yield from self._ask_again(number, run, run.unsure)
         if run.held is not None:
@@ -241,20 +238,18 @@ class _Actions:
                 change = create(born, by=Actor.PROVISION, why="")
                 yield f"run {number} creates {at}", self._hold(self._apply(at, change), number, born)
                 break
-        for at, epoch in sorted(scene.messages):
+        for at, epoch in self._messages():
             change = self._claim(number, at, epoch)
-            if epoch >= self._bounds.max_epoch:
-                continue
             if change.guard.admits(scene.records[at]):
                 after = self._apply(at, change)
                 claimed = after.records[at]
                 yield f"run {number} claims {at}", self._hold(after, number, claimed)
-                unsure = replace(after.runs[number], unsure=(at, epoch))
-                yield f"run {number} claims {at}, answer lost", self._with_run(number, unsure, after)
+                if scene.mishaps:
+                    unsure = replace(run, unsure=(at, epoch))
+                    lost = replace(self._with_run(number, unsure, after), mishaps=scene.mishaps - 1)
+                    yield f"run {number} claims {at}, answer lost", lost
             elif (current := scene.records[at]) is not None and made_by(change, current):
                 raise Broken(f"S1: run {number} takes another's claim of {at} for its own")
-            lost = replace(run, unsure=(at, epoch))
-            yield f"run {number} loses a claim of {at} on the way", self._with_run(number, lost)
 
     def _ask_again(self, number: int, run: Run, unsure: tuple[int, int]) -> Iterator[tuple[str, Scene]]:
         at, epoch = unsure
@@ -292,6 +287,13 @@ class _Actions:
         if run.status in {"open", "committed"}:
             yield f"run {number} is released", self._with_run(number, replace(run, status="released"))
 
+    def _messages(self) -> Iterator[tuple[int, int]]:
+        """Whatever was idle once was announced, and each hint may come at any time, any number of times."""
+        for at, record in enumerate(self._scene.records):
+            if record is not None:
+                latest = record.epoch if record.state is State.IDLE else record.epoch - 1
+                yield from ((at, epoch) for epoch in range(1, min(latest, self._bounds.max_epoch - 1) + 1))
+
     # Sweeps and releases: what they read may be old when they act
 
     def _sweep(self, number: int) -> Iterator[tuple[str, Scene]]:
@@ -300,10 +302,10 @@ class _Actions:
         if record is None or record.state is State.TERMINATED:
             return
         look = (number, record, scene.reports[number])
-        if scene.looked is None:
+        report = _report(number, scene.reports[number])
+        due = any(self._events(record, report)) or (scene.mishaps and record.state not in ABSORBING)
+        if scene.looked is None and due:
             yield f"a sweep looks at {number}", replace(scene, looked=look)
-        if record.state is State.IDLE and (number, record.epoch) not in scene.messages:
-            yield f"{number} is announced", replace(scene, messages=scene.messages | {(number, record.epoch)})
 
     def _act_on_look(self) -> Iterator[tuple[str, Scene]]:
         scene = self._scene
@@ -316,12 +318,12 @@ class _Actions:
             after = self._try(number, record, event, Actor.REFRESH, blind)
             if after is not None:
                 yield f"the sweep: {number} {why}", after
-        if scene.expiries and record.state not in ABSORBING:
+        if scene.mishaps and record.state not in ABSORBING:
             late = record.threshold + timedelta(seconds=LIFETIMES.margin_s + 1)
             event = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
             after = self._try(number, record, event, Actor.REFRESH, blind, now=late)
             if after is not None:
-                yield f"the sweep: {number} expires", replace(after, expiries=0)
+                yield f"the sweep: {number} expires", replace(after, mishaps=scene.mishaps - 1)
 
     def _events(self, record: Instance, report: Report) -> Iterator[tuple[str, Event]]:
         owner = self._scene.runs[int(record.provision_id.removeprefix("p-"))]
@@ -345,51 +347,69 @@ class _Actions:
         scene, agent, record = self._scene, self._scene.agents[number], self._scene.records[number]
         if not agent.alive or record is None:
             return
-        if agent.seen != record:
-            yield f"agent {number} reads {record.state}", self._with_agent(number, replace(agent, seen=record))
-        if agent.seen is not None:
-            yield from self._step(number, agent, agent.seen)
-        if scene.crashes:
-            restarted = replace(agent, seen=None, signalled=None)
-            yield f"agent {number} is started again", replace(self._with_agent(number, restarted), crashes=0)
-        yield from self._job(number, agent)
-
-    def _job(self, number: int, agent: Agent) -> Iterator[tuple[str, Scene]]:
+        if agent.configuring:
+            yield from self._configured(number, agent)
+        else:
+            for name, after in self._step(number, agent, record):
+                yield name, self._and_on(number, after)
+        if scene.mishaps:
+            restarted = replace(agent, configuring=0, forgetful=True)
+            yield (
+                f"agent {number} is started again",
+                replace(self._with_agent(number, restarted), mishaps=scene.mishaps - 1),
+            )
         if agent.job:
-            yield f"the job on {number} ends", self._with_agent(number, replace(agent, job=""))
+            yield f"the job on {number} ends", self._with_agent(number, replace(agent, job=False))
         elif agent.listening and agent.configured:
-            record = self._scene.records[number]
-            run = record.run_id or record.last_run_id if record else ""
-            if record is None or record.epoch != agent.configured or record.state in {State.IDLE, State.CLAIMED}:
+            if record.epoch != agent.configured or record.state in {State.IDLE, State.CREATED, State.CLAIMED}:
                 raise Broken(f"S2: a job may start on {number}: {agent}, {record}")
-            yield f"a job starts on {number}", self._with_agent(number, replace(agent, job=run, dirty=True))
+            yield f"a job starts on {number}", self._with_agent(number, replace(agent, job=True, dirty=True))
 
-    def _step(self, number: int, agent: Agent, seen: Instance) -> Iterator[tuple[str, Scene]]:
-        signalled = agent.signalled[1] if agent.signalled and agent.signalled[0] == seen.epoch else None
+    def _and_on(self, number: int, scene: Scene) -> Scene:
+        """What an agent does next on its own, and nobody else can see, is done at once: fewer states, no fewer ends."""
+        while True:
+            agent, record = scene.agents[number], scene.records[number]
+            if record is None or record.state is not State.RELEASING or agent.configuring or not agent.alive:
+                return scene
+            following = _Actions(scene, self._bounds)._step(number, agent, record)  # noqa: SLF001 - its own
+            steps = list(following)
+            if len(steps) != 1:
+                return scene
+            scene = steps[0][1]
+
+    def _configured(self, number: int, agent: Agent) -> Iterator[tuple[str, Scene]]:
+        epoch = agent.configuring
+        made = replace(agent, configured=epoch, configuring=0)
+        yield f"agent {number} is registered", self._signal(number, made, epoch, Signal.UD_REG_OK)
+        in_vain = replace(agent, configuring=0)
+        yield f"agent {number} is not registered", self._signal(number, in_vain, epoch, Signal.UD_REG_FAILED)
+        if self._scene.mishaps:
+            cut = self._with_agent(number, replace(made, forgetful=True))
+            yield f"agent {number} is registered and dies", replace(cut, mishaps=self._scene.mishaps - 1)
+
+    def _step(self, number: int, agent: Agent, record: Instance) -> Iterator[tuple[str, Scene]]:
+        epoch, signal = self._scene.reports[number]
         view = View(
-            record=seen,
+            record=record,
             runner=RunnerState(
                 configured_as=runner_name(POOL, agent.configured, _id(number)) if agent.configured else "",
                 listening=agent.listening,
-                busy=bool(agent.job),
+                busy=agent.job,
             ),
             script=Script.OK,
             now=NOW,
             margin_s=LIFETIMES.margin_s,
-            signalled=signalled,
+            signalled=signal if epoch == record.epoch and not agent.forgetful else None,
         )
         step = next_step(view)
         name = f"agent {number}: {step.do.value}"
         match step.do:
-            case Do.CONFIGURE if seen.assignment is not None:
-                parsed = parse_runner_name(POOL, seen.assignment.runner_name)
-                made = replace(agent, configured=parsed[0] if parsed else 0)
-                yield f"{name}, and is cut off", self._with_agent(number, made)
-                yield name, self._signal(number, made, seen.epoch, Signal.UD_REG_OK)
-                yield f"{name}, in vain", self._signal(number, agent, seen.epoch, Signal.UD_REG_FAILED)
+            case Do.CONFIGURE if record.assignment is not None:
+                parsed = parse_runner_name(POOL, record.assignment.runner_name)
+                yield name, self._with_agent(number, replace(agent, configuring=parsed[0] if parsed else 0))
             case Do.START:
-                if (number, agent.configured) not in self._scene.ran:
-                    raise Broken(f"S2: the runner of {number} starts at epoch {agent.configured}")
+                if record.state is not State.RUNNING or agent.configured != record.epoch:
+                    raise Broken(f"S2: the runner of {number} starts at epoch {agent.configured}: {record}")
                 yield name, self._with_agent(number, replace(agent, listening=True))
             case Do.REMOVE if not agent.job:
                 yield name, self._with_agent(number, replace(agent, configured=0))
@@ -399,14 +419,13 @@ class _Actions:
                 yield name, self._with_agent(number, replace(agent, listening=False))
             case Do.RESET:
                 clean = replace(agent, dirty=False)
-                yield name, self._signal(number, clean, seen.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)
+                yield name, self._signal(number, clean, record.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)
                 failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
-                yield f"{name}, in vain", self._signal(number, agent, seen.epoch, failed)
+                yield f"{name}, in vain", self._signal(number, agent, record.epoch, failed)
             case Do.SIGNAL if step.signal is not None:
-                yield f"{name} {step.signal}", self._signal(number, agent, seen.epoch, step.signal)
+                yield f"{name} {step.signal}", self._signal(number, agent, record.epoch, step.signal)
             case Do.END:
-                record = self._scene.records[number]
-                if record is not None and record.state not in ABSORBING:
+                if record.state not in ABSORBING:
                     raise Broken(f"S6: {number} ends itself while {record.state}")
                 yield name, self._with_agent(number, replace(agent, alive=False))
             case _:
@@ -415,12 +434,10 @@ class _Actions:
     # Small steps
 
     def _signal(self, number: int, agent: Agent, epoch: int, signal: Signal) -> Scene:
-        scene = self._with_agent(number, replace(agent, signalled=(epoch, signal)))
+        scene = self._with_agent(number, replace(agent, forgetful=False))
         if not _report(number, scene.reports[number]).may_become(epoch, signal):
             return scene
-        clean = {(number, epoch)} if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK else set()
-        reports = _put(scene.reports, number, (epoch, signal))
-        return replace(scene, reports=reports, cleaned=scene.cleaned | clean)
+        return replace(scene, reports=_put(scene.reports, number, (epoch, signal)))
 
     def _born(self, run: int, at: int) -> Instance:
         return Instance(
@@ -487,11 +504,10 @@ class _Actions:
         before = scene.records[at]
         after = change.applied_to(before)
         self._judge_step(scene, at, before, after)
-        ran = scene.ran | {(at, after.epoch)} if after.state is State.RUNNING else scene.ran
         agents = scene.agents
         if after.state is State.TERMINATED:
             agents = _put(agents, at, replace(agents[at], alive=False))
-        return replace(scene, records=_put(scene.records, at, after), ran=ran, agents=agents)
+        return replace(scene, records=_put(scene.records, at, after), agents=agents)
 
     @staticmethod
     def _judge_step(scene: Scene, at: int, before: Instance | None, after: Instance) -> None:
@@ -505,12 +521,9 @@ class _Actions:
         told = scene.reports[at]
         if after.state is State.RUNNING and told != (after.epoch, Signal.UD_REG_OK):
             raise Broken(f"S4: {at} runs by {told}")
-        if after.state is State.IDLE and before.state is State.RELEASING:
-            if (at, after.epoch) not in scene.cleaned:
-                raise Broken(f"S4: {at} is idle by {told}")
-        if after.state is State.TERMINATING and before.state is State.RUNNING and after.retire != Cause.EXPIRED.value:
-            if told != (before.epoch, Signal.UD_REG_FAILED):
-                raise Broken(f"S6: {at} was ended while running, by {told}")
+        ended = after.state is State.TERMINATING and before.state is State.RUNNING
+        if ended and after.retire != Cause.EXPIRED.value and told != (before.epoch, Signal.UD_REG_FAILED):
+            raise Broken(f"S6: {at} was ended while running, by {told}")
 
     def _hold(self, scene: Scene, number: int, held: Instance | None) -> Scene:
         return self._with_run(number, replace(scene.runs[number], held=held, unsure=None), scene)

@@ -501,7 +501,7 @@ class Safety:
         return timedelta(seconds=self._world.lifetimes.margin_s)
 
     def _party(self) -> Party:
-        process = current_process()
+        process = self._world.acting or current_process()
         return self._world.parties[process.name] if process is not None else self._world.nobody
 
     def _provision(self, provision_id: str) -> Provision | None:

@@ -176,6 +176,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         #: What went wrong where nobody could catch it.
         self.complaints: list[BaseException] = []
         self._kept: list[_Callback] = []
+        self._tasks: list[asyncio.Task[Any]] = []
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run to the end of `work`. What still waits then never goes on."""
@@ -230,6 +231,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def keep(self, callbacks: Sequence[_Callback]) -> None:
         """What a dead process would have run: kept, for what is let go of would run its clean-up."""
         self._kept.extend(callbacks)
+
+    def keep_task(self, task: asyncio.Task[Any]) -> None:
+        """A task of nobody: it lives until it is done."""
+        self._tasks.append(task)
 
     # What asyncio asks of a loop. It ties the arguments to the callback; here any will do.
 

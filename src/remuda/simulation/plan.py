@@ -12,6 +12,12 @@ from remuda.simulation.faults import Fault, Strike, draw_half
 #: How long a run holds its instances, about: sets how many runs a world of a size has.
 HOLDS_S = 150.0
 CLASSES = ("large", "xlarge")
+#: After which calls a command may crash: those that change something.
+CALLS = {
+    "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
+    "release": ("replace_provision", "apply", "apply", "send"),
+    "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_sightings", "delete_runner"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +69,19 @@ class ExtraRelease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessCut:
-    """A process, by its name, crashes before its n-th step, or stands still."""
+    """A process, by its name, crashes before its n-th step, or stands still; with `call`, right after its n-th call
+    of that name was carried out.
+    """
 
     party: str
     step: int
+    call: str = ""
     pause_s: float = 0.0
     at: float = 0.0
 
     def __str__(self) -> str:
         what = f"stands still for {self.pause_s:.0f} s" if self.pause_s else "crashes"
-        return f"{self.party} {what} at its step {self.step}"
+        return f"{self.party} {what} at its {self.call or 'step'} {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +204,11 @@ class _Draft:
         if self._sometimes(Fault.PAUSE, 0.2):
             step = 1 + int(self._chance.random() ** 1.5 * steps)
             made.append(ProcessCut(party=party, step=step, pause_s=self._pause_s()))
+        call = self._chance.choice(CALLS[party.split(maxsplit=1)[0]])
+        if self._sometimes(Fault.CRASH, 0.2):
+            made.append(ProcessCut(party=party, call=call, step=self._chance.randint(1, 4)))
+        if self._sometimes(Fault.PAUSE, 0.1):
+            made.append(ProcessCut(party=party, call=call, step=self._chance.randint(1, 4), pause_s=self._pause_s()))
         return made
 
     def _pause_s(self) -> float:
@@ -234,4 +248,6 @@ class _Draft:
                     made.append(ProcessCut(party=party, step=pick()))
                 if self._sometimes(Fault.AGENT_PAUSE, 0.3):
                     made.append(ProcessCut(party=party, step=pick(), pause_s=self._pause_s()))
+                if self._sometimes(Fault.AGENT_CRASH, 0.5):
+                    made.append(ProcessCut(party=party, call="write_signal", step=self._chance.randint(1, 8)))
         return made

@@ -84,7 +84,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a message is deleted although its instance is idle and may be renewed",
         (
             _SELECTION,
-            "            if not _is_still_idle(conflict.current, message):\n                self._pickup.used(delivery)\n",
+            (
+                "            if not _is_still_idle(conflict.current, message):\n"
+                "                self._pickup.used(delivery)\n"
+            ),
             "            self._pickup.used(delivery)\n",
         ),
     ),

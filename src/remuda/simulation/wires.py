@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from remuda.domain.errors import CapacityError, Throttled, Unavailable, UserError
+from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.domain.provision import Provision
@@ -34,6 +34,8 @@ RARE, SOME, OFTEN = 0.01, 0.04, 0.15
 LATENCY_S = 0.06
 SLOW_S = 25.0
 BURST_S = 20.0
+#: How many of the writes whose answer is lost are applied later still, and how much later.
+LATE, LATE_S = 0.3, 15.0
 
 
 class Wire:
@@ -103,14 +105,35 @@ class StoreWire(Wire):
             self._tell(operation, subjects)
             if self._strikes(Fault.WRITE_LOST, likely, subjects):
                 raise Unavailable(f"the store did not answer {operation}")
-            answer = await inner(*given, **named)
             if self._strikes(Fault.WRITE_UNSURE, likely, subjects):
+                if self._chance.random() < LATE:
+                    self._later(inner, given, named)
+                else:
+                    await inner(*given, **named)
                 raise Unavailable(f"the store's answer to {operation} was lost")
+            answer = await inner(*given, **named)
+            await self._world.called(self._party, operation)
             if not is_beat and self._chance.random() < 0.5:
                 await self._travel(subjects)
             return answer
 
         return call
+
+    def _later(self, inner: Call, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """A request that its caller has given up is on its way all the same."""
+
+        async def land() -> None:
+            await asyncio.sleep(self._chance.random() * LATE_S)
+            self._world.acting = self._party
+            try:
+                await inner(*given, **named)
+            except RemudaError:
+                self._tell("refused, late")
+            finally:
+                self._world.acting = None
+
+        loop = self._world.loop
+        loop.keep_task(loop.create_task(land(), context=loop.outside))
 
     def _read(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
@@ -241,6 +264,7 @@ class PoolWire(Wire):
                 if fails and number >= len(ids) // 2:
                     break
                 await self._put(inner, message, delay_s)
+            await self._world.called(self._party, "send")
             if fails:
                 raise Unavailable("the queue did not take all messages")
 
@@ -281,6 +305,7 @@ class PoolWire(Wire):
                 self._world.shown_early.add(instance_id)
             if len(taken) > 1 and self._strikes(Fault.MESSAGE_REORDERED, OFTEN, ids):
                 taken = taken[: len(taken) // 2]
+            await self._world.called(self._party, "receive")
             if self._chance.random() < 0.5:
                 await self._travel(ids)
             return taken
@@ -301,6 +326,7 @@ class PoolWire(Wire):
             await inner(resource_class, receipts)
             if operation == "delete":
                 self._world.safety.hints_deleted(resource_class, held)
+                await self._world.called(self._party, operation)
 
         return settle
 
@@ -333,6 +359,7 @@ class ComputeWire(Wire):
             if short:
                 self._faults.cover(Fault.FLEET_PARTIAL, ids[0])
                 result = replace(result, errors=(*result.errors, "eu-west-1a: no capacity for more"))
+            await self._world.called(self._party, "launch")
             if self._strikes(Fault.LAUNCH_UNSURE, OFTEN, ids):
                 raise Unavailable("EC2's answer to CreateFleet was lost")
             await self._travel(ids)
@@ -377,6 +404,7 @@ class ComputeWire(Wire):
             if fails and self._chance.random() < 0.5:
                 raise Unavailable("EC2 did not answer TerminateInstances")
             answer: Mapping[str, str] = await inner(ids)
+            await self._world.called(self._party, "terminate")
             if fails:
                 raise Unavailable("EC2's answer to TerminateInstances was lost")
             return answer
@@ -462,6 +490,7 @@ class ForgeWire(Wire):
                 return Deletion.BUSY
             self._world.safety.removal_asked(runner_id)
             deletion: Deletion = await inner(scope, runner_id)
+            await self._world.called(self._party, "delete_runner")
             if self._strikes(Fault.GITHUB_UNSURE, SOME, ids):
                 raise Unavailable("GitHub's answer was lost")
             return deletion

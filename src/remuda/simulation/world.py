@@ -56,6 +56,8 @@ LIFETIMES = Lifetimes(
     reannounce_s=120.0,
     keep_records_s=900.0,
 )
+#: As the lifetimes, shorter than real ones: some credentials run out while they are held.
+TOKEN_LIFE_S = 400.0
 #: What people change the configuration to, in flight.
 CONFIGURATIONS = (
     LIFETIMES,
@@ -96,6 +98,7 @@ class Party(Process):
         #: Faults that it met, and when the last.
         self.hits = 0
         self.hit_at = -1e9
+        self.calls: Counter[str] = Counter()
         self.paused_once = False
         self.pause_s = 0.0
         #: Hints that it sent: instance and epoch.
@@ -150,7 +153,7 @@ class WatchedGithub(MemoryGithub):
     """GitHub, which remembers what its list looked like, and shows what happens to the judge."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(clock=world.clock)
+        super().__init__(clock=world.clock, token_life_s=TOKEN_LIFE_S)
         self._world = world
         self.snapshots: deque[tuple[float, tuple[ForgeRunner, ...]]] = deque(maxlen=400)
 
@@ -245,6 +248,8 @@ class World:
         self._skews = random.Random(f"{plan.seed} skews")
         self.lifetimes = LIFETIMES
         self.throttled_until = -1.0
+        #: Whose late write is applied just now.
+        self.acting: Party | None = None
         self.safety = Safety(self)
         self.database = _Database(changes=_Watched(self))
         self.database.provisions = _Provisions(self)
@@ -376,11 +381,25 @@ class World:
         )
 
     def _party(self, name: str, *, kind: str, skew_s: float, **who: Any) -> Party:
-        cuts = [Cut(step=item.step, pause_s=item.pause_s) for item in self._cuts.get(name, ())]
+        cuts = [Cut(step=item.step, pause_s=item.pause_s) for item in self._cuts.get(name, ()) if not item.call]
         party = Party(self.loop, name, kind=kind, skew_s=skew_s, cuts=cuts if self.faults.active else (), **who)
         party.on_cut = lambda cut: self._cut(party, cut)
         self.parties[name] = party
         return party
+
+    async def called(self, party: Party, operation: str) -> None:
+        """A call was carried out, and its answer is on the way: the time for a crash that was planned for it."""
+        party.calls[operation] += 1
+        for item in self._cuts.get(party.name, ()):
+            if item.call == operation and item.step == party.calls[operation] and self.faults.active:
+                cut = Cut(step=item.step, pause_s=item.pause_s)
+                self._cut(party, cut)
+                if cut.pause_s:
+                    party.pause(cut.pause_s)
+                else:
+                    party.crash()
+                # A dead process does not come back from here, a paused one later.
+                await asyncio.sleep(0)
 
     def _cut(self, party: Party, cut: Cut) -> None:
         is_agent = party.kind == "agent"
