@@ -103,6 +103,7 @@ class Safety:
                 self.violated("S9", f"the record of {instance_id} was forgotten while {before.state}", instance_id)
             return
         self._known[instance_id] = after
+        self._world.stats[f"row {self._world.database.histories[instance_id][-1].transition}"] += 1
         self._written_at[instance_id] = self._world.loop.time()
         if after.state is State.RUNNING:
             self._ran.add((instance_id, after.epoch))
@@ -295,7 +296,8 @@ class Safety:
             self.violated("S12", f"{instance_id}: a credential in its report", instance_id)
         host = self._world.hosts.get(instance_id)
         signal = after.signal
-        if host is None or not host.alive or signal is None:
+        if host is None or not host.alive or signal is None or self._world.acting is not None:
+            # A signal that lands late was true when it was sent.
             return
         state = host.state()
         if signal is Signal.UD_REG_OK and self._epoch_of(state.configured_as) != after.epoch:

@@ -290,6 +290,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "for item in await context.store.find(LIVE)}",
             "for item in await context.store.find(LIVE - {State.CREATED})}",
         ),
+        (
+            _PROVISIONS,
+            "provision.provision_id and instance.state in ASSIGNED\n",
+            "provision.provision_id and instance.state in ASSIGNED - {State.CREATED}\n",
+        ),
     ),
     _mutant(
         "expiry-without-margin",

@@ -181,6 +181,7 @@ class MemoryInstanceStore:
     ) -> None:
         self._count("beat")
         report = self._database.reports.get(instance_id) or Report(instance_id=instance_id)
+        at = to_milliseconds(at)
         self._keep_report(report.beaten(at=at, busy=busy, listening=listening, notice=notice, version=version))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
@@ -248,7 +249,7 @@ class MemoryInstanceStore:
         return sorted(self._database.provisions.values(), key=lambda each: (each.created_at, each.provision_id))
 
     def _keep_report(self, report: Report) -> None:
-        self._database.reports[report.instance_id] = _kept(report)
+        self._database.reports[report.instance_id] = report
         self._database.changes.tell((Report, report.instance_id))
 
     async def _wait(

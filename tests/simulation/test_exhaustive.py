@@ -1,0 +1,34 @@
+"""Every order of events in small worlds."""
+
+from __future__ import annotations
+
+import pytest
+
+from remuda.simulation import exhaustive
+from remuda.simulation.exhaustive import Bounds, explore
+
+
+@pytest.mark.parametrize(
+    ("bounds", "most"),
+    [
+        (Bounds(instances=1, runs=2), None),
+        (Bounds(instances=2, runs=1), None),
+        # The whole of it takes long: `make simulate` goes further.
+        (Bounds(instances=2, runs=3), 40_000),
+    ],
+    ids=["one instance, two runs", "two instances, one run", "two instances, three runs, the nearest"],
+)
+def test_no_order_of_events_violates_anything(bounds: Bounds, most: int | None):
+    search = explore(bounds, limit=most)
+    assert not search.violation, "\n".join([search.violation, *search.path])
+    assert search.complete or most is not None
+
+
+def test_a_wrong_adoption_is_found(monkeypatch: pytest.MonkeyPatch):
+    def credulous(change, current):
+        return current.state is change.sets.get("state") and current.epoch == change.sets.get("epoch")
+
+    monkeypatch.setattr(exhaustive, "made_by", credulous)
+    search = explore(Bounds(instances=1, runs=2))
+    assert search.violation.startswith("S1")
+    assert search.path
