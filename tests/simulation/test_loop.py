@@ -125,7 +125,7 @@ def test_a_paused_process_goes_on_where_it_was():
                 await asyncio.sleep(1)
                 at.append(loop.time())
 
-        process(loop, victim(), cuts=[Cut(step=3, pause_s=50.0)])
+        process(loop, victim(), cuts=[Cut(step=4, pause_s=50.0)])
         await asyncio.sleep(200)
         return [*at]
 
