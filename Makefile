@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check unit conformance acceptance docs clean
+.PHONY: help demo test check unit conformance acceptance simulation simulate docs clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,7 +15,7 @@ help: ## What there is
 demo: $(VENV)/.installed ## The whole story on this machine, in under two minutes
 	@$(BIN)/remuda demo
 
-test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
+test: check unit conformance acceptance simulation ## Everything: style, types, directions, and all tests
 
 check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, generated docs, the template
 	$(BIN)/ruff check .
@@ -34,6 +34,14 @@ conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed #
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
 	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile
+
+simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
+	$(BIN)/pytest tests/simulation -q -p no:xdist
+
+simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and small worlds in every order
+	$(BIN)/remuda simulate --seeds 20000 --first-seed 0
+	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python -m remuda.simulation.report
 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py

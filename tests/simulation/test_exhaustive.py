@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from remuda.agent.lifecycle import Do, Step, View, next_step
 from remuda.simulation import exhaustive
 from remuda.simulation.exhaustive import Bounds, explore
 
@@ -24,11 +25,13 @@ def test_no_order_of_events_violates_anything(bounds: Bounds, most: int | None):
     assert search.complete or most is not None
 
 
-def test_a_wrong_adoption_is_found(monkeypatch: pytest.MonkeyPatch):
-    def credulous(change, current):
-        return current.state is change.sets.get("state") and current.epoch == change.sets.get("epoch")
+def test_a_runner_that_starts_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
+    def hasty(view: View) -> Step:
+        if view.runner.configured_as and not view.runner.listening:
+            return Step(do=Do.START, why="at once")
+        return next_step(view)
 
-    monkeypatch.setattr(exhaustive, "made_by", credulous)
-    search = explore(Bounds(instances=1, runs=2))
-    assert search.violation.startswith("S1")
-    assert search.path
+    monkeypatch.setattr(exhaustive, "next_step", hasty)
+    search = explore(Bounds(instances=1, runs=1))
+    assert search.violation.startswith("S2")
+    assert search.path[:2] == ["run 0 begins", "run 0 creates 0"]

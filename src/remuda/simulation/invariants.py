@@ -15,13 +15,13 @@ from remuda.adapters.memory.compute import MemoryMachine
 from remuda.adapters.memory.forge import MemoryJob
 from remuda.domain.errors import InvariantViolated, RemudaError
 from remuda.domain.instance import Instance, State
-from remuda.domain.pool_config import parse_runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
 from remuda.simulation.faults import MAX_SKEW_S
 from remuda.simulation.loop import current_process
+from remuda.simulation.names import runner_of
 
 if TYPE_CHECKING:
     from remuda.simulation.host import Host
@@ -413,7 +413,7 @@ class Safety:
 
     def registered(self, name: str) -> None:
         self.checks += 1
-        parsed = parse_runner_name(self._world.pool_name, name)
+        parsed = runner_of(name)
         record = self._world.database.instances.get(parsed[1]) if parsed else None
         if parsed and record is not None and record.state is State.IDLE:
             self.violated("S3", f"{name} is registered while its instance is idle", parsed[1])
@@ -424,7 +424,7 @@ class Safety:
         runner = self._world.github.runners.get(runner_id)
         if runner is None:
             return
-        parsed = parse_runner_name(self._world.pool_name, runner.name)
+        parsed = runner_of(runner.name)
         if parsed is None:
             self.violated("S7", f"{runner.name} is not this pool's runner")
             return
@@ -510,7 +510,7 @@ class Safety:
         return self._world.database.provisions.by_id(provision_id)
 
     def _epoch_of(self, runner_name: str) -> int:
-        parsed = parse_runner_name(self._world.pool_name, runner_name)
+        parsed = runner_of(runner_name)
         return parsed[0] if parsed else 0
 
 

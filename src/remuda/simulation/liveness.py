@@ -7,11 +7,11 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from remuda.domain.instance import State
-from remuda.domain.pool_config import parse_runner_name
 from remuda.domain.provision import ProvisionStatus
 from remuda.ports.compute import POOL_TAG
 from remuda.simulation.invariants import ABSORBING, SKEW
 from remuda.simulation.loop import START
+from remuda.simulation.names import runner_of
 
 if TYPE_CHECKING:
     from remuda.domain.instance import Instance
@@ -98,7 +98,7 @@ class Liveness:
         now = world.clock.now()
         for runner in world.registrations():
             self.checks += 1
-            parsed = parse_runner_name(world.pool_name, runner.name)
+            parsed = runner_of(runner.name)
             record = world.database.instances.get(parsed[1]) if parsed else None
             if parsed is None or runner.job is not None or not _is_ghost(parsed[0], record):
                 self._ghosts.pop(runner.runner_id, None)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import Instance, State
-from remuda.domain.pool_config import parse_runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
 from remuda.domain.transitions import Change
@@ -22,6 +21,7 @@ from remuda.ports.compute import LaunchRequest, LaunchResult, MachineView
 from remuda.ports.forge import Deletion, ForgeRunner
 from remuda.ports.pool import BATCH, Delivery
 from remuda.simulation.faults import MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
+from remuda.simulation.names import runner_of
 
 if TYPE_CHECKING:
     from remuda.simulation.world import Party, World
@@ -479,7 +479,7 @@ class ForgeWire(Wire):
     def _delete(self, inner: Call) -> Call:
         async def delete(scope: str, runner_id: int) -> Deletion:
             runner = self._world.github.runners.get(runner_id)
-            parsed = parse_runner_name(self._world.pool_name, runner.name) if runner else None
+            parsed = runner_of(runner.name) if runner else None
             ids = [parsed[1]] if parsed else []
             await self._travel(ids)
             self._tell("delete_runner", ids)
@@ -498,6 +498,6 @@ class ForgeWire(Wire):
         return delete
 
     def _cover(self, fault: Fault, runner: ForgeRunner) -> None:
-        parsed = parse_runner_name(self._world.pool_name, runner.name)
+        parsed = runner_of(runner.name)
         if parsed is not None:
             self._faults.cover(fault, parsed[1])

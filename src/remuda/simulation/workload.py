@@ -16,15 +16,14 @@ from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns
 from remuda.ports.compute import LaunchRequest
 from remuda.simulation.faults import Fault
 from remuda.simulation.liveness import SWEEP_S, Liveness
+from remuda.simulation.names import SCOPE, STRANGERS
 from remuda.simulation.plan import ExtraRelease, Loss, Refresh, Run
-from remuda.simulation.world import CONFIGURATIONS, LIFETIMES, SCOPE, Party, World
+from remuda.simulation.world import CONFIGURATIONS, LIFETIMES, Party, World
 
 #: The longest that a world may take to come to rest.
 REST_S = 3_600.0
 #: How often a workflow looks whether its jobs are over.
 LOOK_S = 5.0
-#: Two names that look like this pool's at first sight, and are not.
-STRANGERS = ("remuda-sim-2-1-i-00000000000000001", "remuda-simulation-1-i-00000000000000001")
 
 
 class Workload:

@@ -23,7 +23,6 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionOrder
 from remuda.controlplane.refresh import Desired
 from remuda.domain.instance import Instance
-from remuda.domain.pool_config import parse_runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.resources import DEFAULT_CLASSES, Tier
 from remuda.domain.signals import Report
@@ -35,12 +34,11 @@ from remuda.simulation.faults import MAX_SKEW_S, NO_RECORD, Fault, Faults
 from remuda.simulation.host import Host
 from remuda.simulation.invariants import Safety, Violation
 from remuda.simulation.loop import Cut, Process, SeededIds, VirtualClock, VirtualLoop
+from remuda.simulation.names import POOL, SCOPE, runner_of
 from remuda.simulation.plan import Interrupt, Plan, ProcessCut
 from remuda.simulation.trace import Trace
 from remuda.simulation.wires import ComputeWire, ForgeWire, PoolWire, StoreWire
 
-POOL = "sim"
-SCOPE = "octo/repo"
 #: Short enough that half an hour holds several lives, with the margin and graces of a real pool.
 LIFETIMES = Lifetimes(
     provision_timeout_s=240.0,
@@ -467,7 +465,7 @@ class World:
         return [item.instance_id for item in self.database.instances.values() if item.provision_id in party.provisions]
 
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
-        found = [(runner, parse_runner_name(POOL, runner.name)) for runner in self.github.runners.values()]
+        found = [(runner, runner_of(runner.name)) for runner in self.github.runners.values()]
         return [runner for runner, name in found if name and instance_id in {None, name[1]}]
 
     def _state_of(self, instance_id: str) -> str:
