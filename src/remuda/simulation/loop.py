@@ -184,34 +184,38 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         try:
             task = self.create_task(work, context=self.outside)
             while not task.done():
-                self._step()
+                self._run_some()
                 if self.complaints:
                     raise self.complaints[0]
             return task.result()
         finally:
             asyncio._set_running_loop(None)  # noqa: SLF001
 
-    def _step(self) -> None:
-        ready = self._ready
+    def _run_some(self) -> None:
+        """All that is ready at this time, and what becomes ready through it; then time moves."""
+        ready, chance = self._ready, self._random
         if not ready:
             self._advance()
-        count = len(ready)
-        if count > 1:
-            chosen = int(self._random() * count)
-            ready[chosen], ready[-1] = ready[-1], ready[chosen]
-        callback = ready.pop()
-        if callback.off:
-            return
-        process = callback.process
-        if process is not None and not process.admits(callback):
-            return
-        self.steps += 1
-        try:
-            callback.of.run(callback.call, *callback.given)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by `run`
-            self.complaints.append(error)
+        while ready:
+            count = len(ready)
+            if count > 1:
+                chosen = int(chance() * count)
+                ready[chosen], ready[-1] = ready[-1], ready[chosen]
+            callback = ready.pop()
+            if callback.off:
+                continue
+            process = callback.process
+            if process is not None and not process.admits(callback):
+                continue
+            self.steps += 1
+            try:
+                callback.of.run(callback.call, *callback.given)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - kept, and raised by `run`
+                self.complaints.append(error)
+            if self.complaints:
+                return
 
     def _advance(self) -> None:
         timers = self._timers

@@ -90,11 +90,11 @@ class StoreWire(Wire):
             return self._search(operation, inner)
         if operation in _WAITS:
             return self._wait(inner)
-        return self._write(operation, inner) if operation in _WRITES else self._read(operation, inner)
+        if operation == "beat":
+            return self._beat(inner)
+        return self._write(operation, inner, SOME) if operation in _WRITES else self._read(operation, inner)
 
-    def _write(self, operation: str, inner: Call) -> Call:
-        # There are so many beats that the usual rate would leave no agent alone.
-        likely = RARE / 4 if operation == "beat" else SOME
+    def _write(self, operation: str, inner: Call, likely: float) -> Call:
         is_beat = operation == "beat"
 
         async def call(*given: Any, **named: Any) -> Any:
@@ -116,6 +116,20 @@ class StoreWire(Wire):
             if not is_beat and self._chance.random() < 0.5:
                 await self._travel(subjects)
             return answer
+
+        return call
+
+    def _beat(self, inner: Call) -> Call:
+        """There are so many beats that the usual rate would leave no agent alone, and a world little time for more."""
+        store_faults = {Fault.WRITE_LOST, Fault.WRITE_UNSURE, Fault.THROTTLED, Fault.SLOW_CALL}
+        write = self._write("beat", inner, RARE / 4)
+        if self._faults.on & store_faults:
+            return write
+
+        async def call(instance_id: str, **named: Any) -> None:
+            await inner(instance_id, **named)
+            self._party.touching = (instance_id,)
+            self._world.trace.add(self._party.name, "beat")
 
         return call
 

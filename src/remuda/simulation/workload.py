@@ -23,7 +23,7 @@ from remuda.simulation.world import CONFIGURATIONS, LIFETIMES, Party, World
 #: The longest that a world may take to come to rest.
 REST_S = 3_600.0
 #: How often a workflow looks whether its jobs are over.
-LOOK_S = 5.0
+LOOK_S = 12.0
 
 
 class Workload:
