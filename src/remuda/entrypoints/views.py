@@ -106,6 +106,7 @@ def status_document(status: Status) -> dict[str, Any]:
         ],
         "pools": {name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()},
         "runs": [record_document(provision) for provision in status.runs],
+        "unreadable": list(status.unreadable),
     }
 
 

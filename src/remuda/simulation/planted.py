@@ -118,11 +118,11 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "launch-before-intent",
         "machines are launched before the provision is written",
-        (_PROVISION, "    await context.store.put_provision(terms.provision)\n", ""),
+        (_PROVISION, "    await _intend(context, terms.provision)\n", ""),
         (
             _PROVISION,
             '        phases.done("instances")\n',
-            '        phases.done("instances")\n        await context.store.put_provision(terms.provision)\n',
+            '        phases.done("instances")\n        await _intend(context, terms.provision)\n',
         ),
     ),
     _mutant(
@@ -384,8 +384,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             _GHOSTS,
-            "        records = await self._context.store.get_many({instance_id for _, _, instance_id in ours})\n",
-            "",
+            "        records, unreadable = await readable(read, self._tally.error)\n",
+            "        _, unreadable = await readable(read, self._tally.error)\n",
         ),
         (_GHOSTS, "            grace_s=self._config.lifetimes.ghost_grace_s,\n", "            grace_s=0.0,\n"),
     ),

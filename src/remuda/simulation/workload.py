@@ -78,6 +78,7 @@ class Workload:
         )
         theirs = LaunchRequest(
             provision_id="p-theirs",
+            scope=SCOPE,
             client_token="p-theirs-1",  # noqa: S106 - makes a call idempotent, and is no secret
             count=2,
             request=anything,

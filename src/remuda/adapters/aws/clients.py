@@ -7,6 +7,8 @@ told to.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
-from remuda.adapters.aws.errors import settings_checked
+from remuda.adapters.aws.errors import DYNAMODB, SQS, settings_checked
 from remuda.domain.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +35,26 @@ CONNECTIONS = 80
 
 #: As botocore wants it: the key in its own file, the variables, no default, no conversion.
 REGION = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
+
+
+#: Agents call the same servers as whoever launches them, where these are not AWS's usual ones.
+PASSED_TO_AGENTS = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_DYNAMODB",
+    "AWS_ENDPOINT_URL_EC2",
+    "AWS_ENDPOINT_URL_STS",
+    "AWS_USE_DUALSTACK_ENDPOINT",
+    "AWS_USE_FIPS_ENDPOINT",
+)
+
+
+def passed_to_agents(environment: Mapping[str, str]) -> dict[str, str]:
+    """It goes into user data, which many may read: no address that carries a credential."""
+    passed = {name: environment[name] for name in PASSED_TO_AGENTS if environment.get(name)}
+    for name, value in passed.items():
+        if "@" in value:
+            raise UserError(f"{name} carries a credential", field=name, fix="give an address without a user in it")
+    return passed
 
 
 def open_session() -> AioSession:
@@ -56,6 +78,7 @@ class AwsClients:
         self._session = session or open_session()
         self._stack = AsyncExitStack()
         self._opened: dict[str, Any] = {}
+        self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,19 +93,29 @@ class AwsClients:
         await self._stack.aclose()
 
     async def dynamodb(self) -> DynamoDBClient:
-        client: DynamoDBClient = await self.client("dynamodb", "DynamoDB", config())
+        client: DynamoDBClient = await self.client("dynamodb", DYNAMODB, config())
         return client
 
     async def sqs(self) -> SQSClient:
-        client: SQSClient = await self.client("sqs", "SQS", config(read_timeout_s=SQS_READ_TIMEOUT_S))
+        client: SQSClient = await self.client("sqs", SQS, config(read_timeout_s=SQS_READ_TIMEOUT_S))
         return client
 
-    async def client(self, name: str, title: str, settings: AioConfig) -> Any:
-        """Any other service's client, opened once."""
-        if not self._session.get_config_variable("region"):
+    def region(self) -> str:
+        """The one that calls go to, unless a client names its own."""
+        found = self._session.get_config_variable("region")
+        if not found:
             raise UserError("there is no AWS region", field="AWS_REGION", fix="set AWS_REGION")
-        if name not in self._opened:
-            create: Any = self._session.create_client
-            with settings_checked(title):
-                self._opened[name] = await self._stack.enter_async_context(create(name, config=settings))
-        return self._opened[name]
+        return str(found)
+
+    async def client(self, name: str, title: str, settings: AioConfig) -> Any:
+        """Any other service's client, opened once for each region that `settings` may name."""
+        region = settings.region_name  # type: ignore[attr-defined]  # botocore makes it from its options
+        opened = f"{name}@{region or ''}"
+        if not region:
+            self.region()
+        async with self._opening:
+            if opened not in self._opened:
+                create: Any = self._session.create_client
+                with settings_checked(title):
+                    self._opened[opened] = await self._stack.enter_async_context(create(name, config=settings))
+        return self._opened[opened]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.errors import QUEUE_MISSING, attempts_of, code_of, translated
+from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, attempts_of, code_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import documents
 from remuda.domain.errors import NotFound, Unavailable, UserError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE = "sqs"
-TITLE = "SQS"
 #: An idle instance is announced again long before its message is forgotten.
 RETENTION_S = 4 * 24 * 3_600
 VISIBILITY_S = 60
@@ -47,6 +46,8 @@ ATTRIBUTES = {
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
+#: What no queue may have: a hint is received and handed back as often as it does not fit.
+REDRIVE = "RedrivePolicy"
 _DEPTHS = (
     "ApproximateNumberOfMessages",
     "ApproximateNumberOfMessagesNotVisible",
@@ -79,6 +80,22 @@ class SqsResourcePool:
                 )
         done = await gathered(self._prepare(name) for name in names)
         return [what for what in done if what]
+
+    async def inspect(self, classes: Collection[str]) -> Mapping[str, str]:
+        """What `prepare` would do, by queue; empty where all is as it should be. Nothing is changed."""
+        names = sorted(set(classes))
+        found = await gathered(self._inspect(name) for name in names)
+        return {self._queue(name): what for name, what in zip(names, found, strict=True) if what}
+
+    async def _inspect(self, name: str) -> str:
+        try:
+            found = await self._attributes(name, await self._url(name), (*ATTRIBUTES, REDRIVE))
+        except NotFound:
+            return "is missing"
+        if found.get(REDRIVE):
+            return "has a dead-letter queue, which would swallow hints"
+        wrong = _wrong(found)
+        return f"has other values of {', '.join(sorted(wrong))}" if wrong else ""
 
     async def close(self) -> None:
         """The client is its owner's to close."""
@@ -172,8 +189,13 @@ class SqsResourcePool:
             )
             self._urls[name] = answer["QueueUrl"]
             return f"queue {self._queue(name)}"
-        found = await self._attributes(name, url, tuple(ATTRIBUTES))
-        wrong = {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
+        found = await self._attributes(name, url, (*ATTRIBUTES, REDRIVE))
+        if found.get(REDRIVE):
+            raise UserError(
+                f"queue {self._queue(name)} has a dead-letter queue: hints that fit no run for a while would end there",
+                fix="remove its redrive policy, or name another pool",
+            )
+        wrong = _wrong(found)
         if not wrong:
             return ""
         await self._call("SetQueueAttributes", self._client.set_queue_attributes, name, QueueUrl=url, Attributes=wrong)
@@ -227,7 +249,7 @@ class SqsResourcePool:
             if not left:
                 return
         raise Unavailable(
-            f"{TITLE} refused {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
+            f"{SQS} refused {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
             f" {', '.join(sorted(codes))}"
         )
 
@@ -236,7 +258,7 @@ class SqsResourcePool:
     ) -> T:
         attempts = 1
         try:
-            with translated(TITLE, self._queue(resource_class)):
+            with translated(SQS, self._queue(resource_class)):
                 try:
                     answer = await method(**arguments)
                 except ClientError as error:
@@ -249,6 +271,11 @@ class SqsResourcePool:
         finally:
             for _ in range(attempts):
                 self._calls.add(SERVICE, operation)
+
+
+def _wrong(found: Mapping[str, str]) -> dict[str, str]:
+    """The attributes that have another value, with the one that they should have."""
+    return {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
 
 
 def _whole(seconds: float, most: int) -> int:

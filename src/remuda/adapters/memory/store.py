@@ -87,8 +87,8 @@ class MemoryInstanceStore:
         """Nothing is held."""
 
     @property
-    def malformed_records(self) -> int:
-        return 0
+    def malformed_records(self) -> Mapping[str, str]:
+        return {}
 
     # Control records ------------------------------------------------------------------------------------------
 

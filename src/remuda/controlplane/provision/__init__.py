@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
-from remuda.controlplane.context import Context, read_config
+from remuda.controlplane.context import AMBIGUOUS_PAUSE_S, AMBIGUOUS_TRIES, Context, read_config
 from remuda.controlplane.provision.commit import commit
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.holdings import Holdings, roll_back
 from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.selection import Ready, Selection, Terms
-from remuda.domain.errors import CapacityError, RemudaError, UserError
+from remuda.domain.errors import CapacityError, Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -54,7 +54,7 @@ class _Phases:
 async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
     phases = _Phases(context)
     terms = await _agree(context, order)
-    await context.store.put_provision(terms.provision)
+    await _intend(context, terms.provision)
     phases.done("intent")
     holdings = Holdings()
     pickup = PickupManager(context, terms.request)
@@ -78,6 +78,26 @@ async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
         calls=context.calls.by_service(),
         refused=dict(pickup.refused),
     )
+
+
+async def _intend(context: Context, intent: Provision) -> None:
+    """Write the intent, and know that it was written even where an answer was lost: its id is ours alone, so what is
+    stored as we wrote it was written by us.
+    """
+    for attempt in range(1, AMBIGUOUS_TRIES + 1):
+        try:
+            await context.store.put_provision(intent)
+        except Conflict as conflict:
+            if conflict.current == intent:
+                return
+            raise
+        except Unavailable as error:
+            context.journal.note("write-unsure", error.message, run_id=intent.run_id)
+            if attempt == AMBIGUOUS_TRIES:
+                raise
+            await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
+        else:
+            return
 
 
 async def _agree(context: Context, order: ProvisionOrder) -> Terms:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from math import inf
 
-from remuda.controlplane.context import Context
+from remuda.controlplane.context import Context, readable
 from remuda.controlplane.refresh.machines import Sightings
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import NotFound
@@ -69,9 +69,12 @@ class HintSweep:
         """`seen` says when the good ones were asked for. Past its visibility one comes back, and is no second."""
         came_at = self._context.clock.monotonic()
         messages = [(delivery.receipt, delivery.message) for delivery in batch]
-        records = await self._context.store.get_many({message.id for _, message in messages if message is not None})
+        read = self._context.store.get_many({message.id for _, message in messages if message is not None})
+        records, unreadable = await readable(read, self._tally.error)
         stale: list[str] = []
         for receipt, message in messages:
+            if message is not None and message.id in unreadable:
+                continue
             record = records.get(message.id) if message is not None else None
             if (
                 message is None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.adapters.aws.dynamodb import expressions, items, schema
 from remuda.adapters.aws.dynamodb.history import HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, Keys, record_of
+from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, SharedKeys
 from remuda.adapters.aws.dynamodb.pace import Paces
 from remuda.adapters.aws.dynamodb.table import POLL, Refused, Table, key_of
 from remuda.adapters.aws.dynamodb.watch import Pace, Watch
 from remuda.adapters.aws.gathering import gathered
 from remuda.domain import timestamps
-from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -22,6 +24,7 @@ from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
+from remuda.ports.journal import Journal, SilentJournal
 from remuda.ports.store import HISTORY_LIMIT
 
 if TYPE_CHECKING:
@@ -41,17 +44,33 @@ class DynamoInstanceStore:
         ids: Ids,
         calls: CallCounter,
         key_prefix: str = "",
+        newest_prefix: Callable[[], Awaitable[str]] | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        """An agent knows its `key_prefix`. The control plane does not: `newest_prefix` asks AWS, when the table is
+        prepared; otherwise what was noted then is read. The journal hears of what fails without failing an operation:
+        history, and when a report goes.
+        """
         self._table = Table(client=client, name=table, clock=clock, ids=ids, calls=calls)
-        self._keys = Keys(prefix=key_prefix)
-        self._history = HistoryWriter(table=self._table, writer=ids.new(""))
+        self._keys: InstanceKeys = (
+            FixedKeys(key_prefix) if newest_prefix is None else SharedKeys(table=self._table, newest=newest_prefix)
+        )
+        self._journal = journal or SilentJournal()
+        self._history = HistoryWriter(table=self._table, writer=ids.new(""), journal=self._journal)
+        #: Changes whose answers were lost, by instance: they may have been made.
+        self._unsure: dict[str, Change] = {}
         self._watch: Watch[tuple[str, str], Item | None] = Watch(look=self._look, clock=clock, ids=ids)
         self._paces = Paces(clock=clock)
         self._clock = clock
-        self._malformed = 0
+        self._malformed: dict[str, str] = {}
 
     async def prepare(self) -> Sequence[str]:
-        return await schema.prepare(self._table)
+        await self._keys.ask()
+        created = await schema.prepare(self._table)
+        return [*created, *await self._keys.note()]
+
+    async def inspect(self) -> schema.Inspection:
+        return await schema.inspect(self._table)
 
     async def close(self) -> None:
         """The client is its owner's to close, afterwards."""
@@ -59,29 +78,57 @@ class DynamoInstanceStore:
         await self._history.close()
 
     @property
-    def malformed_records(self) -> int:
-        return self._malformed
+    def malformed_records(self) -> Mapping[str, str]:
+        return dict(self._malformed)
 
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        key = self._keys.control(change.instance_id)
+        key = (await self._keys_of(change.instance_id)).control(change.instance_id)
         arguments = expressions.change_arguments(change)
         try:
             item = await self._table.update(key, arguments)
         except Refused as refused:
             current = self._parsed(Instance, refused.item, change.instance_id)
+            self._settle_unsure(change, current, repeated=refused.repeated)
             message = f"{change.instance_id} is not as {change.entry.transition} expects"
             raise Conflict(message, current=current) from None
+        except Unavailable:
+            self._unsure[change.instance_id] = change
+            raise
+        self._unsure.pop(change.instance_id, None)
         self._history.add(change.instance_id, change.entry)
         self._watch.nudge(key_of(key))
+        if change.sets.get("state") is State.TERMINATED:
+            await self._end_report(change)
         return self._there(Instance, item, change.instance_id)
 
+    def _settle_unsure(self, change: Change, current: Instance | None, *, repeated: bool) -> None:
+        """A refusal that shows the very change whose answer was lost: it was made, and has its line in the history."""
+        unsure = repeated or self._unsure.get(change.instance_id) == change
+        self._unsure.pop(change.instance_id, None)
+        if unsure and current is not None and replace(current, **change.sets) == current:
+            self._history.add(change.instance_id, change.entry)
+
+    async def _end_report(self, change: Change) -> None:
+        """The record is written: what goes wrong here leaves the report to its own end."""
+        forget_at = change.sets.get("forget_at")
+        if forget_at is None:
+            return
+        try:
+            key = (await self._keys_of(change.instance_id)).report(change.instance_id)
+            await self._table.update(key, expressions.report_end(forget_at))
+        except Refused:
+            return  # there is none
+        except RemudaError as error:
+            self._journal.note("report-kept", error.message, instance_id=change.instance_id)
+
     async def get(self, instance_id: str) -> Instance | None:
-        return self._parsed(Instance, await self._table.get(self._keys.control(instance_id)), instance_id)
+        key = (await self._keys_of(instance_id)).control(instance_id)
+        return self._parsed(Instance, await self._table.get(key), instance_id)
 
     async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
-        return await self._get_many(Instance, self._keys.control, instance_ids)
+        return await self._get_many(Instance, Keys.control, instance_ids)
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
         searches: list[Awaitable[list[Item]]] = []
@@ -116,7 +163,8 @@ class DynamoInstanceStore:
 
     async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
         pace = self._paces.for_control(instance_id, since)
-        return await self._wait(Instance, self._keys.control(instance_id), since, pace, timeout_s)
+        key = (await self._keys_of(instance_id)).control(instance_id)
+        return await self._wait(Instance, key, since, pace, timeout_s)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         await self._history.flush()
@@ -132,10 +180,11 @@ class DynamoInstanceStore:
     # Reports --------------------------------------------------------------------------------------------------
 
     async def get_report(self, instance_id: str) -> Report | None:
-        return self._parsed(Report, await self._table.get(self._keys.report(instance_id)), instance_id)
+        key = (await self._keys_of(instance_id)).report(instance_id)
+        return self._parsed(Report, await self._table.get(key), instance_id)
 
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
-        return await self._get_many(Report, self._keys.report, instance_ids)
+        return await self._get_many(Report, Keys.report, instance_ids)
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         arguments = expressions.signal_arguments(
@@ -154,13 +203,14 @@ class DynamoInstanceStore:
         await self._write_report(instance_id, expressions.beat_arguments(instance_id, fields, now=self._clock.now()))
 
     async def _write_report(self, instance_id: str, arguments: Mapping[str, Any]) -> None:
-        key = self._keys.report(instance_id)
+        key = (await self._keys_of(instance_id)).report(instance_id)
         await self._table.update(key, arguments)
         self._watch.nudge(key_of(key))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
         pace = self._paces.for_report()
-        return await self._wait(Report, self._keys.report(instance_id), since, pace, timeout_s)
+        key = (await self._keys_of(instance_id)).report(instance_id)
+        return await self._wait(Report, key, since, pace, timeout_s)
 
     # Provisions -----------------------------------------------------------------------------------------------
 
@@ -179,8 +229,8 @@ class DynamoInstanceStore:
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         arguments = expressions.query_arguments(*expressions.partition(items.PK, items.run_pk(run_id)))
         found = await self._table.query({"ConsistentRead": True, **arguments})
-        provisions = [self._there(Provision, item, f"a provision of run {run_id}") for item in found]
-        return sorted(provisions, key=lambda each: (each.created_at, each.provision_id))
+        provisions = self._all(Provision, ((key_of(item)[1], item) for item in found))
+        return sorted(provisions.values(), key=lambda each: (each.created_at, each.provision_id))
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         up_to = (items.LIVE_SK, timestamps.to_text(deadline_before))
@@ -197,13 +247,21 @@ class DynamoInstanceStore:
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
-        return self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
+        config = self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
+        if config is not None:
+            self._learn(config)
+        return config
 
     async def put_config(self, config: PoolConfig) -> None:
         first = config.revision == 1
         condition = expressions.absent() if first else expressions.revision_is(config.revision - 1)
         message = f"revision {config.revision} does not follow the stored one"
         await self._put(PoolConfig, items.document_item(items.CONFIG, config), condition, message)
+        self._learn(config)
+
+    def _learn(self, config: PoolConfig) -> None:
+        """History is kept as long as the records of ended instances: this is where that is said."""
+        self._history.kept = timedelta(seconds=config.lifetimes.keep_records_s)
 
     async def get_sightings(self) -> Mapping[str, datetime]:
         item = await self._table.get(items.SIGHTINGS)
@@ -214,6 +272,9 @@ class DynamoInstanceStore:
 
     # Inside ---------------------------------------------------------------------------------------------------
 
+    async def _keys_of(self, instance_id: str) -> Keys:
+        return (await self._keys.of([instance_id]))[instance_id]
+
     async def _put(self, kind: type[Any], item: Item, condition: Mapping[str, Any], message: str) -> None:
         try:
             await self._table.put(item, condition)
@@ -221,17 +282,15 @@ class DynamoInstanceStore:
             raise Conflict(message, current=self._parsed(kind, refused.item, message)) from None
 
     async def _get_many(
-        self, kind: type[R], key: Callable[[str], Item], instance_ids: Collection[str]
+        self, kind: type[R], key: Callable[[Keys, str], Item], instance_ids: Collection[str]
     ) -> Mapping[str, R]:
-        wanted = sorted(set(instance_ids))
-        found = await self._table.get_all([key(instance_id) for instance_id in wanted])
+        if not instance_ids:
+            return {}
+        keys = await self._keys.of(sorted(set(instance_ids)))
+        places = {instance_id: key_of(key(keys[instance_id], instance_id)) for instance_id in keys}
+        found = await self._table.get_all([items.key(*place) for place in places.values()])
         records = {key_of(item): item for item in found}
-        places = {instance_id: key_of(key(instance_id)) for instance_id in wanted}
-        return {
-            instance_id: self._there(kind, records[place], instance_id)
-            for instance_id, place in places.items()
-            if place in records
-        }
+        return self._all(kind, ((name, records[place]) for name, place in places.items() if place in records))
 
     async def _wait(self, kind: type[R], key: Item, since: R | None, pace: Pace, timeout_s: float) -> R | None:
         def differs(item: Item | None) -> bool:
@@ -263,13 +322,19 @@ class DynamoInstanceStore:
         try:
             return parse()
         except ValueError as error:
-            raise Unavailable(f"the record of {what} in table {self._table.name} cannot be read: {error}") from error
+            raise Unreadable(self._where, {what: str(error)}) from error
+
+    def _all(self, kind: type[T], found: Iterable[tuple[str, Item]]) -> dict[str, T]:
+        records, unreadable = items.sorted_out(kind, found)
+        if unreadable:
+            raise Unreadable(self._where, unreadable, records=records)
+        return records
 
     def _readable(self, kind: type[T], found: Iterable[Item]) -> list[T]:
-        records = []
-        for item in found:
-            try:
-                records.append(record_of(kind, item))
-            except ValueError:
-                self._malformed += 1
-        return records
+        records, unreadable = items.sorted_out(kind, ((" ".join(key_of(item)), item) for item in found))
+        self._malformed |= unreadable
+        return list(records.values())
+
+    @property
+    def _where(self) -> str:
+        return f"table {self._table.name}"

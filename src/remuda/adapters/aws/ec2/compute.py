@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
-from remuda.adapters.aws.ec2.errors import code_of, said_by
 from remuda.adapters.aws.ec2.launch import Launcher
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Options
 from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
 from remuda.adapters.aws.ec2.views import by_id, by_tag, views_of
+from remuda.adapters.aws.errors import code_of, said_by
+from remuda.adapters.aws.gathering import gathered
 from remuda.adapters.aws.user_data import Layout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.resources import is_instance_id
@@ -25,6 +26,7 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineV
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
+    from types_aiobotocore_ec2.type_defs import RequestLaunchTemplateDataTypeDef
 
 #: Ids in one call. EC2 advises against more for TerminateInstances, and takes up to 200 values in a filter.
 BATCH = 100
@@ -33,6 +35,8 @@ MAX_TOKENS = 1_000
 #: Machines that this process launched: they are ours, even while a describe does not show them yet.
 MAX_BORN = 10_000
 _UNKNOWN_IDS = frozenset({"InvalidInstanceID.NotFound", "InvalidInstanceID.Malformed", "InvalidID"})
+#: One with termination protection fails a whole call, too.
+_PROTECTED = "OperationNotPermitted"
 _ID = re.compile(r"i-[0-9a-f]{8,17}")
 
 
@@ -67,9 +71,10 @@ class Ec2Compute:
         data, for the agents: nothing secret.
         """
         self._pool = pool
-        self._calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
-        self._template = LaunchTemplate(calls=self._calls, pool=pool)
-        self._launcher = Launcher(calls=self._calls, pool=pool, template=self._template.name)
+        #: For whoever looks at more than machines.
+        self.calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
+        self._template = LaunchTemplate(calls=self.calls, pool=pool)
+        self._launcher = Launcher(calls=self.calls, pool=pool, template=self._template.name)
         self._environment = dict(agent_environment or {})
         self._layout = layout
         self._asked: OrderedDict[str, asyncio.Lock] = OrderedDict()
@@ -80,9 +85,17 @@ class Ec2Compute:
 
     async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
         options = Options.parse(launch)
-        user_data = build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
+        data = self._template_data(options)
         await self._check_places(options)
-        return await self._template.ensure(template_data(options, user_data))
+        return await self._template.ensure(data)
+
+    async def has_template(self, launch: Mapping[str, str]) -> bool | None:
+        """Whether `prepare` would leave the launch template as it is; None where there is none."""
+        return await self._template.is_current(self._template_data(Options.parse(launch)))
+
+    def _template_data(self, options: Options) -> RequestLaunchTemplateDataTypeDef:
+        user_data = build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
+        return template_data(options, user_data)
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         options = Options.parse(request.launch)
@@ -102,12 +115,12 @@ class Ec2Compute:
         known: dict[str, MachineView] = {}
         wanted = sorted({name for name in instance_ids if is_instance_id(name)})
         for batch in batches(wanted, BATCH):
-            for view in await views_of(self._calls, by_id(batch)):
+            for view in await views_of(self.calls, by_id(batch)):
                 known[view.instance_id] = view
         return known
 
     async def list_pool(self) -> Sequence[MachineView]:
-        return await views_of(self._calls, by_tag(POOL_TAG, self._pool))
+        return await views_of(self.calls, by_tag(POOL_TAG, self._pool))
 
     async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
         wanted = list(dict.fromkeys(instance_ids))
@@ -136,7 +149,7 @@ class Ec2Compute:
     async def _check_places(self, options: Options) -> None:
         """Image, subnets and groups: better one sentence now than a launch that fails."""
         asked = {_SUBNETS: options.subnets, _IMAGES: _plain_images(options.ami), _GROUPS: options.security_groups}
-        missing = await asyncio.gather(*(self._missing(kind, wanted) for kind, wanted in asked.items() if wanted))
+        missing = await gathered(self._missing(kind, wanted) for kind, wanted in asked.items() if wanted)
         for kind, name in missing:
             if name:
                 raise UserError(
@@ -147,21 +160,22 @@ class Ec2Compute:
 
     async def _missing(self, kind: _Kind, wanted: Sequence[str]) -> tuple[_Kind, str]:
         """The first that is not there, or empty."""
-        answer = await self._calls.ask(kind.operation, Filters=[{"Name": kind.filter, "Values": list(wanted)}])
+        answer = await self.calls.ask(kind.operation, Filters=[{"Name": kind.filter, "Values": list(wanted)}])
         known = {item.get(kind.key) for item in answer.get(kind.listed, ())}
         return kind, next((name for name in wanted if name not in known), "")
 
     async def _terminate(self, names: list[str]) -> dict[str, str]:
-        """One unknown id fails a whole call: leave out those it names, or halve, and go on."""
+        """One unknown or protected id fails a whole call: leave out those it names, or halve, and go on."""
         if not names:
             return {}
         try:
-            await self._calls.ask("TerminateInstances", passes=_UNKNOWN_IDS, InstanceIds=names)
+            await self.calls.ask("TerminateInstances", passes=_UNKNOWN_IDS | {_PROTECTED}, InstanceIds=names)
         except ClientError as error:
             named = set(_ID.findall(said_by(error)))
             rest = [name for name in names if name not in named]
             if len(rest) < len(names):
-                return await self._terminate(rest)
+                failed = [name for name in names if name in named] if code_of(error) == _PROTECTED else []
+                return {**dict.fromkeys(failed, said_by(error)), **await self._terminate(rest)}
             if len(names) == 1:
                 # Gone, if EC2 says that it does not know this very one.
                 gone = code_of(error) == "InvalidInstanceID.NotFound"
@@ -183,7 +197,7 @@ class Ec2Compute:
             resources = list(batch)
             while resources:
                 try:
-                    await self._calls.ask(operation, passes=_UNKNOWN_IDS, Resources=resources, Tags=list(tags))
+                    await self.calls.ask(operation, passes=_UNKNOWN_IDS, Resources=resources, Tags=list(tags))
                     break
                 except ClientError as error:
                     named = set(_ID.findall(said_by(error))) & set(resources)
