@@ -14,10 +14,16 @@ from remuda.simulation.exhaustive import Bounds, explore
     [
         (Bounds(instances=1, runs=2), None),
         (Bounds(instances=2, runs=1), None),
+        (Bounds(instances=1, runs=3, stale=False, jobs=False), None),
         # The whole of it takes long: `make simulate` goes further.
-        (Bounds(instances=2, runs=3), 40_000),
+        (Bounds(instances=2, runs=3), 30_000),
     ],
-    ids=["one instance, two runs", "two instances, one run", "two instances, three runs, the nearest"],
+    ids=[
+        "one instance, two runs",
+        "two instances, one run",
+        "one instance, three runs",
+        "two instances, three runs, the nearest",
+    ],
 )
 def test_no_order_of_events_violates_anything(bounds: Bounds, most: int | None):
     search = explore(bounds, limit=most)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from remuda.simulation.invariants import Safety
+from remuda.simulation.invariants import Safety, Violation
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
 from remuda.simulation.shrink import fewest, shrink, tell
@@ -55,8 +57,8 @@ def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):
     assert len(set(told)) == 1
 
 
-def _noting(stop, told):
-    def noted(self, violation):
+def _noting(stop: Callable[[World, Violation], None], told: list[float]) -> Callable[[World, Violation], None]:
+    def noted(self: World, violation: Violation) -> None:
         told.append(violation.at)
         stop(self, violation)
 

@@ -110,6 +110,10 @@ class Bounds:
     instances: int = 2
     runs: int = 3
     max_epoch: int = 2
+    #: A sweep may act on what it read a while ago.
+    stale: bool = True
+    #: Jobs come and go on runners that listen.
+    jobs: bool = True
     #: Crashes, expiries and lost answers, all together.
     mishaps: int = 1
 
@@ -125,36 +129,42 @@ def explore(bounds: Bounds | None = None, *, limit: int | None = None) -> Search
         mishaps=bounds.mishaps,
     )
     search = Search()
-    came_from: dict[Scene, tuple[Scene | None, str]] = {first: (None, "")}
+    # By their hashes: whole scenes would not fit into memory. Each with the one that it came from.
+    came_from: dict[int, int] = {hash(first): 0}
     queue = deque([(first, 0)])
     while queue:
         scene, depth = queue.popleft()
         search.depth = max(search.depth, depth)
         try:
-            for name, following in _Actions(scene, bounds).all():
+            for _, following in _Actions(scene, bounds).all():
                 search.actions += 1
-                if following not in came_from:
-                    came_from[following] = (scene, name)
+                name = hash(following)
+                if name not in came_from:
+                    came_from[name] = hash(scene)
                     _judge(following)
                     queue.append((following, depth + 1))
         except Broken as broken:
             search.violation = str(broken)
-            search.path = _path(came_from, scene)
+            search.path = _path(came_from, first, scene, bounds)
             break
         if limit is not None and len(came_from) >= limit:
-            search.complete = False
+            search.complete = not queue
             break
     search.states = len(came_from)
     return search
 
 
-def _path(came_from: dict[Scene, tuple[Scene | None, str]], scene: Scene) -> list[str]:
+def _path(came_from: dict[int, int], first: Scene, last: Scene, bounds: Bounds) -> list[str]:
+    """The actions that lead to a scene, found by going the way again."""
+    way = [hash(last)]
+    while way[-1] != hash(first):
+        way.append(came_from[way[-1]])
     names: list[str] = []
-    at: Scene | None = scene
-    while at is not None:
-        at, name = came_from[at]
+    at = first
+    for goal in way[-2::-1]:
+        name, at = next((name, scene) for name, scene in _Actions(at, bounds).all() if hash(scene) == goal)
         names.append(name)
-    return names[::-1][1:]
+    return names
 
 
 def _judge(scene: Scene) -> None:
@@ -304,7 +314,9 @@ class _Actions:
         look = (number, record, scene.reports[number])
         report = _report(number, scene.reports[number])
         due = any(self._events(record, report)) or (scene.mishaps and record.state not in ABSORBING)
-        if scene.looked is None and due:
+        if not self._bounds.stale and due:
+            yield from _Actions(replace(scene, looked=look), self._bounds)._act_on_look()  # noqa: SLF001 - its own
+        elif scene.looked is None and due:
             yield f"a sweep looks at {number}", replace(scene, looked=look)
 
     def _act_on_look(self) -> Iterator[tuple[str, Scene]]:
@@ -358,6 +370,8 @@ class _Actions:
                 f"agent {number} is started again",
                 replace(self._with_agent(number, restarted), mishaps=scene.mishaps - 1),
             )
+        if not self._bounds.jobs:
+            return
         if agent.job:
             yield f"the job on {number} ends", self._with_agent(number, replace(agent, job=False))
         elif agent.listening and agent.configured:

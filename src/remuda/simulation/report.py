@@ -17,8 +17,15 @@ from remuda.simulation.planted import MUTANTS
 #: Within so many seeds each must be caught.
 MOST_SEEDS = 10_000
 #: How many states of the largest world are looked at.
-MOST_STATES = 1_000_000
+MOST_STATES = 10_000_000
 SETTINGS = Settings(hours=0.5, instances=10)
+#: Small worlds, the largest last: without jobs, and with sweeps that act on what they have just read.
+WORLDS = (
+    Bounds(instances=1, runs=2),
+    Bounds(instances=2, runs=1),
+    Bounds(instances=1, runs=3),
+    Bounds(instances=2, runs=3, stale=False, jobs=False),
+)
 
 
 def hunt_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[tuple[Mutant, Catch]]:
@@ -61,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _search(most: int) -> bool:
     broken = False
-    for bounds in (Bounds(instances=1, runs=2), Bounds(instances=2, runs=1), Bounds(instances=2, runs=3)):
+    for bounds in WORLDS:
         started = time.perf_counter()
         search = explore(bounds, limit=most)
         extent = "all" if search.complete else "the nearest"
