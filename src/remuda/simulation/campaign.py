@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -104,23 +105,31 @@ def run_many(
     *,
     workers: int,
     done: Callable[[Summary], None] = lambda _: None,
-    stop_at_first: bool = False,
 ) -> Summary:
     """All of them, in any order; `done` is told after each batch, with the sum so far."""
     total = Summary()
     batches = _batches(seeds)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=gc.freeze) as pool:
+    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_begin) as pool:
         running: set[Future[Summary]] = set()
-        for batch in batches:
-            running.add(pool.submit(run_batch, batch, settings))
-            if len(running) >= 2 * workers:
+        try:
+            for batch in batches:
+                running.add(pool.submit(run_batch, batch, settings))
+                if len(running) >= 2 * workers:
+                    running = _collect(running, total, done)
+            while running:
                 running = _collect(running, total, done)
-            if stop_at_first and total.violations:
-                break
-        while running:
-            running = _collect(running, total, done)
+        except KeyboardInterrupt:
+            # What has begun is a matter of seconds.
+            pool.shutdown(cancel_futures=True)
+            raise
     return total
+
+
+def _begin() -> None:
+    """In each worker: Ctrl-C is for the one who started it, and what is imported need not be looked through again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
 
 
 def _batches(seeds: Iterable[int]) -> Iterable[list[int]]:
