@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LAMBDA_ARCH ?= x86_64
 LAMBDA_PYTHON ?= 3.13
 
-.PHONY: help demo demo-aws test check unit conformance acceptance docs lambda clean
+.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,7 +24,7 @@ demo: $(VENV)/.installed ## The whole story on this machine, in under two minute
 demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed ## The same with backend aws, on servers here (Linux, root)
 	@PYTHONPATH=tests $(BIN)/python -m support.aws_demo
 
-test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
+test: check unit conformance acceptance simulation ## Everything: style, types, directions, and all tests
 
 check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types, directions, generated docs, template, workflows
 	$(BIN)/ruff check .
@@ -46,6 +46,14 @@ conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
 	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile
+
+simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
+	$(BIN)/pytest tests/simulation -q -p no:xdist
+
+simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and small worlds in every order
+	$(BIN)/remuda simulate --seeds 20000 --first-seed 0
+	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python -m remuda.simulation.report
 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py

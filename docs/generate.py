@@ -12,6 +12,9 @@ from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.transitions import TRANSITIONS
 from remuda.entrypoints.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
 from remuda.settings import Settings, flag, key, variable
+from remuda.simulation.faults import MEANING, Fault
+from remuda.simulation.invariants import INVARIANTS
+from remuda.simulation.planted import MUTANTS
 
 DOCS = Path(__file__).parent
 BEGIN = "<!-- generated: {} -->"
@@ -54,6 +57,21 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+def invariants_table() -> str:
+    lines = ["| | what must hold |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {what} |" for name, what in INVARIANTS.items())])
+
+
+def faults_table() -> str:
+    lines = ["| fault | what happens |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{fault}` | {MEANING[fault]} |" for fault in Fault)])
+
+
+def planted_table() -> str:
+    lines = ["| planted bug | what it is |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
+
+
 def action() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((DOCS.parent / "action.yml").read_text(encoding="utf-8"))
     return document
@@ -80,6 +98,9 @@ PARTS = (
     ("reference/lifecycle.md", "state diagram", state_diagram),
     ("reference/lifecycle.md", "transitions", transition_table),
     ("reference/settings.md", "settings", settings_table),
+    ("reference/simulation.md", "invariants", invariants_table),
+    ("reference/simulation.md", "faults", faults_table),
+    ("reference/simulation.md", "planted bugs", planted_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
 )

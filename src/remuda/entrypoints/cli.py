@@ -283,6 +283,42 @@ def demo(
     return run_demo(flags, config, Output(as_json=as_json, quiet=quiet))
 
 
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=10_000_000, help="How many worlds.")] = 100,
+    hours: Annotated[float, typer.Option("--hours", min=0.01, max=1_000, help="Simulated hours of each.")] = 0.5,
+    instances: Annotated[int, typer.Option("--instances", min=1, max=500, help="The most in each.")] = 10,
+    faults: Annotated[
+        str, typer.Option("--faults", help="swarm (each seed draws half), all, none, or names with commas.")
+    ] = "swarm",
+    seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**63, help="One seed alone.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Show all that happens; needs --seed.")] = False,
+    first_seed: Annotated[
+        int | None,
+        typer.Option("--first-seed", min=0, max=2**63, help="Where the seeds begin; by chance if not given."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, max=256, help="Processes; two if not given.")
+    ] = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Run the control plane and its agents in virtual time, under faults, and check every invariant."""
+    from remuda.entrypoints.simulate import Request, run_simulate
+
+    request = Request(
+        seeds=seeds,
+        hours=hours,
+        instances=instances,
+        faults=faults,
+        seed=seed,
+        trace=trace,
+        first=first_seed,
+        workers=workers,
+    )
+    return run_simulate(request, Output(as_json=as_json, quiet=quiet))
+
+
 @app.command(hidden=True)
 def agent() -> None:
     """Run the agent of a machine (started by the machine itself)."""

@@ -44,6 +44,10 @@ class Output:
         self._console: Console | None = None
 
     @property
+    def is_quiet(self) -> bool:
+        return self._quiet
+
+    @property
     def console(self) -> Console:
         """People's output: rich on a terminal, plain lines in a log."""
         if self._console is None:

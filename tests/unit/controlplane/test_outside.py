@@ -80,7 +80,7 @@ async def test_a_record_whose_machine_is_missing_is_closed_on_the_second_look(wo
     )
     await world.process().store.apply(birth(record))
     assert not (await world.sweep()).retired
-    await asyncio.sleep(world.lifetimes.gone_after_s - 1)
+    await asyncio.sleep(world.lifetimes.gone_after_s + world.lifetimes.margin_s - 1)
     assert not (await world.sweep()).retired
     await asyncio.sleep(2)
     result = await world.sweep()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from remuda.controlplane.provision.selection import SPARE_FAILURES
-from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.errors import CapacityError, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Signal
@@ -111,6 +112,20 @@ async def test_a_message_from_the_future_does_not_claim(world: World) -> None:
     result = await world.provision()
     assert result.created == 1
     assert world.record(warm).state is State.IDLE
+
+
+async def test_a_worker_with_a_stale_message_does_not_speak_for_the_claim_of_another(world: World) -> None:
+    (warm,) = await world.warm(1)
+    await world.provision("again")
+    await world.release("again")
+    good = world.record(warm).message()
+    world.queues.named("large").messages.clear()
+    world.queues.put("large", good, shuffle=0.1)
+    world.queues.put("large", replace(good, epoch=good.epoch - 1), shuffle=0.9)
+    world.cloud.capacity = {kind.name: 0 for kind in world.cloud.types}
+    with pytest.raises(CapacityError):
+        await world.provision("last", count=2)
+    world.check_holds_nothing("last")
 
 
 async def test_a_duplicate_message_is_deleted(world: World) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
+from functools import cache
 from typing import Any, TypeVar, cast
 
 from remuda.domain.errors import Conflict
@@ -180,6 +181,7 @@ class MemoryInstanceStore:
     ) -> None:
         self._count("beat")
         report = self._database.reports.get(instance_id) or Report(instance_id=instance_id)
+        at = to_milliseconds(at)
         self._keep_report(report.beaten(at=at, busy=busy, listening=listening, notice=notice, version=version))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
@@ -247,7 +249,7 @@ class MemoryInstanceStore:
         return sorted(self._database.provisions.values(), key=lambda each: (each.created_at, each.provision_id))
 
     def _keep_report(self, report: Report) -> None:
-        self._database.reports[report.instance_id] = _kept(report)
+        self._database.reports[report.instance_id] = report
         self._database.changes.tell((Report, report.instance_id))
 
     async def _wait(
@@ -269,16 +271,31 @@ def _kept(value: T) -> T:
     return cast("T", _settled(value))
 
 
+#: What is as it is.
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
 def _settled(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return to_milliseconds(value)
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is datetime:
+        return to_milliseconds(value) if value.microsecond % 1000 else value
     if isinstance(value, tuple):
         return tuple(_settled(item) for item in value)
     if isinstance(value, Mapping):
         return {key: _settled(item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{item.name: _settled(getattr(value, item.name)) for item in fields(value)})
+        changed = {
+            name: after for name in _names(kind) if (after := _settled(before := getattr(value, name))) is not before
+        }
+        return replace(value, **changed) if changed else value
     return value
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
 
 
 def _those(records: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:

@@ -28,14 +28,16 @@ class Held:
 
 
 class Holdings:
+    """By instance and epoch: a worker with a stale message must not speak for another's claim of the same instance."""
+
     def __init__(self) -> None:
-        self._held: dict[str, Held] = {}
+        self._held: dict[tuple[str, int], Held] = {}
 
     def hold(self, instance: Instance, source: str, *, recorded: bool = True) -> None:
-        self._held[instance.instance_id] = Held(instance=instance, source=source, recorded=recorded)
+        self._held[instance.instance_id, instance.epoch] = Held(instance=instance, source=source, recorded=recorded)
 
-    def drop(self, instance_id: str) -> None:
-        self._held.pop(instance_id, None)
+    def drop(self, instance: Instance) -> None:
+        self._held.pop((instance.instance_id, instance.epoch), None)
 
     def all(self) -> tuple[Held, ...]:
         return tuple(self._held.values())

@@ -33,7 +33,11 @@ class PickupManager:
         self._held: list[str] = []
         self._used: list[str] = []
         self._sightings: Counter[str] = Counter()
+        #: Given to a worker, and what came again of it: perhaps the very message, back while its claim takes long.
         self._taken: set[tuple[str, int]] = set()
+        self._again: dict[tuple[str, int], list[Delivery]] = {}
+        #: Those whose message has served.
+        self._served: set[tuple[str, int]] = set()
         self._met_misfits = False
         #: Why messages were not used, counted.
         self.refused: Counter[str] = Counter()
@@ -48,6 +52,11 @@ class PickupManager:
     def used(self, delivery: Delivery) -> None:
         """The message has served: it is claimed, or its record proves it stale."""
         self._used.append(delivery.receipt)
+        if delivery.message is not None:
+            key = (delivery.message.id, delivery.message.epoch)
+            self._served.add(key)
+            for copy in self._again.pop(key, ()):
+                self._drop_duplicate(copy)
 
     async def run(self) -> None:
         while True:
@@ -64,6 +73,7 @@ class PickupManager:
 
     async def close(self) -> None:
         """Delete what was used, hand back what was not."""
+        self._held += [copy.receipt for copies in self._again.values() for copy in copies]
         await self._flush_used(everything=True)
         await self._return_held()
 
@@ -94,8 +104,10 @@ class PickupManager:
         message = delivery.message
         if message is None:
             self._drop(delivery, "malformed", delivery.malformed)
+        elif (message.id, message.epoch) in self._served:
+            self._drop_duplicate(delivery)
         elif (message.id, message.epoch) in self._taken:
-            self._drop(delivery, "duplicate", f"{message.id} was seen before")
+            self._again.setdefault((message.id, message.epoch), []).append(delivery)
         elif why := misfit(message, self._request):
             self._hold(delivery, message, why)
         elif not self._asked():
@@ -104,6 +116,9 @@ class PickupManager:
             self._taken.add((message.id, message.epoch))
             self._waiting.popleft().set_result(delivery)
         return True
+
+    def _drop_duplicate(self, delivery: Delivery) -> None:
+        self._drop(delivery, "duplicate", f"{delivery.message.id if delivery.message else ''} was seen before")
 
     def _drop(self, delivery: Delivery, kind: str, why: str) -> None:
         self.refused[kind] += 1

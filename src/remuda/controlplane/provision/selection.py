@@ -127,11 +127,12 @@ class Selection:
             why=f"fits run {terms.provision.run_id}",
         )
         # Before the call: if it is cut, the write may have happened all the same.
-        self._holdings.hold(change.applied_to(hint), POOL)
+        hoped_for = change.applied_to(hint)
+        self._holdings.hold(hoped_for, POOL)
         try:
             claimed = await apply_surely(context, change)
         except Conflict as conflict:
-            self._holdings.drop(message.id)
+            self._holdings.drop(hoped_for)
             self._pickup.refused["lost"] += 1
             if not _is_still_idle(conflict.current, message):
                 self._pickup.used(delivery)
@@ -172,7 +173,7 @@ class Selection:
             await transition(self._context, claimed, event, by=Actor.PROVISION, why=why)
         except Conflict:
             self._context.journal.note("claim-lost", "taken away meanwhile", instance_id=claimed.instance_id)
-        self._holdings.drop(claimed.instance_id)
+        self._holdings.drop(claimed)
         self._failures += 1
         if self._failures > self._terms.provision.count + SPARE_FAILURES:
             raise Unavailable(f"{self._failures} instances of the pool failed to register; the last: {why}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 
 from remuda.controlplane.context import Context, readable
 from remuda.controlplane.refresh.machines import Sightings
@@ -48,22 +49,25 @@ class HintSweep:
     async def _clean(self, name: str, most: int) -> None:
         pool = self._context.pool
         good: list[str] = []
-        seen: set[tuple[str, int]] = set()
+        seen: dict[tuple[str, int], float] = {}
         looked = 0
         try:
             while looked < most:
+                asked_at = self._context.clock.monotonic()
                 batch = await pool.receive(name, limit=BATCH, visibility_s=VISIBILITY_S)
                 if not batch:
                     break
                 looked += len(batch)
-                stale = await self._stale(batch, seen)
+                stale = await self._stale(batch, seen, asked_at)
                 good += [delivery.receipt for delivery in batch if delivery.receipt not in stale]
                 await pool.delete(name, stale)
                 self._tally.dropped += len(stale)
         finally:
             await pool.hand_back(name, good)
 
-    async def _stale(self, batch: Iterable[Delivery], seen: set[tuple[str, int]]) -> list[str]:
+    async def _stale(self, batch: Iterable[Delivery], seen: dict[tuple[str, int], float], asked_at: float) -> list[str]:
+        """`seen` says when the good ones were asked for. Past its visibility one comes back, and is no second."""
+        came_at = self._context.clock.monotonic()
         messages = [(delivery.receipt, delivery.message) for delivery in batch]
         read = self._context.store.get_many({message.id for _, message in messages if message is not None})
         records, unreadable = await readable(read, self._tally.error)
@@ -76,9 +80,9 @@ class HintSweep:
                 message is None
                 or record is None
                 or (record.state, record.epoch) != (State.IDLE, message.epoch)
-                or (message.id, message.epoch) in seen
+                or came_at - seen.get((message.id, message.epoch), -inf) < VISIBILITY_S
             ):
                 stale.append(receipt)
             else:
-                seen.add((message.id, message.epoch))
+                seen[message.id, message.epoch] = asked_at
         return stale

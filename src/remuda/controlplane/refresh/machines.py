@@ -47,14 +47,15 @@ class MachineSweep:
         self._tally = tally
         self._sightings = sightings
 
-    async def run(self, views: Sequence[MachineView], records: Mapping[str, Instance]) -> None:
+    async def run(self, views: Sequence[MachineView], records: Mapping[str, Instance], *, listed_at: datetime) -> None:
+        """`views` were listed at that time, by our clock: long ago, where this process stood still meanwhile."""
         machines = {view.instance_id: view for view in views}
         unknown = [key for key in machines if key not in records]
         # The search may lag: what it missed is read by key before it is called unrecorded.
         more, unreadable = await readable(self._context.store.get_many(unknown), self._tally.error)
         known = {**records, **more}
         live = [item for item in known.values() if item.state not in ABSORBING]
-        await self._each(live, lambda item: self._close_if_gone(item, machines.get(item.instance_id)))
+        await self._each(live, lambda item: self._close_if_gone(item, machines.get(item.instance_id), listed_at))
         strays = [machines[key] for key in unknown if key not in known and key not in unreadable]
         await self._each(strays, self._bury_if_stray)
         await self._terminate(machines, known)
@@ -64,21 +65,23 @@ class MachineSweep:
             if isinstance(result, RemudaError) and not isinstance(result, Conflict):
                 self._tally.error(f"machines: {result.message}")
 
-    async def _close_if_gone(self, instance: Instance, view: MachineView | None) -> None:
+    async def _close_if_gone(self, instance: Instance, view: MachineView | None, listed_at: datetime) -> None:
         if view is not None and view.state not in _OVER:
             return
-        if view is None and not self._is_missing(instance):
+        if view is None and not self._is_missing(instance, listed_at):
             return
         why = f"the machine is {view.state}" if view else "the machine is not found any more"
         await transition(self._context, instance, End(cause=Cause.GONE), by=Actor.REFRESH, why=why)
         self._tally.retired[instance.instance_id] = why
 
-    def _is_missing(self, instance: Instance) -> bool:
-        """Not found twice, far enough apart, past the launch: a list may lag."""
-        now = self._context.clock.now()
-        grace = timedelta(seconds=self._config.lifetimes.gone_after_s)
-        return now - self._sightings.since(f"missing:{instance.instance_id}") >= grace and (
-            now - instance.created_at >= grace
+    def _is_missing(self, instance: Instance, listed_at: datetime) -> bool:
+        """Not found twice, far enough apart, past the launch: a list may lag, and says nothing of what came after it.
+        The times are of several clocks.
+        """
+        lifetimes = self._config.lifetimes
+        grace = timedelta(seconds=lifetimes.gone_after_s + lifetimes.margin_s)
+        return listed_at - self._sightings.since(f"missing:{instance.instance_id}") >= grace and (
+            listed_at - instance.created_at >= grace
         )
 
     async def _bury_if_stray(self, view: MachineView) -> None:
@@ -118,15 +121,16 @@ class MachineSweep:
         asked = [*sorted(ending), *revived]
         for instance_id, why in (await self._context.compute.terminate(asked)).items():
             self._tally.error(f"{instance_id} could not be terminated: {why}")
+        described_at = self._context.clock.now()
         views = await self._context.compute.describe(sorted(ending))
         records, _ = await readable(self._context.store.get_many(sorted(ending)), self._tally.error)
         waiting = [item for item in records.values() if item.state is State.TERMINATING]
-        await self._each(waiting, lambda item: self._confirm(item, views.get(item.instance_id)))
+        await self._each(waiting, lambda item: self._confirm(item, views.get(item.instance_id), described_at))
 
-    async def _confirm(self, instance: Instance, view: MachineView | None) -> None:
+    async def _confirm(self, instance: Instance, view: MachineView | None, described_at: datetime) -> None:
         if view is not None and view.state is not MachineState.TERMINATED:
             return
-        if view is None and not self._is_missing(instance):
+        if view is None and not self._is_missing(instance, described_at):
             return
         event = Confirm(keep_records_s=self._config.lifetimes.keep_records_s)
         await transition(self._context, instance, event, by=Actor.REFRESH, why="the machine has ended")

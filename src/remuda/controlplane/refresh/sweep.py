@@ -29,8 +29,9 @@ from remuda.ports.forge import ForgeRunner
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outside:
-    """What was listed before the records were read. None where it could not be."""
+    """What was listed before the records were read, and when. None where it could not be."""
 
+    listed_at: datetime
     machines: Sequence[MachineView] | None
     runners: Mapping[str, Sequence[ForgeRunner]]
 
@@ -53,7 +54,7 @@ class Sweep:
         if outside.machines is not None:
             machines = MachineSweep(context, config, tally, sightings)
             views = outside.machines
-            await self._guarded("machines", lambda: machines.run(views, records))
+            await self._guarded("machines", lambda: machines.run(views, records, listed_at=outside.listed_at))
         hints = HintSweep(context, config, tally, sightings)
         await self._guarded("stale hints", lambda: hints.run(self._still_idle(records)))
         ghosts = GhostSweep(context, config, tally, sightings)
@@ -71,6 +72,7 @@ class Sweep:
 
     async def _look_outside(self) -> Outside:
         machines: Sequence[MachineView] | None = None
+        listed_at = self._context.clock.now()
         try:
             machines = await self._context.compute.list_pool()
         except RemudaError as error:
@@ -83,7 +85,7 @@ class Sweep:
                 runners[scope] = await forge.list_runners(scope) if forge is not None else ()
             except RemudaError as error:
                 self._tally.error(f"runners of {scope}: {error.message}")
-        return Outside(machines=machines, runners=runners)
+        return Outside(listed_at=listed_at, machines=machines, runners=runners)
 
     async def _sweep_records(self, records: Mapping[str, Instance], reports: Mapping[str, Report]) -> None:
         """Expired, failed, interrupted, to be announced: one decision for each record."""

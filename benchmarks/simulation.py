@@ -1,0 +1,34 @@
+"""How fast a simulated world is: simulated seconds for each second of one core, with twenty agents."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+
+from remuda.simulation.faults import Fault
+from remuda.simulation.plan import draw
+from remuda.simulation.run import simulate
+
+INSTANCES = 20
+SEEDS = 5
+
+
+def main() -> None:
+    gc.freeze()
+    kinds: dict[str, frozenset[Fault] | None] = {"no faults": frozenset(), "half of the faults": None}
+    for name, faults in kinds.items():
+        started, simulated, agents = time.process_time(), 0.0, 0
+        for seed in range(SEEDS):
+            outcome = simulate(draw(seed, hours=0.5, instances=INSTANCES, faults=faults))
+            simulated += outcome.seconds
+            agents += outcome.stats["lives"]
+        rate = simulated / (time.process_time() - started)
+        sys.stdout.write(
+            f"{name}: {rate:.0f} simulated seconds a second of one core "
+            f"(at most {INSTANCES} agents at a time, {agents} lives, {SEEDS} seeds)\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""What will happen in one simulated world, as far as it is decided beforehand: drawn from a seed, to be cut from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from remuda.domain.resources import Tier, UsageClass
+from remuda.simulation.faults import Fault, Strike, draw_half
+
+#: How long a run holds its instances, about: sets how many runs a world of a size has.
+HOLDS_S = 150.0
+CLASSES = ("large", "xlarge")
+#: After which calls a command may crash: those that change something.
+CALLS = {
+    "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
+    "release": ("replace_provision", "apply", "apply", "send"),
+    "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_sightings", "delete_runner"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A workflow's run: provision, jobs, release. With `attempts` 2 it is run again while the first is cleaned up."""
+
+    at: float
+    run_id: str
+    count: int
+    resource_class: str
+    usage_class: UsageClass
+    tier: Tier
+    #: How long its jobs take.
+    jobs: tuple[float, ...]
+    #: Its jobs wait at GitHub before any machine is there.
+    eager: bool = False
+    #: Its commands have a GitHub credential of their own.
+    credentialed: bool = False
+    attempts: int = 1
+    released: bool = True
+
+    def __str__(self) -> str:
+        return f"run {self.run_id}: {self.count} {self.usage_class} {self.resource_class}, {self.tier}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refresh:
+    at: float
+    twice: bool = False
+    #: Which of the world's configurations it applies; None: it only sweeps.
+    config: int | None = None
+
+    def __str__(self) -> str:
+        return f"refresh{' twice at once' if self.twice else ''}{'' if self.config is None else ' with a change'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtraRelease:
+    """Somebody releases a run, whatever it does just then."""
+
+    at: float
+    run_id: str
+    attempt: int
+    early: bool
+
+    def __str__(self) -> str:
+        return f"release of run {self.run_id} up to attempt {self.attempt}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessCut:
+    """A process, by its name, crashes before its n-th step, or stands still; with `call`, right after its n-th call
+    of that name was carried out.
+    """
+
+    party: str
+    step: int
+    call: str = ""
+    pause_s: float = 0.0
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        what = f"stands still for {self.pause_s:.0f} s" if self.pause_s else "crashes"
+        return f"{self.party} {what} at its {self.call or 'step'} {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interrupt:
+    """Ctrl-C."""
+
+    party: str
+    after_s: float
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.party} is interrupted after {self.after_s:.1f} s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A machine is cut off, or announced to be taken; `pick` says which of those that live then."""
+
+    at: float
+    pick: float
+    announced: bool = False
+
+    def __str__(self) -> str:
+        return "a spot notice" if self.announced else "a power cut"
+
+
+Operation = Run | Refresh | ExtraRelease | ProcessCut | Interrupt | Loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    seed: int
+    hours: float
+    instances: int
+    faults: frozenset[Fault]
+    operations: tuple[Operation, ...]
+    #: Faults that a shrunk run leaves out.
+    spared: frozenset[Strike] = frozenset()
+
+    def without(self, operations: frozenset[Operation]) -> Plan:
+        return replace(self, operations=tuple(item for item in self.operations if item not in operations))
+
+
+def draw(seed: int, *, hours: float, instances: int, faults: frozenset[Fault] | None = None) -> Plan:
+    chance = random.Random(f"{seed} plan")
+    # Drawn in any case: what people do in a seed does not hang on how its faults were chosen.
+    half = draw_half(chance)
+    on = half if faults is None else faults
+    draft = _Draft(chance, on, hours * 3_600.0, instances)
+    return Plan(seed=seed, hours=hours, instances=instances, faults=on, operations=tuple(draft.operations()))
+
+
+class _Draft:
+    def __init__(self, chance: random.Random, on: frozenset[Fault], seconds: float, instances: int) -> None:
+        self._chance = chance
+        self._on = on
+        self._seconds = seconds
+        self._instances = instances
+
+    def _sometimes(self, fault: Fault, probability: float) -> bool:
+        # The draw is made either way, so that a switch changes as little else as can be.
+        return self._chance.random() < probability and fault in self._on
+
+    def operations(self) -> list[Operation]:
+        made: list[Operation] = []
+        runs = max(1, round(self._seconds / HOLDS_S * self._instances * 0.4))
+        for number in range(1, runs + 1):
+            made += self._run(str(number), self._chance.random() ** 1.1 * self._seconds)
+        made += self._losses()
+        made += self._refreshes()
+        made += self._agent_cuts()
+        return made
+
+    def _run(self, run_id: str, at: float) -> list[Operation]:
+        chance = self._chance
+        count = chance.choice((1, 1, 1, 2, 2, 3))
+        run = Run(
+            at=at,
+            run_id=run_id,
+            count=min(count, self._instances),
+            resource_class=CLASSES[chance.random() < 0.2],
+            usage_class=UsageClass.SPOT if chance.random() < 0.2 else UsageClass.ON_DEMAND,
+            tier=Tier.UNTRUSTED if chance.random() < 0.15 else Tier.TRUSTED,
+            jobs=tuple(self._job_s() for _ in range(chance.randint(1, count + 1))),
+            eager=chance.random() < 0.3,
+            credentialed=chance.random() < 0.3,
+            attempts=2 if self._sometimes(Fault.RERUN, 0.35) else 1,
+            released=not self._sometimes(Fault.RELEASE_NEVER, 0.15),
+        )
+        made: list[Operation] = [run]
+        if self._sometimes(Fault.CANCEL, 0.2):
+            made.append(Interrupt(party=f"provision {run_id}.{chance.randint(1, run.attempts)}", after_s=self._soon()))
+        if self._sometimes(Fault.RELEASE_EARLY, 0.25):
+            attempt = chance.randint(1, run.attempts)
+            made.append(ExtraRelease(at=at + 2 * self._soon(), run_id=run_id, attempt=attempt, early=True))
+        if self._sometimes(Fault.RELEASE_TWICE, 0.3):
+            made += [
+                ExtraRelease(at=at + after_s, run_id=run_id, attempt=1, early=False)
+                for after_s in (chance.uniform(60, 400), chance.uniform(60, 400))
+            ]
+        for kind in ("provision", "release"):
+            made += self._cuts(f"{kind} {run_id}.{chance.randint(1, run.attempts)}", 150)
+        return made
+
+    def _job_s(self) -> float:
+        """Most are short; some outlive every patience."""
+        if self._chance.random() < 0.07:
+            return 600.0
+        return self._chance.uniform(2, 30) if self._chance.random() < 0.6 else self._chance.uniform(20, 150)
+
+    def _soon(self) -> float:
+        return self._chance.choice(
+            (self._chance.uniform(0, 2), self._chance.uniform(0, 20), self._chance.uniform(0, 90))
+        )
+
+    def _cuts(self, party: str, steps: int) -> list[Operation]:
+        made: list[Operation] = []
+        if self._sometimes(Fault.CRASH, 0.25):
+            made.append(ProcessCut(party=party, step=1 + int(self._chance.random() ** 1.5 * steps)))
+        if self._sometimes(Fault.PAUSE, 0.2):
+            step = 1 + int(self._chance.random() ** 1.5 * steps)
+            made.append(ProcessCut(party=party, step=step, pause_s=self._pause_s()))
+        call = self._chance.choice(CALLS[party.split(maxsplit=1)[0]])
+        if self._sometimes(Fault.CRASH, 0.2):
+            made.append(ProcessCut(party=party, call=call, step=self._chance.randint(1, 4)))
+        if self._sometimes(Fault.PAUSE, 0.1):
+            made.append(ProcessCut(party=party, call=call, step=self._chance.randint(1, 4), pause_s=self._pause_s()))
+        return made
+
+    def _pause_s(self) -> float:
+        return self._chance.choice(
+            (self._chance.uniform(1, 30), self._chance.uniform(20, 120), self._chance.uniform(60, 300))
+        )
+
+    def _losses(self) -> list[Operation]:
+        made: list[Operation] = []
+        for fault, announced in ((Fault.POWER_CUT, False), (Fault.SPOT_NOTICE, True)):
+            for _ in range(self._chance.randint(1, 2 + self._instances // 2)):
+                at, pick = self._chance.random() * self._seconds, self._chance.random()
+                if fault in self._on:
+                    made.append(Loss(at=at, pick=pick, announced=announced))
+        return made
+
+    def _refreshes(self) -> list[Operation]:
+        """Besides those that come by the clock."""
+        made: list[Operation] = []
+        for number in range(max(1, round(self._seconds / 300))):
+            at = self._chance.random() * self._seconds
+            twice = self._sometimes(Fault.REFRESH_TWICE, 0.7)
+            config = self._chance.randrange(4) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
+            if twice or config is not None:
+                made.append(Refresh(at=at, twice=twice, config=config))
+            made += self._cuts(f"sweep {number * 3 + self._chance.randint(1, 3)}", 120)
+        return made
+
+    def _agent_cuts(self) -> list[Operation]:
+        made: list[Operation] = []
+        machines = max(4, round(self._seconds / HOLDS_S * self._instances * 0.3))
+        pick: Callable[[], int] = lambda: 1 + int(self._chance.random() ** 2.5 * 900)  # noqa: E731
+        for machine in range(1, machines + 1):
+            for agent in (1, 2):
+                party = f"agent {machine:04x}.{agent}"
+                if self._sometimes(Fault.AGENT_CRASH, 0.6):
+                    made.append(ProcessCut(party=party, step=pick()))
+                if self._sometimes(Fault.AGENT_PAUSE, 0.3):
+                    made.append(ProcessCut(party=party, step=pick(), pause_s=self._pause_s()))
+                if self._sometimes(Fault.AGENT_CRASH, 0.5):
+                    made.append(ProcessCut(party=party, call="write_signal", step=self._chance.randint(1, 8)))
+        return made

@@ -1,0 +1,60 @@
+"""The installed command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REMUDA = Path(sys.executable).parent / "remuda"
+SMALL = ("--hours", "0.1", "--instances", "4")
+
+
+def remuda(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([REMUDA, "simulate", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_many_seeds_are_summed_up():
+    done = remuda("--seeds", "6", "--first-seed", "3", *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["seeds"], document["violations"], document["first_seed"]) == (6, [], 3)
+    assert document["lives"] > 0
+    assert document["checks"] > 100
+    assert set(document["coverage"]) == set(document["faults"])
+    assert document["seeds_per_s"] > 0
+
+
+def test_one_seed_can_be_looked_into_and_is_the_same_again():
+    first, again = (remuda("--seed", "5", "--trace", *SMALL, "--json") for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    document = json.loads(first.stdout)
+    assert document["trace_hash"] == json.loads(again.stdout)["trace_hash"]
+    assert any("record" in line for line in document["trace"])
+
+
+def test_a_summary_for_people():
+    done = remuda("--seeds", "2", "--faults", "crash, write-lost", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "seeds/s" in done.stdout
+    assert "0 violations" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--faults", "rain"), "rain"),
+        (("--faults", ","), "empty"),
+        (("--trace",), "--seed"),
+        (("--seeds", "0"), "seeds"),
+        (("--hours", "never"), "hours"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: tuple[str, ...], word: str):
+    done = remuda(*arguments)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

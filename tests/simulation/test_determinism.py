@@ -1,0 +1,59 @@
+"""One seed is one history, whatever Python's hashes are salted with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from remuda.simulation.plan import draw
+from remuda.simulation.run import simulate
+
+PROGRAM = """
+import sys
+from remuda.simulation.plan import draw
+from remuda.simulation.run import simulate
+for seed in sys.argv[1:]:
+    outcome = simulate(draw(int(seed), hours=0.5, instances=10))
+    print(outcome.digest, outcome.steps, outcome.violation)
+"""
+SEEDS = ("203", "12", "13")
+
+
+def history(salt: str, seeds: Sequence[str]) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": salt}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *seeds], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_seed_gives_the_same_trace_under_another_hash_seed():
+    assert history("1", SEEDS) == history("4242", SEEDS)
+
+
+def test_what_was_simulated_before_does_not_matter():
+    """Tasks lie elsewhere in memory then."""
+    *_, last = history("1", ("5", "6", "203")).splitlines()
+    assert [last] == history("1", ("203",)).splitlines()
+
+
+def test_a_seed_gives_the_same_trace_again_and_another_seed_another():
+    first, again, other = (simulate(draw(seed, hours=0.25, instances=6)) for seed in (21, 21, 22))
+    assert first.digest == again.digest
+    assert first.digest != other.digest
+
+
+def test_what_a_trace_keeps_does_not_change_it():
+    plan = draw(23, hours=0.1, instances=4)
+    assert simulate(plan).digest == simulate(plan, keep_trace=True).digest
+
+
+@pytest.mark.parametrize("seed", range(30, 34))
+def test_faults_switched_off_leave_no_trace(seed: int):
+    outcome = simulate(draw(seed, hours=0.25, instances=6, faults=frozenset()))
+    assert not outcome.violation
+    assert not outcome.faults

@@ -1,0 +1,65 @@
+"""From a violation to the least that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from remuda.simulation.invariants import Safety, Violation
+from remuda.simulation.plan import draw
+from remuda.simulation.run import simulate
+from remuda.simulation.shrink import fewest, shrink, tell
+from remuda.simulation.world import World
+
+
+def test_fewest_leaves_what_is_needed():
+    needed = {3, 17}
+    assert fewest(list(range(40)), lambda items: needed <= set(items)) == [3, 17]
+
+
+def test_fewest_of_what_needs_nothing_is_nothing():
+    assert fewest(list(range(10)), lambda _: True) == []
+
+
+def test_a_violation_is_cut_down_and_told(monkeypatch: pytest.MonkeyPatch):
+    """A rule that is wrong on purpose: no instance may ever be claimed."""
+    judge = Safety.record_written
+
+    def strict(self: Safety, instance_id: str) -> None:
+        judge(self, instance_id)
+        record = self._world.database.instances.get(instance_id)
+        if record is not None and record.epoch > 1:
+            self.violated("S1", f"{instance_id} was claimed", instance_id)
+
+    monkeypatch.setattr(Safety, "record_written", strict)
+    found = simulate(draw(4, hours=0.3, instances=6))
+    assert found.violation is not None
+    shrunk = shrink(found, tries=60)
+    assert shrunk.least.violation is not None
+    assert shrunk.least.violation.invariant == "S1"
+    assert len(shrunk.least.plan.operations) < len(found.plan.operations) / 2
+    lines = list(tell(shrunk))
+    assert lines[0].startswith("seed 4: S1 at ")
+    assert "operations:" in lines
+    assert "timeline:" in lines
+    assert f"history of {shrunk.least.violation.instance_id}:" in lines
+    assert " claim " in lines[-1]
+
+
+def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):
+    told: list[float] = []
+    monkeypatch.setattr(World, "stop", _noting(World.stop, told))
+    monkeypatch.setattr(Safety, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    outcome = simulate(draw(1, hours=0.1, instances=4))
+    assert outcome.violation is not None
+    assert outcome.violation.invariant == "S8"
+    assert len(set(told)) == 1
+
+
+def _noting(stop: Callable[[World, Violation], None], told: list[float]) -> Callable[[World, Violation], None]:
+    def noted(self: World, violation: Violation) -> None:
+        told.append(violation.at)
+        stop(self, violation)
+
+    return noted
