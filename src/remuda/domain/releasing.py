@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from remuda.domain.instance import Instance, retirement
-from remuda.domain.signals import Report, Verdict, removal_verdict
+from remuda.domain.signals import Report, Verdict, removal_verdict, took_s
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Cause, End, Event, Extend, Pool
 
@@ -35,7 +35,9 @@ def next_for_releasing(
         )
         if reason:
             return Next(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=f"clean, but {reason}")
-        return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why="deregistered and reset")
+        took = took_s(report.detail)
+        why = "deregistered and reset" + (f" in {took:.3f} s" if took is not None else "")
+        return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why=why)
     if report is not None and verdict is Verdict.FAILED:
         return Next(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")
     if report is not None and report.busy and _worth_extending(instance, now=now, lifetimes=lifetimes):

@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter, deque
 
 from remuda.controlplane.context import Context
+from remuda.controlplane.provision.recorder import Recorder
 from remuda.domain.errors import RemudaError
 from remuda.domain.resources import PoolMessage, Request, misfit
 from remuda.ports.pool import BATCH, Delivery
@@ -24,8 +25,9 @@ MAX_SIGHTINGS = 5
 
 
 class PickupManager:
-    def __init__(self, context: Context, request: Request) -> None:
+    def __init__(self, context: Context, request: Request, recorder: Recorder) -> None:
         self._context = context
+        self._recorder = recorder
         self._request = request
         self._class = request.resource_class.name
         self._waiting: deque[asyncio.Future[Delivery | None]] = deque()
@@ -35,8 +37,6 @@ class PickupManager:
         self._sightings: Counter[str] = Counter()
         self._taken: set[tuple[str, int]] = set()
         self._met_misfits = False
-        #: Why messages were not used, counted.
-        self.refused: Counter[str] = Counter()
 
     async def next(self) -> Delivery | None:
         """A message that fits, or None when the pool has none now."""
@@ -92,7 +92,7 @@ class PickupManager:
         if message is None:
             self._drop(delivery, "malformed", delivery.malformed)
         elif (message.id, message.epoch) in self._taken:
-            self._drop(delivery, "duplicate", f"{message.id} was seen before")
+            self._drop(delivery, "duplicate", f"{message.id} was seen before", message.id)
         elif why := misfit(message, self._request):
             self._hold(delivery, message, why)
         elif not self._asked():
@@ -102,8 +102,8 @@ class PickupManager:
             self._waiting.popleft().set_result(delivery)
         return True
 
-    def _drop(self, delivery: Delivery, kind: str, why: str) -> None:
-        self.refused[kind] += 1
+    def _drop(self, delivery: Delivery, kind: str, why: str, instance_id: str = "") -> None:
+        self._recorder.refuse(kind, why, instance_id)
         self._used.append(delivery.receipt)
         self._context.journal.note("message-dropped", why, kind=kind)
 
@@ -112,7 +112,7 @@ class PickupManager:
         self._held.append(delivery.receipt)
         self._sightings[message.id] += 1
         if self._sightings[message.id] == 1:
-            self.refused["misfit"] += 1
+            self._recorder.refuse("misfit", why, message.id)
             self._context.journal.note("misfit", why, instance_id=message.id)
 
     def _only_known_misfits(self) -> bool:
