@@ -175,15 +175,21 @@ def status(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     all_: Annotated[bool, typer.Option("--all", help="Terminated instances too.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, in place, until stopped.")] = False,
+    every: Annotated[
+        float | None,
+        typer.Option("--every", min=0.2, max=3_600, help="With --watch: seconds between looks (local 1, aws 5)."),
+    ] = None,
     config: opt.Config = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
-    """Show instances, pools and runs."""
-    flags = _flags({key: value for key, value in locals().items() if key != "all_"})
+    """Show instances, launches, pools and runs, and what to look at."""
+    flags = _flags({key: value for key, value in locals().items() if key not in {"all_", "watch", "every"}})
     from remuda.entrypoints.commands import run_status
 
-    return run_status(flags, config, Output(as_json=as_json, quiet=quiet), everything=all_)
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_status(flags, config, output, everything=all_, watch=watch, every=every)
 
 
 @app.command(name="config")

@@ -12,7 +12,7 @@ from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
 from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unavailable, UserError
-from remuda.entrypoints import views
+from remuda.entrypoints import status_view, views
 from remuda.entrypoints.output import ConsoleJournal, Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
 from remuda.settings import Settings
@@ -155,22 +155,34 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
     return EXIT_PARTIAL if result.errors or result.of(Fate.EXPIRED) else EXIT_OK
 
 
-def run_status(flags: Flags, config: str | None, output: Output, *, everything: bool) -> int:
+def run_status(
+    flags: Flags, config: str | None, output: Output, *, everything: bool, watch: bool, every: float | None
+) -> int:
     settings = load_settings(flags, config).settings
-
-    async def work() -> Status:
-        async with open_context(settings, _journal(output), credentialed=False, alive=False) as context:
-            return await status(context, everything=everything)
-
-    result = run_async(work)
+    if every is not None and not watch:
+        raise UserError(f"--every is {every:g}, without --watch", field="--every", fix="add --watch, or leave it out")
+    silent: list[str] = []
     if settings.backend == "local":
         from remuda.entrypoints.local_backend import missing  # noqa: PLC0415 - only the local backend needs it
 
-        for name in missing(settings):
-            output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
+        silent = missing(settings)
+    # On AWS the caller's own credential is used where there is one; the local GitHub's is at hand while it runs.
+    asks = settings.backend == "local" and not silent
+    if watch:
+        from remuda.entrypoints.watching import watch as go_on  # noqa: PLC0415 - only where it is asked for
+
+        return run_async(lambda: go_on(settings, output, everything=everything, every_s=every, asks=asks))
+
+    async def work() -> Status:
+        async with open_context(settings, _journal(output), credentialed=asks, alive=False) as context:
+            return await status(context, everything=everything)
+
+    result = run_async(work)
+    for name in silent:
+        output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
     if not output.as_json:
-        output.answer(*views.status_tables(result, SystemClock().now(), width=output.width))
-    output.result(views.status_document(result))
+        output.answer(*status_view.status_tables(result, width=output.width))
+    output.result(status_view.status_document(result))
     return EXIT_OK
 
 
