@@ -276,7 +276,7 @@ def _birth(row: Transition, record: Instance, *, by: Actor, at: datetime, why: s
             source="",
             target=record.state.value,
             epoch=record.epoch,
-            run_id=record.run_id,
+            run_id=record.run_id or record.last_run_id,
             by=by.value,
             why=why[:MAX_WHY],
         ),

@@ -192,6 +192,25 @@ def status(
     return run_status(flags, config, output, everything=all_, watch=watch, every=every)
 
 
+@app.command()
+def explain(
+    subject: Annotated[
+        str, typer.Argument(metavar="RUN|INSTANCE", help="A run id, an instance id, or a runner's name on GitHub.")
+    ],
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Tell the story of a run or an instance: what happened, why, and what happens next."""
+    flags = _flags({key: value for key, value in locals().items() if key != "subject"})
+    from remuda.entrypoints.commands import run_explain
+
+    return run_explain(flags, config, Output(as_json=as_json, quiet=quiet), subject=subject)
+
+
 @app.command(name="config")
 def config_(
     backend: opt.Backend = None,

@@ -7,12 +7,14 @@ from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import check_local, desired, open_context
+from remuda.controlplane.explain import check_subject, explain
 from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
 from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unavailable, UserError
-from remuda.entrypoints import status_view, views
+from remuda.domain.story import Story
+from remuda.entrypoints import status_view, story_view, views
 from remuda.entrypoints.output import ConsoleJournal, Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
 from remuda.settings import Settings
@@ -183,6 +185,21 @@ def run_status(
     if not output.as_json:
         output.answer(*status_view.status_tables(result, width=output.width))
     output.result(status_view.status_document(result))
+    return EXIT_OK
+
+
+def run_explain(flags: Flags, config: str | None, output: Output, *, subject: str) -> int:
+    settings = load_settings(flags, config).settings
+    check_subject(subject)
+
+    async def work() -> Story:
+        async with open_context(settings, _journal(output), credentialed=False, alive=False) as context:
+            return await explain(context, subject)
+
+    story = run_async(work)
+    if not output.as_json:
+        output.answer(*story_view.story_lines(story), soft_wrap=True)
+    output.result(story_view.story_document(story))
     return EXIT_OK
 
 

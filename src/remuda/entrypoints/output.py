@@ -55,15 +55,18 @@ class Output:
         if not self._quiet:
             self.console.print(renderable)
 
-    def answer(self, *renderables: Any) -> None:
-        """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there."""
+    def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
+        """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there.
+
+        `soft_wrap`: a line stays one line, however long: for logs, and for grep.
+        """
         if self.as_json:
             return
         from rich.console import Console  # noqa: PLC0415 - rich is slow to import and often not needed
 
         console = Console(highlight=False, width=self.width)
         for renderable in renderables:
-            console.print(renderable)
+            console.print(renderable, soft_wrap=soft_wrap)
 
     @property
     def width(self) -> int:

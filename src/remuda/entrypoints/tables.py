@@ -28,8 +28,13 @@ def table(
         made.add_column(column, justify=justify, no_wrap=column in whole, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         # As text: what comes from outside is no markup.
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*(Text(clean(cell)) for cell in row))
     return made
+
+
+def clean(text: str) -> str:
+    """What comes from machines and from GitHub must not steer a terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def duration(seconds: float) -> str:
