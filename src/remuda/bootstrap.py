@@ -168,6 +168,7 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - as above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     except ImportError as error:
         raise UserError(
@@ -199,6 +200,7 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
             ids=ids,
             journal=journal,
             calls=calls,
+            spot=Ec2SpotPrices(client=ec2, clock=clock, ids=ids, calls=calls),
         )
 
 

@@ -67,6 +67,20 @@ async def test_a_pool_is_seen_and_explained(backend: LocalBackend) -> None:
     assert (story["kind"], story["subject"]) == ("instance", reused)
     assert "boots for run 41" in [line["what"] for line in story["lines"]]
 
+    report = (await backend.run("report", "--since", "1h")).document
+    assert (report["reuse"]["reused"], report["reuse"]["created"]) == (1, 2)
+    assert report["provision_seconds"]["warm"]["count"] == report["provision_seconds"]["cold"]["count"] == 1
+    assert set(report["cost"]["by_run"]) == {"41", "42", ""}
+    assert report["cost"]["total"] > 0
+    assert re.search(r"reused +33% of 3 runners", await told(backend, "report"))
+    page = backend.folder.parent / "page.html"
+    assert (await backend.run("report", "--html", str(page))).document["page"] == str(page)
+    assert page.read_text().startswith("<!doctype html>")
+    prices = backend.folder.parent / "prices.json"
+    prices.write_text(json.dumps({"currency": "EUR", "on-demand": {"c6i.large": 100}}))
+    dear = (await backend.run("report", "--prices", str(prices))).document["cost"]
+    assert (dear["currency"], dear["total"] > 100 * report["cost"]["total"]) == ("EUR", True)
+
     refused = (await backend.run("explain", "43", code=2)).document["error"]
     assert "42" in refused["fix"]
     refused = (await backend.run("explain", "i-0123456789abcdef0", code=2)).document["error"]
@@ -111,6 +125,26 @@ async def test_what_a_dead_machine_leaves_is_warned_of(backend: LocalBackend) ->
     assert "expired" in await told(backend, "status")
     story = (await backend.run("explain", machine["instance_id"])).document
     assert "the next refresh retires it" in story["next"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("--since", "soon"), "--since"),
+        (("--since", "0d"), "--since"),
+        (("--since", "9999999w"), "--since"),
+        (("--since", "2999-01-01"), "--since"),
+        (("--html", "/nowhere/at/all.html"), "--html"),
+        (("--html", ""), "--html"),
+        (("--prices", "/nowhere.json"), "--prices"),
+    ],
+)
+async def test_a_report_refuses_bad_input_before_it_looks(
+    tmp_path: Path, arguments: tuple[str, ...], field: str
+) -> None:
+    backend = LocalBackend(tmp_path / "never-up")
+    error = (await backend.run("report", *arguments, code=2)).document["error"]
+    assert error["field"] == field
 
 
 async def test_every_needs_watch(backend: LocalBackend) -> None:

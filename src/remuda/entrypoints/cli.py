@@ -211,6 +211,25 @@ def explain(
     return run_explain(flags, config, Output(as_json=as_json, quiet=quiet), subject=subject)
 
 
+@app.command()
+def report(
+    since: Annotated[str, typer.Option("--since", help="90m, 12h, 7d, 2w, or a day: 2026-11-01.")] = "7d",
+    html: Annotated[str | None, typer.Option("--html", help="Write it as one page to this file.")] = None,
+    prices: opt.Prices = None,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Reuse, waiting times, machine hours, cost, and what reuse saved."""
+    flags = _flags({key: value for key, value in locals().items() if key not in {"since", "html"}})
+    from remuda.entrypoints.commands import run_report
+
+    return run_report(flags, config, Output(as_json=as_json, quiet=quiet), since=since, html=html)
+
+
 @app.command(name="config")
 def config_(
     backend: opt.Backend = None,

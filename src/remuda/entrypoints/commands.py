@@ -203,6 +203,13 @@ def run_explain(flags: Flags, config: str | None, output: Output, *, subject: st
     return EXIT_OK
 
 
+def run_report(flags: Flags, config: str | None, output: Output, *, since: str, html: str | None) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import reporting  # noqa: PLC0415 - only where a report is made
+
+    return reporting.run_report(settings, output, since=since, html=html)
+
+
 def run_config(flags: Flags, config: str | None, output: Output) -> int:
     loaded = load_settings(flags, config)
     rows = views.config_rows(loaded)

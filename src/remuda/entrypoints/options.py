@@ -32,6 +32,11 @@ Scope = Annotated[
     typer.Option("--github-scope", help="owner or owner/repo. (default: GITHUB_REPOSITORY)", rich_help_panel=_COMMON),
 ]
 
+Prices = Annotated[
+    str | None,
+    typer.Option("--prices", help="JSON file of prices an hour. (default: the list shipped)", rich_help_panel=_COMMON),
+]
+
 RunId = Annotated[
     str | None, typer.Option("--run-id", help="The workflow's run id. (default: GITHUB_RUN_ID)", rich_help_panel=_RUN)
 ]
