@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from remuda.controlplane.context import Context, read_config
 from remuda.domain.errors import UserError
-from remuda.domain.instance import State
+from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.resources import check_run_id, is_instance_id
@@ -67,7 +67,7 @@ async def _evidence(context: Context, config: PoolConfig, ids: Collection[str]) 
 async def _of_instance(context: Context, config: PoolConfig, instance_id: str) -> Story:
     evidence = await _evidence(context, config, [instance_id])
     if instance_id not in evidence.instances:
-        known = await context.store.find(frozenset(State))
+        known = await context.store.find(LIVE)
         newest = sorted(known, key=lambda item: item.created_at, reverse=True)
         raise _unknown("instance", instance_id, [item.instance_id for item in newest], config)
     return instance_story(evidence.instances[instance_id], evidence)
