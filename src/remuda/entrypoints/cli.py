@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ from typer.exceptions import Abort, Exit, TyperException
 from remuda import __version__
 from remuda.domain.errors import UserError
 from remuda.entrypoints import options as opt
-from remuda.entrypoints.output import Output
+from remuda.entrypoints.output import Output, early_log_format, set_log_format
 from remuda.entrypoints.run import EXIT_INTERRUPTED, command
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ def up(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -62,6 +64,7 @@ def down(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     purge: Annotated[bool, typer.Option("--purge", help="Remove the state folder too.")] = False,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -115,6 +118,7 @@ def refresh(
         float | None, typer.Option("--every", min=0.2, max=86_400, help="Repeat after so many seconds, until stopped.")
     ] = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -141,6 +145,7 @@ def provision(
     provision_timeout_sec: opt.ProvisionTimeout = None,
     tier: opt.TierName = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -159,6 +164,7 @@ def release(
     run_id: opt.RunId = None,
     run_attempt: opt.RunAttempt = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -181,6 +187,7 @@ def status(
         typer.Option("--every", min=0.2, max=3_600, help="With --watch: seconds between looks (local 1, aws 5)."),
     ] = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -201,6 +208,7 @@ def explain(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -220,6 +228,7 @@ def report(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -235,6 +244,7 @@ def config_(
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
 ) -> int:
     """Print every setting, its value and where it came from."""
@@ -253,6 +263,7 @@ def run_workflow(
     run_id: opt.RunId = None,
     run_attempt: opt.RunAttempt = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -268,6 +279,7 @@ def demo(
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -285,6 +297,7 @@ def agent() -> None:
 
 def main(arguments: list[str]) -> int:
     """The exit code. With --json every error is a document, usage errors included."""
+    set_log_format(early_log_format(arguments, os.environ))
     output = Output(as_json="--json" in arguments)
 
     def call() -> int:

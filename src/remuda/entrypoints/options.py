@@ -32,6 +32,10 @@ Scope = Annotated[
     typer.Option("--github-scope", help="owner or owner/repo. (default: GITHUB_REPOSITORY)", rich_help_panel=_COMMON),
 ]
 
+LogFormat = Annotated[
+    str | None,
+    typer.Option("--log-format", help="text, or json: a line an event on stderr.", rich_help_panel=_COMMON),
+]
 Prices = Annotated[
     str | None,
     typer.Option("--prices", help="JSON file of prices an hour. (default: the list shipped)", rich_help_panel=_COMMON),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.timestamps import to_text
 from remuda.ports.clock import Clock
 
 if TYPE_CHECKING:
@@ -32,7 +34,28 @@ _TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
 _QUIET = frozenset({"announce", "renew", "credential", "extend"})
 
 
+JSON_LOGS = "json"
+
+
+def early_log_format(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """As far as it can be told before the settings are read: an error about them is logged, too."""
+    for number, argument in enumerate(arguments):
+        if argument == "--log-format" and number + 1 < len(arguments):
+            return arguments[number + 1]
+        if argument.startswith("--log-format="):
+            return argument.partition("=")[2]
+    return environ.get("REMUDA_LOG_FORMAT", "")
+
+
+def set_log_format(name: str) -> None:
+    """For the whole process: it has one stderr."""
+    Output.logs_json = name == JSON_LOGS
+
+
 class Output:
+    #: Whether stderr gets a JSON document a line.
+    logs_json: ClassVar[bool] = False
+
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json = as_json
         self._quiet = quiet
@@ -48,12 +71,25 @@ class Output:
         return self._console
 
     def say(self, text: str, *, style: str | None = None) -> None:
-        if not self._quiet:
+        if self._quiet:
+            return
+        if not self.logs_json:
             self.console.print(text, style=style, markup=False)
+        elif text.strip():
+            self.event("message", {"text": text.strip()}, level="warning" if style and "yellow" in style else "info")
 
     def show(self, renderable: Any) -> None:
-        if not self._quiet:
+        """A table: for people only."""
+        if not self._quiet and not self.logs_json:
             self.console.print(renderable)
+
+    @staticmethod
+    def event(name: str, facts: Mapping[str, Any], *, level: str) -> None:
+        """One line of a structured log. Facts that say nothing are left out."""
+        told = {key: value for key, value in facts.items() if value is not None and value != ""}
+        line = {"at": to_text(SystemClock().now()), "level": level, "event": name, **told}
+        sys.stderr.write(json.dumps(line, default=str) + "\n")
+        sys.stderr.flush()
 
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
         """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there.
@@ -72,6 +108,12 @@ class Output:
     def width(self) -> int:
         return shutil.get_terminal_size((160, 40)).columns
 
+    def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
+        """What the journal notes: instance, run, epoch and reason, and whatever else belongs to it."""
+        if not self._quiet:
+            level = "warning" if any(word in action for word in _TROUBLE) else "info"
+            self.event(action, {"reason": why, **facts}, level=level)
+
     def result(self, document: Mapping[str, Any]) -> None:
         if self.as_json:
             sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
@@ -81,7 +123,11 @@ class Output:
         fix = f"; {error.fix}" if error.fix else ""
         # One line, whatever a value or another program's message brings along.
         line = " ".join(f"remuda: {error.message}{fix}".splitlines())
-        self.console.print(line, style="bold red", markup=False)
+        if self.logs_json:
+            facts = {"type": type(error).__name__, "reason": error.message, "fix": error.fix}
+            self.event("error", facts, level="error")
+        else:
+            self.console.print(line, style="bold red", markup=False)
         self.result(
             {
                 "error": {
@@ -102,6 +148,9 @@ class ConsoleJournal:
         self._clock = clock
 
     def note(self, action: str, why: str = "", **facts: Any) -> None:
+        if Output.logs_json:
+            self._output.log(action, why, facts)
+            return
         if action in _QUIET:
             return
         at: datetime = self._clock.now()

@@ -146,7 +146,14 @@ class Creation:
         why = f"launched for run {born.run_id}"
         instance = await apply_surely(self._context, create(born, by=Actor.PROVISION, why=why))
         self._holdings.hold(instance)
-        self._context.journal.note("create", why, instance_id=instance.instance_id, target=State.CREATED.value)
+        self._context.journal.note(
+            "create",
+            why,
+            instance_id=instance.instance_id,
+            target=State.CREATED.value,
+            run_id=instance.run_id,
+            epoch=instance.epoch,
+        )
         return instance
 
     async def _await_registration(self, instance: Instance) -> Ready:

@@ -140,12 +140,16 @@ class Selection:
             self._recorder.refuse("lost", why, message.id)
             if not _is_still_idle(conflict.current, message):
                 self._pickup.used(delivery)
-            context.journal.note("claim-lost", why, instance_id=message.id)
+            context.journal.note("claim-lost", why, instance_id=message.id, run_id=terms.provision.run_id)
             return None
         self._holdings.hold(claimed)
         self._pickup.used(delivery)
         context.journal.note(
-            "claim-won", f"fits run {claimed.run_id}", instance_id=claimed.instance_id, epoch=claimed.epoch
+            "claim-won",
+            f"fits run {claimed.run_id}",
+            instance_id=claimed.instance_id,
+            run_id=claimed.run_id,
+            epoch=claimed.epoch,
         )
         return claimed
 
