@@ -155,3 +155,37 @@ async def test_every_needs_watch(backend: LocalBackend) -> None:
     await backend.run("up")
     error = (await backend.run("status", "--every", "1", code=2)).document["error"]
     assert error["field"] == "--every"
+
+
+async def test_an_operator_takes_machines_out_of_use(backend: LocalBackend) -> None:
+    await backend.up("--idle-time-sec", "600")
+    first = (await backend.provision("41", 3)).document
+    odd, old, last = sorted(item["instance_id"] for item in first["instances"])
+    await backend.release("41")
+
+    plan = (await backend.run("drain", old, "--reason", "old image", "--dry-run")).document
+    assert (plan["done"], backend.records()[old]["retire"]) == ([old], "")
+    assert (await backend.run("drain", old, "--reason", "old image")).document["done"] == [old]
+    assert (await backend.run("drain", old)).document["unchanged"] == [old]
+    assert (await backend.run("quarantine", odd, "--for", "30m", "--reason", "looks odd")).document["done"] == [odd]
+    second = (await backend.provision("42", 1)).document
+    assert [item["instance_id"] for item in second["instances"]] == [last]
+
+    await backend.sweep()
+    states = {name: item["state"] for name, item in backend.records().items()}
+    assert (states[odd], states[last]) == ("idle", "running")
+    assert states[old] in {"terminating", "terminated"}
+
+    unsure = (await backend.run("terminate", "--all", code=2)).document["error"]
+    assert unsure["field"] == "--yes"
+    ended = (await backend.run("terminate", "--all", "--yes", "--reason", "enough")).document
+    assert {odd, last} == set(ended["done"])
+    async with asyncio.timeout(LIMIT_S):
+        while set(backend.states()) != {"terminated"}:
+            await backend.sweep()
+    story = (await backend.run("explain", odd)).document
+    whys = " ".join(line["why"] for line in story["lines"])
+    assert "quarantined: looks odd" in whys
+    assert "terminated by an operator: enough" in whys
+    unknown = (await backend.run("terminate", "i-0123456789abcdef0", "--yes", code=2)).document["error"]
+    assert unknown["field"] == "INSTANCE"

@@ -68,6 +68,7 @@ async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other
         uses=3,
         run_deadline=at(9),
         retire="spot notice: Ünïcode",
+        held_until=at(8),
         announced_at=at(5),
         assignment=assignment(),
         forget_at=at(7),

@@ -67,6 +67,7 @@ _WORDS: Mapping[str, tuple[str, Tone]] = {
     "announce": ("announced to the pool", Tone.MINOR),
     "renew": ("stays longer in the pool", Tone.MINOR),
     "retire": ("will not be pooled again", Tone.BAD),
+    "quarantine": ("in quarantine, kept for a look", Tone.BAD),
     "confirm": ("terminated", Tone.PLAIN),
 }
 _REFUSED: Mapping[str, str] = {
@@ -259,5 +260,7 @@ def next_of(instance: Instance, report: Report | None, evidence: Evidence) -> st
         + f" until the run is released, at most until {until}{ending}",
         State.RELEASING: ("waits for its job to end" if busy else "deregisters and resets")
         + (ending or f", then it joins the pool; if it has not by {until}, it is retired"),
-        State.IDLE: f"waits for a run in the pool; if none claims it by {until}, it is retired{ending}",
+        State.IDLE: f"is kept for a look until {until}, then it is retired ({instance.retire})"
+        if instance.held_until is not None
+        else f"waits for a run in the pool; if none claims it by {until}, it is retired{ending}",
     }[instance.state]

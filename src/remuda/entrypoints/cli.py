@@ -239,6 +239,81 @@ def report(
     return run_report(flags, config, Output(as_json=as_json, quiet=quiet), since=since, html=html)
 
 
+@app.command()
+def drain(
+    instances: opt.Instances = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every instance of the pool.")] = False,
+    of_class: Annotated[str, typer.Option("--resource-class", help="All of a class.")] = "",
+    of_ami: Annotated[str, typer.Option("--ami", help="All made from an image.")] = "",
+    reason: opt.Reason = "",
+    dry_run: opt.DryRun = False,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Stop claiming: those at work finish their run and end, idle ones end at the next refresh."""
+    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    from remuda.controlplane.levers import Choice
+    from remuda.entrypoints.commands import run_drain
+
+    choice = Choice(instance_ids=tuple(instances or ()), everything=all_, resource_class=of_class, ami=of_ami)
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_drain(flags, config, output, choice=choice, reason=reason, dry_run=dry_run)
+
+
+@app.command()
+def quarantine(
+    instances: opt.Instances = None,
+    last: Annotated[str, typer.Option("--for", help="How long it is kept: 30m, 4h, at most 7d.")] = "4h",
+    reason: opt.Reason = "",
+    dry_run: opt.DryRun = False,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Take instances out of the pool and keep them for a look, until a limit."""
+    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    from remuda.controlplane.levers import Choice
+    from remuda.entrypoints.commands import run_quarantine
+
+    choice = Choice(instance_ids=tuple(instances or ()))
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_quarantine(flags, config, output, choice=choice, last=last, reason=reason, dry_run=dry_run)
+
+
+@app.command()
+def terminate(
+    instances: opt.Instances = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every instance of the pool.")] = False,
+    sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    reason: opt.Reason = "",
+    dry_run: opt.DryRun = False,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """End instances now, jobs or not; asks first. Only what carries the pool's tag is ended."""
+    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    from remuda.controlplane.levers import Choice
+    from remuda.entrypoints.commands import run_terminate
+
+    choice = Choice(instance_ids=tuple(instances or ()), everything=all_)
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_terminate(flags, config, output, choice=choice, reason=reason, dry_run=dry_run, sure=sure)
+
+
 @app.command(name="config")
 def config_(
     backend: opt.Backend = None,

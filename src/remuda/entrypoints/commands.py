@@ -210,6 +210,27 @@ def run_report(flags: Flags, config: str | None, output: Output, *, since: str, 
     return reporting.run_report(settings, output, since=since, html=html)
 
 
+def run_drain(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import acting  # noqa: PLC0415 - only where somebody acts
+
+    return acting.run_drain(settings, output, **chosen)
+
+
+def run_quarantine(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import acting  # noqa: PLC0415 - only where somebody acts
+
+    return acting.run_quarantine(settings, output, **chosen)
+
+
+def run_terminate(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import acting  # noqa: PLC0415 - only where somebody acts
+
+    return acting.run_terminate(settings, output, **chosen)
+
+
 def run_config(flags: Flags, config: str | None, output: Output) -> int:
     loaded = load_settings(flags, config)
     rows = views.config_rows(loaded)

@@ -36,6 +36,9 @@ LogFormat = Annotated[
     str | None,
     typer.Option("--log-format", help="text, or json: a line an event on stderr.", rich_help_panel=_COMMON),
 ]
+Instances = Annotated[list[str] | None, typer.Argument(metavar="[INSTANCE]...", help="Which instances.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why: it stands in the history.")]
 Prices = Annotated[
     str | None,
     typer.Option("--prices", help="JSON file of prices an hour. (default: the list shipped)", rich_help_panel=_COMMON),

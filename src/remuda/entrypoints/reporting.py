@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from remuda.bootstrap import open_context
 from remuda.controlplane.report import report
 from remuda.domain.errors import UserError
 from remuda.domain.ledger import Ledger
+from remuda.entrypoints.durations import DAY_S, parse_duration
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.report_page import report_page
 from remuda.entrypoints.report_view import report_document, report_tables
@@ -21,17 +21,14 @@ from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings
 
 MAX_DAYS = 3_650
-_LAST = re.compile(r"(\d{1,7})\s*([mhdw])", re.ASCII)
-_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def parse_since(text: str, *, now: datetime) -> datetime:
     """`90m`, `12h`, `7d`, `2w`, or a day such as 2026-11-01."""
-    found = _LAST.fullmatch(text.strip())
-    if found:
-        last = timedelta(**{_UNITS[found.group(2)]: int(found.group(1))})
-        if timedelta(0) < last <= timedelta(days=MAX_DAYS):
-            return now - last
+    last_s = parse_duration(text)
+    if last_s is not None:
+        if 0 < last_s <= MAX_DAYS * DAY_S:
+            return now - timedelta(seconds=last_s)
     else:
         try:
             day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)

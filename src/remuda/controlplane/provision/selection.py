@@ -197,6 +197,8 @@ def _why_lost(current: object, message: PoolMessage) -> str:
         return "the message is stale: there is no record"
     if current.epoch != message.epoch:
         return f"the message is stale: assignment {message.epoch}, the record is at {current.epoch}"
+    if current.retire:
+        return f"it is retired: {current.retire}"
     return f"the record is {current.state}, or about to expire"
 
 
