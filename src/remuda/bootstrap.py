@@ -180,7 +180,8 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
         clients = await stack.enter_async_context(AwsClients())
         name = f"remuda-{settings.pool}"
-        store = DynamoInstanceStore(client=await clients.dynamodb(), table=name, clock=clock, ids=ids, calls=calls)
+        dynamodb = await clients.dynamodb()
+        store = DynamoInstanceStore(client=dynamodb, table=name, clock=clock, ids=ids, calls=calls, journal=journal)
         stack.push_async_callback(store.close)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
@@ -255,6 +256,11 @@ def desired(settings: Settings, *, pool: str) -> Desired:
             field="--github-scope",
             fix="give an organisation or owner/repo that runners serve",
         )
+    launch = settings.launch_options()
+    if settings.backend == "aws":
+        from remuda.adapters.aws.ec2.options import Options  # noqa: PLC0415 - as above
+
+        Options.parse(launch)  # before any call is made
     return Desired(
         pool=pool,
         classes=settings.resource_class_config,
@@ -262,5 +268,5 @@ def desired(settings: Settings, *, pool: str) -> Desired:
         max_instances=settings.max_instances,
         github_url=_github_url(settings),
         scope=settings.github_scope,
-        launch=settings.launch_options(),
+        launch=launch,
     )

@@ -300,7 +300,7 @@ class Settings(BaseModel):
         """What compute needs to know beyond the request."""
         if self.backend == "aws":
             named = {key(name): str(getattr(self, name)) for name in AWS_LAUNCH}
-            return {name: value for name, value in {**named, "github-scope": self.github_scope}.items() if value}
+            return {name: value for name, value in named.items() if value}
         options = {
             "boot-delay-s": f"{self.boot_delay_sec:g}" if self.boot_delay_sec else "",
             "pre-runner-script": self.pre_runner_script,

@@ -196,6 +196,7 @@ def request(token: str, *, count: int, first_life_s: float, launch: dict[str, st
             patterns=TypePatterns(("*",)),
             tier=Tier.TRUSTED,
         ),
+        scope="octo/repo",
         launch=launch,
         first_life_s=first_life_s,
         margin_s=1,

@@ -24,6 +24,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.ports.calls import CallCounter
 from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
+from support.fauxqs import Fauxqs, fauxqs
 from support.records import instance_id
 from support.servers import Ministack, ministack
 
@@ -218,7 +219,7 @@ class SqsPools:
         "delete": ("sqs", "DeleteMessageBatch"),
     }
 
-    def __init__(self, clients: AwsClients, server: Ministack, prefix: str) -> None:
+    def __init__(self, clients: AwsClients, server: Ministack | Fauxqs, prefix: str) -> None:
         self.calls = CallCounter()
         self._clients = clients
         self._server = server
@@ -272,6 +273,22 @@ async def sqs_pools(clients: AwsClients, server: Ministack, table_name: str) -> 
     return pools
 
 
+@pytest.fixture(scope="session")
+def other_sqs() -> Iterator[Fauxqs]:
+    with fauxqs() as started:
+        yield started
+
+
+@pytest.fixture
+async def fauxqs_pools(
+    clients: AwsClients, other_sqs: Fauxqs, table_name: str, monkeypatch: pytest.MonkeyPatch
+) -> SqsPools:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", other_sqs.url)
+    pools = SqsPools(clients, other_sqs, table_name)
+    await pools.start()
+    return pools
+
+
 @pytest.fixture
 async def store(stores: Stores) -> AsyncIterator[InstanceStore]:
     store = stores.open()
@@ -288,11 +305,11 @@ async def other(stores: Stores, store: InstanceStore) -> AsyncIterator[InstanceS
     await other.close()
 
 
-@pytest.fixture(params=[*POOLS, "sqs"])
+@pytest.fixture(params=[*POOLS, "sqs", "fauxqs"])
 def pools(request: pytest.FixtureRequest, tmp_path: Path) -> Pools:
     if request.param in POOLS:
         return POOLS[request.param](tmp_path)
-    found: Pools = request.getfixturevalue("sqs_pools")
+    found: Pools = request.getfixturevalue(f"{request.param}_pools")
     return found
 
 

@@ -1,16 +1,21 @@
-"""What a warm provision and its release cost on AWS, counted at the wire: the real control plane, agents in-process."""
+"""What a warm provision and its release cost on AWS, counted at the wire, and what unreliable deliveries do to them.
+
+The real control plane, agents in-process.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
 from aiobotocore.session import AioSession
+from aiohttp import web
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
@@ -28,10 +33,11 @@ from remuda.domain.signals import Signal
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.journal import SilentJournal
+from remuda.ports.pool import BATCH
 from remuda.ports.store import InstanceStore
 from support.records import LONG_S, birth, instance, message, pool_config
 from support.servers import Ministack
-from support.wire import Wire, held_until, together, wire
+from support.wire import JSON, Fault, Wire, answers, held_until, together, wire
 
 N = 10
 RUN = "4711"
@@ -208,3 +214,61 @@ async def test_a_pool_of_misfits_is_cheap(herd_store: InstanceStore, aws: Aws) -
     with pytest.raises(TimedOut, match="new instance"):
         await provision(aws.context, replace(ORDER, count=1, timeout_s=2.0))
     assert aws.sqs.requests.total() <= 30, dict(aws.sqs.requests)
+
+
+# Deliveries: at least once, in any order, late ---------------------------------------------------------------------
+
+
+Message = dict[str, str]
+
+
+def delivering(change: Callable[[list[Message]], list[Message]], delivered: list[Message]) -> Fault:
+    """What a queue delivers, changed; what it really delivered is kept."""
+
+    async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
+        answer = await forward()
+        assert isinstance(answer.body, bytes)
+        messages: list[Message] = json.loads(answer.body).get("Messages", [])
+        delivered.extend(messages)
+        return web.Response(body=json.dumps({"Messages": change(messages)}), content_type=JSON)
+
+    return fault
+
+
+def copies(messages: list[Message]) -> list[Message]:
+    """The same once more, under other receipts."""
+    return [{**each, "ReceiptHandle": f"another-{each['ReceiptHandle']}"} for each in messages]
+
+
+async def test_messages_that_come_twice_late_and_in_any_order(herd_store: InstanceStore, aws: Aws) -> None:
+    herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
+    await aws.context.pool.send([each.message() for each in herd])
+    aws.sqs.then("ReceiveMessage", answers({}))  # the hosts that were asked had none
+    aws.sqs.always["ReceiveMessage"] = delivering(lambda found: [*reversed(copies(found)), *found], [])
+    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
+        made = await provision(aws.context, ORDER)
+    assert (made.reused, made.created) == (N, 0)
+    assert sorted(item.instance.instance_id for item in made.instances) == sorted(each.instance_id for each in herd)
+    assert {item.instance.epoch for item in made.instances} == {2}, "claimed once each"
+    assert made.refused["duplicate"] > 0
+    assert await aws.context.pool.depth("large") == 0, "what has served is gone"
+
+
+async def test_a_message_that_comes_again_after_its_instance_was_claimed(herd_store: InstanceStore, aws: Aws) -> None:
+    half = N // 2
+    herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
+    delivered: list[Message] = []
+    aws.sqs.always["ReceiveMessage"] = delivering(list, delivered)
+    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
+        await aws.context.pool.send([each.message() for each in herd[:half]])
+        first = await provision(aws.context, replace(ORDER, count=half))
+        await aws.context.pool.send([each.message() for each in herd[half:]])
+        aws.sqs.then("ReceiveMessage", answers({"Messages": copies(delivered)[:BATCH]}))
+        second = await provision(aws.context, replace(ORDER, run_id="4712", count=half))
+    ours, theirs = ({item.instance.instance_id for item in made.instances} for made in (first, second))
+    assert (len(ours), len(theirs), ours & theirs) == (half, half, set())
+    assert (second.reused, second.refused["lost"]) == (half, half)
+    for instance_id in ours:
+        record = await herd_store.get(instance_id)
+        assert record is not None
+        assert (record.run_id, record.epoch) == (RUN, 2), "it stays with whom it was given to"

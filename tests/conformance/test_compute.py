@@ -166,6 +166,7 @@ def wanted(cloud: Cloud) -> Wanted:
                 patterns=TypePatterns.parse(patterns),
                 tier=Tier.TRUSTED,
             ),
+            scope="octo/repo",
             launch=cloud.launch,
             first_life_s=120,
             margin_s=1,

@@ -18,9 +18,11 @@ from remuda.controlplane.context import made_by
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.ports.calls import CallCounter
+from remuda.ports.journal import Journal
 from support.records import LONG_S, birth, change, claim, instance, instance_id
 from support.servers import Ministack, free_port
 from support.wire import Wire, after_success, answers, cut, hang, says, wire
+from support.world_time import Notes
 
 ID = instance_id(1)
 
@@ -44,8 +46,10 @@ def calls() -> CallCounter:
     return CallCounter()
 
 
-def open_store(client: Any, table: str, calls: CallCounter) -> DynamoInstanceStore:
-    return DynamoInstanceStore(client=client, table=table, clock=QuickClock(), ids=SystemIds(), calls=calls)
+def open_store(client: Any, table: str, calls: CallCounter, journal: Journal | None = None) -> DynamoInstanceStore:
+    return DynamoInstanceStore(
+        client=client, table=table, clock=QuickClock(), ids=SystemIds(), calls=calls, journal=journal
+    )
 
 
 @pytest.fixture
@@ -239,6 +243,21 @@ async def test_a_write_whose_answer_was_lost_is_recognised(
     current: Instance = refused.value.current
     assert made_by(ours, current)
     assert not made_by(claim(idle, "p-1/b"), current)
+    assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"], "it has its line, too"
+
+
+async def test_a_write_that_was_made_after_all_has_one_line_in_the_history(
+    store: DynamoInstanceStore, between: Wire
+) -> None:
+    idle = await store.apply(birth(instance()))
+    ours = claim(idle, "p-1/a")
+    between.then("UpdateItem", *[after_success(says(400, "SomethingNew"))])
+    with pytest.raises(Unavailable):
+        await store.apply(ours)
+    for _ in range(2):
+        with pytest.raises(Conflict):
+            await store.apply(ours)
+    assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"]
 
 
 async def test_a_write_that_hangs_times_out_and_may_have_been_made(
@@ -299,7 +318,41 @@ async def test_a_history_that_cannot_be_written_holds_up_nothing(store: DynamoIn
 async def test_a_store_closes_though_its_history_is_refused(
     between: Wire, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
-    other = open_store(await clients.dynamodb(), table_name, calls)
-    between.always["BatchWriteItem"] = says(400, "ValidationException")
+    notes = Notes()
+    other = open_store(await clients.dynamodb(), table_name, calls, notes)
+    between.always["BatchWriteItem"] = says(400, "AccessDeniedException")
     await other.apply(birth(instance()))
     await other.close()
+    assert notes.count("history-lost") == 1
+
+
+async def test_a_history_that_is_late_is_told_of(
+    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+) -> None:
+    notes = Notes()
+    other = open_store(await clients.dynamodb(), table_name, calls, notes)
+    between.then("BatchWriteItem", says(400, "AccessDeniedException"))
+    record = await other.apply(birth(instance()))
+    async with asyncio.timeout(LONG_S):
+        while not notes.count("history-late"):
+            await store.get(ID)
+    await other.apply(change(record, transition="second", uses=1))
+    await other.close()
+    assert notes.count("history-lost") == 0
+    assert [entry.transition for entry in await store.history(ID)] == ["birth", "second"]
+
+
+async def test_a_write_of_history_that_is_cut_is_made_when_the_store_closes(
+    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+) -> None:
+    other = open_store(await clients.dynamodb(), table_name, calls)
+    await other.apply(birth(instance()))
+    between.then("BatchWriteItem", hang)
+    reading = asyncio.create_task(other.history(ID))
+    async with asyncio.timeout(LONG_S):
+        while not between.requests["BatchWriteItem"]:
+            await store.get(ID)
+    reading.cancel()
+    await asyncio.wait({reading})
+    await other.close()
+    assert [entry.transition for entry in await store.history(ID)] == ["birth"]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random  # noqa: TID251 - seeded: the same cases each time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Guard
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, provision
+from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, pool_config, provision
 from support.servers import Ministack, ministack
 from support.wire import Wire, wire
 
@@ -88,6 +89,11 @@ async def test_an_instance_has_two_partitions_of_its_own(
     await store.beat(ID, **BEAT)
     await store.history(ID)
     assert set(await scanned(client, table_name)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
+
+
+async def test_the_table_is_billed_by_the_call(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    table = (await client.describe_table(TableName=table_name))["Table"]
+    assert table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST"
 
 
 async def test_fields_are_attributes(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
@@ -195,6 +201,24 @@ async def test_what_is_over_has_an_end(store: DynamoInstanceStore, client: Any, 
     assert ends["run#2"] == str(start + 900)
     assert ends[f"history#{ID}"] == str(start + int(items.KEPT.total_seconds()))
     assert int(ends[f"report#{PREFIX}{ID}"] or 0) > start
+
+
+async def test_history_and_reports_are_kept_as_long_as_records(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    lifetimes = replace(pool_config().lifetimes, keep_records_s=1_234.0)
+    await store.put_config(pool_config(lifetimes=lifetimes))
+    record = await store.apply(birth(instance()))
+    await store.beat(ID, **BEAT)
+    await store.apply(change(record, state=State.TERMINATED, forget_at=at(2_000)))
+    other = await store.apply(birth(instance(2)))
+    await store.apply(change(other, state=State.TERMINATED, forget_at=at(2_000)))
+    await store.history(ID)
+    ends = {pk: item.get("ttl", {}).get("N") for pk, item in (await scanned(client, table_name)).items()}
+    start = int(NOW.timestamp())
+    assert ends[f"history#{ID}"] == str(start + 1_234)
+    assert ends[f"report#{PREFIX}{ID}"] == ends[f"control#{PREFIX}{ID}"] == str(start + 2_000)
+    assert f"report#{PREFIX}{instance_id(2)}" not in ends, "no report is made for one who never sent one"
 
 
 async def test_the_table_really_forgets(

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from remuda.adapters.aws.ec2.fleet import Refusal, is_shortage
 from remuda.domain.errors import CapacityError, Throttled, Unavailable, UserError
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
 from support.ec2_world import Ec2World, ec2_world, ids
@@ -65,7 +66,7 @@ async def test_kinds_that_ec2_leaves_out_are_asked_for_by_name(world: Ec2World) 
 
 async def test_tags_are_there_from_the_start_on_machine_and_volume(world: Ec2World) -> None:
     compute = await world.prepared()
-    options = {"github-environment": "prod", "github-scope": "acme/widgets"}
+    options = {"github-environment": "prod"}
     result = await compute.launch(world.wanted(launch=options, tags={"team": "a", POOL_TAG: "forged"}))
 
     tags = (await compute.describe(ids(result)))[ids(result)[0]].tags
@@ -84,7 +85,20 @@ async def test_tags_are_there_from_the_start_on_machine_and_volume(world: Ec2Wor
     asked = world.server.last("CreateFleet")
     kinds = {asked[f"TagSpecification.{number}.ResourceType"] for number in (1, 2)}
     assert kinds == {"instance", "volume"}
+    for number in (1, 2):
+        spelled = {
+            asked[f"TagSpecification.{number}.Tag.{each}.Key"]: asked[f"TagSpecification.{number}.Tag.{each}.Value"]
+            for each in range(1, len(tags) + 1)
+        }
+        assert spelled == tags
     assert "CreateTags" not in world.server.asked()
+
+
+async def test_an_organisations_machine_says_so(world: Ec2World) -> None:
+    compute = await world.prepared()
+    (name,) = ids(await compute.launch(world.wanted(scope="acme")))
+    tags = (await compute.describe([name]))[name].tags
+    assert (tags["ghr:Owner"], tags["ghr:Type"], tags["ghr:environment"]) == ("acme", "Org", "pool")
 
 
 async def test_partial_capacity_gives_machines_and_reasons(world: Ec2World) -> None:
@@ -130,10 +144,25 @@ async def test_spot_falls_back_to_on_demand_for_the_rest(world: Ec2World) -> Non
 
     kinds = sorted(item.get("InstanceLifecycle", "on-demand") for item in await world.instances())
     assert kinds == ["on-demand", "on-demand", "spot"]
-    assert len(ids(result)) == 3
+    lifecycles = {item["InstanceId"]: item.get("InstanceLifecycle", "on-demand") for item in await world.instances()}
+    assert {item.instance_id: item.usage_class.value for item in result.instances} == lifecycles
     assert any("(spot)" in said for said in result.errors)
-    assert ids(await compute.launch(request)) == ids(result)
+    assert (await compute.launch(request)).instances == result.instances
     assert len(await world.instances()) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "falls_back"),
+    [
+        ("InsufficientInstanceCapacity", True),
+        ("MaxSpotInstanceCountExceeded", True),
+        ("RequestLimitExceeded", False),
+        ("UnauthorizedOperation", False),
+        ("InvalidParameterValue", False),
+    ],
+)
+def test_only_a_shortage_makes_spot_fall_back(code: str, falls_back: bool) -> None:  # noqa: FBT001
+    assert is_shortage([Refusal(code=code, sentence="")]) is falls_back
 
 
 async def test_what_spot_gave_is_known_when_the_rest_fails(world: Ec2World) -> None:

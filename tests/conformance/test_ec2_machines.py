@@ -59,6 +59,15 @@ async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2World) -> N
     assert [await state(world, name) for name in names[2:]] == ["terminated"] * 3
 
 
+async def test_a_batch_survives_a_machine_that_somebody_protected(world: Ec2World) -> None:
+    compute = await world.prepared()
+    names = ids(await compute.launch(world.wanted(count=3)))
+    said = f"The instance '{names[1]}' may not be terminated. Modify its 'disableApiTermination' instance attribute."
+    world.server.plan(faults=[{"action": "TerminateInstances", "code": "OperationNotPermitted", "message": said}])
+    assert await compute.terminate(names) == {names[1]: said}
+    assert [await state(world, name) for name in names] == ["terminated", "running", "terminated"]
+
+
 async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2World) -> None:
     compute = await world.prepared()
     world.server.plan(lag=1)

@@ -99,7 +99,6 @@ async def test_somebody_elses_template_is_left_alone(world: Ec2World) -> None:
         ("agent-url", "http://example.com/remuda.whl"),
         ("agent-url", "https://user:secret@example.com/remuda.whl"),
         ("agent-url", "https://example.com/remuda.whl?X-Amz-Signature=secret"),
-        ("github-scope", "a/b/c"),
         ("github-environment", "line\nbreak"),
         ("pre-runner-script", "\0"),
         ("colour", "red"),

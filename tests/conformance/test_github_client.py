@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
@@ -208,6 +209,62 @@ async def test_a_token_from_outside_is_not_replaced(endpoint: Endpoint, clock: C
     assert caught.value.field == "github-token"
     assert calls.by_service()["github"] == {"GET runners": 1}
     await forge.close()
+
+
+async def test_a_token_from_outside_is_not_logged(
+    forge: GithubForge, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        minted = await forge.registration_token(REPO)
+        plant(sim, "status", "list", status=403)
+        with pytest.raises(UserError) as caught:
+            await forge.list_runners(REPO)
+    seen = caplog.text + str(caught.value) + repr(forge) + repr(minted)
+    for secret in (endpoint.token, minted.token, "Bearer"):
+        assert secret not in seen
+
+
+async def test_a_scope_that_was_renamed_is_told_and_not_followed(forge: GithubForge, sim: httpx.Client) -> None:
+    plant(sim, "status", "list", status=301)
+    with pytest.raises(UserError, match="another name") as caught:
+        await forge.list_runners(REPO)
+    assert caught.value.field == "github-scope"
+
+
+@pytest.fixture
+async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
+    """A server whose API is not at its root."""
+    asked: list[str] = []
+
+    async def forward(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        path = request.path_qs.removeprefix("/api/v3")
+        headers = {"authorization": request.headers["authorization"]}
+        async with httpx.AsyncClient(trust_env=False) as client:
+            body = await request.read()
+            answer = await client.request(request.method, endpoint.url + path, headers=headers, content=body)
+        return web.Response(status=answer.status_code, body=answer.content, content_type="application/json")
+
+    application = web.Application()
+    application.router.add_route("*", "/api/v3/{path:.*}", forward)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/api/v3"
+    await runner.cleanup()
+    assert asked
+
+
+@pytest.mark.parametrize("scope", [REPO, ORG])
+@pytest.mark.parametrize("slash", ["", "/"])
+async def test_an_enterprise_server_with_a_token_or_an_app(
+    endpoint: Endpoint, sim: httpx.Client, enterprise: str, clock: Clock, scope: str, slash: str
+) -> None:
+    app = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
+    for credential in ({"token": endpoint.token}, {"auth": app}):
+        forge = GithubForge(api_url=enterprise + slash, clock=clock, ids=SystemIds(), calls=CallCounter(), **credential)
+        assert (await forge.registration_token(scope)).token
+        await forge.close()
 
 
 # Limits

@@ -73,6 +73,17 @@ async def test_a_queue_that_somebody_changed_is_put_right(pool: SqsResourcePool,
     assert await pool.prepare(["large"]) == []
 
 
+async def test_a_queue_that_would_lose_hints_is_refused(pool: SqsResourcePool, client: Any, table_name: str) -> None:
+    await pool.prepare(["large", "grave"])
+    arn = (await attributes(client, f"{table_name}-grave"))["QueueArn"]
+    policy = json.dumps({"deadLetterTargetArn": arn, "maxReceiveCount": 5})
+    url = (await client.get_queue_url(QueueName=f"{table_name}-large"))["QueueUrl"]
+    await client.set_queue_attributes(QueueUrl=url, Attributes={"RedrivePolicy": policy})
+    with pytest.raises(UserError, match=f"queue {table_name}-large has a dead-letter queue") as refused:
+        await pool.prepare(["large"])
+    assert "redrive" in refused.value.fix
+
+
 async def test_a_name_that_no_queue_can_have(client: Any, calls: CallCounter) -> None:
     for prefix in ("remuda " + "x", "p" * 80):
         with pytest.raises(UserError, match="cannot be the name of a queue"):
@@ -90,6 +101,13 @@ async def test_a_queue_deleted_by_hand(pool: SqsResourcePool, client: Any, table
     assert await pool.prepare(["large"]) != []
     await pool.send([message(2)])
     assert await pool.depth("large") == 1
+
+
+async def test_a_queue_that_was_deleted_a_moment_ago_is_to_be_waited_for(pool: SqsResourcePool, between: Wire) -> None:
+    between.always["CreateQueue"] = says(400, "QueueDeletedRecently")
+    with pytest.raises(Unavailable, match="was deleted a moment ago") as refused:
+        await pool.prepare(["large"])
+    assert "refresh" in refused.value.fix
 
 
 async def test_an_address_is_asked_for_once(pool: SqsResourcePool, table_name: str, between: Wire, client: Any) -> None:
@@ -113,6 +131,22 @@ async def test_an_empty_short_poll_is_repeated_once(pool: SqsResourcePool, betwe
     assert len(await pool.receive("large", visibility_s=LONG_S)) == 1
     assert await pool.receive("large", visibility_s=LONG_S, wait_s=0.5) == []
     assert between.sent["ReceiveMessage"][-1]["WaitTimeSeconds"] == 1
+
+
+async def test_a_message_has_the_fields_that_others_know(pool: SqsResourcePool, between: Wire) -> None:
+    await pool.prepare(["large"])
+    await pool.send([message(1)])
+    (entry,) = between.sent["SendMessageBatch"][-1]["Entries"]
+    assert json.loads(entry["MessageBody"]) == {
+        "id": "i-00000000000000001",
+        "epoch": 1,
+        "resourceClass": "large",
+        "instanceType": "c6i.large",
+        "usageClass": "spot",
+        "cpu": 2,
+        "mmem": 4096,
+        "tier": "trusted",
+    }
 
 
 async def test_a_large_herd_goes_in_tens(pool: SqsResourcePool, between: Wire) -> None:

@@ -12,7 +12,7 @@ import pytest
 from conformance.conftest import PARSING_STORES, Stores
 from remuda.domain import provision as provisions
 from remuda.domain.course import Course, Launching, Refusal, Source, Taken
-from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.errors import Conflict, Unreadable
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
@@ -542,24 +542,29 @@ async def test_malformed_records(stores: Stores, store: InstanceStore) -> None:
         await store.put_provision(provision(number, deadline=NOW))
     good = await store.get(instance_id(2))
     await stores.spoil(1)
-    for read in (
-        store.get(ID),
-        store.get_many([ID, instance_id(2)]),
-        store.get_report(ID),
-        store.get_reports([ID]),
-        store.get_provision("1234", "p-1"),
-        store.provisions_of_run("1234"),
-        store.wait_for_control(ID, None, LONG_S),
-        store.wait_for_report(ID, None, LONG_S),
+    other_report = await store.get_report(instance_id(2))
+    for read, name, others in (
+        (store.get(ID), ID, {}),
+        (store.get_many([ID, instance_id(2)]), ID, {instance_id(2): good}),
+        (store.get_report(ID), ID, {}),
+        (store.get_reports([ID, instance_id(2)]), ID, {instance_id(2): other_report}),
+        (store.get_provision("1234", "p-1"), "p-1", {}),
+        (store.provisions_of_run("1234"), "p-1", {"p-2": provision(2, deadline=NOW)}),
+        (store.wait_for_control(ID, None, LONG_S), ID, {}),
+        (store.wait_for_report(ID, None, LONG_S), ID, {}),
     ):
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unreadable, match=f"record of .*{name} in .* cannot be read") as refused:
             await read
-    assert store.malformed_records == 0
+        assert all(name in each for each in refused.value.unreadable)
+        assert refused.value.records == others
+        assert refused.value.fix
+    assert store.malformed_records == {}
     assert await store.find([State.IDLE]) == [good]
     assert await store.find_by_provision("p-9") == [good]
     assert [each.provision_id for each in await store.unsettled_provisions(NOW)] == ["p-2"]
     assert [each.provision_id for each in await store.recent_provisions(9)] == ["p-2"]
-    assert store.malformed_records == 4
+    assert sorted(any(part in name for part in (ID, "p-1")) for name in store.malformed_records) == [True, True]
+    assert all(store.malformed_records.values())
 
 
 # Counting ---------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ class Ec2World:
         count: int = 1,
         patterns: str = "*",
         spot: bool = False,
+        scope: str = "acme/widgets",
         launch: dict[str, str] | None = None,
         **more: Any,
     ) -> LaunchRequest:
@@ -73,6 +74,7 @@ class Ec2World:
                 patterns=TypePatterns.parse(patterns),
                 tier=Tier.TRUSTED,
             ),
+            scope=scope,
             launch={**self.options, **(launch or {})},
             first_life_s=400.2,
             margin_s=60,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ import aiohttp
 from aiohttp import web
 
 JSON = "application/x-amz-json-1.0"
+#: In place of an operation: all that have no fault of their own.
+ANY = "*"
 
 #: What happens to one request: it may be sent on, and must be answered or cut off.
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.Response]]], Awaitable[web.Response]]
@@ -24,9 +27,9 @@ def says(status: int, code: str, **more: Any) -> Fault:
     return answers({"__type": f"com.amazonaws.test#{code}", "message": "injected", **more}, status=status)
 
 
-def answers(document: Any, *, status: int = 200) -> Fault:
+def answers(document: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Fault:
     async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
-        return web.Response(status=status, body=json.dumps(document), content_type=JSON)
+        return web.Response(status=status, body=json.dumps(document), content_type=JSON, headers=headers)
 
     return fault
 
@@ -98,7 +101,7 @@ class Wire:
 
     def next_fault(self, operation: str) -> Fault | None:
         waiting = self.faults.get(operation)
-        return waiting.popleft() if waiting else self.always.get(operation)
+        return waiting.popleft() if waiting else self.always.get(operation, self.always.get(ANY))
 
 
 @asynccontextmanager
@@ -136,3 +139,29 @@ async def wire(server_url: str) -> AsyncIterator[Wire]:
             yield between
         finally:
             await runner.cleanup()
+
+
+@contextmanager
+def wire_in_a_thread(server_url: str) -> Iterator[Wire]:
+    """The same for tests without an event loop, of other processes."""
+    ready = threading.Event()
+    made: list[Wire] = []
+    stop: list[Callable[[], object]] = []
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(ended.set))
+        async with wire(server_url) as between:
+            made.append(between)
+            ready.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield made[0]
+    finally:
+        stop[0]()
+        thread.join(10)

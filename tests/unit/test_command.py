@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from inspect import signature
 from typing import Any
@@ -17,7 +19,6 @@ from remuda.domain.errors import (
     Interrupted,
     InvariantViolated,
     NotFound,
-    Partial,
     RemudaError,
     Throttled,
     TimedOut,
@@ -41,7 +42,6 @@ CODES: list[tuple[RemudaError, int]] = [
     (Unavailable("x"), 4),
     (Throttled("x"), 4),
     (TimedOut("x"), 4),
-    (Partial("x"), 4),
     (Interrupted("x"), 130),
     (InvariantViolated("x"), 70),
     (IllegalTransition("x"), 70),
@@ -167,3 +167,34 @@ def test_every_command_can_log_so() -> None:
         if not registered.hidden:
             assert registered.callback is not None
             assert "log_format" in signature(registered.callback).parameters, registered.callback.__name__
+
+
+SIGNALLED = """
+import asyncio, os, signal, sys
+from remuda.domain.errors import Interrupted
+from remuda.entrypoints.run import run_async
+
+async def work():
+    try:
+        await asyncio.sleep(60)
+    finally:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        await asyncio.sleep(0.2)
+        print("given back", flush=True)
+
+async def begin():
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+    await work()
+
+try:
+    run_async(begin)
+except Interrupted as error:
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("then", "finishes"), [("SIGTERM", True), ("SIGINT", False)])
+def test_only_the_same_signal_again_cuts_the_giving_back(then: str, *, finishes: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", SIGNALLED, then], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert ("given back" in done.stdout) == finishes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.transitions import Actor, Change, Event, advance
@@ -82,6 +82,17 @@ async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]]) -> Sequenc
                 return error
 
     return await asyncio.gather(*(one(item) for item in items))
+
+
+async def readable(
+    read: Awaitable[Mapping[str, T]], tell: Callable[[str], None]
+) -> tuple[Mapping[str, T], frozenset[str]]:
+    """What can be read. What cannot is told of, and named: it is there, and nobody may act as if it were not."""
+    try:
+        return await read, frozenset()
+    except Unreadable as error:
+        tell(error.message)
+        return error.records, frozenset(error.unreadable)
 
 
 async def transition(context: Context, instance: Instance, event: Event, *, by: Actor, why: str) -> Instance:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Collection, Sequence
+from functools import partial
 
-from remuda.controlplane.context import Context, read_config
+from remuda.controlplane.context import Context, read_config, readable
 from remuda.domain.errors import UserError
 from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
@@ -52,8 +53,9 @@ async def _ids(context: Context, provisions: Sequence[Provision]) -> set[str]:
 
 async def _evidence(context: Context, config: PoolConfig, ids: Collection[str]) -> Evidence:
     store = context.store
-    instances, histories, reports = await asyncio.gather(
-        store.get_many(ids), store.histories(ids), store.get_reports(ids)
+    tell = partial(context.journal.note, "unreadable")
+    (instances, _), histories, (reports, _) = await asyncio.gather(
+        readable(store.get_many(ids), tell), store.histories(ids), readable(store.get_reports(ids), tell)
     )
     return Evidence(
         now=context.clock.now(),

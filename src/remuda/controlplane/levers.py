@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 
-from remuda.controlplane.context import Context, each, read_config, transition
+from remuda.controlplane.context import Context, each, read_config, readable, transition
 from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.transitions import Actor, Cause, End, Event, Quarantine, Retire
@@ -111,7 +112,8 @@ async def terminate(context: Context, instances: Sequence[Instance], *, reason: 
 async def _pull(
     context: Context, lever: Lever, instances: Sequence[Instance], event: Event, *, dry_run: bool
 ) -> LeverResult:
-    reports = await context.store.get_reports([item.instance_id for item in instances])
+    tell = partial(context.journal.note, "unreadable")
+    reports, _ = await readable(context.store.get_reports([item.instance_id for item in instances]), tell)
 
     async def one(instance: Instance) -> Pulled:
         report = reports.get(instance.instance_id)

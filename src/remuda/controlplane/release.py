@@ -14,12 +14,13 @@ from remuda.controlplane.context import (
     Context,
     each,
     read_config,
+    readable,
     removal_credential,
     transition,
 )
 from remuda.controlplane.handshake import Announcer, settle
 from remuda.controlplane.waiting import Ended, SignalWait
-from remuda.domain.errors import Conflict, RemudaError, Unavailable
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
@@ -69,7 +70,7 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
     config = await read_config(context)
     errors: list[str] = []
     ours = await _mark(context, run_id=run_id, attempt=attempt, errors=errors)
-    instances = await _instances_of(context, ours)
+    instances = await _instances_of(context, ours, errors=errors)
     if not ours:
         context.journal.note("release", f"run {run_id} has no provision up to attempt {attempt}", run_id=run_id)
 
@@ -98,7 +99,7 @@ async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResu
 
 async def _mark(context: Context, *, run_id: str, attempt: int, errors: list[str]) -> list[Provision]:
     """Mark the run's provisions up to our attempt as released. This also stops one that is still at work."""
-    ours = [item for item in await context.store.provisions_of_run(run_id) if item.attempt <= attempt]
+    ours = [item for item in await _provisions_of(context, run_id, errors) if item.attempt <= attempt]
 
     async def mark(provision: Provision) -> Provision:
         unsure: Unavailable | None = None
@@ -132,7 +133,15 @@ async def _mark(context: Context, *, run_id: str, attempt: int, errors: list[str
     return marked
 
 
-async def _instances_of(context: Context, provisions: Sequence[Provision]) -> list[Instance]:
+async def _provisions_of(context: Context, run_id: str, errors: list[str]) -> Sequence[Provision]:
+    try:
+        return await context.store.provisions_of_run(run_id)
+    except Unreadable as error:
+        errors.append(error.message)
+        return list(error.records.values())
+
+
+async def _instances_of(context: Context, provisions: Sequence[Provision], *, errors: list[str]) -> list[Instance]:
     """What the commits recorded; for provisions cut short before that, what the index shows."""
     ids: dict[str, None] = {}
     for provision in provisions:
@@ -142,7 +151,7 @@ async def _instances_of(context: Context, provisions: Sequence[Provision]) -> li
         if not provision.instance_ids:
             found = await context.store.find_by_provision(provision.provision_id)
             ids |= dict.fromkeys(instance.instance_id for instance in found)
-    records = await context.store.get_many(list(ids))
+    records, _ = await readable(context.store.get_many(list(ids)), errors.append)
     return [records[instance_id] for instance_id in ids if instance_id in records]
 
 

@@ -31,7 +31,7 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Le
     if len(provisions) == MAX_PROVISIONS:
         notes.append(f"only the newest {MAX_PROVISIONS} provisions are counted")
     if store.malformed_records:
-        notes.append(f"{store.malformed_records} records cannot be parsed and are left out")
+        notes.append(f"{len(store.malformed_records)} records cannot be parsed and are left out")
     made = ledger(provisions, instances, histories, prices, since=since, until=until)
     notes += (f"no price is known for {name}: it counts as free" for name in sorted(made.costs.unpriced_hours))
     return replace(made, notes=tuple(notes))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from remuda.controlplane.context import Context
+from remuda.controlplane.context import Context, readable
 from remuda.domain.concerns import Concern, concerns
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.ghosts import ghost_reason
@@ -48,6 +48,8 @@ class Status:
     pools: Mapping[str, PoolLevel]
     runs: Sequence[Provision]
     concerns: Sequence[Concern] = ()
+    #: Records that cannot be parsed, one sentence each.
+    unreadable: Sequence[str] = ()
 
     @property
     def openings(self) -> tuple[Opening, ...]:
@@ -73,11 +75,13 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
     found, runs = await asyncio.gather(store.find(states), store.recent_provisions(RECENT_PROVISIONS))
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
-    reports, depths = await asyncio.gather(
-        store.get_reports([item.instance_id for item in instances]),
+    unreadable: list[str] = []
+    (reports, _), depths = await asyncio.gather(
+        readable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
     )
     idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
+    unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
     now = context.clock.now()
     return Status(
         at=now,
@@ -91,8 +95,9 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
             *concerns(config, instances, reports, runs, now=now),
             *(await _ghosts(context, config, runners) if config and runners else ()),
             *troubles,
-            *_unreadable(store.malformed_records),
+            *(Concern(kind="unreadable", subject="", text=sentence) for sentence in unreadable),
         ),
+        unreadable=tuple(unreadable),
     )
 
 
@@ -127,12 +132,15 @@ async def _ghosts(
         for runner in listed
         if (parsed := parse_runner_name(config.pool, runner.name)) is not None
     ]
-    records, sightings = await asyncio.gather(
-        context.store.get_many({instance_id for _, _, instance_id in ours}), context.store.get_sightings()
+    (records, unknown), sightings = await asyncio.gather(
+        readable(context.store.get_many({instance_id for _, _, instance_id in ours}), _say_nothing),
+        context.store.get_sightings(),
     )
     now = context.clock.now()
     found = []
     for scope, name, instance_id in ours:
+        if instance_id in unknown:
+            continue
         why = ghost_reason(
             name,
             records.get(instance_id),
@@ -147,7 +155,5 @@ async def _ghosts(
     return found
 
 
-def _unreadable(count: int) -> Sequence[Concern]:
-    if not count:
-        return ()
-    return (Concern(kind="unreadable", subject="", text=f"{count} records cannot be parsed and are left out"),)
+def _say_nothing(_: str) -> None:
+    """The search for live records has named it already."""

@@ -7,15 +7,15 @@ RemudaError
 ├── CapacityError       next type, next zone, or later                        exit 3
 ├── Unavailable         back off and try again                                exit 4
 │   ├── Throttled       as above, after `retry_after_s`
-│   └── TimedOut        as above; what was asked for may have happened
-├── Partial             some of it was done, the rest is named                exit 4
+│   ├── TimedOut        as above; what was asked for may have happened
+│   └── Unreadable      a record cannot be parsed; it is named, the others are there
 ├── Interrupted         stopped by a person, cleaned up                       exit 130
 └── InvariantViolated   a bug: stop, with its history                         exit 70
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -87,10 +87,20 @@ class TimedOut(Unavailable):
     """No answer in time; what was asked for may have happened."""
 
 
-class Partial(RemudaError):
-    """Some of it could not be done."""
+class Unreadable(Unavailable):
+    """Records cannot be parsed."""
 
-    exit_code = 4
+    #: How many of them the message names.
+    MOST = 5
+
+    def __init__(self, where: str, unreadable: Mapping[str, str], *, records: Mapping[str, Any] | None = None) -> None:
+        told = [f"the record of {name} in {where} cannot be read: {why}" for name, why in unreadable.items()]
+        more = [f"and {len(told) - self.MOST} more"] if len(told) > self.MOST else []
+        super().__init__("; ".join(told[: self.MOST] + more), fix="mend it, or remove it by hand")
+        #: Why, by name. They are there: nobody may act as if they were not.
+        self.unreadable = dict(unreadable)
+        #: Those of the same read that can be parsed, by name.
+        self.records = dict(records or {})
 
 
 class Interrupted(RemudaError):

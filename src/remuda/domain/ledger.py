@@ -142,7 +142,7 @@ def ledger(
         created=sum(item.course.created for item in told if item.course and not item.course.error),
         times=_times((item.course.kind, item.course.seconds) for item in told if item.course),
         ready=ready,
-        hours=_sums(spans, key=lambda span: span.phase.value, value=lambda span: span.seconds / HOUR_S),
+        hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
         costs=costs,
         savings=_savings(told, instances, prices, ready, costs),
         failures=dict(Counter(item.course.error for item in told if item.course and item.course.error)),
@@ -178,30 +178,29 @@ def _ready(told: Sequence[Provision]) -> dict[str, Times]:
     )
 
 
-def _sums(spans: Iterable[Span], *, key: Callable[[Span], str], value: Callable[[Span], float]) -> dict[str, float]:
+def _sums(spans: Iterable[Span], values: Iterable[float], *, key: Callable[[Span], str]) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
-    for span in spans:
-        found[key(span)] += value(span)
+    for span, value in zip(spans, values, strict=True):
+        found[key(span)] += value
     return dict(found)
 
 
-def _costs(spans: Sequence[Span], prices: PriceTable) -> Costs:
-    def cost(span: Span) -> float:
-        return (prices.hourly(span.instance_type, span.usage_class) or 0.0) * span.seconds / HOUR_S
+def _hours(spans: Iterable[Span]) -> list[float]:
+    return [span.seconds / HOUR_S for span in spans]
 
-    unpriced = [span for span in spans if prices.hourly(span.instance_type, span.usage_class) is None]
+
+def _costs(spans: Sequence[Span], prices: PriceTable) -> Costs:
+    hourly = [prices.hourly(span.instance_type, span.usage_class) for span in spans]
+    costs = [(price or 0.0) * hours for price, hours in zip(hourly, _hours(spans), strict=True)]
+    unpriced = [span for span, price in zip(spans, hourly, strict=True) if price is None]
     return Costs(
-        total=sum(map(cost, spans)),
-        by_phase=_sums(spans, key=lambda span: span.phase.value, value=cost),
-        by_class=_sums(spans, key=lambda span: span.resource_class, value=cost),
-        by_usage=_sums(spans, key=lambda span: span.usage_class.value, value=cost),
-        by_type=_sums(spans, key=lambda span: span.instance_type, value=cost),
-        by_run=_sums(spans, key=lambda span: span.run_id, value=cost),
-        unpriced_hours=_sums(
-            unpriced,
-            key=lambda span: f"{span.instance_type} {span.usage_class}",
-            value=lambda span: span.seconds / HOUR_S,
-        ),
+        total=sum(costs),
+        by_phase=_sums(spans, costs, key=lambda span: span.phase.value),
+        by_class=_sums(spans, costs, key=lambda span: span.resource_class),
+        by_usage=_sums(spans, costs, key=lambda span: span.usage_class.value),
+        by_type=_sums(spans, costs, key=lambda span: span.instance_type),
+        by_run=_sums(spans, costs, key=lambda span: span.run_id),
+        unpriced_hours=_sums(unpriced, _hours(unpriced), key=lambda span: f"{span.instance_type} {span.usage_class}"),
     )
 
 

@@ -93,6 +93,9 @@ def _span(instance: Instance, phase: Phase, begin: datetime, end: datetime, run_
 def clipped(spans: Iterable[Span], *, since: datetime, until: datetime) -> Iterator[Span]:
     """What of them lies in a time."""
     for span in spans:
+        if since <= span.begin and span.end <= until:
+            yield span
+            continue
         begin, end = max(span.begin, since), min(span.end, until)
         if begin < end:
             yield replace(span, begin=begin, end=end)

@@ -44,9 +44,5 @@ class Lifetimes:
     keep_records_s: float = 30 * 86_400.0
 
 
-def usable(threshold: datetime, *, now: datetime, margin_s: float) -> bool:
-    return threshold > now + timedelta(seconds=margin_s)
-
-
 def expired(threshold: datetime, *, now: datetime, margin_s: float) -> bool:
     return threshold <= now - timedelta(seconds=margin_s)

@@ -15,7 +15,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import Instance
 from remuda.domain.resources import MAX_SHOWN, is_instance_id
 from remuda.entrypoints.durations import DAY_S, parse_duration
-from remuda.entrypoints.output import ConsoleJournal, Output
+from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, run_async
 from remuda.settings import Settings
 
@@ -85,9 +85,10 @@ def run_terminate(settings: Settings, output: Output, choice: Choice, *, reason:
 
 def _run(settings: Settings, output: Output, choice: Choice, pull: Pull, *, dry_run: bool) -> LeverResult:
     async def work() -> LeverResult:
-        journal = ConsoleJournal(output, SystemClock())
+        journal = output.journal(SystemClock())
         async with open_context(settings, journal, credentialed=False, alive=False) as context:
-            return await pull(context, await levers.choose(context, choice), dry_run)
+            guarded = output.guarded(context)
+            return await pull(guarded, await levers.choose(guarded, choice), dry_run)
 
     return run_async(work, farewell="interrupted; what was done stays done")
 

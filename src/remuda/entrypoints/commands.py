@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import check_local, desired, open_context
+from remuda.controlplane.context import Context
 from remuda.controlplane.explain import check_subject, explain
 from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
@@ -15,15 +17,25 @@ from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.story import Story
 from remuda.entrypoints import status_view, story_view, views
-from remuda.entrypoints.output import ConsoleJournal, Output
+from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
+from remuda.ports.journal import Journal
 from remuda.settings import Settings
 
 Flags = Mapping[str, Any]
 
 
-def _journal(output: Output) -> ConsoleJournal:
-    return ConsoleJournal(output, SystemClock())
+def _journal(output: Output) -> Journal:
+    return output.journal(SystemClock())
+
+
+@asynccontextmanager
+async def _open(
+    settings: Settings, output: Output, journal: Journal | None = None, *, credentialed: bool, alive: bool = True
+) -> AsyncIterator[Context]:
+    journal = journal or _journal(output)
+    async with open_context(settings, journal, credentialed=credentialed, alive=alive) as context:
+        yield output.guarded(context)
 
 
 def _need_run_id(settings: Settings) -> None:
@@ -68,7 +80,7 @@ def run_refresh(flags: Flags, config: str | None, output: Output, *, sweep_only:
     journal = _journal(output)
 
     async def once() -> RefreshResult:
-        async with open_context(settings, journal, credentialed=True, alive=not sweep_only) as context:
+        async with _open(settings, output, journal, credentialed=True, alive=not sweep_only) as context:
             return await refresh(context, None if sweep_only else desired(settings, pool=context.pool_name))
 
     async def again_and_again(interval_s: float) -> int:
@@ -125,7 +137,7 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
     )
 
     async def work() -> ProvisionResult:
-        async with open_context(settings, _journal(output), credentialed=False) as context:
+        async with _open(settings, output, credentialed=False) as context:
             return await provision(context, order)
 
     result = run_async(work, farewell="interrupted; what was held has been given back")
@@ -142,7 +154,7 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
     _need_run_id(settings)
 
     async def work() -> ReleaseResult:
-        async with open_context(settings, _journal(output), credentialed=False) as context:
+        async with _open(settings, output, credentialed=False) as context:
             return await release(context, run_id=settings.run_id, attempt=settings.run_attempt)
 
     result = run_async(work, farewell="interrupted; the sweeps finish what was begun")
@@ -176,12 +188,14 @@ def run_status(
         return run_async(lambda: go_on(settings, output, everything=everything, every_s=every, asks=asks))
 
     async def work() -> Status:
-        async with open_context(settings, _journal(output), credentialed=asks, alive=False) as context:
+        async with _open(settings, output, credentialed=asks, alive=False) as context:
             return await status(context, everything=everything)
 
     result = run_async(work)
     for name in silent:
         output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
+    for sentence in result.unreadable:
+        output.say(f"error: {sentence}", style="bold red")
     if not output.as_json:
         output.answer(*status_view.status_tables(result, width=output.width))
     output.result(status_view.status_document(result))
@@ -193,7 +207,7 @@ def run_explain(flags: Flags, config: str | None, output: Output, *, subject: st
     check_subject(subject)
 
     async def work() -> Story:
-        async with open_context(settings, _journal(output), credentialed=False, alive=False) as context:
+        async with _open(settings, output, credentialed=False, alive=False) as context:
             return await explain(context, subject)
 
     story = run_async(work)

@@ -13,9 +13,12 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.timestamps import to_text
 from remuda.ports.clock import Clock
+from remuda.ports.journal import Journal
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from remuda.controlplane.context import Context
 
 #: How an action looks on a terminal; others are plain.
 _STYLES = {
@@ -83,12 +86,14 @@ class Output:
         if not self._quiet and not self.logs_json:
             self.console.print(renderable)
 
-    @staticmethod
-    def event(name: str, facts: Mapping[str, Any], *, level: str) -> None:
+    def event(self, name: str, facts: Mapping[str, Any], *, level: str) -> None:
         """One line of a structured log. Facts that say nothing are left out."""
         told = {key: value for key, value in facts.items() if value is not None and value != ""}
         line = {"at": to_text(SystemClock().now()), "level": level, "event": name, **told}
-        sys.stderr.write(json.dumps(line, default=str) + "\n")
+        self.log_line(json.dumps(line, default=str))
+
+    def log_line(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
@@ -118,6 +123,14 @@ class Output:
         if self.as_json:
             sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
             sys.stdout.flush()
+
+    def journal(self, clock: Clock) -> Journal:
+        """Where a use case tells what it does."""
+        return ConsoleJournal(self, clock)
+
+    def guarded(self, context: Context) -> Context:
+        """The ports as the use case gets them: an output may want to know what must never be shown."""
+        return context
 
     def error(self, error: RemudaError) -> None:
         fix = f"; {error.fix}" if error.fix else ""

@@ -33,22 +33,25 @@ def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Loaded
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, farewell: str = "interrupted") -> T:
-    """Run to the end. The first SIGINT or SIGTERM cancels, and what is held is given back; the second ends at once."""
+    """Run to the end. The first SIGINT or SIGTERM cancels, and what is held is given back; the same again ends at once.
+
+    A SIGTERM after a SIGINT is no impatience: GitHub sends both to a cancelled step, and leaves time after each.
+    """
 
     async def main() -> T:
         task = asyncio.ensure_future(work())
         loop = asyncio.get_running_loop()
-        interrupted = False
+        interrupted: set[int] = set()
 
-        def interrupt() -> None:
-            nonlocal interrupted
-            if interrupted:
+        def interrupt(number: int) -> None:
+            if number in interrupted:
                 os._exit(EXIT_INTERRUPTED)
-            interrupted = True
-            task.cancel()
+            if not interrupted:
+                task.cancel()
+            interrupted.add(number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
+            loop.add_signal_handler(number, interrupt, number)
         try:
             return await task
         except asyncio.CancelledError:

@@ -30,6 +30,7 @@ def status_document(status: Status) -> dict[str, Any]:
         "runs": [record_document(provision) for provision in status.runs],
         "open": [_opening(opening) for opening in status.openings],
         "warnings": [record_document(concern) for concern in status.concerns],
+        "unreadable": list(status.unreadable),
     }
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
 
-from remuda.domain.resources import Request
+from remuda.domain.resources import Request, UsageClass
 
 #: Every machine that we launch carries these; nothing else is ever terminated.
 POOL_TAG = "remuda:pool"
@@ -29,6 +29,8 @@ class LaunchRequest:
     client_token: str
     count: int
     request: Request
+    #: Whose jobs it is launched for: an organisation, or owner/repo.
+    scope: str
     #: What the pool's configuration holds for the backend.
     launch: Mapping[str, str] = field(default_factory=dict)
     #: The dead-man timer that the machine starts with: it ends itself after so long unless told otherwise.
@@ -43,6 +45,8 @@ class LaunchRequest:
 class Launched:
     instance_id: str
     instance_type: str
+    #: What it is: spot that falls back to on-demand gives other than was asked for.
+    usage_class: UsageClass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ Reads by key (`get`, `get_many`, `provisions_of_run`, …) see every write that 
 (`find…`, `unsettled_provisions`) may lag: they may miss what was just written and show what has just changed. Their
 callers act by conditional write only.
 
-A record that cannot be parsed is reported as `Unavailable` by reads by key, and left out and counted
-(`malformed_records`) by searches.
+A record that cannot be parsed is told of by name and never hides the others: reads by key raise `Unreadable`, which
+also holds those that can be parsed; searches leave it out and keep its name in `malformed_records`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class InstanceStore(Protocol):
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        """Carry out a change where its guard admits the stored record; its history entry is written with it.
+        """Carry out a change where its guard admits the stored record.
 
-        Only the fields that the change sets are written: what others wrote to other fields stays.
+        Only the fields that the change sets are written: what others wrote to other fields stays. Its history entry is
+        written in the same step, or soon after it and at the latest by `close`. A history that cannot be written fails
+        nothing: it is told of, and records never rest on it.
         Raises `Conflict(current=record or None)` where the guard does not hold; then nothing was written.
         """
         ...
@@ -48,7 +50,7 @@ class InstanceStore(Protocol):
     async def get(self, instance_id: str) -> Instance | None: ...
 
     async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
-        """Those that exist, by id; in as few calls as the store allows."""
+        """Those that exist, by id; in as few calls as the store allows. `Unreadable` where some cannot be parsed."""
         ...
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
@@ -68,7 +70,7 @@ class InstanceStore(Protocol):
         ...
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
-        """The last `HISTORY_LIMIT` entries, oldest first."""
+        """The last `HISTORY_LIMIT` entries, oldest first; all that were applied through this store are in it."""
         ...
 
     async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
@@ -85,7 +87,9 @@ class InstanceStore(Protocol):
 
     async def get_report(self, instance_id: str) -> Report | None: ...
 
-    async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]: ...
+    async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
+        """As `get_many`."""
+        ...
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         """Conditional on (epoch, rank) not falling (equal is allowed and rewrites); else `Conflict`.
@@ -119,7 +123,9 @@ class InstanceStore(Protocol):
     async def get_provision(self, run_id: str, provision_id: str) -> Provision | None: ...
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
-        """Every provision of a run, strongly consistent, oldest first."""
+        """Every provision of a run, strongly consistent, oldest first. `Unreadable` where some cannot be parsed; it
+        holds the others by their ids.
+        """
         ...
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
@@ -149,6 +155,6 @@ class InstanceStore(Protocol):
         ...
 
     @property
-    def malformed_records(self) -> int:
-        """How many records searches have left out since this store was opened."""
+    def malformed_records(self) -> Mapping[str, str]:
+        """What searches have left out since this store was opened: names, and why each cannot be parsed."""
         ...

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
-from remuda.domain.errors import Unavailable
-from remuda.domain.instance import State
+from remuda.adapters.memory.store import MemoryInstanceStore
+from remuda.controlplane.refresh import refresh
+from remuda.controlplane.release import Fate
+from remuda.domain.errors import Unavailable, Unreadable
+from remuda.domain.instance import Instance, State
 from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from support.records import birth
@@ -31,6 +36,7 @@ async def stray(world: World) -> str:
         client_token=f"t{len(world.cloud.machines)}",
         count=1,
         request=request,
+        scope="octo/repo",
         first_life_s=600.0,
         margin_s=LIFETIMES.margin_s,
     )
@@ -265,3 +271,52 @@ async def test_sightings_that_look_right_again_are_dropped(world: World) -> None
     world.github.runners.clear()
     await world.sweep()
     assert not world.database.sightings
+
+
+class HalfRead(MemoryInstanceStore):
+    """A store in which somebody spoiled some records."""
+
+    spoiled: frozenset[str] = frozenset()
+
+    async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
+        found = await super().get_many(instance_ids)
+        bad = {name: "Instance lacks epoch" for name in found if name in self.spoiled}
+        if bad:
+            good = {name: item for name, item in found.items() if name not in bad}
+            raise Unreadable("the store", bad, records=good)
+        return found
+
+    async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
+        found = await super().find(states, threshold_before=threshold_before)
+        return [item for item in found if item.instance_id not in self.spoiled]
+
+
+async def test_a_record_that_cannot_be_read_is_named_and_the_others_are_swept(world: World) -> None:
+    """Its machine, its registration and its hint are left alone: it is there, whatever it says."""
+    spoiled = (await world.provision(count=2)).instances[0].instance.instance_id
+    lost = await stray(world)
+    await asyncio.sleep(world.lifetimes.unrecorded_grace_s + world.lifetimes.ghost_grace_s)
+    context = world.process(credentialed=True)
+    store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)
+    store.spoiled = frozenset({spoiled})
+    registered = world.registrations(spoiled)
+    for _ in range(2):
+        result = await refresh(replace(context, store=store), None)
+        assert len([error for error in result.errors if spoiled in error]) == 1
+        assert not [error for error in result.errors if spoiled not in error]
+        await asyncio.sleep(world.lifetimes.ghost_grace_s + 1)
+    assert world.cloud.is_alive(spoiled)
+    assert world.registrations(spoiled) == registered
+    assert len(registered) == 1
+    assert not world.cloud.is_alive(lost), "the others are swept"
+
+
+async def test_a_release_goes_on_with_what_it_can_read(world: World) -> None:
+    spoiled, other = [item.instance.instance_id for item in (await world.provision(count=2)).instances]
+    context = world.process()
+    store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)
+    store.spoiled = frozenset({spoiled})
+    done = await world.release(process=replace(context, store=store))
+    assert [outcome.instance_id for outcome in done.of(Fate.RELEASED)] == [other]
+    (error,) = done.errors
+    assert spoiled in error

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from remuda.adapters.memory.compute import MemoryCompute
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionResult
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
+from remuda.domain.resources import UsageClass
+from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import Outcome
-from support.world import SCOPE, World
-from support.world_time import Call
+from support.world import POOL, SCOPE, World
+from support.world_time import Call, Notes
 from unit.controlplane.cuts import Unsure
 
 
@@ -263,3 +267,28 @@ async def test_the_run_may_ask_for_its_own_times(world: World) -> None:
     threshold = result.instances[0].instance.threshold
     assert threshold - world.clock.now() == timedelta(seconds=1_000)
     await world.release()
+
+
+class FallsBack(MemoryCompute):
+    """A cloud without spot, which gives on-demand machines in its place."""
+
+    async def launch(self, request: LaunchRequest) -> LaunchResult:
+        result = await super().launch(request)
+        instances = tuple(replace(each, usage_class=UsageClass.ON_DEMAND) for each in result.instances)
+        return LaunchResult(instances=instances, errors=("subnet-1 c6i.large (spot): no capacity",))
+
+
+async def test_what_falls_back_to_on_demand_is_recorded_and_pooled_as_such(world: World) -> None:
+    context = world.process()
+    context = replace(context, compute=FallsBack(cloud=world.cloud, pool=POOL, calls=context.calls))
+    made = await world.provision("1", process=context, usage_class=UsageClass.SPOT)
+    assert [item.instance.usage_class for item in made.instances] == [UsageClass.ON_DEMAND]
+    assert isinstance(context.journal, Notes)
+    assert context.journal.count("launch-refused") == 1, "the user hears of it"
+    await world.release("1")
+    (hint,) = [item.message for item in world.queues.named("large").messages]
+    assert hint is not None
+    assert hint.usage_class is UsageClass.ON_DEMAND
+    # It does not serve who wants spot, and does serve who wants on-demand.
+    assert (await world.provision("2", usage_class=UsageClass.SPOT)).reused == 0
+    assert (await world.provision("3")).reused == 1

@@ -62,6 +62,7 @@ CALLS = {
             "DescribeLaunchTemplateVersions",
             "DescribeLaunchTemplates",
             "DescribeSecurityGroups",
+            "DescribeSpotPriceHistory",
             "DescribeSubnets",
             "ModifyLaunchTemplate",
             "TerminateInstances",

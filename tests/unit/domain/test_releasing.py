@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from remuda.domain.instance import Credential, State, retirement
 from remuda.domain.releasing import credential_is_short, next_for_releasing
 from remuda.domain.signals import Signal
-from remuda.domain.thresholds import Lifetimes, expired, usable
+from remuda.domain.thresholds import Lifetimes, expired
 from remuda.domain.transitions import Actor, Cause, End, Extend, Pool, advance
 from support.builders import in_state, report
 from support.records import NOW, assignment, at
@@ -177,14 +177,9 @@ def test_the_first_reason_stands() -> None:
 
 
 @given(st.floats(-200, 200), st.floats(0, 100))
-def test_nothing_is_both_usable_and_expired_and_the_margin_lies_between(left_s: float, margin_s: float) -> None:
-    threshold = at(left_s)
-    is_usable = usable(threshold, now=NOW, margin_s=margin_s)
-    is_expired = expired(threshold, now=NOW, margin_s=margin_s)
-    assert not (is_usable and is_expired)
+def test_a_threshold_has_expired_when_the_margin_has_passed_too(left_s: float, margin_s: float) -> None:
     if abs(abs(left_s) - margin_s) > 1e-5:
-        assert is_usable == (left_s > margin_s)
-        assert is_expired == (left_s < -margin_s)
+        assert expired(at(left_s), now=NOW, margin_s=margin_s) == (left_s < -margin_s)
 
 
 @pytest.mark.parametrize("phase_s", range(0, 330, 10))

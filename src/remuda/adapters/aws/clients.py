@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
-from remuda.adapters.aws.errors import settings_checked
+from remuda.adapters.aws.errors import DYNAMODB, SQS, settings_checked
 from remuda.domain.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class AwsClients:
         await self._stack.aclose()
 
     async def dynamodb(self) -> DynamoDBClient:
-        client: DynamoDBClient = await self.client("dynamodb", "DynamoDB", config())
+        client: DynamoDBClient = await self.client("dynamodb", DYNAMODB, config())
         return client
 
     async def sqs(self) -> SQSClient:
-        client: SQSClient = await self.client("sqs", "SQS", config(read_timeout_s=SQS_READ_TIMEOUT_S))
+        client: SQSClient = await self.client("sqs", SQS, config(read_timeout_s=SQS_READ_TIMEOUT_S))
         return client
 
     async def client(self, name: str, title: str, settings: AioConfig) -> Any:

@@ -5,20 +5,24 @@ An answer that was lost (`TimedOut`, `Unavailable`) may have been a yes: callers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import aiohttp
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from remuda.domain.errors import NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
+from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 
 #: How much of a service's own words an error repeats.
 MAX_SAID = 300
-#: How long a service that throttles after all of botocore's own retries is left alone.
-RETRY_AFTER_S = 1.0
+#: How long a service that throttles after all tries is left alone: none names a time.
+RETRY_AFTER_S = 2.0
+
+DYNAMODB, SQS, EC2 = "DynamoDB", "SQS", "EC2"
 
 CONDITION_FAILED = "ConditionalCheckFailedException"
 TABLE_MISSING = "ResourceNotFoundException"
@@ -26,38 +30,59 @@ TABLE_BUSY = "ResourceInUseException"
 VALIDATION = "ValidationException"
 #: The first is what SQS says by its older protocol, and the newer one keeps it for compatibility.
 QUEUE_MISSING = frozenset({"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"})
+_QUEUE_JUST_DELETED = frozenset({"AWS.SimpleQueueService.QueueDeletedRecently", "QueueDeletedRecently"})
 
-_THROTTLED = frozenset(
-    {
-        "ProvisionedThroughputExceededException",
-        "RequestLimitExceeded",
-        "RequestThrottled",
-        "RequestThrottledException",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "ThrottledException",
-        "TooManyRequestsException",
-    }
+CAPACITY_FIX = "allow more instance types or subnets, another usage class, or try later"
+QUOTA_FIX = "ask AWS for a higher quota of running instances (Service Quotas), or lower max-instances"
+PERMISSION_FIX = "give the role the rights of Remuda's control plane (deploy/policies)"
+LAUNCH_FIX = "correct the launch options and run remuda refresh"
+_CREDENTIALS_FIX = "set valid AWS credentials for this region"
+_TABLE_FIX = "run remuda refresh, or check the region and the pool's name"
+
+#: What the library raises in place of an answer.
+FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError)
+
+
+class Kind(Enum):
+    """What a code is about."""
+
+    THROTTLED = "throttled"
+    PERMISSION = "permission"
+    CREDENTIALS = "credentials"
+    QUOTA = "quota"
+    CAPACITY = "capacity"
+    SERVER = "server"
+    INPUT = "input"
+    OTHER = "other"
+
+
+_CODES = {
+    Kind.THROTTLED: """
+        EC2ThrottledException ProvisionedThroughputExceededException RequestLimitExceeded RequestThrottled
+        RequestThrottledException SlowDown ThrottledException Throttling ThrottlingException TooManyRequestsException
+    """,
+    Kind.PERMISSION: "AccessDenied AccessDeniedException KmsAccessDenied UnauthorizedOperation",
+    Kind.CREDENTIALS: """
+        AuthFailure Blocked ExpiredToken ExpiredTokenException IncompleteSignature InvalidAccessKeyId
+        InvalidClientTokenId InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException
+        OptInRequired PendingVerification RequestExpired SignatureDoesNotMatch UnrecognizedClientException
+    """,
+    Kind.QUOTA: """
+        FleetLimitExceeded InstanceLimitExceeded MaxSpotInstanceCountExceeded ResourceLimitExceeded VcpuLimitExceeded
+        VolumeLimitExceeded
+    """,
+    Kind.CAPACITY: """
+        InsufficientCapacity InsufficientCapacityOnHost InsufficientFreeAddressesInSubnet InsufficientHostCapacity
+        InsufficientInstanceCapacity InsufficientReservedInstanceCapacity InvalidFleetConfiguration SpotMaxPriceTooLow
+        UnfulfillableCapacity Unsupported UnsupportedOperation
+    """,
+    Kind.SERVER: "InternalError InternalFailure InternalServerError RequestTimeout ServiceUnavailable Unavailable",
+}
+_KINDS = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
+_INPUT = re.compile(
+    r"(Invalid|Malformed|Missing|Unknown|Validation).*|.*NotFound(Exception)?|IdempotentParameterMismatch"
 )
-_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "KmsAccessDenied", "UnauthorizedOperation"})
-_BAD_CREDENTIALS = frozenset(
-    {
-        "AuthFailure",
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "IncompleteSignature",
-        "InvalidAccessKeyId",
-        "InvalidClientTokenId",
-        "InvalidSignatureException",
-        "MissingAuthenticationToken",
-        "MissingAuthenticationTokenException",
-        "OptInRequired",
-        "RequestExpired",
-        "SignatureDoesNotMatch",
-        "UnrecognizedClientException",
-    }
-)
+
 _NO_CREDENTIALS = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,
@@ -71,8 +96,16 @@ _TIMEOUTS = (boto.ConnectTimeoutError, boto.ReadTimeoutError, TimeoutError)
 _SETTINGS = (boto.NoRegionError, boto.InvalidRegionError, boto.ConfigParseError, boto.ConfigNotFound)
 
 
+def kind_of(code: str) -> Kind:
+    return _KINDS.get(code) or (Kind.INPUT if _INPUT.fullmatch(code) else Kind.OTHER)
+
+
 def code_of(error: boto.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def said_by(error: boto.ClientError) -> str:
+    return " ".join(str(error.response.get("Error", {}).get("Message", "")).split())[:MAX_SAID]
 
 
 def item_of(error: boto.ClientError) -> dict[str, Any] | None:
@@ -87,8 +120,8 @@ def attempts_of(response: Any) -> int:
 
 
 @contextmanager
-def translated(service: str, resource: str) -> Iterator[None]:
-    """Errors of botocore leave as Remuda's. `resource` is the table, queue, … that the call is about.
+def translated(service: str, what: str) -> Iterator[None]:
+    """Errors of botocore leave as Remuda's. `what` is the table, queue or operation that the call is about.
 
     Arguments that botocore itself refuses are a bug and leave as they are.
     """
@@ -96,10 +129,8 @@ def translated(service: str, resource: str) -> Iterator[None]:
         yield
     except boto.ParamValidationError:
         raise
-    except boto.ClientError as error:
-        raise from_client_error(error, service, resource) from error
-    except (boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError) as error:
-        raise _from_library(error, service) from error
+    except FAILURES as error:
+        raise translate(error, service, what) from error
 
 
 @contextmanager
@@ -112,24 +143,59 @@ def settings_checked(service: str) -> Iterator[None]:
         raise UserError(f"{service} cannot be called: {error}", fix="check AWS_ENDPOINT_URL and AWS_REGION") from error
 
 
-def from_client_error(error: boto.ClientError, service: str, resource: str) -> RemudaError:
-    code = code_of(error)
-    said = str(error.response.get("Error", {}).get("Message", ""))[:MAX_SAID]
-    if code in _THROTTLED:
-        return Throttled(f"{service} asks for fewer calls: {code}", retry_after_s=RETRY_AFTER_S)
-    if code in _DENIED:
-        return UserError(f"{service} does not allow this: {said or code}", fix="give the role that permission")
-    if code in _BAD_CREDENTIALS:
-        return UserError(f"{service} refuses the AWS credentials: {code}", fix="give valid AWS credentials")
+def translate(error: Exception, service: str, what: str) -> RemudaError:
+    """What a service says is quoted; requests and credentials are not."""
+    if not isinstance(error, boto.ClientError):
+        return _from_library(error, service, what)
+    code, said = code_of(error), said_by(error)
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    # Whatever it is called: a server's own fault passes. EC2 gives some refusals such a status, too.
+    if status >= 500 and kind_of(code) in {Kind.INPUT, Kind.OTHER}:
+        return Unavailable(_story(service, what, code, said))
+    return _of_service(code, said, service, what) or _of_kind(code, said, service, what)
+
+
+def _of_service(code: str, said: str, service: str, what: str) -> RemudaError | None:
+    """Codes that mean something to one service alone."""
+    if service == DYNAMODB and code == TABLE_MISSING:
+        return UserError(f"no table {what} in DynamoDB", fix=_TABLE_FIX)
+    if service == DYNAMODB and code == VALIDATION:
+        # Its expressions are ours and proven: what is left is a table with other keys or indexes.
+        return UserError(f"table {what} does not work as a Remuda store: {said}", fix=_TABLE_FIX)
     if code in QUEUE_MISSING:
-        return no_queue(resource)
-    if code == TABLE_MISSING:
-        return no_table(resource)
-    return Unavailable(f"{service} cannot serve {resource} now: {code} {said}".rstrip())
+        return NotFound(f"no queue {what} in SQS", fix=_TABLE_FIX)
+    if code in _QUEUE_JUST_DELETED:
+        return Unavailable(f"queue {what} was deleted a moment ago: {said}", fix="run remuda refresh in a minute")
+    if code.startswith("InvalidInstanceID."):
+        return NotFound(_story(service, what, code, said))
+    return None
 
 
-def no_table(name: str) -> UserError:
-    return UserError(f"no table {name} in DynamoDB", fix="run remuda refresh, or check the region and the pool's name")
+def _of_kind(code: str, said: str, service: str, what: str) -> RemudaError:
+    story = _story(service, what, code, said)
+    match kind_of(code):
+        case Kind.THROTTLED:
+            return Throttled(f"{service} limits our calls ({what}): {code}", retry_after_s=RETRY_AFTER_S)
+        case Kind.PERMISSION:
+            return UserError(story, field="aws-permission", fix=PERMISSION_FIX)
+        case Kind.CREDENTIALS:
+            return UserError(
+                f"{service} refuses the AWS credentials ({what}): {code}: {said}",
+                field="aws-credentials",
+                fix=_CREDENTIALS_FIX,
+            )
+        case Kind.QUOTA:
+            return CapacityError(story, fix=QUOTA_FIX)
+        case Kind.CAPACITY:
+            return CapacityError(story, fix=CAPACITY_FIX)
+        case Kind.INPUT if service == EC2:
+            return UserError(story, field="launch", fix=LAUNCH_FIX)
+        case _:
+            return Unavailable(story)
+
+
+def _story(service: str, what: str, code: str, said: str) -> str:
+    return f"{service} refuses ({what}): {code}: {said}".rstrip(": ")
 
 
 def wrong_table(name: str, differences: list[str]) -> UserError:
@@ -138,21 +204,19 @@ def wrong_table(name: str, differences: list[str]) -> UserError:
     )
 
 
-def no_queue(name: str) -> NotFound:
-    missing = NotFound(f"no queue {name} in SQS")
-    missing.fix = "run remuda refresh, or check the region and the pool's name"
-    return missing
-
-
-def _from_library(error: Exception, service: str) -> RemudaError:
+def _from_library(error: Exception, service: str, what: str) -> RemudaError:
     if isinstance(error, _NO_CREDENTIALS):
-        return UserError(f"{service} needs AWS credentials: {error}", fix="set AWS credentials, a profile or a role")
+        return UserError(
+            f"{service} needs AWS credentials: {error}",
+            field="aws-credentials",
+            fix="set AWS credentials, a profile or a role",
+        )
     if isinstance(error, _SETTINGS):
         return UserError(f"{service} cannot be called: {error}", fix="set AWS_REGION")
     where = getattr(error, "kwargs", {}).get("endpoint_url", "")
     at = f"{service} at {where}" if where else service
     if isinstance(error, _TIMEOUTS):
-        return TimedOut(f"{at} did not answer in time")
+        return TimedOut(f"{at} did not answer in time ({what})")
     if isinstance(error, boto.EndpointConnectionError):
-        return Unavailable(f"{at} cannot be reached")
-    return Unavailable(f"the connection to {at} failed: {type(error).__name__}")
+        return Unavailable(f"{at} cannot be reached ({what})")
+    return Unavailable(f"the connection to {at} failed ({what}): {type(error).__name__}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.errors import QUEUE_MISSING, attempts_of, code_of, translated
+from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, attempts_of, code_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import documents
 from remuda.domain.errors import NotFound, Unavailable, UserError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE = "sqs"
-TITLE = "SQS"
 #: An idle instance is announced again long before its message is forgotten.
 RETENTION_S = 4 * 24 * 3_600
 VISIBILITY_S = 60
@@ -47,6 +46,8 @@ ATTRIBUTES = {
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
+#: What no queue may have: a hint is received and handed back as often as it does not fit.
+REDRIVE = "RedrivePolicy"
 _DEPTHS = (
     "ApproximateNumberOfMessages",
     "ApproximateNumberOfMessagesNotVisible",
@@ -172,7 +173,12 @@ class SqsResourcePool:
             )
             self._urls[name] = answer["QueueUrl"]
             return f"queue {self._queue(name)}"
-        found = await self._attributes(name, url, tuple(ATTRIBUTES))
+        found = await self._attributes(name, url, (*ATTRIBUTES, REDRIVE))
+        if found.get(REDRIVE):
+            raise UserError(
+                f"queue {self._queue(name)} has a dead-letter queue: hints that fit no run for a while would end there",
+                fix="remove its redrive policy, or name another pool",
+            )
         wrong = {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
         if not wrong:
             return ""
@@ -227,7 +233,7 @@ class SqsResourcePool:
             if not left:
                 return
         raise Unavailable(
-            f"{TITLE} refused {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
+            f"{SQS} refused {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
             f" {', '.join(sorted(codes))}"
         )
 
@@ -236,7 +242,7 @@ class SqsResourcePool:
     ) -> T:
         attempts = 1
         try:
-            with translated(TITLE, self._queue(resource_class)):
+            with translated(SQS, self._queue(resource_class)):
                 try:
                     answer = await method(**arguments)
                 except ClientError as error:

@@ -24,6 +24,13 @@ def translate(response: httpx.Response, what: str, now: datetime) -> RemudaError
             field="github-token",
             fix="set REMUDA_GITHUB_TOKEN to a token that may administer runners of this scope",
         )
+    if 300 <= status < 400:
+        # Followed, the credential would go where a redirect says. A renamed scope keeps its old name only so long.
+        return UserError(
+            f"GitHub has it under another name ({what}): {status}",
+            field="github-scope",
+            fix="give the present name of the organisation or repository, and run remuda refresh",
+        )
     if status == 404:
         return NotFound(f"GitHub does not know it, or the credential may not see it ({what}): {said}")
     if status == 409:

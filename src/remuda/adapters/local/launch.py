@@ -20,7 +20,7 @@ from remuda.adapters.local.options import MachineType, Options, choose_type
 from remuda.adapters.local.record import Record
 from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import CapacityError, Unavailable
-from remuda.domain.resources import is_instance_id
+from remuda.domain.resources import UsageClass, is_instance_id
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchRequest, LaunchResult
 
@@ -44,8 +44,12 @@ class Plan:
     #: All that could be made was made. Until then another process may have to finish it.
     complete: bool = False
 
-    def result(self) -> LaunchResult:
-        launched = tuple(Launched(instance_id=name, instance_type=self.instance_type) for name in self.instance_ids)
+    def result(self, usage: UsageClass) -> LaunchResult:
+        """Here machines are of whatever usage class is asked for."""
+        launched = tuple(
+            Launched(instance_id=name, instance_type=self.instance_type, usage_class=usage)
+            for name in self.instance_ids
+        )
         return LaunchResult(instances=launched, errors=self.errors)
 
 
@@ -89,7 +93,7 @@ class Launcher:
         with files.locked(f"{path}.lock"):
             plan = _read_plan(path)
             if plan is not None and plan.complete:
-                return plan.result()
+                return plan.result(request.request.usage_class)
             held: dict[str, int] = {}
             try:
                 if plan is None:
@@ -108,7 +112,7 @@ class Launcher:
                 path.unlink()
                 raise Unavailable(f"no machine could be made: {problems[0]}")
             files.write(str(path), files.encode(to_document(plan)))
-            return plan.result()
+            return plan.result(request.request.usage_class)
 
     def reap(self) -> None:
         for pid in tuple(self._children):

@@ -135,7 +135,12 @@ class MemoryCloud:
         launched = [self._add(request, kind, pool) for kind in chosen]
         answer = LaunchResult(
             instances=tuple(
-                Launched(instance_id=machine.instance_id, instance_type=machine.instance_type) for machine in launched
+                Launched(
+                    instance_id=machine.instance_id,
+                    instance_type=machine.instance_type,
+                    usage_class=request.request.usage_class,
+                )
+                for machine in launched
             ),
             errors=tuple(errors),
         )

@@ -86,8 +86,8 @@ class MemoryInstanceStore:
         """Nothing is held."""
 
     @property
-    def malformed_records(self) -> int:
-        return 0
+    def malformed_records(self) -> Mapping[str, str]:
+        return {}
 
     # Control records ------------------------------------------------------------------------------------------
 

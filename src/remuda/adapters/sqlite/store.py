@@ -14,7 +14,7 @@ from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, Token,
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, Kind
 from remuda.adapters.sqlite.watch import Watch
-from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.errors import Conflict, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -38,7 +38,7 @@ class SqliteInstanceStore:
         self._file = SqliteFile(path=path, busy_timeout_s=busy_timeout_s, thread_name="remuda-store")
         self._ids = ids
         self._calls = calls
-        self._malformed = 0
+        self._malformed: dict[str, str] = {}
         self._watch: Watch[Key, str | None] = Watch(look=self._look, clock=clock, ids=ids)
         # What the watch has seen: a file without commits, and documents without changes, are not looked at twice.
         self._seen: Token | None = None
@@ -55,8 +55,8 @@ class SqliteInstanceStore:
         await self._file.close()
 
     @property
-    def malformed_records(self) -> int:
-        return self._malformed
+    def malformed_records(self) -> Mapping[str, str]:
+        return dict(self._malformed)
 
     # Control records ------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class SqliteInstanceStore:
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         docs = await self._read("provisions_of_run", partial(tables.of_run, run_id=run_id))
-        return [self._there(Provision, doc, f"a provision of run {run_id}") for doc in docs]
+        return list(self._all(Provision, docs).values())
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         docs = await self._read("unsettled_provisions", partial(tables.unsettled, deadline_before=deadline_before))
@@ -212,7 +212,7 @@ class SqliteInstanceStore:
 
     async def _get_many(self, operation: str, record: type[R], instance_ids: Collection[str]) -> Mapping[str, R]:
         docs = await self._read(operation, partial(tables.many, kind=_KINDS[record], instance_ids=instance_ids))
-        return {instance_id: self._there(record, doc, instance_id) for instance_id, doc in docs.items()}
+        return self._all(record, docs.items())
 
     async def _wait(self, record: type[R], instance_id: str, since: R | None, timeout_s: float) -> R | None:
         def differs(text: str | None) -> bool:
@@ -262,13 +262,27 @@ class SqliteInstanceStore:
         try:
             return parse()
         except ValueError as error:
-            raise Unavailable(f"the record of {what} in {self._file.path} cannot be read: {error}") from error
+            raise Unreadable(str(self._file.path), {what: str(error)}) from error
 
-    def _readable(self, record: type[T], texts: Iterable[str]) -> Sequence[T]:
-        found = []
-        for text in texts:
-            try:
-                found.append(decode(record, text))
-            except ValueError:
-                self._malformed += 1
-        return found
+    def _all(self, record: type[T], texts: Iterable[tuple[str, str]]) -> dict[str, T]:
+        records, unreadable = _sorted_out(record, texts)
+        if unreadable:
+            raise Unreadable(str(self._file.path), unreadable, records=records)
+        return records
+
+    def _readable(self, record: type[T], texts: Iterable[tuple[str, str]]) -> Sequence[T]:
+        records, unreadable = _sorted_out(record, texts)
+        self._malformed |= unreadable
+        return list(records.values())
+
+
+def _sorted_out(record: type[T], texts: Iterable[tuple[str, str]]) -> tuple[dict[str, T], dict[str, str]]:
+    """By name: what can be parsed, and why the others cannot."""
+    records: dict[str, T] = {}
+    unreadable: dict[str, str] = {}
+    for name, text in texts:
+        try:
+            records[name] = decode(record, text)
+        except ValueError as error:
+            unreadable[name] = str(error)
+    return records, unreadable

@@ -91,28 +91,32 @@ def history(connection: sqlite3.Connection, instance_id: str) -> list[str]:
 
 
 def histories(connection: sqlite3.Connection, instance_ids: Collection[str]) -> list[tuple[str, str]]:
-    return connection.execute(
-        "SELECT instance_id, doc FROM history WHERE instance_id IN (SELECT value FROM json_each(?))"
-        " ORDER BY instance_id, seq",
-        (json.dumps(sorted(instance_ids)),),
-    ).fetchall()
-
-
-def in_states(connection: sqlite3.Connection, states: Collection[State], before: datetime | None) -> list[str]:
-    return _docs(
+    return _named(
         connection.execute(
-            "SELECT doc FROM instances WHERE state IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL"
+            "SELECT instance_id, doc FROM history WHERE instance_id IN (SELECT value FROM json_each(?))"
+            " ORDER BY instance_id, seq",
+            (json.dumps(sorted(instance_ids)),),
+        )
+    )
+
+
+def in_states(
+    connection: sqlite3.Connection, states: Collection[State], before: datetime | None
+) -> list[tuple[str, str]]:
+    return _named(
+        connection.execute(
+            "SELECT instance_id, doc FROM instances WHERE state IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL"
             " OR threshold <= ?2) ORDER BY threshold, instance_id",
             (json.dumps(sorted(states)), time_text(before)),
         )
     )
 
 
-def of_provision(connection: sqlite3.Connection, provision_id: str) -> list[str]:
-    return _docs(
+def of_provision(connection: sqlite3.Connection, provision_id: str) -> list[tuple[str, str]]:
+    return _named(
         connection.execute(
             # The second term lets the partial index serve.
-            "SELECT doc FROM instances WHERE provision_id = ? AND provision_id <> '' ORDER BY instance_id",
+            "SELECT instance_id, doc FROM instances WHERE provision_id = ? AND provision_id <> '' ORDER BY instance_id",
             (provision_id,),
         )
     )
@@ -153,26 +157,29 @@ def provision(connection: sqlite3.Connection, run_id: str, provision_id: str) ->
     )
 
 
-def of_run(connection: sqlite3.Connection, run_id: str) -> list[str]:
-    return _docs(
-        connection.execute("SELECT doc FROM provisions WHERE run_id = ? ORDER BY created_at, provision_id", (run_id,))
+def of_run(connection: sqlite3.Connection, run_id: str) -> list[tuple[str, str]]:
+    return _named(
+        connection.execute(
+            "SELECT provision_id, doc FROM provisions WHERE run_id = ? ORDER BY created_at, provision_id", (run_id,)
+        )
     )
 
 
-def unsettled(connection: sqlite3.Connection, deadline_before: datetime) -> list[str]:
-    return _docs(
+def unsettled(connection: sqlite3.Connection, deadline_before: datetime) -> list[tuple[str, str]]:
+    return _named(
         connection.execute(
-            "SELECT doc FROM provisions WHERE settled = 0 AND (deadline <= ? OR status = ?)"
+            "SELECT provision_id, doc FROM provisions WHERE settled = 0 AND (deadline <= ? OR status = ?)"
             " ORDER BY deadline, provision_id",
             (time_text(deadline_before), ProvisionStatus.RELEASED.value),
         )
     )
 
 
-def recent(connection: sqlite3.Connection, limit: int, since: datetime | None) -> list[str]:
-    return _docs(
+def recent(connection: sqlite3.Connection, limit: int, since: datetime | None) -> list[tuple[str, str]]:
+    return _named(
         connection.execute(
-            "SELECT doc FROM provisions WHERE created_at >= ? ORDER BY created_at DESC, provision_id DESC LIMIT ?",
+            "SELECT provision_id, doc FROM provisions WHERE created_at >= ?"
+            " ORDER BY created_at DESC, provision_id DESC LIMIT ?",
             (time_text(since) or "", max(limit, 0)),
         )
     )
@@ -199,6 +206,11 @@ def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
     )
     provisions = connection.execute("DELETE FROM provisions WHERE forget_at <= ?", (time_text(now),))
     return instances.rowcount + provisions.rowcount
+
+
+def _named(cursor: sqlite3.Cursor) -> list[tuple[str, str]]:
+    """Names and documents."""
+    return cursor.fetchall()
 
 
 def _docs(cursor: sqlite3.Cursor) -> list[str]:

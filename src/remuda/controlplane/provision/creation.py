@@ -61,6 +61,7 @@ class Creation:
             client_token=f"{terms.provision.provision_id}-{self._launches}",
             count=count,
             request=terms.request,
+            scope=terms.scope,
             launch=terms.config.launch,
             first_life_s=(terms.provision.deadline - context.clock.now()).total_seconds() + 2 * lifetimes.margin_s,
             margin_s=lifetimes.margin_s,
@@ -74,6 +75,8 @@ class Creation:
                 f"{len(result.instances)} of {count} instances could be launched: {said}",
                 fix="allow more instance types or subnets, another usage class, or try later",
             )
+        for said in result.errors:
+            context.journal.note("launch-refused", said, run_id=terms.provision.run_id)
         async with asyncio.TaskGroup() as group:
             records = [group.create_task(self._write_record(self._born(launched))) for launched in result.instances]
         instances = [record.result() for record in records]
@@ -133,7 +136,7 @@ class Creation:
             provision_id=terms.provision.provision_id,
             resource_class=wanted.name,
             instance_type=launched.instance_type,
-            usage_class=terms.request.usage_class,
+            usage_class=launched.usage_class,
             cpu=wanted.cpu,
             mmem=wanted.mmem,
             scope=terms.scope,

@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision.recorder import Recorder
-from remuda.domain.errors import RemudaError
+from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.resources import PoolMessage, Request, misfit
 from remuda.ports.pool import BATCH, Delivery
 
@@ -56,6 +56,9 @@ class PickupManager:
             while self._asked():
                 try:
                     await self._pass()
+                except NotFound as error:
+                    # Trying again would not bring it back.
+                    self._fail(UserError(error.message, field="resource-class", fix=error.fix or "run remuda refresh"))
                 except RemudaError as error:
                     self._fail(error)
 

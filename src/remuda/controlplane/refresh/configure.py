@@ -39,15 +39,14 @@ class Desired:
 
 async def apply_configuration(context: Context, desired: Desired, tally: Tally) -> PoolConfig:
     forge = _forge(context)
-    created = await asyncio.gather(
-        context.store.prepare(),
-        context.pool.prepare([resource_class.name for resource_class in desired.classes]),
-        context.compute.prepare(desired.launch),
-    )
-    tally.applied.extend(line for lines in created for line in lines)
+    # The store first, then the credential: where one of them is refused, nothing else is made.
+    tally.applied.extend(await context.store.prepare())
+    stored = await context.store.get_config()
     tokens: ScopeTokens | None = None
+    if not _fresh(context, stored.tokens if stored else (), desired.scope):
+        tokens = await _mint(forge, desired.scope)
+    await _prepare(context, desired, tally)
     for _ in range(TRIES):
-        stored = await context.store.get_config()
         kept = stored.tokens if stored else ()
         if tokens is None and not _fresh(context, kept, desired.scope):
             tokens = await _mint(forge, desired.scope)
@@ -70,10 +69,24 @@ async def apply_configuration(context: Context, desired: Desired, tally: Tally) 
         try:
             await context.store.put_config(config)
         except Conflict:
+            stored = await context.store.get_config()
             continue
         tally.applied.extend(changes)
         return await keep_tokens_fresh(context, config, tally)
     raise Conflict("the pool's configuration keeps changing; is another refresh at work?")
+
+
+async def _prepare(context: Context, desired: Desired, tally: Tally) -> None:
+    """Both to their end, whatever becomes of the other: no call may outlive the refresh."""
+    done = await asyncio.gather(
+        context.pool.prepare([resource_class.name for resource_class in desired.classes]),
+        context.compute.prepare(desired.launch),
+        return_exceptions=True,
+    )
+    for lines in done:
+        if isinstance(lines, BaseException):
+            raise lines
+        tally.applied.extend(lines)
 
 
 async def keep_tokens_fresh(context: Context, config: PoolConfig, tally: Tally) -> PoolConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from remuda.controlplane.context import Context, each
+from remuda.controlplane.context import Context, each, readable
 from remuda.controlplane.refresh.machines import Sightings
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import RemudaError
@@ -32,11 +32,12 @@ class GhostSweep:
             # The prefix of pool `ci` also begins the names of a pool `ci-2`: the rest must be an instance.
             and is_instance_id(parsed[1])
         ]
-        records = await self._context.store.get_many({instance_id for _, _, instance_id in ours})
+        read = self._context.store.get_many({instance_id for _, _, instance_id in ours})
+        records, unreadable = await readable(read, self._tally.error)
         ghosts = [
             (scope, runner, why)
             for scope, runner, instance_id in ours
-            if (why := self._why(runner, records.get(instance_id))) is not None
+            if instance_id not in unreadable and (why := self._why(runner, records.get(instance_id))) is not None
         ]
         for result in await each(ghosts, lambda ghost: self._remove(*ghost)):
             if isinstance(result, RemudaError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from remuda.controlplane.context import Context
+from remuda.controlplane.context import Context, readable
 from remuda.controlplane.refresh.machines import Sightings
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import NotFound
@@ -65,9 +65,12 @@ class HintSweep:
 
     async def _stale(self, batch: Iterable[Delivery], seen: set[tuple[str, int]]) -> list[str]:
         messages = [(delivery.receipt, delivery.message) for delivery in batch]
-        records = await self._context.store.get_many({message.id for _, message in messages if message is not None})
+        read = self._context.store.get_many({message.id for _, message in messages if message is not None})
+        records, unreadable = await readable(read, self._tally.error)
         stale: list[str] = []
         for receipt, message in messages:
+            if message is not None and message.id in unreadable:
+                continue
             record = records.get(message.id) if message is not None else None
             if (
                 message is None

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 
-from remuda.controlplane.context import Context, each, transition
+from remuda.controlplane.context import Context, each, readable, transition
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
@@ -51,10 +51,11 @@ class MachineSweep:
         machines = {view.instance_id: view for view in views}
         unknown = [key for key in machines if key not in records]
         # The search may lag: what it missed is read by key before it is called unrecorded.
-        known = {**records, **await self._context.store.get_many(unknown)}
+        more, unreadable = await readable(self._context.store.get_many(unknown), self._tally.error)
+        known = {**records, **more}
         live = [item for item in known.values() if item.state not in ABSORBING]
         await self._each(live, lambda item: self._close_if_gone(item, machines.get(item.instance_id)))
-        strays = [machines[key] for key in unknown if key not in known]
+        strays = [machines[key] for key in unknown if key not in known and key not in unreadable]
         await self._each(strays, self._bury_if_stray)
         await self._terminate(machines, known)
 
@@ -118,7 +119,7 @@ class MachineSweep:
         for instance_id, why in (await self._context.compute.terminate(asked)).items():
             self._tally.error(f"{instance_id} could not be terminated: {why}")
         views = await self._context.compute.describe(sorted(ending))
-        records = await self._context.store.get_many(sorted(ending))
+        records, _ = await readable(self._context.store.get_many(sorted(ending)), self._tally.error)
         waiting = [item for item in records.values() if item.state is State.TERMINATING]
         await self._each(waiting, lambda item: self._confirm(item, views.get(item.instance_id)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, each, removal_credential, transition
+from remuda.controlplane.context import Context, each, readable, removal_credential, transition
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Instance, State
@@ -35,7 +35,7 @@ class ProvisionSweep:
             provision = await self._release(provision)
         found = await self._context.store.find_by_provision(provision.provision_id)
         ids = {*provision.instance_ids, *(instance.instance_id for instance in found)}
-        records = await self._context.store.get_many(ids)
+        records, unreadable = await readable(self._context.store.get_many(ids), self._tally.error)
         held = [
             instance
             for instance in records.values()
@@ -45,7 +45,8 @@ class ProvisionSweep:
             if isinstance(result, RemudaError) and not isinstance(result, Conflict):
                 self._tally.error(f"provision {provision.provision_id}: {result.message}")
         now = self._context.clock.now()
-        if not held and self._is_late(provision, now):
+        # One that cannot be read may be held, too.
+        if not held and not unreadable and self._is_late(provision, now):
             forget_at = after(now, self._config.lifetimes.keep_records_s)
             await self._context.store.replace_provision(provision, settled(provision, forget_at=forget_at))
 

@@ -48,6 +48,9 @@ class Tally:
         self.errors: list[str] = []
 
     def error(self, what: str) -> None:
+        # Several sweeps may meet the same record.
+        if what in self.errors:
+            return
         self.errors.append(what)
         self._journal.note("sweep-failed", what)
 

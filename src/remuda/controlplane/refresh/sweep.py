@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, each, transition
+from remuda.controlplane.context import Context, each, readable, transition
 from remuda.controlplane.handshake import announce, settle
 from remuda.controlplane.refresh.ghosts import GhostSweep
 from remuda.controlplane.refresh.hints import HintSweep
@@ -47,7 +47,8 @@ class Sweep:
         sightings = Sightings(await context.store.get_sightings(), now=context.clock.now())
         await self._guarded("provisions", ProvisionSweep(context, config, tally).run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
-        reports = await context.store.get_reports([key for key, item in records.items() if item.state not in ABSORBING])
+        wanted = [key for key, item in records.items() if item.state not in ABSORBING]
+        reports, _ = await readable(context.store.get_reports(wanted), tally.error)
         await self._guarded("records", lambda: self._sweep_records(records, reports))
         if outside.machines is not None:
             machines = MachineSweep(context, config, tally, sightings)
@@ -59,6 +60,8 @@ class Sweep:
         await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners))
         await self._guarded("sightings", lambda: sightings.save(context.store))
         await self._guarded("old records", self._forget)
+        for name, why in context.store.malformed_records.items():
+            tally.error(f"the record {name} cannot be read: {why}; mend it, or remove it by hand")
 
     async def _guarded(self, what: str, sweep: Callable[[], Awaitable[None]]) -> None:
         try:

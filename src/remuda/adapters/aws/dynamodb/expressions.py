@@ -150,6 +150,13 @@ def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime
     return expression.arguments()
 
 
+def report_end(at: datetime) -> dict[str, Any]:
+    """A report goes with its record."""
+    expression = Expression()
+    expression.set_raw(items.TTL, items.seconds(at))
+    return expression.arguments(f"attribute_exists({expression.name(items.PK)})")
+
+
 # Whole items ------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Histories on their way to the table: a claim does not wait for its line in the story.
 
-Entries are written in batches, soon. What a process has not written when it is killed is lost: records and their
+Entries are written in batches: when there is a batch, after a second at most, and when the store is closed. A write
+that fails is told of and tried again. What a process has not written when it is killed is lost: records and their
 conditions never rest on a history.
 """
 
@@ -15,6 +16,7 @@ from remuda.adapters.aws.dynamodb.items import Item
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH, Table
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import HistoryEntry
+from remuda.ports.journal import Journal
 
 #: How long an entry waits for others to share its call.
 FLUSH_AFTER_S = 1.0
@@ -25,19 +27,28 @@ MAX_WAITING = 2_000
 
 
 class HistoryWriter:
-    def __init__(self, *, table: Table, writer: str) -> None:
+    def __init__(self, *, table: Table, writer: str, journal: Journal) -> None:
         self._table = table
+        self._journal = journal
+        #: How long an entry is kept, as the pool's configuration says where it was seen.
+        self.kept = items.KEPT
         #: Who writes: two processes may write in the same millisecond.
         self._writer = writer
         self._sequence = 0
-        self._waiting: deque[Item] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[Item] = deque()
+        self._dropped = 0
         self._flushing = asyncio.Lock()
         self._full = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def add(self, instance_id: str, entry: HistoryEntry) -> None:
         self._sequence += 1
-        self._waiting.append(items.history_item(instance_id, entry, sequence=self._sequence, writer=self._writer))
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting.popleft()
+            self._dropped += 1
+        self._waiting.append(
+            items.history_item(instance_id, entry, sequence=self._sequence, writer=self._writer, kept=self.kept)
+        )
         if len(self._waiting) >= WRITE_BATCH:
             self._full.set()
         if self._task is None or self._task.done():
@@ -61,9 +72,15 @@ class HistoryWriter:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-        # A store that is closed because the table is out of reach is closed all the same.
-        with suppress(RemudaError):
+        try:
             await self.flush()
+        except RemudaError as error:
+            # A store that is closed because the table is out of reach is closed all the same.
+            lost = self._dropped + len(self._waiting)
+            self._journal.note("history-lost", error.message, entries=lost)
+        else:
+            if self._dropped:
+                self._journal.note("history-lost", "the table took none for too long", entries=self._dropped)
 
     async def _flush_soon(self) -> None:
         pause_s = FLUSH_AFTER_S
@@ -74,6 +91,7 @@ class HistoryWriter:
             try:
                 await self.flush()
                 pause_s = FLUSH_AFTER_S
-            except RemudaError:
+            except RemudaError as error:
+                self._journal.note("history-late", error.message, entries=len(self._waiting))
                 self._full.clear()
                 pause_s = RETRY_AFTER_S

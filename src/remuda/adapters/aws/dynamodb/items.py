@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -31,13 +31,16 @@ Item = Mapping[str, Attribute]
 PK, SK, TTL = "pk", "sk", "ttl"
 LIVE_INDEX, LIVE_PK, LIVE_SK = "live", "gsi1pk", "gsi1sk"
 PROVISION_INDEX, PROVISION_PK, PROVISION_SK = "by_provision", "gsi2pk", "gsi2sk"
-#: Live records are spread over so many partitions of the index: one would be hot.
-SHARDS = 8
+#: Live records are spread over so many partitions of the index: one would be hot. A move in the index costs two of the
+#: 1,000 writes that each takes in a second, so these take the claims of the largest provision at once; every sweep and
+#: every count of the live ones is a query to each.
+SHARDS = 4
 UNSETTLED = "unsettled"
 PROVISIONS = "provisions"
 #: Sorts before every time: a released provision is always due.
 ALWAYS_DUE = "0"
-#: Reports and history have no end of their own: they go so long after they were last written.
+#: How long history is kept after it was written where the pool's configuration was not seen, and a report after the
+#: last beat of a machine whose end nobody confirms.
 KEPT = timedelta(days=30)
 
 _WHOLE = re.compile(r"-?\d{1,38}", re.ASCII)
@@ -129,6 +132,18 @@ def record_of(kind: type[T], item: Item) -> T:
     return documents.from_document(kind, {name: value_of(found) for name, found in item.items()})
 
 
+def sorted_out(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[str, T], dict[str, str]]:
+    """By name: what can be parsed, and why the others cannot."""
+    records: dict[str, T] = {}
+    unreadable: dict[str, str] = {}
+    for name, item in found:
+        try:
+            records[name] = record_of(kind, item)
+        except ValueError as error:
+            unreadable[name] = str(error)
+    return records, unreadable
+
+
 def times_of(item: Item) -> Mapping[str, datetime]:
     found = value_of(item["sightings"]) if "sightings" in item else {}
     times: Mapping[str, datetime] = documents.parse(Mapping[str, datetime], found, "sightings")
@@ -161,7 +176,7 @@ def sightings_item(sightings: Mapping[str, datetime]) -> Item:
     return {**SIGHTINGS, "sightings": attribute(documents.plain(sightings))}
 
 
-def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str) -> Item:
+def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str, kept: timedelta = KEPT) -> Item:
     """Sorted by time; within a millisecond by epoch and by the order in which one writer wrote them."""
     order = f"{timestamps.to_text(entry.at)}#{entry.epoch:09d}#{sequence:09d}#{writer}"
-    return {**document_item(key(history_pk(instance_id), order), entry), TTL: seconds(entry.at + KEPT)}
+    return {**document_item(key(history_pk(instance_id), order), entry), TTL: seconds(entry.at + kept)}

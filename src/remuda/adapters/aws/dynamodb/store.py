@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from datetime import datetime
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.adapters.aws.dynamodb import expressions, items, schema
@@ -14,7 +15,7 @@ from remuda.adapters.aws.dynamodb.table import POLL, Refused, Table, key_of
 from remuda.adapters.aws.dynamodb.watch import Pace, Watch
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import timestamps
-from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -22,6 +23,7 @@ from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
+from remuda.ports.journal import Journal, SilentJournal
 from remuda.ports.store import HISTORY_LIMIT
 
 if TYPE_CHECKING:
@@ -44,14 +46,19 @@ class DynamoInstanceStore:
         ids: Ids,
         calls: CallCounter,
         key_prefix: str = "",
+        journal: Journal | None = None,
     ) -> None:
+        """The journal hears of what fails without failing an operation: history, and when a report goes."""
         self._table = Table(client=client, name=table, clock=clock, ids=ids, calls=calls)
         self._keys = Keys(prefix=key_prefix)
-        self._history = HistoryWriter(table=self._table, writer=ids.new(""))
+        self._journal = journal or SilentJournal()
+        self._history = HistoryWriter(table=self._table, writer=ids.new(""), journal=self._journal)
+        #: Changes whose answers were lost, by instance: they may have been made.
+        self._unsure: dict[str, Change] = {}
         self._watch: Watch[tuple[str, str], Item | None] = Watch(look=self._look, clock=clock, ids=ids)
         self._paces = Paces(clock=clock)
         self._clock = clock
-        self._malformed = 0
+        self._malformed: dict[str, str] = {}
 
     async def prepare(self) -> Sequence[str]:
         return await schema.prepare(self._table)
@@ -62,8 +69,8 @@ class DynamoInstanceStore:
         await self._history.close()
 
     @property
-    def malformed_records(self) -> int:
-        return self._malformed
+    def malformed_records(self) -> Mapping[str, str]:
+        return dict(self._malformed)
 
     # Control records ------------------------------------------------------------------------------------------
 
@@ -74,11 +81,37 @@ class DynamoInstanceStore:
             item = await self._table.update(key, arguments)
         except Refused as refused:
             current = self._parsed(Instance, refused.item, change.instance_id)
+            self._settle_unsure(change, current, repeated=refused.repeated)
             message = f"{change.instance_id} is not as {change.entry.transition} expects"
             raise Conflict(message, current=current) from None
+        except Unavailable:
+            self._unsure[change.instance_id] = change
+            raise
+        self._unsure.pop(change.instance_id, None)
         self._history.add(change.instance_id, change.entry)
         self._watch.nudge(key_of(key))
+        if change.sets.get("state") is State.TERMINATED:
+            await self._end_report(change)
         return self._there(Instance, item, change.instance_id)
+
+    def _settle_unsure(self, change: Change, current: Instance | None, *, repeated: bool) -> None:
+        """A refusal that shows the very change whose answer was lost: it was made, and has its line in the history."""
+        unsure = repeated or self._unsure.get(change.instance_id) == change
+        self._unsure.pop(change.instance_id, None)
+        if unsure and current is not None and replace(current, **change.sets) == current:
+            self._history.add(change.instance_id, change.entry)
+
+    async def _end_report(self, change: Change) -> None:
+        """The record is written: what goes wrong here leaves the report to its own end."""
+        forget_at = change.sets.get("forget_at")
+        if forget_at is None:
+            return
+        try:
+            await self._table.update(self._keys.report(change.instance_id), expressions.report_end(forget_at))
+        except Refused:
+            return  # there is none
+        except RemudaError as error:
+            self._journal.note("report-kept", error.message, instance_id=change.instance_id)
 
     async def get(self, instance_id: str) -> Instance | None:
         return self._parsed(Instance, await self._table.get(self._keys.control(instance_id)), instance_id)
@@ -188,8 +221,8 @@ class DynamoInstanceStore:
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         arguments = expressions.query_arguments(*expressions.partition(items.PK, items.run_pk(run_id)))
         found = await self._table.query({"ConsistentRead": True, **arguments})
-        provisions = [self._there(Provision, item, f"a provision of run {run_id}") for item in found]
-        return sorted(provisions, key=lambda each: (each.created_at, each.provision_id))
+        provisions = self._all(Provision, ((key_of(item)[1], item) for item in found))
+        return sorted(provisions.values(), key=lambda each: (each.created_at, each.provision_id))
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         up_to = (items.LIVE_SK, timestamps.to_text(deadline_before))
@@ -209,13 +242,21 @@ class DynamoInstanceStore:
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
-        return self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
+        config = self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
+        if config is not None:
+            self._learn(config)
+        return config
 
     async def put_config(self, config: PoolConfig) -> None:
         first = config.revision == 1
         condition = expressions.absent() if first else expressions.revision_is(config.revision - 1)
         message = f"revision {config.revision} does not follow the stored one"
         await self._put(PoolConfig, items.document_item(items.CONFIG, config), condition, message)
+        self._learn(config)
+
+    def _learn(self, config: PoolConfig) -> None:
+        """History is kept as long as the records of ended instances: this is where that is said."""
+        self._history.kept = timedelta(seconds=config.lifetimes.keep_records_s)
 
     async def get_sightings(self) -> Mapping[str, datetime]:
         item = await self._table.get(items.SIGHTINGS)
@@ -239,11 +280,7 @@ class DynamoInstanceStore:
         found = await self._table.get_all([key(instance_id) for instance_id in wanted])
         records = {key_of(item): item for item in found}
         places = {instance_id: key_of(key(instance_id)) for instance_id in wanted}
-        return {
-            instance_id: self._there(kind, records[place], instance_id)
-            for instance_id, place in places.items()
-            if place in records
-        }
+        return self._all(kind, ((name, records[place]) for name, place in places.items() if place in records))
 
     async def _wait(self, kind: type[R], key: Item, since: R | None, pace: Pace, timeout_s: float) -> R | None:
         def differs(item: Item | None) -> bool:
@@ -275,13 +312,19 @@ class DynamoInstanceStore:
         try:
             return parse()
         except ValueError as error:
-            raise Unavailable(f"the record of {what} in table {self._table.name} cannot be read: {error}") from error
+            raise Unreadable(self._where, {what: str(error)}) from error
+
+    def _all(self, kind: type[T], found: Iterable[tuple[str, Item]]) -> dict[str, T]:
+        records, unreadable = items.sorted_out(kind, found)
+        if unreadable:
+            raise Unreadable(self._where, unreadable, records=records)
+        return records
 
     def _readable(self, kind: type[T], found: Iterable[Item]) -> list[T]:
-        records = []
-        for item in found:
-            try:
-                records.append(record_of(kind, item))
-            except ValueError:
-                self._malformed += 1
-        return records
+        records, unreadable = items.sorted_out(kind, ((" ".join(key_of(item)), item) for item in found))
+        self._malformed |= unreadable
+        return list(records.values())
+
+    @property
+    def _where(self) -> str:
+        return f"table {self._table.name}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.dynamodb.items import PK, SK, Item
-from remuda.adapters.aws.errors import CONDITION_FAILED, attempts_of, code_of, item_of, translated
+from remuda.adapters.aws.errors import CONDITION_FAILED, DYNAMODB, attempts_of, code_of, item_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain.errors import Throttled
 from remuda.ports.calls import CallCounter
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE = "dynamodb"
-TITLE = "DynamoDB"
 #: What one BatchGetItem and one BatchWriteItem may carry.
 READ_BATCH = 100
 WRITE_BATCH = 25
@@ -34,10 +33,12 @@ POLL = "poll:"
 class Refused(Exception):
     """A condition did not hold."""
 
-    def __init__(self, item: Item | None) -> None:
+    def __init__(self, item: Item | None, *, repeated: bool) -> None:
         super().__init__("a condition did not hold")
         #: What is there instead.
         self.item = item
+        #: The call was sent more than once: the answer to an earlier one may have been lost.
+        self.repeated = repeated
 
 
 class Table:
@@ -60,13 +61,13 @@ class Table:
         """One call. A failed condition raises `Refused`."""
         attempts = 1
         try:
-            with translated(TITLE, self.name):
+            with translated(DYNAMODB, self.name):
                 try:
                     answer = await method(**arguments)
                 except ClientError as error:
                     attempts = attempts_of(error.response)
                     if code_of(error) == CONDITION_FAILED:
-                        raise Refused(item_of(error)) from None
+                        raise Refused(item_of(error), repeated=attempts > 1) from None
                     raise
                 attempts = attempts_of(answer)
                 return answer
@@ -125,7 +126,7 @@ class Table:
             wanted = answer.get("UnprocessedKeys", {})
             if not wanted:
                 return found
-        raise Throttled(f"{TITLE} left part of a batch read of {self.name} undone {BATCH_TRIES} times")
+        raise Throttled(f"{DYNAMODB} left part of a batch read of {self.name} undone {BATCH_TRIES} times")
 
     async def put_all(self, new: Sequence[Item]) -> None:
         """Up to `WRITE_BATCH` items, unconditionally."""
@@ -136,7 +137,7 @@ class Table:
             wanted = answer.get("UnprocessedItems", {})
             if not wanted:
                 return
-        raise Throttled(f"{TITLE} left part of a batch write of {self.name} undone {BATCH_TRIES} times")
+        raise Throttled(f"{DYNAMODB} left part of a batch write of {self.name} undone {BATCH_TRIES} times")
 
     async def _pause(self, tries: int) -> None:
         if tries:

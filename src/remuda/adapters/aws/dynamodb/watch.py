@@ -1,14 +1,13 @@
-"""Waiting for changes of items: one task looks for all who wait, in batches, and only while somebody does."""
+"""Waiting for changes of items: those who wait have a pace each, and share the calls."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
-from remuda.domain.errors import Unavailable
+from remuda.adapters.watching import Poller, Waiter
 from remuda.ports.clock import Clock, Ids
 
 K = TypeVar("K")
@@ -36,11 +35,8 @@ class Pace:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Waiter(Generic[K, V]):
-    key: K
-    accepts: Callable[[V], bool]
+class _Paced(Waiter[K, V], Generic[K, V]):
     pace: Pace
-    answer: asyncio.Future[V]
     #: Looked at at once, then by its pace.
     due: float
     interval_s: float = field(init=False)
@@ -48,41 +44,17 @@ class _Waiter(Generic[K, V]):
     def __post_init__(self) -> None:
         self.interval_s = self.pace.first_s
 
-    def offer(self, value: V) -> None:
-        if not self.answer.done() and self.accepts(value):
-            self.answer.set_result(value)
 
-    def fail(self, error: Exception) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-
-class Watch(Generic[K, V]):
+class Watch(Poller[_Paced[K, V]], Generic[K, V]):
     def __init__(self, *, look: Look[K, V], clock: Clock, ids: Ids) -> None:
+        super().__init__(clock=clock, ids=ids)
         self._look = look
-        self._clock = clock
-        self._ids = ids
-        self._waiters: list[_Waiter[K, V]] = []
-        self._poller: asyncio.Task[None] | None = None
-        self._nap: asyncio.Task[None] | None = None
-        self._nudged = False
 
     async def wait(self, key: K, accepts: Callable[[V], bool], *, pace: Pace, timeout_s: float) -> V:
         """The first value that `accepts` takes, be it the present one; `TimeoutError` where none came in time."""
         answer: asyncio.Future[V] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(key=key, accepts=accepts, pace=pace, answer=answer, due=self._clock.monotonic())
-        self._waiters.append(waiter)
-        if self._poller is None:
-            self._poller = asyncio.create_task(self._poll())
-        else:
-            self._wake()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        finally:
-            self._waiters.remove(waiter)
-            if not self._waiters:
-                self._stop()
+        waiter = _Paced(key=key, accepts=accepts, pace=pace, answer=answer, due=self._clock.monotonic())
+        return cast("V", await self._answered(waiter, timeout_s))
 
     def nudge(self, key: K) -> None:
         """Look now, if somebody waits for it: this process wrote it."""
@@ -92,25 +64,6 @@ class Watch(Generic[K, V]):
             waiter.due = now
         if waiting:
             self._wake()
-
-    async def close(self) -> None:
-        for waiter in self._waiters:
-            waiter.fail(Unavailable("the store was closed while somebody waited for a change"))
-        poller = self._stop()
-        if poller is not None:
-            with suppress(asyncio.CancelledError):
-                await poller
-
-    def _wake(self) -> None:
-        self._nudged = True
-        if self._nap is not None:
-            self._nap.cancel()
-
-    def _stop(self) -> asyncio.Task[None] | None:
-        poller, self._poller = self._poller, None
-        if poller is not None:
-            poller.cancel()
-        return poller
 
     async def _poll(self) -> None:
         while self._waiters:
@@ -126,10 +79,10 @@ class Watch(Generic[K, V]):
                 await asyncio.sleep(0)
 
     @staticmethod
-    def _shared_s(waiter: _Waiter[K, V]) -> float:
+    def _shared_s(waiter: _Paced[K, V]) -> float:
         return waiter.interval_s * SHARED_PART
 
-    async def _look_once(self, waiters: Collection[_Waiter[K, V]]) -> None:
+    async def _look_once(self, waiters: Collection[_Paced[K, V]]) -> None:
         now = self._clock.monotonic()
         spread = 1 + SPREAD * (2 * self._ids.jitter() - 1)
         for waiter in waiters:
@@ -144,16 +97,3 @@ class Watch(Generic[K, V]):
             return
         for waiter in waiters:
             waiter.offer(found[waiter.key])
-
-    async def _rest(self, seconds: float) -> None:
-        """A sleep that a nudge ends."""
-        if seconds <= 0:
-            return
-        nap = asyncio.create_task(self._clock.sleep(seconds))
-        self._nap = nap
-        try:
-            await asyncio.wait({nap})
-        finally:
-            nap.cancel()
-            if self._nap is nap:
-                self._nap = None

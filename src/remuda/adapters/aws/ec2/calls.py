@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import aiohttp
 from aiobotocore.config import AioConfig
 from botocore import xform_name
-from botocore.exceptions import BotoCoreError, ClientError
-from botocore.parsers import ResponseParserError
+from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.ec2.errors import code_of, translate
+from remuda.adapters.aws.errors import EC2, FAILURES, code_of, translate
 from remuda.domain.errors import Throttled, Unavailable
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -58,10 +56,10 @@ class Ec2Calls:
         for attempt in range(1, TRIES + 1):
             try:
                 return await self._once(operation, parameters)
-            except (ClientError, BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError) as error:
+            except FAILURES as error:
                 if isinstance(error, ClientError) and code_of(error) in passes:
                     raise
-                translated = translate(error, operation)
+                translated = translate(error, EC2, operation)
                 # What was throttled was not done: that may be repeated, whatever it was.
                 again = isinstance(translated, Throttled) or (repeat and isinstance(translated, Unavailable))
                 if not again or attempt == TRIES:

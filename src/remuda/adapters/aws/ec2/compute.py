@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
-from remuda.adapters.aws.ec2.errors import code_of, said_by
 from remuda.adapters.aws.ec2.launch import Launcher
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Options
 from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
 from remuda.adapters.aws.ec2.views import by_id, by_tag, views_of
+from remuda.adapters.aws.errors import code_of, said_by
+from remuda.adapters.aws.gathering import gathered
 from remuda.adapters.aws.user_data import Layout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.resources import is_instance_id
@@ -33,6 +34,8 @@ MAX_TOKENS = 1_000
 #: Machines that this process launched: they are ours, even while a describe does not show them yet.
 MAX_BORN = 10_000
 _UNKNOWN_IDS = frozenset({"InvalidInstanceID.NotFound", "InvalidInstanceID.Malformed", "InvalidID"})
+#: One with termination protection fails a whole call, too.
+_PROTECTED = "OperationNotPermitted"
 _ID = re.compile(r"i-[0-9a-f]{8,17}")
 
 
@@ -136,7 +139,7 @@ class Ec2Compute:
     async def _check_places(self, options: Options) -> None:
         """Image, subnets and groups: better one sentence now than a launch that fails."""
         asked = {_SUBNETS: options.subnets, _IMAGES: _plain_images(options.ami), _GROUPS: options.security_groups}
-        missing = await asyncio.gather(*(self._missing(kind, wanted) for kind, wanted in asked.items() if wanted))
+        missing = await gathered(self._missing(kind, wanted) for kind, wanted in asked.items() if wanted)
         for kind, name in missing:
             if name:
                 raise UserError(
@@ -152,16 +155,17 @@ class Ec2Compute:
         return kind, next((name for name in wanted if name not in known), "")
 
     async def _terminate(self, names: list[str]) -> dict[str, str]:
-        """One unknown id fails a whole call: leave out those it names, or halve, and go on."""
+        """One unknown or protected id fails a whole call: leave out those it names, or halve, and go on."""
         if not names:
             return {}
         try:
-            await self._calls.ask("TerminateInstances", passes=_UNKNOWN_IDS, InstanceIds=names)
+            await self._calls.ask("TerminateInstances", passes=_UNKNOWN_IDS | {_PROTECTED}, InstanceIds=names)
         except ClientError as error:
             named = set(_ID.findall(said_by(error)))
             rest = [name for name in names if name not in named]
             if len(rest) < len(names):
-                return await self._terminate(rest)
+                failed = [name for name in names if name in named] if code_of(error) == _PROTECTED else []
+                return {**dict.fromkeys(failed, said_by(error)), **await self._terminate(rest)}
             if len(names) == 1:
                 # Gone, if EC2 says that it does not know this very one.
                 gone = code_of(error) == "InvalidInstanceID.NotFound"

@@ -7,8 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.adapters.aws.ec2 import errors
 from remuda.adapters.aws.ec2.options import Options
+from remuda.adapters.aws.errors import (
+    CAPACITY_FIX,
+    LAUNCH_FIX,
+    MAX_SAID,
+    PERMISSION_FIX,
+    QUOTA_FIX,
+    RETRY_AFTER_S,
+    Kind,
+    kind_of,
+)
 from remuda.adapters.aws.tags import (
     FIRST_LIFE_TAG,
     GHR_APPLICATION,
@@ -25,10 +34,10 @@ from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchReques
 #: EC2's limits.
 MAX_TOKEN = 64
 MAX_TYPE_PATTERN = 30
-MAX_SAID = 300
 #: Sentences of errors that one message repeats, for each usage class.
 MAX_SHOWN = 8
 ANY_TYPE = "*"
+_REFUSED = frozenset({Kind.PERMISSION, Kind.CREDENTIALS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +68,9 @@ def machine_tags(request: LaunchRequest, options: Options, pool: str) -> dict[st
     tags = {
         GHR_ENVIRONMENT_TAG: options.environment or pool,
         GHR_APPLICATION_TAG: GHR_APPLICATION,
+        GHR_OWNER_TAG: request.scope,
+        GHR_TYPE_TAG: "Repo" if "/" in request.scope else "Org",
     }
-    if options.scope:
-        tags |= {GHR_OWNER_TAG: options.scope, GHR_TYPE_TAG: "Repo" if "/" in options.scope else "Org"}
     tags |= request.tags
     return tags | {
         POOL_TAG: pool,
@@ -128,9 +137,10 @@ def fleet_request(
     return asked
 
 
-def parse_fleet(answer: Mapping[str, Any]) -> Fleet:
+def parse_fleet(answer: Mapping[str, Any], usage: UsageClass) -> Fleet:
+    """`usage` is what was asked for: an instant fleet gives that or nothing."""
     instances = [
-        Launched(instance_id=str(name), instance_type=str(group.get("InstanceType", "")))
+        Launched(instance_id=str(name), instance_type=str(group.get("InstanceType", "")), usage_class=usage)
         for group in answer.get("Instances") or ()
         for name in group.get("InstanceIds") or ()
     ]
@@ -165,24 +175,24 @@ def sentences(refusals: Sequence[Refusal]) -> tuple[str, ...]:
 
 
 def is_shortage(refusals: Sequence[Refusal]) -> bool:
-    """Whether another usage class may help: nothing that was said is about the request itself."""
-    return not any(errors.is_permission(item.code) or errors.is_bad_input(item.code) for item in refusals)
+    """Whether another usage class may help: nothing that was said is about the request itself, or our haste."""
+    kinds = {kind_of(item.code) for item in refusals}
+    return not kinds & {*_REFUSED, Kind.INPUT} and kinds != {Kind.THROTTLED}
 
 
 def failure(request: Request, count: int, refusals: Sequence[Refusal]) -> RemudaError:
     """Nothing was launched: what the caller can do about it."""
     wanted = request.resource_class
-    codes = [refusal.code for refusal in refusals]
+    kinds = {kind_of(refusal.code) for refusal in refusals}
     said = "; ".join(sentences(refusals)) or "no reason was given"
     story = (
         f"none of {count} {request.usage_class} instances of types {request.patterns} for class {wanted.name} "
         f"({wanted.cpu} cpu, {wanted.mmem} MiB) could be launched: {said}"
     )
-    if any(map(errors.is_permission, codes)):
-        return UserError(story, field="aws-permission", fix=errors.PERMISSION_FIX)
-    if codes and all(map(errors.is_bad_input, codes)):
-        return UserError(story, field="launch", fix="correct the launch options and run remuda refresh")
-    if codes and all(map(errors.is_throttling, codes)):
-        return Throttled(story, retry_after_s=errors.RETRY_AFTER_S)
-    fix = errors.QUOTA_FIX if any(map(errors.is_quota, codes)) else errors.CAPACITY_FIX
-    return CapacityError(story, fix=fix)
+    if kinds & _REFUSED:
+        return UserError(story, field="aws-permission", fix=PERMISSION_FIX)
+    if kinds == {Kind.INPUT}:
+        return UserError(story, field="launch", fix=LAUNCH_FIX)
+    if kinds == {Kind.THROTTLED}:
+        return Throttled(story, retry_after_s=RETRY_AFTER_S)
+    return CapacityError(story, fix=QUOTA_FIX if Kind.QUOTA in kinds else CAPACITY_FIX)

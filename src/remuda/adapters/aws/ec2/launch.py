@@ -80,11 +80,11 @@ class Launcher:
         )
         for attempt in range(1, TRIES + 1):
             if look_first or attempt > 1:
-                found = await self._find(name, count)
+                found = await self._find(name, count, usage)
                 if found is not None:
                     return found
             try:
-                return parse_fleet(await self._calls.ask("CreateFleet", repeat=False, **asked))
+                return parse_fleet(await self._calls.ask("CreateFleet", repeat=False, **asked), usage)
             except Throttled:
                 raise
             except Unavailable:
@@ -93,12 +93,15 @@ class Launcher:
             await self._calls.pause(attempt)
         raise AssertionError  # pragma: no cover - the loop returns or raises
 
-    async def _find(self, launch: str, count: int) -> Fleet | None:
+    async def _find(self, launch: str, count: int, usage: UsageClass) -> Fleet | None:
         """What an earlier call launched, or None where nothing of it is to be seen."""
         instances: list[Launched] = []
         for look in range(1, LOOKS + 1):
             views = await views_of(self._calls, by_tag(LAUNCH_TAG, launch) + by_tag(POOL_TAG, self._pool))
-            instances = [Launched(instance_id=view.instance_id, instance_type=view.instance_type) for view in views]
+            instances = [
+                Launched(instance_id=view.instance_id, instance_type=view.instance_type, usage_class=usage)
+                for view in views
+            ]
             if not instances:
                 return None
             if len(instances) >= count:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from remuda.domain.errors import UserError
-from remuda.domain.resources import MAX_SHOWN, check_scope
+from remuda.domain.resources import MAX_SHOWN
 
 AMI = "ami"
 SUBNETS = "subnet-ids"
@@ -25,7 +25,6 @@ AGENT_SHA256 = "agent-sha256"
 PYTHON_URL = "python-url"
 PYTHON_SHA256 = "python-sha256"
 ENVIRONMENT = "github-environment"
-SCOPE = "github-scope"
 NAMES = (
     AMI,
     SUBNETS,
@@ -42,7 +41,6 @@ NAMES = (
     PYTHON_URL,
     PYTHON_SHA256,
     ENVIRONMENT,
-    SCOPE,
 )
 
 #: EC2's limits, for one launch.
@@ -83,9 +81,8 @@ class Options:
     agent_sha256: str = ""
     python_url: str = ""
     python_sha256: str = ""
-    #: For the `ghr:` tags.
+    #: For the tag `ghr:environment`.
     environment: str = ""
-    scope: str = ""
 
     @classmethod
     def parse(cls, launch: Mapping[str, str]) -> Options:
@@ -110,7 +107,6 @@ class Options:
             python_url=_url(launch, PYTHON_URL, (".tar.gz",)),
             python_sha256=_sha256(launch, PYTHON_SHA256),
             environment=_optional(launch, ENVIRONMENT, _ENVIRONMENT, f"give up to {MAX_TAG_VALUE} letters and digits"),
-            scope=check_scope(launch[SCOPE], field=SCOPE) if launch.get(SCOPE) else "",
         )
         options.check_downloads()
         return options

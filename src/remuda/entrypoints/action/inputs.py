@@ -1,0 +1,141 @@
+"""The inputs of a step: which there are, which mode uses which, and the settings that they give.
+
+A composite action gets no input by itself: `action.yml` passes each one as `INPUT_<NAME>`. An empty one was not given.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from remuda.domain.errors import UserError
+
+EVERYWHERE = frozenset({"pool"})
+RUN = frozenset({"run-id", "run-attempt"})
+REQUEST = frozenset(
+    {
+        "github-scope",
+        "instance-count",
+        "resource-class",
+        "usage-class",
+        "allowed-instance-types",
+        "max-runtime-min",
+        "provision-timeout-sec",
+        "tier",
+    }
+)
+POOL = frozenset(
+    {
+        "github-scope",
+        "idle-time-sec",
+        "max-runtime-min",
+        "release-time-sec",
+        "provision-timeout-sec",
+        "max-age-sec",
+        "max-uses",
+        "max-instances",
+        "resource-class-config",
+        "pre-runner-script",
+        "ami",
+        "subnet-ids",
+        "security-group-ids",
+        "iam-instance-profile",
+        "key-name",
+        "spot-fallback",
+        "actions-runner-version",
+        "actions-runner-sha256",
+        "actions-runner-url",
+        "agent-url",
+        "agent-sha256",
+        "python-url",
+        "python-sha256",
+        "github-environment",
+    }
+)
+#: Credentials have no flag: a command reads them from the environment.
+CREDENTIALS = frozenset({"github-token", "github-app-id", "github-app-key"})
+SECRETS = frozenset({"github-token", "github-app-key"})
+#: Settings of a command, by mode.
+USED_BY: Mapping[str, frozenset[str]] = {
+    "provision": EVERYWHERE | RUN | REQUEST,
+    "release": EVERYWHERE | RUN,
+    "refresh": EVERYWHERE | POOL,
+}
+SETTINGS = frozenset().union(*USED_BY.values()) | CREDENTIALS
+#: Of the step itself.
+OF_THE_STEP = frozenset({"mode", "aws-region", "config", "sweep-only"})
+#: Variables that hold a secret in a step, whoever set them.
+SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+_REGION = re.compile(r"[a-z]{2,4}(-[a-z]{2,12}){1,3}-\d{1,2}")
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+_VARIABLE = re.compile(r"REMUDA_([A-Z][A-Z0-9_]*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    given: Mapping[str, str]
+
+    @property
+    def mode(self) -> str:
+        mode = self.given.get("mode", "")
+        if mode in USED_BY:
+            return mode
+        near = difflib.get_close_matches(mode, USED_BY, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(USED_BY)}"
+        raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=hint)
+
+    @property
+    def region(self) -> str:
+        region = self.given.get("aws-region", "")
+        if region and not _REGION.fullmatch(region):
+            raise UserError(
+                f"aws-region is {region[:80]!r}", field="aws-region", fix="give a region such as eu-central-1"
+            )
+        return region
+
+    @property
+    def config(self) -> str:
+        return self.given.get("config", "")
+
+    @property
+    def sweep_only(self) -> bool:
+        text = self.given.get("sweep-only", "false")
+        if text not in {"true", "false"}:
+            raise UserError(f"sweep-only is {text[:80]!r}", field="sweep-only", fix="use true or false")
+        return text == "true"
+
+    def secrets(self) -> list[str]:
+        return [self.given[name] for name in sorted(SECRETS) if name in self.given]
+
+    def flags(self) -> dict[str, str]:
+        """What the mode's command takes, and nothing that it does not know."""
+        wanted = USED_BY[self.mode] | CREDENTIALS
+        return {name.replace("-", "_"): value for name, value in self.given.items() if name in wanted}
+
+    def unused(self) -> list[str]:
+        """Given, but of no effect in this mode: somebody expects something that will not happen."""
+        wanted = USED_BY[self.mode] | CREDENTIALS | OF_THE_STEP - ({"sweep-only"} if self.mode != "refresh" else set())
+        return sorted(name for name in self.given if name not in wanted)
+
+
+def read_inputs(environ: Mapping[str, str]) -> Inputs:
+    found = {name: environ.get(input_variable(name), "") for name in SETTINGS | OF_THE_STEP}
+    # A block of YAML ends with a newline that nobody means.
+    return Inputs(given={name: value.strip() for name, value in found.items() if value.strip()})
+
+
+def input_variable(name: str) -> str:
+    return "INPUT_" + name.upper().replace("-", "_")
+
+
+def as_inputs(text: str) -> str:
+    """A sentence about flags and variables, in the words of a workflow."""
+
+    def named(name: str, whole: str) -> str:
+        return name if name in SETTINGS | OF_THE_STEP else whole
+
+    text = _FLAG.sub(lambda found: named(found[1], found[0]), text)
+    return _VARIABLE.sub(lambda found: named(found[1].lower().replace("_", "-"), found[0]), text)

@@ -1,0 +1,272 @@
+"""The GitHub Action: its steps as a runner would run them, against DynamoDB, SQS, EC2 and GitHub servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from remuda.ports.machine import Outcome
+from support.action_steps import ActionJob, Done, fetched_action
+from support.aws_cloud import SCOPE, aws_cloud
+from support.store_agents import Herd, herd
+
+POOL = "actions"
+AWS_SECRET = "aws-s3cret-of-this-test"
+#: What a runner does to a step of a cancelled workflow.
+SIGTERM_AFTER_S = 7.5
+KILL_AFTER_S = 2.5
+
+#: The first test installs from the package index.
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(kw_only=True)
+class Github:
+    """A runner on which workflows use the action."""
+
+    action: Path
+    folder: Path
+    environment: dict[str, str]
+    token: str
+    launch: dict[str, str]
+    herd: Herd
+
+    def __post_init__(self) -> None:
+        self._numbers = count(1)
+
+    def job(self, run_id: str = "4711", **changed: str) -> ActionJob:
+        return ActionJob(
+            action=self.action,
+            folder=self.folder / f"job-{next(self._numbers)}",
+            tools=self.folder / "tools",
+            environment={**self.environment, "GITHUB_RUN_ID": run_id, "GITHUB_RUN_ATTEMPT": "1", **changed},
+        )
+
+    def use(self, mode: str, *, run_id: str = "4711", **inputs: str) -> Done:
+        return self.job(run_id).run(mode=mode, pool=POOL, aws_region="eu-central-1", **inputs)
+
+    def refresh(self) -> Done:
+        launch = {name.replace("-", "_"): value for name, value in self.launch.items()}
+        return self.use("refresh", github_token=self.token, **launch)
+
+
+@pytest.fixture(scope="module")
+def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
+    folder = tmp_path_factory.mktemp("action")
+    with aws_cloud(folder) as cloud:
+        variables = {
+            **cloud.environment,
+            # A credential is an input here.
+            "REMUDA_GITHUB_TOKEN": "",
+            "REMUDA_CONFIG": "",
+            # The step's own input names the region.
+            "AWS_REGION": "",
+            "AWS_DEFAULT_REGION": "",
+            "AWS_SECRET_ACCESS_KEY": AWS_SECRET,
+            "GITHUB_REPOSITORY": SCOPE,
+            # pip's configuration and cache, as on the machine that runs the tests.
+            "HOME": str(Path.home()),
+            **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
+        }
+        with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
+            yield Github(
+                action=fetched_action(folder / "remuda"),
+                folder=folder,
+                environment=variables,
+                token=cloud.environment["REMUDA_GITHUB_TOKEN"],
+                launch=cloud.launch,
+                herd=agents,
+            )
+
+
+@pytest.fixture(autouse=True)
+def agents_run(github: Github) -> None:
+    github.herd.awake = True
+    github.herd.registration = Outcome(ok=True)
+
+
+@pytest.fixture(scope="module")
+def refreshed(github: Github) -> Done:
+    """The first use on a runner: it installs, and gives the pool its configuration."""
+    return github.refresh()
+
+
+def check_secrets(github: Github, done: Done) -> None:
+    """Masked before anything else was said, and nowhere to be seen."""
+    installs = done.log[0].startswith("::group::install")
+    own = done.log[done.log.index("::endgroup::") + 1 :] if installs else done.log
+    assert own[0].startswith("::add-mask::")
+    for secret in done.masks:
+        assert secret not in done.everything()
+
+
+def test_refresh_installs_and_configures_the_pool(github: Github, refreshed: Done):
+    assert refreshed.code == 0, refreshed.log
+    assert any(line.startswith("::group::install remuda 0.") for line in refreshed.log)
+    assert refreshed.log.count("::endgroup::") == 2
+    assert {github.token, AWS_SECRET} < refreshed.masks
+    # The two that GitHub minted for the pool.
+    assert len(refreshed.masks) == 4
+    check_secrets(github, refreshed)
+    assert refreshed.summary.startswith("### remuda refresh: ")
+    assert f"| configuration | tokens for {SCOPE} |" in refreshed.summary
+    assert refreshed.outputs == {"label": "", "instance-ids": "", "reused": "", "created": ""}
+    assert not refreshed.annotations("error") + refreshed.annotations("warning")
+
+
+def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done):
+    first = github.use("provision", run_id="100", instance_count="2", max_runtime_min="5")
+    assert first.code == 0, first.log
+    assert "::group::install" not in "".join(first.log), "it is installed already"
+    ids = json.loads(first.outputs["instance-ids"])
+    assert first.outputs == {
+        "label": "100",
+        "instance-ids": json.dumps(ids),
+        "reused": "0",
+        "created": "2",
+    }
+    assert {github.herd.states()[name] for name in ids} == {"running"}
+    assert refreshed.masks - {github.token} <= first.masks, "the pool's tokens"
+    assert "### remuda provision: 2 runners for run 100" in first.summary
+    for name in ids:
+        assert f"| {name} | " in first.summary
+    assert "| created | " in first.summary
+    assert "| intent | " in first.summary
+    check_secrets(github, first)
+
+    back = github.use("release", run_id="100")
+    assert back.code == 0, back.log
+    assert {github.herd.states()[name] for name in ids} == {"idle"}
+    assert back.summary.startswith("### remuda release: run 100\n\n2 released, in ")
+    check_secrets(github, back)
+
+    again = github.use("provision", run_id="101", instance_count="2", github_token=github.token)
+    assert (again.outputs["reused"], again.outputs["created"]) == ("2", "0"), again.log
+    assert sorted(json.loads(again.outputs["instance-ids"])) == sorted(ids)
+    # Its own credential, and what that minted.
+    assert github.token in again.masks
+    check_secrets(github, again)
+    assert github.use("release", run_id="101").code == 0
+
+
+def test_a_cancelled_provision_gives_back_what_it_holds_in_time(github: Github, refreshed: Done):
+    """One machine from the pool, one that boots: neither answers, and the workflow is cancelled."""
+    warm = github.use("provision", run_id="200", instance_count="1", resource_class="xlarge")
+    assert warm.code == 0, warm.log
+    assert github.use("release", run_id="200").code == 0
+    (pooled,) = json.loads(warm.outputs["instance-ids"])
+    github.herd.fall_asleep()
+
+    job = github.job("201")
+    step = job.start_last(
+        mode="provision",
+        pool=POOL,
+        aws_region="eu-central-1",
+        instance_count="2",
+        resource_class="xlarge",
+        github_token=github.token,
+    )
+    pid = step.process.pid
+    step.read_until(" create ")
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    assert arguments[1:4] == ["-I", "-m", "remuda.entrypoints.action"], "the step's process is Remuda itself"
+    assert github.token not in " ".join(arguments)
+
+    cancelled_at = time.monotonic()
+    os.kill(pid, signal.SIGINT)
+    try:
+        code = step.finish(SIGTERM_AFTER_S)
+    except subprocess.TimeoutExpired:
+        os.kill(pid, signal.SIGTERM)
+        try:
+            code = step.finish(KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            os.kill(pid, signal.SIGKILL)
+            code = step.finish(10)
+    took_s = time.monotonic() - cancelled_at
+    done = job.end_last(step, code)
+    assert (done.code, took_s < SIGTERM_AFTER_S) == (130, True), (took_s, done.log)
+    states = github.herd.states()
+    (created,) = [name for name, state in states.items() if state == "terminating"]
+    assert states[pooled] == "releasing"
+    assert github.herd.provisions("201") == ["released"]
+
+    assert done.summary.startswith("### remuda provision: cancelled\n")
+    assert f"| {pooled} | claimed | releasing |" in done.summary
+    assert f"| {created} | created | terminating |" in done.summary
+    assert done.outputs["label"] == ""
+    assert [item.data for item in done.annotations("notice")] == ["interrupted; what was held has been given back"]
+    assert not done.annotations("error")
+    check_secrets(github, done)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"instance_count": "1; touch hacked"}, "instance-count is '1; touch hacked'; give a whole number"),
+        ({"run_id": "1\n::set-output name=label::evil"}, "run-id is '1\\n::set-output name=label::evil'"),
+        (
+            {"resource_class": "a,b:c%0A\r\n::add-path::/evil"},
+            "resource-class 'a,b:c%0A\\r\\n::add-path::/evil' is not",
+        ),
+    ],
+    ids=["shell", "newline", "escapes"],
+)
+def test_bad_input_is_one_annotation_with_the_fix(github: Github, refreshed: Done, inputs: dict[str, str], says: str):
+    job = github.job("300")
+    done = job.run(**{"mode": "provision", "pool": POOL, "aws_region": "eu-central-1", **inputs})
+    assert done.code == 2, done.log
+    (error,) = done.annotations("error")
+    assert error.data.startswith(says)
+    assert {item.name for item in done.commands} <= {"add-mask", "group", "endgroup", "error"}
+    assert done.outputs["label"] == ""
+    assert "failed" in done.summary
+    assert not list(job.workspace.iterdir())
+    assert not github.herd.provisions("300")
+
+
+def test_what_a_machine_says_is_text_and_no_command(github: Github, refreshed: Done):
+    evil = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
+    github.herd.registration = Outcome(ok=False, detail=evil)
+    done = github.use("provision", run_id="400", instance_count="1", resource_class="2xlarge")
+    assert done.code == 4, done.log
+    (error,) = done.annotations("error")
+    assert "/evil" in error.data, "it is told"
+    assert {item.name for item in done.commands} == {"add-mask", "group", "endgroup", "error"}
+    assert "a" not in done.masks
+    assert "<script>" not in done.summary
+    assert "|`x`" not in done.summary
+
+
+def test_nothing_of_the_workspace_is_run_or_read(github: Github, refreshed: Done):
+    """A checkout may be anybody's: its modules and its settings are not ours."""
+    job = github.job("500", PYTHONPATH=".")
+    for name in ("remuda", "json", "sitecustomize", "venv"):
+        (job.workspace / f"{name}.py").write_text("raise SystemExit('hacked')\n")
+    (job.workspace / "remuda.toml").write_text("no toml")
+    done = job.run(mode="release", pool=POOL, aws_region="eu-central-1")
+    assert done.code == 0, done.log
+    assert "nothing to release" in done.summary
+
+
+def test_an_input_of_another_mode_is_warned_of(github: Github, refreshed: Done):
+    done = github.use("release", run_id="600", idle_time_sec="60")
+    assert done.code == 0, done.log
+    (warning,) = done.annotations("warning")
+    assert warning.data.startswith("mode release does not use idle-time-sec")
+
+
+def test_without_a_python_it_says_what_to_do(github: Github):
+    done = github.use("release", python="/bin/false")
+    assert done.code == 2
+    (error,) = done.annotations("error")
+    assert "Python 3.11" in error.data

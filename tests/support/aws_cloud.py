@@ -1,0 +1,78 @@
+"""The whole AWS backend for the installed command: DynamoDB, SQS, EC2 and GitHub servers on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.moto_server import MotoServer
+from support.servers import ministack
+
+LIMIT_S = 120
+SCOPE = "octo/repo"
+
+
+@dataclass(frozen=True)
+class Cloud:
+    environment: dict[str, str]
+    launch: dict[str, str]
+    ec2: MotoServer
+
+    def remuda(self, *arguments: str, pool: str = "test", **changed: str) -> tuple[int, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", pool, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env={**self.environment, **changed},
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    def flags(self) -> list[str]:
+        return [word for name, value in self.launch.items() for word in (f"--{name}", value)]
+
+    def refresh(self, *more: str, **changed: str) -> tuple[int, Any]:
+        times = ("--provision-timeout-sec", "6", "--margin-sec", "0.5", "--gone-after-sec", "1")
+        return self.remuda("refresh", "--github-scope", SCOPE, *self.flags(), *times, *more, **changed)
+
+
+@contextmanager
+def aws_cloud(folder: Path) -> Iterator[Cloud]:
+    github = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder / "github")]
+    with ministack(folder) as server, subprocess.Popen(github, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http")
+        endpoint = json.loads((folder / "github" / "endpoint.json").read_text())
+        ec2 = MotoServer()
+        try:
+            yield Cloud(
+                environment={
+                    "PATH": os.environ["PATH"],
+                    "HOME": str(folder),
+                    **server.environment(),
+                    "AWS_ENDPOINT_URL_EC2": ec2.url,
+                    "GITHUB_API_URL": endpoint["url"],
+                    "REMUDA_GITHUB_TOKEN": endpoint["token"],
+                    "REMUDA_CONFIG": os.devnull,
+                },
+                launch=asyncio.run(_options(ec2)),
+                ec2=ec2,
+            )
+        finally:
+            ec2.stop()
+            process.terminate()
+
+
+async def _options(ec2: MotoServer) -> dict[str, str]:
+    async with ec2.client() as client:
+        return await ec2.launch_options(client)
