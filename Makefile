@@ -9,7 +9,11 @@ WORKFLOWS := $(wildcard deploy/workflows/*.yml)
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check unit conformance acceptance docs clean
+# The Lambda function's platform: x86_64 or arm64, and the version of its runtime.
+LAMBDA_ARCH ?= x86_64
+LAMBDA_PYTHON ?= 3.13
+
+.PHONY: help demo test check unit conformance acceptance docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +47,9 @@ acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ##
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py
 	$(BIN)/python deploy/build.py
+
+lambda: $(VENV)/.installed ## build/remuda-lambda.zip for the scheduled commands (LAMBDA_ARCH, LAMBDA_PYTHON)
+	@$(BIN)/python deploy/lambda_package.py --architecture $(LAMBDA_ARCH) --python $(LAMBDA_PYTHON)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -66,8 +66,9 @@ def _row(statement: Statement) -> str:
     return f"| {actions} | {resources} | {conditions} | {statement.why} |"
 
 
-def _short(resource: str) -> str:
-    return resource.split(":", 5)[-1]
+def _short(value: str) -> str:
+    """Of an ARN the part that tells; what is none stays as it is."""
+    return value.split(":", 5)[-1] if value.startswith("arn:") else value
 
 
 def _condition(operator: str, key: str, values: str | Sequence[str]) -> str:

@@ -1,7 +1,8 @@
 """Every right that Remuda has on AWS, as data. JSON policies, template and docs are made from it (build.py).
 
-`<partition>`, `<region>`, `<account>` and `<pool>` stand for what differs between deployments; `${…}` is IAM's own, and
-filled in by IAM for each request.
+`<partition>`, `<region>`, `<account>`, `<pool>`, `<environment>` (the value of the tag ghr:environment) and
+`<github-credential>` (the ARN of a secret) stand for what differs between deployments; `${…}` is IAM's own, and filled
+in by IAM for each request.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
+from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.ports.compute import POOL_TAG
 from statements import Conditions, Policy, Statement
@@ -49,9 +51,17 @@ INDEXES = tuple(f"{TABLE}/index/{name}" for name in (items.LIVE_INDEX, items.PRO
 INSTANCES = ec2("instance")
 AGENT_ROLE = arn("iam", f"role/{AGENT_NAME}", region="")
 AGENT_PROFILE = arn("iam", f"instance-profile/{AGENT_NAME}", region="")
-SECRETS = arn("secretsmanager", "secret:remuda/<pool>/*")
+CREDENTIAL = "<github-credential>"
+#: Where it may lie while the template was not told where it does.
+CREDENTIALS = arn("secretsmanager", "secret:remuda/<pool>/*")
+ENVIRONMENT = "<environment>"
 
 OF_THE_POOL = {f"aws:ResourceTag/{POOL_TAG}": "<pool>"}
+#: A fleet of GitHub runners that scale-down looks after: the pool's machines carry these tags, too.
+OF_THE_FLEET = {
+    f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
+    f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": ENVIRONMENT,
+}
 ASKS_FOR_THE_POOL = {f"aws:RequestTag/{POOL_TAG}": "<pool>"}
 
 
@@ -97,7 +107,7 @@ def agent() -> Policy:
     )
 
 
-# Parts of both others -----------------------------------------------------------------------------------------------
+# Parts of several ---------------------------------------------------------------------------------------------------
 
 
 def _queues(classes: Sequence[str]) -> tuple[str, ...]:
@@ -106,19 +116,21 @@ def _queues(classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _records(*more: str) -> Statement:
+    operations = ("BatchGetItem", "BatchWriteItem", "GetItem", "Query", "UpdateItem", *more)
     return Statement(
         sid="Records",
         why="the pool's records",
-        actions=(
-            "dynamodb:BatchGetItem",
-            "dynamodb:BatchWriteItem",
-            "dynamodb:GetItem",
-            "dynamodb:PutItem",
-            "dynamodb:Query",
-            *more,
-            "dynamodb:UpdateItem",
-        ),
+        actions=tuple(f"dynamodb:{operation}" for operation in sorted(operations)),
         resources=(TABLE, *INDEXES),
+    )
+
+
+def _credential() -> Statement:
+    return Statement(
+        sid="ReadGitHubCredential",
+        why="the one secret that holds the GitHub credential",
+        actions=("secretsmanager:GetSecretValue",),
+        resources=(CREDENTIAL,),
     )
 
 
@@ -166,7 +178,7 @@ def workflow(classes: Sequence[str] = CLASSES) -> Policy:
     return Policy(
         name="workflow",
         who="workflows, for `provision` and `release`",
-        statements=(_records(), _messages(classes), *_launch(), _terminate(), _look("DescribeInstances")),
+        statements=(_records("PutItem"), _messages(classes), *_launch(), _terminate(), _look("DescribeInstances")),
     )
 
 
@@ -256,12 +268,12 @@ def _launch() -> tuple[Statement, ...]:
 
 
 def refresh(classes: Sequence[str] = CLASSES) -> Policy:
-    """All that `refresh` and `scale-down` need. They launch nothing: so they may not."""
+    """It launches nothing: so it may not."""
     return Policy(
         name="refresh",
-        who="whoever runs `refresh` and `scale-down`: a scheduled workflow, an operator",
+        who="whoever runs `refresh` and `doctor`: the scheduled function, a scheduled workflow, an operator",
         statements=(
-            _records("dynamodb:Scan"),
+            _records("PutItem", "Scan"),
             Statement(
                 sid="PrepareTable",
                 why="create and verify the table",
@@ -282,18 +294,6 @@ def refresh(classes: Sequence[str] = CLASSES) -> Policy:
             ),
             *_templates(),
             _terminate(),
-            Statement(
-                sid="MarkOrphans",
-                why="note on a machine of this pool that it is an orphan, or that it is none",
-                actions=("ec2:CreateTags", "ec2:DeleteTags"),
-                resources=INSTANCES,
-                conditions={
-                    "StringEquals": OF_THE_POOL,
-                    "ForAllValues:StringEquals": {"aws:TagKeys": (ORPHAN_TAG,)},
-                    # DeleteTags without keys removes all of them.
-                    "Null": {"aws:TagKeys": "false"},
-                },
-            ),
             _look(
                 "DescribeImages",
                 "DescribeInstances",
@@ -309,12 +309,7 @@ def refresh(classes: Sequence[str] = CLASSES) -> Policy:
                 actions=("iam:GetInstanceProfile",),
                 resources=(AGENT_PROFILE,),
             ),
-            Statement(
-                sid="ReadGitHubCredential",
-                why="this pool's GitHub credential",
-                actions=("secretsmanager:GetSecretValue",),
-                resources=(SECRETS,),
-            ),
+            _credential(),
         ),
     )
 
@@ -345,5 +340,64 @@ def _templates() -> tuple[Statement, ...]:
     )
 
 
+# Scale-down ---------------------------------------------------------------------------------------------------------
+
+
+def scale_down() -> Policy:
+    return Policy(
+        name="scale-down",
+        who="whoever runs `scale-down`: the scheduled function, a scheduled workflow, an operator",
+        statements=(
+            _records(),
+            Statement(
+                sid="TerminateTheFleets",
+                why="end machines of this environment's fleet",
+                actions=("ec2:TerminateInstances",),
+                resources=INSTANCES,
+                conditions={"StringEquals": OF_THE_FLEET},
+            ),
+            Statement(
+                sid="MarkOrphans",
+                why="note on a machine of this fleet that it is an orphan, or that it is none",
+                actions=("ec2:CreateTags", "ec2:DeleteTags"),
+                resources=INSTANCES,
+                conditions={
+                    "StringEquals": OF_THE_FLEET,
+                    "ForAllValues:StringEquals": {"aws:TagKeys": (ORPHAN_TAG,)},
+                    # DeleteTags without keys removes all of them.
+                    "Null": {"aws:TagKeys": "false"},
+                },
+            ),
+            _look("DescribeInstances"),
+            _credential(),
+        ),
+    )
+
+
+# The functions ------------------------------------------------------------------------------------------------------
+
+#: What runs on a schedule: each has a function, a role and a log of its own.
+SCHEDULED = ("refresh", "scale-down")
+
+
+def log_group(who: str) -> str:
+    return f"/remuda/<pool>/{who}"
+
+
+def function_logs(who: str) -> Policy:
+    return Policy(
+        name=f"{who}-logs",
+        who=f"the function that runs `{who}`, beside the policy `{who}`",
+        statements=(
+            Statement(
+                sid="WriteItsLog",
+                why="write its own log; the group itself is the template's",
+                actions=("logs:CreateLogStream", "logs:PutLogEvents"),
+                resources=(arn("logs", f"log-group:{log_group(who)}:*"),),
+            ),
+        ),
+    )
+
+
 def policies(classes: Sequence[str] = CLASSES) -> tuple[Policy, ...]:
-    return (agent(), workflow(classes), refresh(classes))
+    return (agent(), workflow(classes), refresh(classes), scale_down(), *map(function_logs, SCHEDULED))

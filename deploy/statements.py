@@ -64,8 +64,17 @@ def filled(
     account: str = "<account>",
     region: str = "<region>",
     partition: str = "aws",
+    environment: str = "<environment>",
+    credential: str = "<github-credential>",
 ) -> Document:
-    given = {"<pool>": pool, "<account>": account, "<region>": region, "<partition>": partition}
+    given = {
+        "<pool>": pool,
+        "<account>": account,
+        "<region>": region,
+        "<partition>": partition,
+        "<environment>": environment,
+        "<github-credential>": credential,
+    }
 
     def put(text: str) -> str:
         for placeholder, value in given.items():

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies import AGENT_NAME, CLASSES, EC2, NAME, policies, queue_name
+from policies import (
+    AGENT_NAME,
+    CLASSES,
+    CREDENTIAL,
+    CREDENTIALS,
+    EC2,
+    ENVIRONMENT,
+    NAME,
+    SCHEDULED,
+    log_group,
+    policies,
+    queue_name,
+)
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.ports.compute import POOL_TAG
+from remuda.settings import AWS_LAUNCH, Settings, variable
 from statements import VERSION, Policy, render
 
 Resource = dict[str, Any]
@@ -23,47 +37,128 @@ PARAMETERS = {
 }
 GITHUB = "token.actions.githubusercontent.com"
 LOG_DAYS = 30
+EVERY = "rate(5 minutes)"
+#: Within the five minutes, so that no two runs of a function meet.
+FUNCTION_TIME_S = 240
+#: A function's share of a processor grows with its memory: reading AWS's models takes one.
+FUNCTION_MB = 1_024
+#: An event that could not be delivered is of no use later: the next one is due. The least that EventBridge takes.
+EVENT_AGE_S = 60
+HANDLER = "remuda.entrypoints.lambda_handler.handler"
+HAS_FUNCTIONS = "HasFunctions"
+#: Settings of the functions that are the stack's parameters. A script may be longer than a function's environment: it
+#: belongs into the image.
+PASSED_ON = (
+    "github_scope",
+    "github_api_url",
+    "github_app_id",
+    *(name for name in AWS_LAUNCH if name not in {"iam_instance_profile", "pre_runner_script"}),
+    "max_instances",
+    "max_runtime_min",
+    "idle_time_sec",
+    "resource_class_config",
+)
 TAGS = [{"Key": POOL_TAG, "Value": {"Ref": "Pool"}}]
+
+
+def _filled_in(text: str) -> str:
+    for placeholder, value in PARAMETERS.items():
+        text = text.replace(placeholder, value)
+    return text
+
+
+#: What is not part of a longer text.
+EXACT: dict[str, Any] = {
+    CREDENTIAL: {"Fn::If": ["HasSecret", {"Ref": "GithubSecretArn"}, {"Fn::Sub": _filled_in(CREDENTIALS)}]},
+    ENVIRONMENT: {"Fn::If": ["HasEnvironment", {"Ref": "GithubEnvironment"}, {"Ref": "Pool"}]},
+}
 
 
 def substituted(text: str) -> Any:
     """As CloudFormation wants it; IAM's own `${…}` stay IAM's."""
+    if text in EXACT:
+        return EXACT[text]
     text = text.replace("${", "${!")
-    changed = text
-    for placeholder, value in PARAMETERS.items():
-        changed = changed.replace(placeholder, value)
+    changed = _filled_in(text)
     return {"Fn::Sub": changed} if changed != text else text.replace("${!", "${")
 
 
 def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
-    made = {policy.name: policy for policy in policies(classes)}
+    made = policies(classes)
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
-        "Description": "Remuda: warm EC2 machines for GitHub Actions. Table, queues and roles of one pool.",
+        "Description": "Remuda: warm EC2 machines for GitHub Actions. Table, queues, roles and schedules of one pool.",
+        "Metadata": _metadata(),
         "Parameters": _parameters(),
-        "Conditions": {
-            "HasWorkflow": {
-                "Fn::And": [
-                    {"Fn::Not": [{"Fn::Equals": [{"Ref": "OidcProviderArn"}, ""]}]},
-                    {"Fn::Not": [{"Fn::Equals": [{"Ref": "Repository"}, ""]}]},
-                ]
-            }
-        },
+        "Rules": _rules(),
+        "Conditions": _conditions(),
         "Resources": {
             "Table": _table(),
             **{_logical("Queue", each): _queue(each) for each in classes},
-            **{f"{name.title()}Policy": _managed(policy) for name, policy in made.items()},
-            "AgentRole": _role("agent", {"Service": EC2}, "sts:AssumeRole"),
+            **{_logical(policy.name, "Policy"): _managed(policy) for policy in made},
+            "AgentRole": _role("agent", {"Service": EC2}, "sts:AssumeRole", ("agent",)),
             "AgentProfile": {
                 "Type": "AWS::IAM::InstanceProfile",
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
-            "WorkflowRole": _github_role("workflow", "repo:${Repository}:*"),
+            "WorkflowRole": _github_role("workflow", "repo:${Repository}:*", ("workflow",)),
             # What is not on this branch was not reviewed: it may use the pool, not change it.
-            "RefreshRole": _github_role("refresh", "repo:${Repository}:ref:refs/heads/${Branch}"),
-            **{f"{who.title()}Logs": _logs(who) for who in ("agent", "refresh")},
+            "RefreshRole": _github_role("refresh", "repo:${Repository}:ref:refs/heads/${Branch}", SCHEDULED),
+            **{_logical(who, "Logs"): _logs(who) for who in ("agent", *SCHEDULED)},
+            **{name: resource for who in SCHEDULED for name, resource in _function(who).items()},
         },
         "Outputs": _outputs(),
+    }
+
+
+def _given(parameter: str) -> dict[str, Any]:
+    return {"Fn::Not": [{"Fn::Equals": [{"Ref": parameter}, ""]}]}
+
+
+def _conditions() -> dict[str, Any]:
+    return {
+        "HasWorkflow": {"Fn::And": [_given("OidcProviderArn"), _given("Repository")]},
+        HAS_FUNCTIONS: {"Fn::And": [_given("CodeBucket"), _given("CodeKey")]},
+        "HasSecret": _given("GithubSecretArn"),
+        "IsApp": _given("GithubAppId"),
+        "HasEnvironment": _given("GithubEnvironment"),
+        # Without an image the functions cannot know how machines are to be: then somebody else's refresh says.
+        "Configures": _given("Ami"),
+        "Reserves": {"Fn::Equals": [{"Ref": "ReserveConcurrency"}, "true"]},
+        "ScalesDown": {"Fn::Equals": [{"Ref": "ScaleDown"}, "true"]},
+    }
+
+
+def _rules() -> dict[str, Any]:
+    """Told before anything is made."""
+    needed = {
+        "GithubSecretArn": "The functions need a GitHub credential: give GithubSecretArn.",
+        "GithubScope": "The functions need to know whom runners serve: give GithubScope.",
+    }
+    return {
+        "Functions": {
+            "RuleCondition": _given("CodeBucket"),
+            "Assertions": [{"Assert": _given(name), "AssertDescription": said} for name, said in needed.items()],
+        },
+        "Machines": {
+            "RuleCondition": _given("Ami"),
+            "Assertions": [{"Assert": _given("SubnetIds"), "AssertDescription": "An image needs subnets: SubnetIds."}],
+        },
+    }
+
+
+def _metadata() -> dict[str, Any]:
+    """How the console groups the parameters."""
+    groups = {
+        "The pool": ["Pool"],
+        "Workflows that use it": ["OidcProviderArn", "Repository", "Branch"],
+        "Scheduled functions": list(_function_parameters()),
+        "What refresh applies": [_parameter(name) for name in PASSED_ON],
+    }
+    return {
+        "AWS::CloudFormation::Interface": {
+            "ParameterGroups": [{"Label": {"default": label}, "Parameters": names} for label, names in groups.items()]
+        }
     }
 
 
@@ -93,7 +188,47 @@ def _parameters() -> dict[str, Any]:
             "AllowedPattern": "[A-Za-z0-9_./-]+",
             "Description": "The branch whose workflows may run refresh and scale-down.",
         },
+        **_function_parameters(),
+        **{_parameter(name): _setting(name) for name in PASSED_ON},
     }
+
+
+def _text(what: str, default: str = "", **more: Any) -> dict[str, Any]:
+    return {"Type": "String", "Default": default, **more, "Description": what}
+
+
+def _function_parameters() -> dict[str, Any]:
+    return {
+        "CodeBucket": _text("S3 bucket of the functions' code. Empty: no functions and no schedules are made."),
+        "CodeKey": _text("Key of remuda-lambda.zip there (make lambda builds it).", "remuda-lambda.zip"),
+        "Architecture": _text("What the code was built for.", "x86_64", AllowedValues=["x86_64", "arm64"]),
+        "Runtime": _text(
+            "What the code was built for.", "python3.13", AllowedValues=["python3.11", "python3.12", "python3.13"]
+        ),
+        "GithubSecretArn": _text(
+            "ARN of the secret with the GitHub token, or with the App's private key where GithubAppId is given.",
+            AllowedPattern="(arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:.+)?",
+        ),
+        "ScaleDown": _text("Whether scale-down runs on its schedule.", "true", AllowedValues=["true", "false"]),
+        "ScaleDownConfig": _text("idle_config of scale-down, as JSON.", "[]"),
+        "MinimumRunningTimeInMinutes": _text(
+            "scale-down: younger machines are kept. Empty: 5, of Windows 15.", AllowedPattern="[0-9]*"
+        ),
+        "RunnerBootTimeInMinutes": _text("scale-down: how long a machine may boot.", "5", AllowedPattern="[0-9]+"),
+        "ReserveConcurrency": _text(
+            "Whether each function reserves one of the account's concurrent executions.",
+            "false",
+            AllowedValues=["true", "false"],
+        ),
+    }
+
+
+def _parameter(setting: str) -> str:
+    return _logical("", setting)
+
+
+def _setting(name: str) -> dict[str, Any]:
+    return _text(f"{Settings.model_fields[name].description} Empty: the default.")
 
 
 def _table() -> Resource:
@@ -145,7 +280,11 @@ def _managed(policy: Policy) -> Resource:
 
 
 def _role(
-    name: str, principal: Mapping[str, Any], action: str, conditions: Mapping[str, Any] | None = None
+    name: str,
+    principal: Mapping[str, Any],
+    action: str,
+    carries: Sequence[str],
+    conditions: Mapping[str, Any] | None = None,
 ) -> Resource:
     trust: dict[str, Any] = {"Effect": "Allow", "Principal": dict(principal), "Action": action}
     if conditions:
@@ -156,19 +295,19 @@ def _role(
             # The policies name the agent's: what they name must be what there is.
             "RoleName": substituted(f"{NAME}-{name}"),
             "AssumeRolePolicyDocument": {"Version": VERSION, "Statement": [trust]},
-            "ManagedPolicyArns": [{"Ref": f"{name.title()}Policy"}],
+            "ManagedPolicyArns": [{"Ref": _logical(policy, "Policy")} for policy in carries],
             "Tags": TAGS,
         },
     }
 
 
-def _github_role(name: str, subject: str) -> Resource:
+def _github_role(name: str, subject: str, carries: Sequence[str]) -> Resource:
     conditions = {
         "StringEquals": {f"{GITHUB}:aud": "sts.amazonaws.com"},
         "StringLike": {f"{GITHUB}:sub": {"Fn::Sub": subject}},
     }
-    role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", conditions)
-    return {"Type": role["Type"], "Condition": "HasWorkflow", "Properties": role["Properties"]}
+    role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", carries, conditions)
+    return _only_if("HasWorkflow", role)
 
 
 def _logs(who: str) -> Resource:
@@ -177,7 +316,108 @@ def _logs(who: str) -> Resource:
         "Type": "AWS::Logs::LogGroup",
         "DeletionPolicy": "Delete",
         "UpdateReplacePolicy": "Delete",
-        "Properties": {"LogGroupName": substituted(f"/remuda/<pool>/{who}"), "RetentionInDays": LOG_DAYS},
+        "Properties": {"LogGroupName": substituted(log_group(who)), "RetentionInDays": LOG_DAYS},
+    }
+
+
+def _only_if(condition: str, resource: Resource) -> Resource:
+    return {"Type": resource["Type"], "Condition": condition, **resource}
+
+
+def _function(who: str) -> dict[str, Resource]:
+    """What runs a command every five minutes: a function, its role, and the rule that calls it."""
+    role, function, rule = (_logical(who, kind) for kind in ("FunctionRole", "Function", "Schedule"))
+    trusted = {"Service": "lambda.amazonaws.com"}
+    made: dict[str, Resource] = {
+        role: _role(f"{who}-function", trusted, "sts:AssumeRole", (who, f"{who}-logs")),
+        function: {
+            "Type": "AWS::Lambda::Function",
+            "Properties": {
+                "FunctionName": substituted(f"{NAME}-{who}"),
+                "Description": f"remuda {who}",
+                "Code": {"S3Bucket": {"Ref": "CodeBucket"}, "S3Key": {"Ref": "CodeKey"}},
+                "Handler": HANDLER,
+                "Runtime": {"Ref": "Runtime"},
+                "Architectures": [{"Ref": "Architecture"}],
+                "Role": {"Fn::GetAtt": [role, "Arn"]},
+                "MemorySize": FUNCTION_MB,
+                "Timeout": FUNCTION_TIME_S,
+                "ReservedConcurrentExecutions": {"Fn::If": ["Reserves", 1, {"Ref": "AWS::NoValue"}]},
+                "LoggingConfig": {"LogGroup": {"Ref": _logical(who, "Logs")}, "LogFormat": "Text"},
+                "Environment": {"Variables": _variables(who)},
+                "Tags": TAGS,
+            },
+        },
+        # The next event does the work of one that failed: nothing piles up, and there is nothing to keep for later.
+        _logical(who, "Invocations"): {
+            "Type": "AWS::Lambda::EventInvokeConfig",
+            "Properties": {
+                "FunctionName": {"Ref": function},
+                "Qualifier": "$LATEST",
+                "MaximumRetryAttempts": 0,
+                "MaximumEventAgeInSeconds": EVENT_AGE_S,
+            },
+        },
+        rule: {
+            "Type": "AWS::Events::Rule",
+            "Properties": {
+                "Name": substituted(f"{NAME}-{who}"),
+                "Description": f"remuda {who}, every five minutes",
+                "ScheduleExpression": EVERY,
+                "State": _state(who),
+                "Targets": [
+                    {
+                        "Id": who,
+                        "Arn": {"Fn::GetAtt": [function, "Arn"]},
+                        "Input": _input(who),
+                        "RetryPolicy": {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S},
+                    }
+                ],
+            },
+        },
+        _logical(who, "Permission"): {
+            "Type": "AWS::Lambda::Permission",
+            "Properties": {
+                "Action": "lambda:InvokeFunction",
+                "FunctionName": {"Ref": function},
+                "Principal": "events.amazonaws.com",
+                "SourceArn": {"Fn::GetAtt": [rule, "Arn"]},
+            },
+        },
+    }
+    return {name: _only_if(HAS_FUNCTIONS, resource) for name, resource in made.items()}
+
+
+def _state(who: str) -> Any:
+    return {"Fn::If": ["ScalesDown", "ENABLED", "DISABLED"]} if who == "scale-down" else "ENABLED"
+
+
+def _input(who: str) -> Any:
+    plain = json.dumps({"command": who})
+    if who != "refresh":
+        return plain
+    return {"Fn::If": ["Configures", plain, json.dumps({"command": who, "sweep_only": True})]}
+
+
+def _variables(who: str) -> dict[str, Any]:
+    secret = {"Ref": "GithubSecretArn"}
+    shared = {
+        "REMUDA_BACKEND": "aws",
+        "REMUDA_POOL": {"Ref": "Pool"},
+        # Which of them it is: the other stays empty, as if it were not there.
+        variable("github_token"): {"Fn::If": ["IsApp", "", secret]},
+        variable("github_app_key"): {"Fn::If": ["IsApp", secret, ""]},
+        variable("iam_instance_profile"): {"Ref": "AgentProfile"},
+        **{variable(name): {"Ref": _parameter(name)} for name in PASSED_ON},
+    }
+    if who != "scale-down":
+        return shared
+    return {
+        **shared,
+        "ENVIRONMENT": EXACT[ENVIRONMENT],
+        "SCALE_DOWN_CONFIG": {"Ref": "ScaleDownConfig"},
+        "MINIMUM_RUNNING_TIME_IN_MINUTES": {"Ref": "MinimumRunningTimeInMinutes"},
+        "RUNNER_BOOT_TIME_IN_MINUTES": {"Ref": "RunnerBootTimeInMinutes"},
     }
 
 
@@ -195,8 +435,16 @@ def _outputs() -> dict[str, Any]:
         "RefreshPolicyArn": output("For a role of your own.", {"Ref": "RefreshPolicy"}),
         "WorkflowRoleArn": output("For workflows.", role("WorkflowRole"), Condition="HasWorkflow"),
         "RefreshRoleArn": output("For the scheduled workflow.", role("RefreshRole"), Condition="HasWorkflow"),
+        "ScaleDownPolicyArn": output("For a role of your own.", {"Ref": "ScaleDownPolicy"}),
+        **{
+            _logical(who, "FunctionName"): output(
+                f"Runs {who} every five minutes.", {"Ref": _logical(who, "Function")}, Condition=HAS_FUNCTIONS
+            )
+            for who in SCHEDULED
+        },
     }
 
 
-def _logical(kind: str, name: str) -> str:
-    return kind + "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", name))
+def _logical(*names: str) -> str:
+    words = (word for name in names for word in re.split(r"[^A-Za-z0-9]+", name))
+    return "".join(word[:1].upper() + word[1:] for word in words)

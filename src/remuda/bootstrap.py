@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,12 @@ from remuda.githubsim.endpoint import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.forge import Forge
 from remuda.ports.journal import Journal
-from remuda.settings import Settings
+from remuda.settings import Settings, is_secret_arn, read_key
 
 if TYPE_CHECKING:
+    from remuda.adapters.aws.clients import AwsClients
     from remuda.adapters.github.auth import Auth
+    from remuda.adapters.github.client import GithubForge
 
 PUBLIC_API = "https://api.github.com"
 #: Of the caller's environment, what a local machine gets to see.
@@ -58,6 +60,14 @@ class LocalLayout:
     @property
     def logs(self) -> Path:
         return self.root / "logs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GithubCredential:
+    """A token, or an App's id and its key."""
+
+    text: str = field(repr=False)
+    app_id: str = ""
 
 
 def layout(settings: Settings) -> LocalLayout:
@@ -161,21 +171,28 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in _PASSED_ON if name in environ}
 
 
-@asynccontextmanager
-async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
+@contextmanager
+def aws_libraries() -> Iterator[None]:
+    """Around their import: they are an extra."""
     try:
-        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
-        from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
+        yield
     except ImportError as error:
         raise UserError(
             f"the aws backend needs a library that is not installed: {error.name}",
             field="--backend",
             fix="install remuda[aws]",
         ) from None
+
+
+@asynccontextmanager
+async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
+    with aws_libraries():
+        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
+        from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
         clients = await stack.enter_async_context(AwsClients())
@@ -188,7 +205,8 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         ec2 = await clients.client("ec2", "EC2", client_config())
         compute = Ec2Compute(client=ec2, pool=settings.pool, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(compute.close)
-        forge = _github(settings, clock, ids, calls, needed=credentialed)
+        credential = await github_credential(settings, clients, needed=credentialed)
+        forge = github_forge(settings, credential, clock, ids, calls)
         if forge is not None:
             stack.push_async_callback(forge.close)
         yield Context(
@@ -205,24 +223,45 @@ async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool)
         )
 
 
-def _github(
-    settings: Settings, clock: SystemClock, ids: SystemIds, calls: CallCounter, *, needed: bool
-) -> Forge | None:
-    api_url = settings.github_api_url or PUBLIC_API
-    if settings.github_token is not None:
-        return _forge(api_url, clock, ids, calls, token=settings.github_token.get_secret_value())
-    if settings.github_app_id:
-        from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
+async def github_credential(settings: Settings, clients: AwsClients, *, needed: bool) -> GithubCredential | None:
+    """What the settings give or name. A secret is read only where it is `needed`: a workflow that shares its settings
+    with `refresh` goes without it, by the pool's tokens.
+    """
+    app = settings.github_token is None and bool(settings.github_app_id)
+    given = settings.github_app_key if app else settings.github_token
+    text = given.get_secret_value() if given else ""
+    if not text and not app:
+        if needed:
+            raise UserError(
+                "there is no GitHub credential",
+                field="REMUDA_GITHUB_TOKEN",
+                fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
+            )
+        return None
+    if is_secret_arn(text):
+        if not needed:
+            return None
+        from remuda.adapters.aws.secrets import read_secret  # noqa: PLC0415 - only this backend pays for it
 
-        app_key = settings.github_app_key.get_secret_value() if settings.github_app_key else ""
-        return _forge(api_url, clock, ids, calls, auth=AppAuth(app_id=settings.github_app_id, key=app_key, clock=clock))
-    if needed:
-        raise UserError(
-            "there is no GitHub credential",
-            field="REMUDA_GITHUB_TOKEN",
-            fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
-        )
-    return None
+        key, field = ("private_key", "github-app-key") if app else ("token", "github-token")
+        text = await read_secret(clients, text, key=key, field=field)
+    elif app:
+        text = read_key(text)
+    return GithubCredential(text=text, app_id=settings.github_app_id if app else "")
+
+
+def github_forge(
+    settings: Settings, credential: GithubCredential | None, clock: SystemClock, ids: SystemIds, calls: CallCounter
+) -> GithubForge | None:
+    api_url = settings.github_api_url or PUBLIC_API
+    if credential is None:
+        return None
+    if not credential.app_id:
+        return _forge(api_url, clock, ids, calls, token=credential.text)
+    from remuda.adapters.github.auth import AppAuth  # noqa: PLC0415 - only an App needs cryptography
+
+    auth = AppAuth(app_id=credential.app_id, key=credential.text, clock=clock)
+    return _forge(api_url, clock, ids, calls, auth=auth)
 
 
 def _forge(
@@ -233,7 +272,7 @@ def _forge(
     *,
     token: str = "",
     auth: Auth | None = None,
-) -> Forge:
+) -> GithubForge:
     from remuda.adapters.github.client import GithubForge  # noqa: PLC0415 - an HTTP client costs start-up time
 
     return GithubForge(api_url=api_url, token=token, auth=auth, clock=clock, ids=ids, calls=calls)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from remuda.domain.errors import UserError
 from remuda.domain.resources import (
@@ -67,6 +67,10 @@ AWS_LAUNCH = (
 )
 
 _POOL_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
+_SECRET_ARN = re.compile(r"arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:[A-Za-z0-9/_+=.@!-]{1,519}")
+_PEM = "-----BEGIN"
+#: Settings that may name a secret in place of being one.
+_MAY_NAME_A_SECRET = ("github_token", "github_app_key")
 
 
 def _seconds(default: float, least: float, most: float, what: str) -> Any:
@@ -90,6 +94,33 @@ def _whole(default: int, least: int, most: int, what: str) -> Any:
     )
 
 
+def is_secret_arn(value: str) -> bool:
+    """Whether it names a secret of Secrets Manager."""
+    return _SECRET_ARN.fullmatch(value) is not None
+
+
+def read_key(value: str) -> str:
+    """An App's private key: the text itself, or what the file of that name holds. Neither is ever quoted."""
+    if not value or _PEM in value:
+        return value
+    try:
+        text = Path(value).expanduser().read_text(encoding="ascii")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(
+            f"github-app-key is no PEM text, and no file that can be read: {reason}",
+            field=variable("github_app_key"),
+            fix="give PEM text, the path of a PEM file, or the ARN of a secret",
+        ) from None
+    if _PEM not in text:
+        raise UserError(
+            "github-app-key names a file that is not PEM",
+            field=variable("github_app_key"),
+            fix="give the path of the private key as GitHub made it (.pem)",
+        )
+    return text
+
+
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
@@ -108,7 +139,9 @@ class Settings(BaseModel):
     pool: str = Field(default="default", description="Name of the pool.")
 
     github_scope: str = Field(default="remuda/demo", description="Organisation or owner/repo that runners register in.")
-    github_token: SecretStr | None = Field(default=None, description="Credential for GitHub (a secret).")
+    github_token: SecretStr | None = Field(
+        default=None, description="Credential for GitHub: a token, or the ARN of a secret of Secrets Manager."
+    )
     github_api_url: str = Field(default="", description="GitHub's API; the local backend has its own.")
 
     run_id: str = Field(default="", description="The workflow's run id: label of its runners.")
@@ -187,7 +220,9 @@ class Settings(BaseModel):
     )
     prices: str = Field(default="", description="Price table for reports, a JSON file (default: the one shipped).")
     github_app_id: str = Field(default="", description="GitHub App in place of a token.")
-    github_app_key: SecretStr | None = Field(default=None, description="Its private key, as PEM (a secret).")
+    github_app_key: SecretStr | None = Field(
+        default=None, description="Its private key: PEM text, a file, or the ARN of a secret of Secrets Manager."
+    )
 
     @field_validator("dir", mode="before")
     @classmethod
@@ -214,6 +249,19 @@ class Settings(BaseModel):
                 f"pool is {value[:40]!r}", field="pool", fix="use up to 20 lower-case letters, digits and -"
             )
         return value
+
+    @field_validator(*_MAY_NAME_A_SECRET)
+    @classmethod
+    def _check_arn(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        """Told before any call is made. A token is no ARN: one that is mistyped would be sent to GitHub."""
+        text = value.get_secret_value().strip() if value else ""
+        if text.startswith("arn:") and not is_secret_arn(text):
+            raise UserError(
+                f"{info.field_name} is an ARN of something else than a secret",
+                field=str(info.field_name),
+                fix="give an ARN such as arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME",
+            )
+        return SecretStr(text) if value else None
 
     @field_validator("github_scope")
     @classmethod

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import secrets
+import zipfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -11,16 +14,22 @@ from typing import Any
 import pytest
 
 from build import DEPLOY
-from policies import CLASSES, policies
+from policies import CLASSES, SCHEDULED, policies
 from remuda.adapters.aws.clients import config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.entrypoints.lambda_handler import parse
 from remuda.ports.calls import CallCounter
+from remuda.settings import load
 from statements import filled
 from support.moto_server import REGION, shared_server
+from template import FUNCTION_TIME_S, HANDLER, LOG_DAYS, template
 
 ACCOUNT = "123456789012"
+SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
+#: What CloudFormation takes without a bucket.
+MAX_TEMPLATE = 51_200
 PROVIDER = f"arn:aws:iam::{ACCOUNT}:oidc-provider/token.actions.githubusercontent.com"
 
 
@@ -30,8 +39,9 @@ class Stack:
     def __init__(self, opened: AsyncExitStack) -> None:
         self._opened = opened
         self._session = open_session()
-        # A pool that no other test has: the server is shared.
+        # A pool and a bucket that no other test has: the server is shared.
         self.pool = secrets.token_hex(4)
+        self.bucket = f"code-{self.pool}"
         self.name = f"remuda-{self.pool}"
 
     async def client(self, service: str) -> Any:
@@ -45,6 +55,17 @@ class Stack:
             config=config(read_timeout_s=60),
         )
         return await self._opened.enter_async_context(made)
+
+    async def create_functions(self, **parameters: str) -> set[str]:
+        """With code for the functions, as `make lambda` would give it."""
+        s3 = await self.client("s3")
+        await s3.create_bucket(Bucket=self.bucket, CreateBucketConfiguration={"LocationConstraint": REGION})
+        code = io.BytesIO()
+        with zipfile.ZipFile(code, "w") as archive:
+            archive.writestr("remuda/__init__.py", "")
+        await s3.put_object(Bucket=self.bucket, Key="remuda-lambda.zip", Body=code.getvalue())
+        given = {"CodeBucket": self.bucket, "GithubSecretArn": SECRET, "GithubScope": "acme/app"}
+        return await self.create(**given, **parameters)
 
     async def create(self, **parameters: str) -> set[str]:
         """The names of its roles."""
@@ -82,13 +103,35 @@ async def test_refresh_finds_table_and_queues_as_it_wants_them(stack):
 
 
 async def test_the_policies_in_the_stack_are_those_of_the_source(stack):
-    await stack.create()
+    await stack.create(GithubSecretArn=SECRET)
     iam = await stack.client("iam")
     for policy in policies():
-        arn = f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-{policy.name}"
-        version = (await iam.get_policy_version(PolicyArn=arn, VersionId="v1"))["PolicyVersion"]["Document"]
-        found = json.loads(version) if isinstance(version, str) else version
-        assert found == filled(policy, pool=stack.pool, account=ACCOUNT, region=REGION)
+        found = await attached(iam, f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-{policy.name}")
+        assert found == filled(
+            policy, pool=stack.pool, account=ACCOUNT, region=REGION, environment=stack.pool, credential=SECRET
+        )
+
+
+async def attached(iam: Any, arn: str) -> Any:
+    """The document of a managed policy."""
+    version = (await iam.get_policy_version(PolicyArn=arn, VersionId="v1"))["PolicyVersion"]["Document"]
+    return json.loads(version) if isinstance(version, str) else version
+
+
+async def test_a_secret_that_is_not_named_must_be_among_the_pools_own(stack):
+    await stack.create()
+    iam = await stack.client("iam")
+    for name in ("refresh", "scale-down"):
+        document = await attached(iam, f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-{name}")
+        (read,) = [each for each in document["Statement"] if each["Sid"] == "ReadGitHubCredential"]
+        assert read["Resource"] == [f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:remuda/{stack.pool}/*"]
+
+
+async def test_another_environments_fleet_is_scaled_down_where_it_is_named(stack):
+    await stack.create(GithubEnvironment="theirs")
+    document = await attached(await stack.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-scale-down")
+    (ends,) = [each for each in document["Statement"] if each["Sid"] == "TerminateTheFleets"]
+    assert ends["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
 
 
 async def test_roles_for_workflows_are_made_for_a_repository_only(stack):
@@ -113,3 +156,123 @@ async def test_the_profile_carries_the_agents_role(stack):
     iam = await stack.client("iam")
     profile = (await iam.get_instance_profile(InstanceProfileName=f"{stack.name}-agent"))["InstanceProfile"]
     assert [role["RoleName"] for role in profile["Roles"]] == [f"{stack.name}-agent"]
+
+
+# The functions ------------------------------------------------------------------------------------------------------
+
+
+async def test_without_code_there_is_no_function_and_no_schedule(stack):
+    await stack.create()
+    names = [rule["Name"] for rule in (await (await stack.client("events")).list_rules())["Rules"]]
+    assert not [name for name in names if name.startswith(stack.name)]
+
+
+@pytest.mark.parametrize("who", SCHEDULED)
+async def test_each_function_has_a_role_of_its_own(stack, who):
+    roles = await stack.create_functions()
+    assert f"{stack.name}-{who}-function" in roles
+    iam = await stack.client("iam")
+    role = (await iam.get_role(RoleName=f"{stack.name}-{who}-function"))["Role"]
+    (trust,) = role["AssumeRolePolicyDocument"]["Statement"]
+    assert trust["Principal"] == {"Service": "lambda.amazonaws.com"}
+    functions = await stack.client("lambda")
+    found = (await functions.get_function(FunctionName=f"{stack.name}-{who}"))["Configuration"]
+    assert (found["Role"], found["Handler"]) == (role["Arn"], HANDLER)
+    assert found["Timeout"] == FUNCTION_TIME_S
+
+
+async def test_the_handler_is_there():
+    module, _, name = HANDLER.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ({}, {"refresh": {"command": "refresh", "sweep_only": True}, "scale-down": {"command": "scale-down"}}),
+        (
+            {"Ami": "ami-12c6146b", "SubnetIds": "subnet-1"},
+            {"refresh": {"command": "refresh"}, "scale-down": {"command": "scale-down"}},
+        ),
+    ],
+    ids=["sweeps only", "applies its settings"],
+)
+async def test_each_is_called_every_five_minutes_with_what_it_is_to_do(stack, given, inputs):
+    await stack.create_functions(**given)
+    events, functions = await stack.client("events"), await stack.client("lambda")
+    for who in SCHEDULED:
+        name = f"{stack.name}-{who}"
+        rule = await events.describe_rule(Name=name)
+        assert (rule["ScheduleExpression"], rule["State"]) == ("rate(5 minutes)", "ENABLED")
+        (target,) = (await events.list_targets_by_rule(Rule=name))["Targets"]
+        function = (await functions.get_function(FunctionName=name))["Configuration"]
+        assert target["Arn"] == function["FunctionArn"]
+        assert json.loads(target["Input"]) == inputs[who]
+        # What is sent is what the handler takes.
+        assert parse(json.loads(target["Input"])).command == who
+        assert target["RetryPolicy"]["MaximumRetryAttempts"] == 0
+        policy = json.loads((await functions.get_policy(FunctionName=name))["Policy"])
+        (statement,) = policy["Statement"]
+        assert rule["Arn"] in json.dumps(statement)
+
+
+async def test_scale_down_can_be_left_off(stack):
+    await stack.create_functions(ScaleDown="false")
+    events = await stack.client("events")
+    states = {who: (await events.describe_rule(Name=f"{stack.name}-{who}"))["State"] for who in SCHEDULED}
+    assert states == {"refresh": "ENABLED", "scale-down": "DISABLED"}
+
+
+@pytest.mark.parametrize(
+    ("app", "named"),
+    [("", {"REMUDA_GITHUB_TOKEN": SECRET}), ("7", {"REMUDA_GITHUB_APP_KEY": SECRET, "REMUDA_GITHUB_APP_ID": "7"})],
+    ids=["token", "app"],
+)
+async def test_the_functions_settings_are_what_the_stack_was_given(stack, app, named):
+    await stack.create_functions(GithubAppId=app, Ami="ami-12c6146b", SubnetIds="subnet-12345678,subnet-23456789")
+    functions = await stack.client("lambda")
+    for who in SCHEDULED:
+        found = (await functions.get_function(FunctionName=f"{stack.name}-{who}"))["Configuration"]
+        variables = found["Environment"]["Variables"]
+        settings = load({}, environ=variables).settings
+        assert (settings.backend, settings.pool, settings.github_scope) == ("aws", stack.pool, "acme/app")
+        assert (settings.ami, settings.iam_instance_profile) == ("ami-12c6146b", f"{stack.name}-agent")
+        keys = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "REMUDA_GITHUB_APP_ID")
+        assert {key: variables[key] for key in keys if variables[key]} == named
+
+
+async def test_every_log_ends(stack):
+    await stack.create()
+    logs = await stack.client("logs")
+    found = (await logs.describe_log_groups(logGroupNamePrefix=f"/remuda/{stack.pool}/"))["logGroups"]
+    assert {group["logGroupName"].rpartition("/")[2] for group in found} == {"agent", *SCHEDULED}
+    assert {group["retentionInDays"] for group in found} == {LOG_DAYS}
+
+
+def test_each_role_carries_its_policies_and_no_more():
+    """As the template says it: the server attaches none."""
+    resources = template()["Resources"]
+    carried = {
+        name: {each["Ref"].removesuffix("Policy") for each in resource["Properties"]["ManagedPolicyArns"]}
+        for name, resource in resources.items()
+        if resource["Type"] == "AWS::IAM::Role"
+    }
+    assert carried == {
+        "AgentRole": {"Agent"},
+        "WorkflowRole": {"Workflow"},
+        "RefreshRole": {"Refresh", "ScaleDown"},
+        "RefreshFunctionRole": {"Refresh", "RefreshLogs"},
+        "ScaleDownFunctionRole": {"ScaleDown", "ScaleDownLogs"},
+    }
+
+
+def test_cloudformation_takes_it_in_one_piece():
+    assert len((DEPLOY / "cloudformation.yml").read_bytes()) < MAX_TEMPLATE
+
+
+def test_what_fails_is_not_tried_again_and_writes_where_its_role_may():
+    """As the template says it: the server knows neither."""
+    resources = template()["Resources"]
+    for name in ("Refresh", "ScaleDown"):
+        assert resources[f"{name}Invocations"]["Properties"]["MaximumRetryAttempts"] == 0
+        assert resources[f"{name}Function"]["Properties"]["LoggingConfig"]["LogGroup"] == {"Ref": f"{name}Logs"}

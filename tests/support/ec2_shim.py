@@ -98,6 +98,8 @@ class Ec2Shim:
         if fault is not None:
             status = f"{fault.get('status', 400)} FAULT"
             return status, _error(fault["code"], fault.get("message", "a planted fault"))
+        if action == "CreateFleet" and dict(form).get("DryRun") == "true":
+            return "412 DRY", _error("DryRunOperation", "Request would have succeeded, but DryRun flag is set.")
         if action == "CreateFleet":
             return self._create_fleet(environ, form)
         if action == "DescribeInstances":

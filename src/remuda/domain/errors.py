@@ -9,6 +9,7 @@ RemudaError
 │   ├── Throttled       as above, after `retry_after_s`
 │   ├── TimedOut        as above; what was asked for may have happened
 │   └── Unreadable      a record cannot be parsed; it is named, the others are there
+├── Partial             some of it was done, the rest is named                exit 4
 ├── Interrupted         stopped by a person, cleaned up                       exit 130
 └── InvariantViolated   a bug: stop, with its history                         exit 70
 """
@@ -101,6 +102,12 @@ class Unreadable(Unavailable):
         self.unreadable = dict(unreadable)
         #: Those of the same read that can be parsed, by name.
         self.records = dict(records or {})
+
+
+class Partial(RemudaError):
+    """Some of it could not be done."""
+
+    exit_code = 4
 
 
 class Interrupted(RemudaError):

@@ -314,6 +314,28 @@ def terminate(
     return run_terminate(flags, config, output, choice=choice, reason=reason, dry_run=dry_run, sure=sure)
 
 
+@app.command()
+def doctor(
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    github_scope: opt.Scope = None,
+    ami: opt.Ami = None,
+    subnet_ids: opt.SubnetIds = None,
+    security_group_ids: opt.SecurityGroupIds = None,
+    iam_instance_profile: opt.InstanceProfile = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Check everything that the pool needs, and say what to fix. Changes nothing."""
+    flags = _flags(locals())
+    from remuda.entrypoints.commands import run_doctor_checks
+
+    return run_doctor_checks(flags, config, Output(as_json=as_json, quiet=quiet))
+
+
 @app.command(name="config")
 def config_(
     backend: opt.Backend = None,

@@ -245,6 +245,13 @@ def run_terminate(flags: Flags, config: str | None, output: Output, **chosen: An
     return acting.run_terminate(settings, output, **chosen)
 
 
+def run_doctor_checks(flags: Flags, config: str | None, output: Output) -> int:
+    loaded = load_settings(flags, config)
+    from remuda.entrypoints.doctor import run_doctor  # noqa: PLC0415 - an HTTP client and the local backend's processes
+
+    return run_async(lambda: run_doctor(loaded, output))
+
+
 def run_config(flags: Flags, config: str | None, output: Output) -> int:
     loaded = load_settings(flags, config)
     rows = views.config_rows(loaded)

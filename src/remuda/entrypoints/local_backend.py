@@ -66,6 +66,9 @@ class Background:
         known = self._known()
         return known[0] if known and procfs.is_alive(*known) else None
 
+    def runs(self) -> bool:
+        return self.alive() is not None
+
     def start(self, command: Sequence[str]) -> int:
         with self._log.open("ab") as log:
             process = subprocess.Popen(
@@ -126,10 +129,15 @@ async def _wait_until(clock: SystemClock, limit_s: float, holds: Callable[[], bo
     return True
 
 
+def running(settings: Settings) -> dict[str, Callable[[], bool]]:
+    """The background processes in people's words, and whether each runs."""
+    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeps' process"}
+    return {told: Background(layout(settings), name).runs for name, told in names.items()}
+
+
 def missing(settings: Settings) -> list[str]:
     """Which of the background processes do not run."""
-    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeps' process"}
-    return [told for name, told in names.items() if Background(layout(settings), name).alive() is None]
+    return [told for told, runs in running(settings).items() if not runs()]
 
 
 async def start(settings: Settings, journal: Journal) -> UpResult:

@@ -15,6 +15,8 @@ WIDTH, HEIGHT = 720.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 12.0, 34.0
 TIME_TICKS = 6
 VALUE_TICKS = 4
+#: A tenth of a machine: what is less would only be noise, drawn large.
+LEAST_TOP = 0.1
 #: Up to so many powers of ten there is room for marks between them.
 FINE_DECADES = 2
 #: Marks beyond this would only lie on each other.
@@ -64,7 +66,7 @@ def stacked(
     steps: Sequence[Mapping[str, float]], order: Sequence[str], *, since: datetime, until: datetime, label: str
 ) -> str:
     """How many of each kind there were, one on the other."""
-    most = max((sum(step.values()) for step in steps), default=0.0) or 1.0
+    most = max([LEAST_TOP, *(sum(step.values()) for step in steps)])
     top, ticks = _nice(most)
     frame = _Frame(since=since, until=until, scale=lambda value: value / top)
     parts = [_grid(frame, [(tick, f"{tick:g}") for tick in ticks])]

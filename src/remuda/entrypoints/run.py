@@ -76,11 +76,11 @@ def command(output: Output, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug, and people get one sentence
-        output.error(_bug(error))
+        output.error(bug(error))
         return InvariantViolated.exit_code
 
 
-def _bug(error: Exception) -> InvariantViolated:
+def bug(error: Exception) -> InvariantViolated:
     """What a report about it needs, without a page of calls."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     where = f"{Path(frame.f_code.co_filename).name}:{line}"

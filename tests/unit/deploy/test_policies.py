@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import build
 from policies import EVERYTHING, ORPHAN_TAG, policies
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.ports.compute import POOL_TAG
 from statements import filled
@@ -55,7 +56,13 @@ LEADING = "dynamodb:LeadingKeys"
 
 @cache
 def of(name: str, pool: str = "ci") -> dict[str, Any]:
-    return filled(MADE[name], pool=pool, account=ACCOUNT, region=REGION)
+    return filled(
+        MADE[name], pool=pool, account=ACCOUNT, region=REGION, environment=f"{pool}-env", credential=credential_of(pool)
+    )
+
+
+def credential_of(pool: str) -> str:
+    return arn("secretsmanager", f"secret:remuda/{pool}/github-AbCdEf")
 
 
 def arn(service: str, resource: str) -> str:
@@ -159,7 +166,7 @@ def test_credentials_taken_off_the_machine_terminate_nothing():
 # Pools ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["workflow", "refresh"])
+@pytest.mark.parametrize("name", ["workflow", "refresh", "scale-down", "refresh-logs", "scale-down-logs"])
 @unhurried
 @given(POOL_NAMES, POOL_NAMES, CLASS_NAMES, st.booleans())
 def test_pools_are_apart(name, pool, other, resource_class, nested):
@@ -172,7 +179,8 @@ def test_pools_are_apart(name, pool, other, resource_class, nested):
         table_of(other),
         f"{table_of(other)}/index/{items.LIVE_INDEX}",
         arn("sqs", f"remuda-{other}-{resource_class}"),
-        arn("secretsmanager", f"secret:remuda/{other}/github-AbCdEf"),
+        credential_of(other),
+        arn("logs", f"log-group:/remuda/{other}/refresh:log-stream:1"),
         f"arn:aws:iam::{ACCOUNT}:role/remuda-{other}-agent",
         f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{other}-agent",
     )
@@ -197,6 +205,52 @@ def test_only_machines_with_the_pools_tag_are_terminated(name, pool, other, inst
     assert not ends({"aws:ResourceTag/Name": pool})
     # What the request says of itself counts for nothing.
     assert not ends({f"aws:RequestTag/{POOL_TAG}": pool})
+
+
+def fleet(environment: str) -> dict[str, Value]:
+    """The tags of a machine that scale-down looks after."""
+    return {
+        f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
+        f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": environment,
+    }
+
+
+@unhurried
+@given(POOL_NAMES, POOL_NAMES, INSTANCE_IDS)
+def test_scale_down_ends_and_marks_machines_of_its_environment_alone(pool, other, instance):
+    assume(pool != other)
+    machine = arn("ec2", f"instance/{instance}")
+    orphan: dict[str, Value] = {"aws:TagKeys": [ORPHAN_TAG]}
+    own, foreign = fleet(f"{pool}-env"), fleet(f"{other}-env")
+    halves = [dict([item]) for item in own.items()]
+    policy = of("scale-down", pool)
+    for action in ("ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"):
+        assert may(policy, action, machine, {**own, **orphan})
+        for tags in (foreign, {}, *halves, {f"aws:ResourceTag/{POOL_TAG}": pool}):
+            assert not may(policy, action, machine, {**tags, **orphan})
+    for action in ("ec2:CreateTags", "ec2:DeleteTags"):
+        for keys in ([], [GHR_ENVIRONMENT_TAG], [ORPHAN_TAG, POOL_TAG]):
+            assert not may(policy, action, machine, {**own, "aws:TagKeys": keys})
+    # The records: what it renews, and none that it would have to make.
+    assert may(policy, "dynamodb:UpdateItem", table_of(pool))
+    for action in ("dynamodb:PutItem", "dynamodb:DeleteItem", "dynamodb:Scan", "dynamodb:CreateTable"):
+        assert not may(policy, action, table_of(pool))
+
+
+def test_refresh_neither_marks_machines_nor_touches_a_fleet_without_the_pools_tag():
+    machine = arn("ec2", "instance/i-0123456789abcdef0")
+    tagged = {**fleet("ci-env"), "aws:TagKeys": [ORPHAN_TAG]}
+    for action in ("ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"):
+        assert not may(of("refresh"), action, machine, tagged)
+
+
+def test_the_credential_is_one_secret_and_two_may_read_it():
+    read = "secretsmanager:GetSecretValue"
+    allowed = {name for name in MADE if may(of(name), read, credential_of("ci"))}
+    assert allowed == {"refresh", "scale-down"}
+    for name in MADE:
+        assert not may(of(name), read, credential_of("ci") + "x")
+        assert not may(of(name), read, arn("secretsmanager", "secret:remuda/ci/other-AbCdEf"))
 
 
 @unhurried
@@ -227,6 +281,7 @@ def test_nobody_tags_a_machine_into_the_pool(pool):
     for name in MADE:
         policy = of(name, pool)
         assert not may(policy, "ec2:CreateTags", machine, into)
+        assert not may(policy, "ec2:CreateTags", machine, {**into, **fleet(f"{pool}-env")})
         assert not may(policy, "ec2:CreateTags", machine, {**into, "ec2:CreateAction": "CreateVolume"})
         for action in ("ec2:CreateTags", "ec2:DeleteTags"):
             assert not may(policy, action, machine, {**inside, "aws:TagKeys": [POOL_TAG]})

@@ -12,6 +12,7 @@ import pytest
 import remuda.adapters.aws
 from policies import policies
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import filled
 from support.iam import Request, Value, allows
@@ -20,7 +21,11 @@ ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
 INSTANCE = "i-0123456789abcdef0"
 USER_ID = f"AROA{'A' * 17}:{INSTANCE}"
 KEYS = items.Keys(prefix=USER_ID.removesuffix(INSTANCE))
-MADE = {policy.name: filled(policy, pool=POOL, account=ACCOUNT, region=REGION) for policy in policies()}
+CREDENTIAL = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
+MADE = {
+    policy.name: filled(policy, pool=POOL, account=ACCOUNT, region=REGION, environment=POOL, credential=CREDENTIAL)
+    for policy in policies()
+}
 SERVICES = ("dynamodb", "ec2", "sqs")
 
 #: Who makes which call: what the use cases of each come to, by way of the adapters.
@@ -28,7 +33,8 @@ CALLS = {
     "agent": {"dynamodb": {"GetItem", "UpdateItem"}, "ec2": {"TerminateInstances"}, "sqs": set[str]()},
     "workflow": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
-        "ec2": {"CreateFleet", "DescribeInstances", "TerminateInstances"},
+        # RunInstances as a dry run of the doctor's; EC2 asks for it within CreateFleet, too.
+        "ec2": {"CreateFleet", "DescribeInstances", "RunInstances", "TerminateInstances"},
         "sqs": {
             "ChangeMessageVisibilityBatch",
             "DeleteMessageBatch",
@@ -55,8 +61,6 @@ CALLS = {
         "ec2": {
             "CreateLaunchTemplate",
             "CreateLaunchTemplateVersion",
-            "CreateTags",
-            "DeleteTags",
             "DescribeImages",
             "DescribeInstances",
             "DescribeLaunchTemplateVersions",
@@ -78,6 +82,11 @@ CALLS = {
             "SetQueueAttributes",
         },
     },
+    "scale-down": {
+        "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "Query", "UpdateItem"},
+        "ec2": {"CreateTags", "DeleteTags", "DescribeInstances", "TerminateInstances"},
+        "sqs": set[str](),
+    },
 }
 
 
@@ -88,7 +97,12 @@ def arn(service: str, resource: str) -> str:
 TABLE = arn("dynamodb", f"table/remuda-{POOL}")
 MACHINE = arn("ec2", f"instance/{INSTANCE}")
 TEMPLATE = arn("ec2", "launch-template/lt-0123456789abcdef0")
-OURS: dict[str, Value] = {f"aws:ResourceTag/{POOL_TAG}": POOL}
+#: As the machines of a pool are tagged, and its launch template.
+OURS: dict[str, Value] = {
+    f"aws:ResourceTag/{POOL_TAG}": POOL,
+    f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
+    f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": POOL,
+}
 ASKED: dict[str, Value] = {f"aws:RequestTag/{POOL_TAG}": POOL}
 WITH_TEMPLATE: dict[str, Value] = {"ec2:LaunchTemplate": TEMPLATE}
 OF_TEMPLATE: dict[str, Value] = {**WITH_TEMPLATE, "ec2:IsLaunchTemplateResource": "true"}
@@ -142,7 +156,7 @@ def ec2(operation: str, who: str) -> list[Request]:
     action = f"ec2:{operation}"
     if operation.startswith("Describe"):
         return [request(action, "*")]
-    if operation == "CreateFleet":
+    if operation in {"CreateFleet", "RunInstances"}:
         return launch()
     if operation == "CreateLaunchTemplate":
         created = {"ec2:CreateAction": operation, "aws:TagKeys": [POOL_TAG]}
@@ -172,7 +186,7 @@ def test_who_makes_a_call_may_make_it(who, service, operation):
     assert not refused
 
 
-@pytest.mark.parametrize("who", MADE)
+@pytest.mark.parametrize("who", CALLS)
 def test_who_does_not_make_a_call_may_not_make_it(who):
     asks = [
         (service, name, asked)
@@ -188,9 +202,18 @@ def test_who_does_not_make_a_call_may_not_make_it(who):
 
 def test_what_is_read_once_at_refresh():
     profile = f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent"
-    secret = arn("secretsmanager", f"secret:remuda/{POOL}/github-AbCdEf")
     assert allows(MADE["refresh"], request("iam:GetInstanceProfile", profile))
-    assert allows(MADE["refresh"], request("secretsmanager:GetSecretValue", secret))
+    for who in ("refresh", "scale-down"):
+        assert allows(MADE[who], request("secretsmanager:GetSecretValue", CREDENTIAL))
+
+
+@pytest.mark.parametrize("who", ["refresh", "scale-down"])
+def test_a_function_writes_its_own_log(who):
+    other = {"refresh": "scale-down", "scale-down": "refresh"}[who]
+    for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
+        for group, is_allowed in ((who, True), (other, False), ("agent", False)):
+            stream = arn("logs", f"log-group:/remuda/{POOL}/{group}:log-stream:1")
+            assert allows(MADE[f"{who}-logs"], request(action, stream)) is is_allowed
 
 
 @pytest.mark.parametrize("parameter", ["/aws/service/ami-amazon-linux-latest/al2023", f"/remuda/{POOL}/ami"])

@@ -7,6 +7,7 @@ told to.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -56,6 +57,7 @@ class AwsClients:
         self._session = session or open_session()
         self._stack = AsyncExitStack()
         self._opened: dict[str, Any] = {}
+        self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -77,12 +79,22 @@ class AwsClients:
         client: SQSClient = await self.client("sqs", SQS, config(read_timeout_s=SQS_READ_TIMEOUT_S))
         return client
 
-    async def client(self, name: str, title: str, settings: AioConfig) -> Any:
-        """Any other service's client, opened once."""
-        if not self._session.get_config_variable("region"):
+    def region(self) -> str:
+        """The one that calls go to, unless a client names its own."""
+        found = self._session.get_config_variable("region")
+        if not found:
             raise UserError("there is no AWS region", field="AWS_REGION", fix="set AWS_REGION")
-        if name not in self._opened:
-            create: Any = self._session.create_client
-            with settings_checked(title):
-                self._opened[name] = await self._stack.enter_async_context(create(name, config=settings))
-        return self._opened[name]
+        return str(found)
+
+    async def client(self, name: str, title: str, settings: AioConfig) -> Any:
+        """Any other service's client, opened once for each region that `settings` may name."""
+        region = settings.region_name  # type: ignore[attr-defined]  # botocore makes it from its options
+        opened = f"{name}@{region or ''}"
+        if not region:
+            self.region()
+        async with self._opening:
+            if opened not in self._opened:
+                create: Any = self._session.create_client
+                with settings_checked(title):
+                    self._opened[opened] = await self._stack.enter_async_context(create(name, config=settings))
+        return self._opened[opened]

@@ -158,7 +158,7 @@ def translate(error: Exception, service: str, what: str) -> RemudaError:
 def _of_service(code: str, said: str, service: str, what: str) -> RemudaError | None:
     """Codes that mean something to one service alone."""
     if service == DYNAMODB and code == TABLE_MISSING:
-        return UserError(f"no table {what} in DynamoDB", fix=_TABLE_FIX)
+        return no_table(what)
     if service == DYNAMODB and code == VALIDATION:
         # Its expressions are ours and proven: what is left is a table with other keys or indexes.
         return UserError(f"table {what} does not work as a Remuda store: {said}", fix=_TABLE_FIX)
@@ -196,6 +196,10 @@ def _of_kind(code: str, said: str, service: str, what: str) -> RemudaError:
 
 def _story(service: str, what: str, code: str, said: str) -> str:
     return f"{service} refuses ({what}): {code}: {said}".rstrip(": ")
+
+
+def no_table(name: str) -> UserError:
+    return UserError(f"no table {name} in DynamoDB", fix=_TABLE_FIX)
 
 
 def wrong_table(name: str, differences: list[str]) -> UserError:

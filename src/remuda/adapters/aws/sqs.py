@@ -81,6 +81,22 @@ class SqsResourcePool:
         done = await gathered(self._prepare(name) for name in names)
         return [what for what in done if what]
 
+    async def inspect(self, classes: Collection[str]) -> Mapping[str, str]:
+        """What `prepare` would do, by queue; empty where all is as it should be. Nothing is changed."""
+        names = sorted(set(classes))
+        found = await gathered(self._inspect(name) for name in names)
+        return {self._queue(name): what for name, what in zip(names, found, strict=True) if what}
+
+    async def _inspect(self, name: str) -> str:
+        try:
+            found = await self._attributes(name, await self._url(name), (*ATTRIBUTES, REDRIVE))
+        except NotFound:
+            return "is missing"
+        if found.get(REDRIVE):
+            return "has a dead-letter queue, which would swallow hints"
+        wrong = _wrong(found)
+        return f"has other values of {', '.join(sorted(wrong))}" if wrong else ""
+
     async def close(self) -> None:
         """The client is its owner's to close."""
 
@@ -179,7 +195,7 @@ class SqsResourcePool:
                 f"queue {self._queue(name)} has a dead-letter queue: hints that fit no run for a while would end there",
                 fix="remove its redrive policy, or name another pool",
             )
-        wrong = {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
+        wrong = _wrong(found)
         if not wrong:
             return ""
         await self._call("SetQueueAttributes", self._client.set_queue_attributes, name, QueueUrl=url, Attributes=wrong)
@@ -255,6 +271,11 @@ class SqsResourcePool:
         finally:
             for _ in range(attempts):
                 self._calls.add(SERVICE, operation)
+
+
+def _wrong(found: Mapping[str, str]) -> dict[str, str]:
+    """The attributes that have another value, with the one that they should have."""
+    return {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
 
 
 def _whole(seconds: float, most: int) -> int:

@@ -18,7 +18,7 @@ TOKEN_LEFT_S = 120.0
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 APP_ID_FIELD = "github-app-id"
 APP_KEY_FIELD = "github-app-key"
-_KEY_FIX = "set REMUDA_GITHUB_APP_KEY to the text of the App's private key (PEM, RSA)"
+_KEY_FIX = "give the private key (PEM, RSA) as REMUDA_GITHUB_APP_KEY: its text, a file, or the ARN of a secret"
 
 
 class Api(Protocol):
@@ -30,6 +30,11 @@ class Api(Protocol):
 
 
 class Auth(Protocol):
+    @property
+    def kind(self) -> str:
+        """What it is, for people."""
+        ...
+
     async def token(self, scope: str, api: Api) -> str:
         """One that is valid now, for this scope."""
         ...
@@ -47,6 +52,10 @@ class StaticToken:
 
     def __repr__(self) -> str:
         return "StaticToken(…)"
+
+    @property
+    def kind(self) -> str:
+        return "a token"
 
     async def token(self, scope: str, api: Api) -> str:  # noqa: ARG002 - one for all scopes
         return self._token
@@ -78,6 +87,10 @@ class AppAuth:
 
     def __repr__(self) -> str:
         return f"AppAuth(app_id={self._app_id!r})"
+
+    @property
+    def kind(self) -> str:
+        return f"GitHub App {self._app_id}"
 
     async def token(self, scope: str, api: Api) -> str:
         known = self._installations.setdefault(scope.lower(), _Installation())
@@ -127,7 +140,7 @@ class AppAuth:
             raise UserError(
                 f"GitHub refuses the App {self._app_id}: {error.message}",
                 field=APP_KEY_FIELD,
-                fix=f"{_KEY_FIX} that belongs to REMUDA_GITHUB_APP_ID; check this machine's clock",
+                fix=f"{_KEY_FIX}; it must belong to REMUDA_GITHUB_APP_ID; check this machine's clock",
             ) from error
         try:
             return int(answer["id"])

@@ -161,6 +161,15 @@ class GithubForge:
                 break
         return list(runners.values())
 
+    async def peek(self, scope: str) -> httpx.Response:
+        """The first runner of a scope, if there is one, with GitHub's own headers."""
+        with _needs(scope):
+            return await self._call(scope, "GET", _runners(scope), params={"per_page": "1"}, repeat=True)
+
+    @property
+    def credential_kind(self) -> str:
+        return self._auth.kind
+
     async def get_runner(self, scope: str, runner_id: int) -> ForgeRunner | None:
         try:
             response = await self._call(scope, "GET", f"{_runners(scope)}/{runner_id}", repeat=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.table import Table
-from remuda.adapters.aws.errors import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, wrong_table
+from remuda.adapters.aws.errors import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, no_table, wrong_table
 from remuda.domain.errors import TimedOut, UserError
 
 #: A new table is usable within seconds; an index of a big one may take longer.
@@ -26,6 +27,16 @@ INDEXES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspection:
+    """Of a table with the right keys."""
+
+    active: bool
+    #: Old items go by themselves.
+    expires: bool
+    on_demand: bool
+
+
 async def prepare(table: Table) -> Sequence[str]:
     """What was created, for people."""
     if not _NAME.fullmatch(table.name):
@@ -39,6 +50,24 @@ async def prepare(table: Table) -> Sequence[str]:
     if differences:
         raise wrong_table(table.name, differences)
     return [*created, *await _expire(table)]
+
+
+async def inspect(table: Table) -> Inspection:
+    """What is there, and what `prepare` would not accept or would change. Nothing is changed."""
+    description = await _describe(table)
+    if not description:
+        raise no_table(table.name)
+    differences = _differences(description)
+    if differences:
+        raise wrong_table(table.name, differences)
+    answer = await table.call("DescribeTimeToLive", table.client.describe_time_to_live, TableName=table.name)
+    expiry = answer["TimeToLiveDescription"]
+    billing = description.get("BillingModeSummary", {}).get("BillingMode", "PROVISIONED")
+    return Inspection(
+        active=_is_active(description),
+        expires=expiry.get("TimeToLiveStatus") in {"ENABLED", "ENABLING"} and expiry.get("AttributeName") == items.TTL,
+        on_demand=billing == "PAY_PER_REQUEST",
+    )
 
 
 async def _describe(table: Table) -> Mapping[str, Any]:

@@ -63,6 +63,9 @@ class DynamoInstanceStore:
     async def prepare(self) -> Sequence[str]:
         return await schema.prepare(self._table)
 
+    async def inspect(self) -> schema.Inspection:
+        return await schema.inspect(self._table)
+
     async def close(self) -> None:
         """The client is its owner's to close, afterwards."""
         await self._watch.close()

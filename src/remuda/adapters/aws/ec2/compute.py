@@ -26,6 +26,7 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineV
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
+    from types_aiobotocore_ec2.type_defs import RequestLaunchTemplateDataTypeDef
 
 #: Ids in one call. EC2 advises against more for TerminateInstances, and takes up to 200 values in a filter.
 BATCH = 100
@@ -70,9 +71,10 @@ class Ec2Compute:
         data, for the agents: nothing secret.
         """
         self._pool = pool
-        self._calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
-        self._template = LaunchTemplate(calls=self._calls, pool=pool)
-        self._launcher = Launcher(calls=self._calls, pool=pool, template=self._template.name)
+        #: For whoever looks at more than machines.
+        self.calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
+        self._template = LaunchTemplate(calls=self.calls, pool=pool)
+        self._launcher = Launcher(calls=self.calls, pool=pool, template=self._template.name)
         self._environment = dict(agent_environment or {})
         self._layout = layout
         self._asked: OrderedDict[str, asyncio.Lock] = OrderedDict()
@@ -83,9 +85,17 @@ class Ec2Compute:
 
     async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
         options = Options.parse(launch)
-        user_data = build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
+        data = self._template_data(options)
         await self._check_places(options)
-        return await self._template.ensure(template_data(options, user_data))
+        return await self._template.ensure(data)
+
+    async def has_template(self, launch: Mapping[str, str]) -> bool | None:
+        """Whether `prepare` would leave the launch template as it is; None where there is none."""
+        return await self._template.is_current(self._template_data(Options.parse(launch)))
+
+    def _template_data(self, options: Options) -> RequestLaunchTemplateDataTypeDef:
+        user_data = build_user_data(options, pool=self._pool, environment=self._environment, layout=self._layout)
+        return template_data(options, user_data)
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         options = Options.parse(request.launch)
@@ -105,12 +115,12 @@ class Ec2Compute:
         known: dict[str, MachineView] = {}
         wanted = sorted({name for name in instance_ids if is_instance_id(name)})
         for batch in batches(wanted, BATCH):
-            for view in await views_of(self._calls, by_id(batch)):
+            for view in await views_of(self.calls, by_id(batch)):
                 known[view.instance_id] = view
         return known
 
     async def list_pool(self) -> Sequence[MachineView]:
-        return await views_of(self._calls, by_tag(POOL_TAG, self._pool))
+        return await views_of(self.calls, by_tag(POOL_TAG, self._pool))
 
     async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
         wanted = list(dict.fromkeys(instance_ids))
@@ -150,7 +160,7 @@ class Ec2Compute:
 
     async def _missing(self, kind: _Kind, wanted: Sequence[str]) -> tuple[_Kind, str]:
         """The first that is not there, or empty."""
-        answer = await self._calls.ask(kind.operation, Filters=[{"Name": kind.filter, "Values": list(wanted)}])
+        answer = await self.calls.ask(kind.operation, Filters=[{"Name": kind.filter, "Values": list(wanted)}])
         known = {item.get(kind.key) for item in answer.get(kind.listed, ())}
         return kind, next((name for name in wanted if name not in known), "")
 
@@ -159,7 +169,7 @@ class Ec2Compute:
         if not names:
             return {}
         try:
-            await self._calls.ask("TerminateInstances", passes=_UNKNOWN_IDS | {_PROTECTED}, InstanceIds=names)
+            await self.calls.ask("TerminateInstances", passes=_UNKNOWN_IDS | {_PROTECTED}, InstanceIds=names)
         except ClientError as error:
             named = set(_ID.findall(said_by(error)))
             rest = [name for name in names if name not in named]
@@ -187,7 +197,7 @@ class Ec2Compute:
             resources = list(batch)
             while resources:
                 try:
-                    await self._calls.ask(operation, passes=_UNKNOWN_IDS, Resources=resources, Tags=list(tags))
+                    await self.calls.ask(operation, passes=_UNKNOWN_IDS, Resources=resources, Tags=list(tags))
                     break
                 except ClientError as error:
                     named = set(_ID.findall(said_by(error))) & set(resources)

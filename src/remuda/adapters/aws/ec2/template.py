@@ -70,6 +70,19 @@ class LaunchTemplate:
             return await self._update(data, wanted)
         return [f"created launch template {self.name}"]
 
+    async def is_current(self, data: RequestLaunchTemplateDataTypeDef) -> bool | None:
+        """Whether `ensure` would leave it as it is; None where there is none. Nothing is changed."""
+        if not await self._exists():
+            return None
+        return _is_default(await self._versions(), MARK + digest(data))
+
+    async def _versions(self) -> list[dict[str, Any]]:
+        answer = await self._calls.ask(
+            "DescribeLaunchTemplateVersions", LaunchTemplateName=self.name, Versions=["$Default", "$Latest"]
+        )
+        versions: list[dict[str, Any]] = answer.get("LaunchTemplateVersions", [])
+        return versions
+
     async def _exists(self) -> bool:
         try:
             answer = await self._calls.ask("DescribeLaunchTemplates", passes=_UNKNOWN, LaunchTemplateNames=[self.name])
@@ -104,11 +117,8 @@ class LaunchTemplate:
         return True
 
     async def _update(self, data: RequestLaunchTemplateDataTypeDef, wanted: str) -> list[str]:
-        answer = await self._calls.ask(
-            "DescribeLaunchTemplateVersions", LaunchTemplateName=self.name, Versions=["$Default", "$Latest"]
-        )
-        versions: list[dict[str, Any]] = answer.get("LaunchTemplateVersions", [])
-        if any(version.get("DefaultVersion") and version.get("VersionDescription") == wanted for version in versions):
+        versions = await self._versions()
+        if _is_default(versions, wanted):
             return []
         # A refresh that was cut after it had made the version, before it was the default.
         number = next((item["VersionNumber"] for item in versions if item.get("VersionDescription") == wanted), None)
@@ -124,3 +134,7 @@ class LaunchTemplate:
             raise Unavailable(f"EC2 does not say which version of {self.name} it made")
         await self._calls.ask("ModifyLaunchTemplate", LaunchTemplateName=self.name, DefaultVersion=str(number))
         return [f"launch template {self.name}: version {number} is the default"]
+
+
+def _is_default(versions: list[dict[str, Any]], wanted: str) -> bool:
+    return any(version.get("DefaultVersion") and version.get("VersionDescription") == wanted for version in versions)

@@ -1,0 +1,107 @@
+"""Packs the Lambda function: the same input gives the same bytes.
+
+`lambda_package.py --to build/remuda-lambda.zip`. What it depends on is installed for Lambda's platform, in the versions
+of requirements/constraints.txt; nothing is built, and no tool or test goes in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
+ARCHITECTURES = ("x86_64", "arm64")
+#: By glibc, the newest first: what a wheel may be built against on Amazon Linux 2023.
+GLIBC = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
+#: Of AWS's hundreds of services, those whose models the function reads.
+SERVICES = ("dynamodb", "ec2", "iam", "secretsmanager", "sqs", "sts")
+#: Made by the installation, with paths of this machine in it, or of no use to a function.
+LEFT_OUT = ("__pycache__", "bin", "RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "tests", "docs.json.gz")
+#: The first time that a zip can hold.
+EPOCH = (1980, 1, 1, 0, 0, 0)
+FILE_MODE = 0o100644 << 16
+#: Lambda's own limits: as it is sent, and unpacked.
+MAX_ZIPPED = 50 * 1024 * 1024
+MAX_UNPACKED = 250 * 1024 * 1024
+
+
+def requirements() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [*project["dependencies"], *project["optional-dependencies"]["aws"]]
+
+
+def install(folder: Path, *, architecture: str, python: str) -> None:
+    """Wheels only: what would be built here would be built for this machine."""
+    machine = {"arm64": "aarch64"}.get(architecture, architecture)
+    platforms = [word for glibc in GLIBC for word in ("--platform", f"{glibc}_{machine}")]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"),
+            *("--target", str(folder), "--only-binary", ":all:", "--implementation", "cp", "--python-version", python),
+            *platforms,
+            *("--constraint", str(CONSTRAINTS)),
+            *requirements(),
+        ],
+        check=True,
+    )
+
+
+def contents(installed: Path) -> Iterator[tuple[str, Path]]:
+    """What goes in, by name: the package from its source, then what it depends on."""
+    source = ROOT / "src"
+    for file in (source / "remuda").rglob("*"):
+        if file.is_file() and "__pycache__" not in file.parts:
+            yield file.relative_to(source).as_posix(), file
+    for file in installed.rglob("*"):
+        name = file.relative_to(installed)
+        if file.is_file() and not set(name.parts) & set(LEFT_OUT) and _is_used(name.parts):
+            yield name.as_posix(), file
+
+
+def _is_used(parts: Sequence[str]) -> bool:
+    """Of botocore, which carries a model of every service, only what is used: the rest is nine tenths of it."""
+    is_model = parts[:2] == ("botocore", "data") and len(parts) > 3
+    return not is_model or parts[2] in SERVICES
+
+
+def pack(files: Sequence[tuple[str, Path]], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unpacked = sum(file.stat().st_size for _, file in files)
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, file in sorted(files):
+            entry = zipfile.ZipInfo(name, EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.create_system = 3
+            entry.external_attr = FILE_MODE
+            archive.writestr(entry, file.read_bytes(), compresslevel=9)
+    zipped = target.stat().st_size
+    if zipped > MAX_ZIPPED or unpacked > MAX_UNPACKED:
+        sys.exit(f"{target} is {zipped} bytes and {unpacked} unpacked: Lambda takes {MAX_ZIPPED} and {MAX_UNPACKED}")
+    print(f"{target}: {zipped / 1e6:.1f} MB, {unpacked / 1e6:.1f} MB unpacked, {len(files)} files")  # noqa: T201
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--to", type=Path, default=ROOT / "build" / "remuda-lambda.zip")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default=ARCHITECTURES[0])
+    parser.add_argument("--python", default="3.13", help="version of the function's runtime")
+    given = parser.parse_args(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="remuda-lambda-"))
+    try:
+        install(folder, architecture=given.architecture, python=given.python)
+        pack(list(contents(folder)), given.to)
+    finally:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

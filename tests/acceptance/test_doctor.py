@@ -1,0 +1,313 @@
+"""`remuda doctor` against servers: a healthy pool is well, and each thing that is broken is told with its fix."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from remuda.bootstrap_doctor import open_doctor
+from remuda.controlplane.doctor import Checked, examine, exit_code
+from remuda.entrypoints.doctor import document
+from remuda.settings import Loaded, load
+from support.cloud import ARM_AMI, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
+
+POOL = "well"
+NOBODY = "subnet-0123456789abcdef0"
+NO_SECRET = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:none-AbCdEf"
+Lines = dict[str, dict[str, Any]]
+REFUSAL = """<ErrorResponse><Error><Type>Sender</Type><Code>InvalidClientTokenId</Code>
+<Message>The security token included in the request is invalid.</Message></Error></ErrorResponse>"""
+
+
+class Patient:
+    """A cloud with one pool that is well."""
+
+    def __init__(self, servers: Cloud) -> None:
+        self.servers = servers
+
+    def doctor(self, *, pool: str = POOL, flags: dict[str, str] | None = None, **changed: str) -> tuple[int, Lines]:
+        """As the command does it, in this process: a new one for each of these would take the most of their time."""
+        with patch.dict(os.environ, {**self.servers.environment, **changed}, clear=True):
+            given = {name.replace("-", "_"): value for name, value in (flags or {}).items()}
+            loaded = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
+            checked = asyncio.run(_examined(loaded))
+        return exit_code(checked), self.judged([document(item) for item in checked])
+
+    def judged(self, lines: list[dict[str, Any]]) -> Lines:
+        for line in lines:
+            assert list(line) == ["name", "status", "found", "fix"]
+            assert (line["fix"] is None) == (line["status"] == "ok"), line
+            assert self.servers.github_token not in json.dumps(line)
+        return {line["name"]: line for line in lines}
+
+
+async def _examined(loaded: Loaded) -> tuple[Checked, ...]:
+    async with open_doctor(loaded, {}) as checks:
+        return await examine(checks)
+
+
+def problems(lines: Lines) -> set[str]:
+    return {name for name, line in lines.items() if line["status"] == "problem"}
+
+
+async def _launch(client: Any) -> None:
+    tags = [{"ResourceType": "instance", "Tags": [{"Key": "remuda:pool", "Value": POOL}]}]
+    await client.run_instances(ImageId=LINUX_AMI, MinCount=1, MaxCount=1, TagSpecifications=tags)
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
+    with cloud(tmp_path_factory.mktemp("doctor")) as servers:
+        code, answer = servers.refresh(POOL)
+        assert code == 0, answer
+        servers.call("ec2", _launch)
+        yield Patient(servers)
+
+
+def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
+    before = patient.servers.ec2.asked()
+    code, told = patient.servers.remuda("doctor", "--pool", POOL)
+    assert list(told) == ["checks"]
+    lines = patient.judged(told["checks"])
+    assert {name: line["status"] for name, line in lines.items()} == dict.fromkeys(lines, "ok"), lines
+    assert code == 0
+    assert {"aws credentials", "table", "queues", "image", "tokens", "github access"} <= set(lines)
+    assert "dry run" in lines["right to launch"]["found"]
+    assert "dry run" in lines["right to terminate"]["found"]
+    asked = {name for name, count in patient.servers.ec2.asked().items() if count > before.get(name, 0)}
+    dry = {"CreateFleet", "RunInstances", "TerminateInstances"}
+    assert asked >= dry
+    assert all(name.startswith("Describe") for name in asked - dry)
+    assert all(patient.servers.ec2.last(name)["DryRun"] == "true" for name in dry)
+    assert patient.servers.remuda("refresh", "--pool", POOL, "--sweep-only")[1]["applied"] == []
+
+
+def test_for_people_it_is_one_line_a_check(patient: Patient):
+    done = subprocess.run(
+        [sys.executable, "-m", "remuda", "doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**patient.servers.environment, "COLUMNS": "40"},
+    )
+    assert done.returncode == 2
+    lines = done.stdout.splitlines()
+    assert all(line.split()[0] in {"ok", "warning", "problem"} for line in lines), lines
+    (image,) = [line for line in lines if " image: " in line]
+    assert image.startswith("problem")
+    assert " -> " in image
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed", "told"),
+    [
+        (
+            {
+                "subnet-ids": NOBODY,
+                "security-group-ids": "sg-0123456789abcdef0",
+                "ami": "ami-0123456789abcdef0",
+                "iam-instance-profile": "nobody",
+                "github-scope": "octo/other",
+            },
+            {"REMUDA_GITHUB_TOKEN": "no"},
+            {
+                "subnets": (NOBODY, "subnet-ids"),
+                "security groups": ("sg-0123456789abcdef0", "security-group-ids"),
+                "image": ("ami-0123456789abcdef0", "give another ami"),
+                "instance profile": ("no instance profile nobody", "create it"),
+                "github access": ("refuses the credential", "REMUDA_GITHUB_TOKEN"),
+                "tokens": ("none for octo/other", "refresh --github-scope octo/other"),
+            },
+        ),
+        (
+            {"ami": "nothing"},
+            {"REMUDA_GITHUB_TOKEN": NO_SECRET},
+            {
+                "launch options": ("ami is 'nothing'", "give an image"),
+                "github credential": ("there is no secret", "ARN"),
+            },
+        ),
+        (
+            {},
+            {"AWS_REGION": "", "AWS_DEFAULT_REGION": "", "REMUDA_GITHUB_TOKEN": ""},
+            {
+                "aws region": ("no AWS region", "AWS_REGION"),
+                "github credential": ("no GitHub credential", "REMUDA_GITHUB_TOKEN"),
+                # What the pool has cannot be read then.
+                "launch options": ("ami is missing", "give an image"),
+            },
+        ),
+        (
+            {},
+            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+            {
+                "aws credentials": ("needs AWS credentials", "credentials"),
+                "launch options": ("ami is missing", "give an image"),
+                "github access": ("nobody says which scope", "--github-scope"),
+            },
+        ),
+    ],
+    ids=["nothing of it exists", "bad input", "no region", "no credentials"],
+)
+def test_what_is_broken_is_told_once_with_its_fix(
+    patient: Patient, flags: dict[str, str], changed: dict[str, str], told: dict[str, tuple[str, str]]
+):
+    code, lines = patient.doctor(flags=flags, **changed)
+    assert code == 2
+    # What follows from one of them is not told again.
+    assert problems(lines) == set(told), lines
+    for name, (says, fix) in told.items():
+        assert says in lines[name]["found"]
+        assert fix in lines[name]["fix"]
+
+
+def test_credentials_that_aws_refuses(patient: Patient):
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(403)
+            self.send_header("Content-Type", "text/xml")
+            self.end_headers()
+            self.wfile.write(REFUSAL.encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Tests read no access log."""
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as sts:
+        thread = threading.Thread(target=sts.serve_forever)
+        thread.start()
+        code, lines = patient.doctor(AWS_ENDPOINT_URL_STS=f"http://127.0.0.1:{sts.server_port}")
+        sts.shutdown()
+        thread.join()
+    assert (code, problems(lines)) == (2, {"aws credentials"}), lines
+    assert "refuses the AWS credentials" in lines["aws credentials"]["found"]
+    assert lines["table"]["found"] == "not checked: aws credentials comes first"
+
+
+def test_a_pool_that_was_never_refreshed(patient: Patient):
+    code, lines = patient.doctor(flags={**patient.servers.launch, "github-scope": SCOPE}, pool="nobody")
+    assert code == 2
+    for name in ("table", "queues", "launch template", "configuration"):
+        assert lines[name]["status"] == "problem", lines
+        assert "run remuda refresh" in lines[name]["fix"]
+    # What the first refresh needs is there.
+    for name in ("image", "subnets", "security groups", "instance profile", "github access"):
+        assert lines[name]["status"] == "ok", lines
+
+
+def test_a_queue_deleted_by_hand(patient: Patient):
+    assert patient.servers.refresh("gap")[0] == 0
+
+    async def delete(client: Any) -> None:
+        url = (await client.get_queue_url(QueueName="remuda-gap-xlarge"))["QueueUrl"]
+        await client.delete_queue(QueueUrl=url)
+        url = (await client.get_queue_url(QueueName="remuda-gap-large"))["QueueUrl"]
+        await client.set_queue_attributes(QueueUrl=url, Attributes={"VisibilityTimeout": "5"})
+
+    patient.servers.call("sqs", delete)
+    code, lines = patient.doctor(pool="gap")
+    assert (code, problems(lines)) == (2, {"queues"}), lines
+    assert "remuda-gap-xlarge is missing" in lines["queues"]["found"]
+    assert "remuda-gap-large has other values of VisibilityTimeout" in lines["queues"]["found"]
+    assert "remuda refresh" in lines["queues"]["fix"]
+
+
+def test_a_table_with_other_keys(patient: Patient):
+    async def create(client: Any) -> None:
+        await client.create_table(
+            TableName="remuda-other",
+            BillingMode="PAY_PER_REQUEST",
+            AttributeDefinitions=[{"AttributeName": "id", "AttributeType": "S"}],
+            KeySchema=[{"AttributeName": "id", "KeyType": "HASH"}],
+        )
+
+    patient.servers.call("dynamodb", create)
+    code, lines = patient.doctor(pool="other")
+    assert (code, lines["table"]["status"]) == (2, "problem"), lines
+    assert "is not a Remuda store" in lines["table"]["found"]
+    assert "name another pool" in lines["table"]["fix"]
+
+
+def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patient: Patient):
+    flags = {**patient.servers.launch, "github-scope": SCOPE}
+    code, lines = patient.doctor(flags=flags, AWS_ENDPOINT_URL_DYNAMODB="http://127.0.0.1:9")
+    assert code == 4, lines
+    assert problems(lines) == {"table", "configuration", "tokens"}, lines
+    assert "cannot be reached" in lines["table"]["found"]
+    assert lines["queues"]["status"] == "ok"
+
+
+def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(patient: Patient):
+    refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
+    patient.servers.ec2.plan(
+        faults=[{"action": "RunInstances", **refused}, {"action": "TerminateInstances", **refused}]
+    )
+    code, lines = patient.doctor()
+    assert (code, problems(lines)) == (2, {"right to terminate"}), lines
+    assert lines["right to launch"]["status"] == "warning"
+    assert "workflow.json" in lines["right to launch"]["fix"]
+
+
+def test_options_that_differ_from_the_template_are_told(patient: Patient):
+    subnets = patient.servers.launch["subnet-ids"].split(",")[0]
+    code, lines = patient.doctor(flags={"subnet-ids": subnets})
+    assert (code, lines["launch template"]["status"]) == (0, "ok"), lines
+    code, lines = patient.doctor(REMUDA_KEY_NAME="people")
+    assert (code, lines["launch template"]["status"]) == (0, "warning"), lines
+
+
+def test_an_image_must_fit_what_is_put_on_it(patient: Patient):
+    code, lines = patient.doctor(flags={"ami": WINDOWS_AMI})
+    assert (code, problems(lines)) == (2, {"image"}), lines
+    assert "Windows" in lines["image"]["found"]
+
+    digest = "0" * 64
+    python = {
+        "REMUDA_PYTHON_URL": "https://example.org/cpython-3.12-x86_64-linux.tar.gz",
+        "REMUDA_PYTHON_SHA256": digest,
+    }
+    code, lines = patient.doctor(flags={"ami": ARM_AMI}, **python)
+    assert (code, problems(lines)) == (2, {"image"}), lines
+    assert "is for arm64, python-url for x86_64" in lines["image"]["found"]
+
+
+def test_the_local_backend(tmp_path: Path):
+    def remuda(*arguments: str) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "remuda", *arguments, "--dir", str(tmp_path / "state"), "--json"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=tmp_path,
+        )
+        return done.returncode, {line["name"]: line for line in json.loads(done.stdout).get("checks", ())}
+
+    code, lines = remuda("doctor")
+    assert (code, problems(lines)) == (2, {"local backend"})
+    assert "remuda up" in lines["local backend"]["fix"]
+    assert not (tmp_path / "state").exists()
+    try:
+        assert remuda("up")[0] == 0
+        code, lines = remuda("doctor")
+        assert (code, problems(lines)) == (2, {"configuration"}), lines
+        assert remuda("refresh")[0] == 0
+        code, lines = remuda("doctor")
+        assert (code, {line["status"] for line in lines.values()}) == (0, {"ok"}), lines
+        (tmp_path / "state" / "runner" / "run.sh").unlink()
+        code, lines = remuda("doctor")
+        assert (code, problems(lines)) == (2, {"runner software"}), lines
+    finally:
+        assert remuda("down")[0] == 0

@@ -1,0 +1,144 @@
+"""The Lambda function as it is uploaded: unpacked into an empty folder, and nothing else to import from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lambda_package
+from support.cloud import SCOPE, Cloud, cloud
+
+#: As Lambda's runtime does: the event, a context with the time that is left, the result or the error's own words.
+RUNTIME = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from remuda.entrypoints.lambda_handler import handler
+
+class Context:
+    aws_request_id = "r-1"
+    def get_remaining_time_in_millis(self):
+        return int(sys.argv[3])
+
+try:
+    answer = {"result": handler(json.loads(sys.argv[2]), Context())}
+except Exception as error:
+    answer = {"errorType": type(error).__name__, "errorMessage": str(error)}
+print(json.dumps(answer))
+"""
+LIMIT_S = 240
+POOL = "function"
+#: Its first test builds the package, from a registry: on a busy machine that takes minutes.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built for this interpreter: Lambda's own would not load here."""
+    target = tmp_path_factory.mktemp("lambda") / "function.zip"
+    machine = {"aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert lambda_package.main(["--to", str(target), "--architecture", machine, "--python", version]) == 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    with cloud(tmp_path_factory.mktemp("cloud")) as started:
+        yield started
+
+
+class Function:
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder = folder
+        self._environment = environment
+        self.log: list[dict[str, Any]] = []
+        self.output = ""
+
+    def invoke(self, event: Any, *, remaining_s: float = 100.0, **changed: str) -> dict[str, Any]:
+        done = subprocess.run(
+            # Isolated, and without this virtualenv's packages.
+            [
+                *(sys.executable, "-I", "-S", "-c", RUNTIME),
+                *(str(self._folder), json.dumps(event), str(int(remaining_s * 1_000))),
+            ],
+            cwd=self._folder,
+            env={**self._environment, **changed},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+        self.output = done.stdout + done.stderr
+        *log, answer = done.stdout.splitlines()
+        self.log = [json.loads(line) for line in log]
+        result: dict[str, Any] = json.loads(answer)
+        return result
+
+
+@pytest.fixture(scope="module")
+def function(package: Path, servers: Cloud, tmp_path_factory: pytest.TempPathFactory) -> Function:
+    folder = tmp_path_factory.mktemp("task")
+    with zipfile.ZipFile(package) as archive:
+        archive.extractall(folder)
+    secret = servers.put_secret(f"remuda/{POOL}/github", json.dumps({"token": servers.github_token}))
+    launch = {f"REMUDA_{name.replace('-', '_').upper()}": value for name, value in servers.launch.items()}
+    return Function(
+        folder,
+        {
+            **servers.environment,
+            **launch,
+            "REMUDA_POOL": POOL,
+            "REMUDA_GITHUB_SCOPE": SCOPE,
+            "REMUDA_GITHUB_TOKEN": secret,
+        },
+    )
+
+
+def test_it_holds_no_tool_and_is_small(package: Path):
+    with zipfile.ZipFile(package) as archive:
+        tops = {name.partition("/")[0] for name in archive.namelist()}
+    assert {"remuda", "aiobotocore", "jwt"} <= tops
+    assert not tops & {"pytest", "ruff", "mypy", "hypothesis", "tests", "pip", "bin"}
+    assert package.stat().st_size < 30_000_000
+
+
+def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: Function, servers: Cloud):
+    first = function.invoke({"command": "refresh"})["result"]
+    assert f"tokens for {SCOPE}" in first["applied"]
+    assert any("table" in line for line in first["applied"])
+    assert first["errors"] == []
+    assert function.log[-1]["action"] == "refresh-done"
+    assert function.log[-1]["result"] == first
+    assert servers.github_token not in function.output
+
+    again = function.invoke({"detail-type": "Scheduled Event", "detail": {"command": "refresh", "sweep_only": True}})
+    assert again["result"]["applied"] == []
+
+
+def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Function):
+    unknown = function.invoke({"command": "reboot"})
+    assert unknown["errorType"] == "UserError"
+    assert "command is 'reboot'" in unknown["errorMessage"]
+
+    down = function.invoke({"command": "refresh"}, AWS_ENDPOINT_URL_DYNAMODB="http://127.0.0.1:9")
+    assert down["errorType"] == "Unavailable"
+    assert "DynamoDB" in down["errorMessage"]
+
+    secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
+    missing = function.invoke({"command": "refresh"}, REMUDA_GITHUB_TOKEN=secret)
+    assert (missing["errorType"], secret in missing["errorMessage"]) == ("UserError", True)
+
+
+def test_without_time_left_it_is_cut_and_the_next_event_goes_on(function: Function):
+    cut = function.invoke({"command": "refresh"}, remaining_s=5.0)
+    assert cut["errorType"] == "TimedOut", cut
+    assert "was cut" in cut["errorMessage"]
+    assert function.invoke({"command": "refresh"})["result"]["errors"] == []

@@ -1,0 +1,111 @@
+"""GitHub's credential out of Secrets Manager, on a server."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+import pytest
+from aiobotocore.session import AioSession
+from pydantic import SecretStr
+
+from remuda.adapters.aws.clients import AwsClients, config
+from remuda.adapters.aws.secrets import TITLE, read_secret
+from remuda.bootstrap import GithubCredential, github_credential
+from remuda.domain.errors import UserError
+from remuda.settings import Settings
+from support.servers import Ministack
+from support.wire import says, wire
+
+REGION = "eu-central-1"
+TOKEN = "ghp_kept_elsewhere"
+
+
+async def put(clients: AwsClients, **content: Any) -> str:
+    """Its ARN."""
+    client = await clients.client("secretsmanager", TITLE, config())
+    answer = await client.create_secret(Name=f"remuda/ci/{secrets.token_hex(4)}", **content)
+    return str(answer["ARN"])
+
+
+async def read(clients: AwsClients, arn: str) -> str:
+    return await read_secret(clients, arn, key="token", field="github-token")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"SecretString": TOKEN},
+        {"SecretString": f"  {TOKEN}\n"},
+        {"SecretString": json.dumps({"token": TOKEN, "note": "theirs"})},
+        {"SecretBinary": TOKEN.encode()},
+    ],
+    ids=["text", "text with blanks", "json", "binary"],
+)
+async def test_a_secret_is_text_or_an_object(clients: AwsClients, content: dict[str, Any]):
+    assert await read(clients, await put(clients, **content)) == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"SecretString": " "}, "is empty"),
+        ({"SecretString": '{"tokens": "ghp_x"}'}, "has no 'token'"),
+        ({"SecretString": '{"token": 7}'}, "has no 'token'"),
+        ({"SecretString": "{ghp_x"}, "is none"),
+        ({"SecretBinary": b"\xff\xfe"}, "is no text"),
+    ],
+    ids=["empty", "other key", "number", "not json", "bytes"],
+)
+async def test_what_holds_no_credential_is_told_without_it(clients: AwsClients, content: dict[str, Any], says: str):
+    arn = await put(clients, **content)
+    with pytest.raises(UserError) as refused:
+        await read(clients, arn)
+    assert says in refused.value.message
+    assert arn in refused.value.message
+    assert "ghp_x" not in refused.value.message
+    assert refused.value.field == "github-token"
+
+
+async def test_no_such_secret(clients: AwsClients):
+    arn = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
+    with pytest.raises(UserError, match="there is no secret"):
+        await read(clients, arn)
+
+
+async def test_one_that_is_marked_for_deletion(clients: AwsClients):
+    arn = await put(clients, SecretString=TOKEN)
+    client = await clients.client("secretsmanager", TITLE, config())
+    await client.delete_secret(SecretId=arn, RecoveryWindowInDays=7)
+    with pytest.raises(UserError, match="marked for deletion"):
+        await read(clients, arn)
+
+
+async def test_it_is_read_where_it_is_needed_only(clients: AwsClients):
+    nowhere = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
+    settings = Settings(github_token=SecretStr(nowhere))
+    assert await github_credential(settings, clients, needed=False) is None
+    with pytest.raises(UserError, match="there is no secret"):
+        await github_credential(settings, clients, needed=True)
+
+
+async def test_an_apps_key_comes_from_a_secret_too(clients: AwsClients):
+    arn = await put(clients, SecretString=json.dumps({"private_key": "-----BEGIN …"}))
+    settings = Settings(github_app_id="7", github_app_key=SecretStr(arn))
+    found = await github_credential(settings, clients, needed=True)
+    assert found == GithubCredential(text="-----BEGIN …", app_id="7")
+    assert "BEGIN" not in repr(found)
+
+
+async def test_one_that_may_not_be_read(
+    clients: AwsClients, server: Ministack, monkeypatch: pytest.MonkeyPatch, aws_session: AioSession
+):
+    arn = await put(clients, SecretString=TOKEN)
+    async with wire(server.url) as between:
+        between.always["GetSecretValue"] = says(400, "AccessDeniedException")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SECRETS_MANAGER", between.url)
+        async with AwsClients(session=aws_session) as refused_ones:
+            with pytest.raises(UserError, match="may not read secret") as refused:
+                await read(refused_ones, arn)
+    assert "secretsmanager:GetSecretValue" in refused.value.fix

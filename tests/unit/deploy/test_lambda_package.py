@@ -1,0 +1,66 @@
+"""The function's package: what goes in, and the same bytes for the same input."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lambda_package
+
+
+def made(folder: Path) -> list[tuple[str, Path]]:
+    installed = folder / "installed"
+    files = {
+        "botocore/data/dynamodb/2012-08-10/service-2.json.gz": "model",
+        "botocore/data/s3/2006-03-01/service-2.json.gz": "model",
+        "botocore/data/endpoints.json": "{}",
+        "botocore/__init__.py": "",
+        "botocore/__pycache__/__init__.cpython-311.pyc": "compiled",
+        "bin/httpx": "#!/somebody/python",
+        "httpx-0.28.1.dist-info/RECORD": "../../bin/httpx,sha256=…",
+        "httpx-0.28.1.dist-info/METADATA": "Version: 0.28.1",
+    }
+    for name, text in files.items():
+        (installed / name).parent.mkdir(parents=True, exist_ok=True)
+        (installed / name).write_text(text)
+    return list(lambda_package.contents(installed))
+
+
+def test_only_what_a_function_reads_goes_in(tmp_path: Path):
+    names = {name for name, _ in made(tmp_path)}
+    assert {name for name in names if not name.startswith("remuda/")} == {
+        "botocore/__init__.py",
+        "botocore/data/dynamodb/2012-08-10/service-2.json.gz",
+        "botocore/data/endpoints.json",
+        "httpx-0.28.1.dist-info/METADATA",
+    }
+    assert {"remuda/entrypoints/lambda_handler.py", "remuda/adapters/aws/bootstrap.sh", "remuda/py.typed"} <= names
+    assert not any("__pycache__" in name for name in names)
+
+
+def test_times_and_order_of_files_do_not_show(tmp_path: Path):
+    files = made(tmp_path)
+    first, second = tmp_path / "first.zip", tmp_path / "second.zip"
+    lambda_package.pack(files, first)
+    for _, file in files:
+        if file.is_relative_to(tmp_path):
+            os.utime(file, (1, 1))
+            file.chmod(0o600)
+    lambda_package.pack(files[::-1], second)
+    assert first.read_bytes() == second.read_bytes()
+    assert {entry.date_time for entry in zipfile.ZipFile(first).infolist()} == {lambda_package.EPOCH}
+
+
+def test_what_lambda_would_refuse_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lambda_package, "MAX_ZIPPED", 1_000)
+    with pytest.raises(SystemExit, match="Lambda takes"):
+        lambda_package.pack(made(tmp_path), tmp_path / "big.zip")
+
+
+def test_it_needs_what_the_backend_needs_and_no_tool():
+    words = " ".join(lambda_package.requirements())
+    assert "aiobotocore" in words
+    assert "pytest" not in words
