@@ -13,13 +13,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LAMBDA_ARCH ?= x86_64
 LAMBDA_PYTHON ?= 3.13
 
-.PHONY: help demo test check unit conformance acceptance docs lambda clean
+.PHONY: help demo demo-aws test check unit conformance acceptance docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.installed ## The whole story on this machine, in under two minutes
 	@$(BIN)/remuda demo
+
+demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed ## The same with backend aws, on servers here (Linux, root)
+	@PYTHONPATH=tests $(BIN)/python -m support.aws_demo
 
 test: check unit conformance acceptance ## Everything: style, types, directions, and all tests
 

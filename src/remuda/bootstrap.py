@@ -187,23 +187,46 @@ def aws_libraries() -> Iterator[None]:
 @asynccontextmanager
 async def _open_aws(settings: Settings, journal: Journal, *, credentialed: bool) -> AsyncIterator[Context]:
     with aws_libraries():
-        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
+        from remuda.adapters.aws.clients import (  # noqa: PLC0415 - only this backend pays for AWS's libraries
+            AwsClients,
+            config,
+            passed_to_agents,
+        )
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.identity import key_prefix_of  # noqa: PLC0415 - as above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
         clients = await stack.enter_async_context(AwsClients())
         name = f"remuda-{settings.pool}"
-        dynamodb = await clients.dynamodb()
-        store = DynamoInstanceStore(client=dynamodb, table=name, clock=clock, ids=ids, calls=calls, journal=journal)
+
+        async def newest_prefix() -> str:
+            return await key_prefix_of(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
+
+        store = DynamoInstanceStore(
+            client=await clients.dynamodb(),
+            table=name,
+            clock=clock,
+            ids=ids,
+            calls=calls,
+            newest_prefix=newest_prefix,
+            journal=journal,
+        )
         stack.push_async_callback(store.close)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
         ec2 = await clients.client("ec2", "EC2", client_config())
-        compute = Ec2Compute(client=ec2, pool=settings.pool, clock=clock, ids=ids, calls=calls)
+        compute = Ec2Compute(
+            client=ec2,
+            pool=settings.pool,
+            clock=clock,
+            ids=ids,
+            calls=calls,
+            agent_environment=passed_to_agents(os.environ),
+        )
         stack.push_async_callback(compute.close)
         credential = await github_credential(settings, clients, needed=credentialed)
         forge = github_forge(settings, credential, clock, ids, calls)

@@ -157,6 +157,19 @@ def _place(process: Process) -> str:
     return f"/proc/{process.pid}"
 
 
+def users(pid: int) -> frozenset[int]:
+    """All that a process is: its real, effective, saved and file system's user. Empty where it has ended."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123  # see above
+            text = file.read()
+    except OSError:
+        return frozenset()
+    for line in text.split(b"\n"):
+        if line.startswith(b"Uid:"):
+            return frozenset(map(int, line.split()[1:]))
+    return frozenset()
+
+
 def end_step(value: str) -> None:
     """End what is left of a step that an earlier agent began and did not live to see the end of. Blocks."""
     user = os.getuid()

@@ -53,3 +53,12 @@ def test_no_capacity_is_told_with_who_had_none(cloud: Cloud):
     )
     assert (code, answer["error"]["type"]) == (3, "CapacityError"), answer
     assert cloud.remuda("status")[1]["instances"] == []
+
+
+def test_a_profile_that_there_is_not_is_named_before_anything_is_made(cloud: Cloud):
+    flags = [*cloud.flags(), "--iam-instance-profile", "nobody"]
+    code, answer = cloud.remuda("refresh", "--github-scope", SCOPE, *flags, pool="profileless")
+    assert (code, answer["error"]["field"]) == (2, "iam-instance-profile"), answer
+    assert "'nobody'" in answer["error"]["message"]
+    code, answer = cloud.remuda("status", pool="profileless")
+    assert (code, "no table" in answer["error"]["message"]) == (2, True), answer

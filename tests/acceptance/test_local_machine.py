@@ -38,8 +38,10 @@ LONG_S = 30.0
 AGENT = """
 import asyncio, json, os, sys
 from datetime import datetime, UTC
+from functools import partial
 from remuda.adapters.local.machine import LocalMachine, job_environment, machine_folder, pristine_runner, supervisor_pid
 from remuda.adapters.system.clock import SystemClock
+from remuda.agent import processes
 from remuda.agent.actions_runner import ActionsRunner
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
@@ -49,8 +51,9 @@ from remuda.ports.runner import RunnerState
 async def main():
     folder, clock = machine_folder(os.environ), SystemClock()
     reset = Reset(
-        keep_root_pid=supervisor_pid(folder), keep={os.getpid()}, runner_folder=folder / "runner",
-        pristine=pristine_runner(folder), recreate=[folder / name for name in ("home", "work", "tmp")], clock=clock,
+        kill=partial(processes.kill_all, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
+        runner_folder=folder / "runner", pristine=pristine_runner(folder),
+        recreate=[folder / name for name in ("home", "work", "tmp")],
     )
     await reset.prepare()
     machine = LocalMachine(folder=folder, clock=clock, reset=reset.run)

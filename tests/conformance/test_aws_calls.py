@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from aiobotocore.session import AioSession
@@ -54,6 +55,14 @@ ORDER = ProvisionOrder(
     scope=SCOPE,
     tier=Tier.TRUSTED,
 )
+
+
+#: What the keys of machines begin with.
+PREFIX = "AROAEXAMPLEEXAMPLE:"
+
+
+async def newest_prefix() -> str:
+    return PREFIX
 
 
 class Said:
@@ -131,11 +140,17 @@ async def aws(
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", dynamodb.url)
         monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", sqs.url)
-        store = DynamoInstanceStore(
-            client=await clients.dynamodb(), table=table_name, clock=clock, ids=ids, calls=calls
-        )
+        given: dict[str, Any] = {
+            "client": await clients.dynamodb(),
+            "table": table_name,
+            "clock": clock,
+            "ids": ids,
+            "calls": calls,
+        }
+        await DynamoInstanceStore(**given, newest_prefix=newest_prefix).prepare()
+        # Another process than the one that prepared the table: it has everything to read yet.
+        store = DynamoInstanceStore(**given, newest_prefix=newest_prefix)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=table_name, clock=clock, ids=ids, calls=calls)
-        await store.prepare()
         await pool.prepare(["large"])
         token = Credential(token="t0ken", expires_at=clock.now() + timedelta(hours=1))
         tokens = (ScopeTokens(scope=SCOPE, registration=token, removal=token),)
@@ -162,7 +177,12 @@ async def aws(
 async def herd_store(clients: AwsClients, table_name: str) -> AsyncIterator[InstanceStore]:
     """The agents' own way, past the proxy. Opened before the proxy is."""
     store = DynamoInstanceStore(
-        client=await clients.dynamodb(), table=table_name, clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
+        client=await clients.dynamodb(),
+        table=table_name,
+        clock=SystemClock(),
+        ids=SystemIds(),
+        calls=CallCounter(),
+        key_prefix=PREFIX,
     )
     yield store
     await store.close()

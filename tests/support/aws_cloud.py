@@ -60,7 +60,7 @@ def aws_cloud(folder: Path) -> Iterator[Cloud]:
                     "PATH": os.environ["PATH"],
                     "HOME": str(folder),
                     **server.environment(),
-                    "AWS_ENDPOINT_URL_EC2": ec2.url,
+                    **ec2.environment(),
                     "GITHUB_API_URL": endpoint["url"],
                     "REMUDA_GITHUB_TOKEN": endpoint["token"],
                     "REMUDA_CONFIG": os.devnull,

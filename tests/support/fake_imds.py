@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 INSTANCE_ID = "i-0123456789abcdef0"
+CREDENTIALS = "iam/security-credentials/"
 
 
 class FakeImds:
     def __init__(self) -> None:
-        #: By path below /latest/meta-data/. What is not here is answered with 404.
-        self.values = {
+        #: By path below /latest/meta-data/; a function is asked each time. What is not here is answered with 404.
+        self.values: dict[str, str | Callable[[], str]] = {
             "instance-id": INSTANCE_ID,
             "instance-life-cycle": "on-demand",
             "placement/region": "eu-central-1",
@@ -41,7 +43,28 @@ class FakeImds:
         if method != "GET" or token not in self.tokens[len(self.tokens) - self.valid :]:
             return 401, ""
         value = self.values.get(path.removeprefix("/latest/meta-data/"))
-        return (404, "") if value is None else (200, value)
+        if value is None:
+            return 404, ""
+        return 200, value if isinstance(value, str) else value()
+
+    def be(self, instance_id: str, *, tags: Mapping[str, str], zone: str, life_cycle: str = "on-demand") -> None:
+        """The service of this machine."""
+        self.values = {
+            "instance-id": instance_id,
+            "instance-life-cycle": life_cycle,
+            "placement/availability-zone": zone,
+            "placement/region": zone[:-1],
+            **{f"tags/instance/{key}": value for key, value in tags.items()},
+        }
+
+    def give_credentials(self, role: str, credentials: Callable[[], Mapping[str, str]]) -> None:
+        """AccessKeyId, SecretAccessKey, Token and Expiration, asked for whenever the machine asks."""
+        self.values[CREDENTIALS] = role
+        self.values[CREDENTIALS + role] = lambda: json.dumps({"Code": "Success", "Type": "AWS-HMAC", **credentials()})
+
+    def notice(self, action: str, at: str) -> None:
+        """The spot market takes the machine back."""
+        self.values["spot/instance-action"] = json.dumps({"action": action, "time": at})
 
 
 @contextmanager

@@ -17,8 +17,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.error import URLError
 
-import pytest
-
 from support.records import NOW
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +36,10 @@ ENVIRONMENT = {
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
 }
+
+
+class ServerProblem(RuntimeError):
+    """A server that tests need is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class Ministack:
 def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Ministack]:
     """Its clock starts before the records of tests: what they expire by is still to come."""
     if not PYTHON.exists():
-        pytest.fail(f"the test servers are not installed in {PYTHON.parents[1]}: run make conformance", pytrace=False)
+        raise ServerProblem(f"the test servers are not installed in {PYTHON.parents[1]}: run make conformance")
     clock_file = folder / "ahead"
     clock_file.write_bytes(struct.pack("<d", starts_at.timestamp() - time.time()))  # noqa: TID251 - the server's clock
     port = free_port()
@@ -90,7 +92,9 @@ def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Minis
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - no threads yet
+            # Ctrl-C is for whoever started it: others still need it to clean up.
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - no threads yet
         )
     server = Ministack(url=f"http://127.0.0.1:{port}", process=process, clock_file=clock_file)
     try:
@@ -115,7 +119,7 @@ def _await_health(server: Ministack, log: Path) -> None:
     give_up_at = time.monotonic() + START_WITHIN_S
     while True:
         if server.process.poll() is not None or time.monotonic() >= give_up_at:
-            pytest.fail(f"ministack did not start:\n{log.read_text()}", pytrace=False)
+            raise ServerProblem(f"ministack did not start:\n{log.read_text()}")
         try:
             with urllib.request.urlopen(f"{server.url}/_ministack/health", timeout=1):  # noqa: S310 - loopback
                 return
@@ -123,7 +127,7 @@ def _await_health(server: Ministack, log: Path) -> None:
             time.sleep(0.05)  # noqa: TID251 - nothing else tells that it listens
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A worker that is killed leaves no server behind (Linux)."""
     if sys.platform == "linux":
         import ctypes  # noqa: PLC0415 - only in the child

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 
 import aiohttp
 from aiohttp import web
@@ -85,6 +86,20 @@ def together(count: int, mention: bytes) -> Fault:
     return fault
 
 
+#: What EC2 is asked with.
+FORM = "application/x-www-form-urlencoded"
+
+
+def operation_of(request: web.Request, body: bytes) -> str:
+    if request.content_type == FORM:
+        return dict(_form(body)).get("Action", "")
+    return request.headers.get("X-Amz-Target", "").rpartition(".")[2]
+
+
+def _form(body: bytes) -> list[tuple[str, str]]:
+    return parse_qsl(body.decode(), keep_blank_values=True)
+
+
 @dataclass(kw_only=True)
 class Wire:
     url: str = ""
@@ -111,9 +126,10 @@ async def wire(server_url: str) -> AsyncIterator[Wire]:
 
         async def handle(request: web.Request) -> web.Response:
             body = await request.read()
-            operation = request.headers.get("X-Amz-Target", "").rpartition(".")[2]
+            operation = operation_of(request, body)
             between.requests[operation] += 1
-            between.sent.setdefault(operation, []).append(json.loads(body or b"null"))
+            sent = dict(_form(body)) if request.content_type == FORM else json.loads(body or b"null")
+            between.sent.setdefault(operation, []).append(sent)
 
             async def forward() -> web.Response:
                 headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}

@@ -17,6 +17,7 @@ from typing import Any
 
 from remuda import procfs
 from remuda.agent import processes
+from remuda.agent.job_user import JobUser
 from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
@@ -42,6 +43,8 @@ MAX_DETAIL_LINES = 6
 MAX_FILE_BYTES = 1024 * 1024
 
 _INPUT = "ACTIONS_RUNNER_INPUT_"
+#: Without it the runner refuses to be run by root.
+_AS_ROOT = {"RUNNER_ALLOW_RUNASROOT": "1"}
 _SETTINGS = ".runner"
 _REGISTRATION = (_SETTINGS, ".credentials", ".credentials_rsaparams")
 #: What `config.sh` says when the service does not take the token.
@@ -71,6 +74,10 @@ class _JitConfig:
 class ActionsRunner:
     """`environment` is all that jobs get to see (PATH, HOME, TMPDIR, …). Beside `log` two small files are kept: the
     listener's pid and start time, by which a later agent finds it, and a just-in-time configuration until its start.
+
+    Where the agent is root, `user` runs the listener, and `registrar` is a second copy of the runner's software that
+    only root can reach: registrations are made and removed from there. So no token is ever in a process that a job may
+    look into, nor in the hands of software that a job may have changed. The listener gets a copy of the registration.
     """
 
     def __init__(
@@ -81,16 +88,20 @@ class ActionsRunner:
         log: Path,
         clock: Clock,
         environment: Mapping[str, str],
+        user: JobUser | None = None,
+        registrar: Path | None = None,
         stop_limit_s: float = STOP_LIMIT_S,
     ) -> None:
         self._folder = folder
+        self._user = user
+        self._registrar = registrar or folder
         self._work = work
         self._log = log
         self._clock = clock
         self._stop_limit_s = stop_limit_s
         self._environment = {"PATH": os.defpath, "LANG": "C.UTF-8", **environment}
-        if os.geteuid() == 0:
-            self._environment["RUNNER_ALLOW_RUNASROOT"] = "1"
+        if os.geteuid() == 0 and user is None:
+            self._environment |= _AS_ROOT
         self._listener_file = log.with_suffix(".listener.json")
         self._jit_file = log.with_suffix(".jit.json")
         self._jobs = _JobLog(log)
@@ -117,8 +128,7 @@ class ActionsRunner:
             return Outcome(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()
         # It refuses to configure over a configuration, a half one of a crash too; the server's is replaced.
-        for name in _REGISTRATION:
-            (self._folder / name).unlink(missing_ok=True)
+        self._drop_registration()
         if assignment.jit_config:
             kept = _JitConfig(runner_name=assignment.runner_name, config=assignment.jit_config)
             _write(self._jit_file, to_document(kept))
@@ -134,6 +144,8 @@ class ActionsRunner:
         }
         code, output = await self._config(flags, inputs, CONFIGURE_LIMIT_S)
         ok = code == 0 and self._configured_as() == assignment.runner_name
+        if ok:
+            self._give_registration()
         story = _story(code, output)
         if not ok and _REFUSED.search(output):
             story = f"{CREDENTIAL_REFUSED}: {story}"
@@ -167,9 +179,12 @@ class ActionsRunner:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
+                    **processes.as_user(self._user),
                 )
         except OSError as problem:
             raise Unavailable(f"the listener cannot be started: {problem}") from problem
+        if self._user is not None:
+            processes.may_run_out_of_memory(process.pid)
         # The kernel is asked for its end, not this object, which would complain about being outlived.
         process.returncode = 0
         self._is_ours = True
@@ -177,19 +192,14 @@ class ActionsRunner:
         self._note(self._listener)
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
-        if not (self._folder / _SETTINGS).exists():
-            jit = self._jit_config()
-            if jit is not None and jit.config:
-                return (
-                    Removal.FAILED,
-                    "it was registered just in time and never started: only the service can remove it",
-                )
-            return Removal.REMOVED, "there is no registration on this machine"
+        if not (self._registrar / _SETTINGS).exists():
+            return self._nothing_to_remove()
         if assignment.credential is None:
             return Removal.FAILED, "there is no removal token in the assignment"
         code, output = await self._config(("remove",), {"TOKEN": assignment.credential.token}, REMOVE_LIMIT_S)
         detail = _story(code, output)
-        if code == 0 and not (self._folder / _SETTINGS).exists():
+        if code == 0 and not (self._registrar / _SETTINGS).exists():
+            self._drop_registration()
             only_here = _ONLY_HERE.search(output) and not _GONE.search(output)
             return (
                 (Removal.FAILED, f"removed on this machine only: {detail}") if only_here else (Removal.REMOVED, detail)
@@ -197,6 +207,21 @@ class ActionsRunner:
         if _BUSY.search(output):
             return Removal.BUSY, detail
         return (Removal.UNREACHABLE if _UNREACHABLE.search(output) else Removal.FAILED), detail
+
+    def _nothing_to_remove(self) -> tuple[Removal, str]:
+        """There is no registration of `config.sh`'s. A listener may have made one by itself, just in time."""
+        jit = self._jit_config()
+        if jit is None:
+            return Removal.REMOVED, "there is no registration on this machine"
+        if jit.config:
+            return Removal.FAILED, "it was registered just in time and never started: only the service can remove it"
+        if (self._folder / _SETTINGS).exists():
+            # Made where jobs may write: they may name another service for the token to go to.
+            return Removal.FAILED, "it was registered just in time: only the service can remove it"
+        if self._is_listening():
+            return Removal.UNREACHABLE, "the listener has yet to write what it is registered as"
+        self._jit_file.unlink(missing_ok=True)
+        return Removal.REMOVED, "it was registered for one job, which is over"
 
     async def stop(self) -> None:
         listener = self._listener
@@ -270,7 +295,7 @@ class ActionsRunner:
         _write(self._listener_file, {"pid": listener.pid, "started": listener.started})
 
     def _configured_as(self) -> str:
-        name = (_read(self._folder / _SETTINGS) or {}).get("agentName")
+        name = (_read(self._registrar / _SETTINGS) or {}).get("agentName")
         if isinstance(name, str) and name:
             return name
         jit = self._jit_config()
@@ -299,18 +324,34 @@ class ActionsRunner:
         self._exit_code = None
         self._jobs.close()
 
+    def _drop_registration(self) -> None:
+        for folder in (self._registrar, self._folder):
+            for name in _REGISTRATION:
+                (folder / name).unlink(missing_ok=True)
+
+    def _give_registration(self) -> None:
+        """Let the listener have what `config.sh` made."""
+        if self._registrar == self._folder:
+            return
+        for name in _REGISTRATION:
+            source = self._registrar / name
+            if source.exists():
+                _give(source.read_bytes(), self._folder / name, self._user)
+
     async def _config(
         self, arguments: Sequence[str], inputs: Mapping[str, str], limit_s: float
     ) -> tuple[int | None, str]:
         """`config.sh`, with its inputs in the environment: a command line is for everyone to read."""
-        step = f"config {self._folder}"
+        step = f"config {self._registrar}"
         # One that an earlier agent began would finish later and replace what this one does.
         await asyncio.to_thread(procfs.end_step, step)
         environment = self._environment | {_INPUT + name: value for name, value in inputs.items()}
         environment[procfs.STEP] = step
-        command = [str(self._folder / "config.sh"), *arguments]
+        if self._registrar != self._folder:
+            environment |= {**_AS_ROOT, "HOME": str(self._registrar), "TMPDIR": str(self._registrar)}
+        command = [str(self._registrar / "config.sh"), *arguments]
         code, output = await processes.run(
-            command, folder=self._folder, environment=environment, limit_s=limit_s, scratch=self._log.parent
+            command, folder=self._registrar, environment=environment, limit_s=limit_s, scratch=self._log.parent
         )
         return code, output.replace(inputs["TOKEN"] or "***", "***")
 
@@ -387,6 +428,16 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _give(content: bytes, path: Path, user: JobUser | None) -> None:
+    """A new file, whatever was there."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
+        file.write(content)
+        if user is not None:
+            os.fchown(descriptor, user.uid, user.gid)
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:

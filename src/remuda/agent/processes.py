@@ -6,18 +6,23 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from remuda import procfs
+from remuda.agent.job_user import JobUser
 from remuda.ports.clock import Clock
 from remuda.procfs import Process, descendants, look, table
 
 KILL_LIMIT_S = 10.0
 #: How long one killed process may take to be gone before the next look.
 KILL_PAUSE_S = 0.1
+SIGNAL_LIMIT_S = 5.0
 #: The end of a command's output that is kept.
 MAX_OUTPUT_BYTES = 64 * 1024
 #: Empty looks in a row that prove the end: a process whose parent ended during a look is not seen by it.
@@ -61,6 +66,17 @@ def running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
             yield process
 
 
+def as_user(user: JobUser | None) -> dict[str, Any]:
+    """For the start of a process: as this user and nothing else, with none of the agent's groups."""
+    return {} if user is None else {"user": user.uid, "group": user.gid, "extra_groups": []}
+
+
+def may_run_out_of_memory(pid: int) -> None:
+    """The kernel spares the agent when memory runs out. What it starts would be spared as well."""
+    with contextlib.suppress(OSError):
+        (_PROC / str(pid) / "oom_score_adj").write_text("0")
+
+
 def send(process: Process, number: signal.Signals) -> int | None:
     return procfs.send(process.pid, process.started, number)
 
@@ -79,20 +95,75 @@ def kill_all(root: int, *, keep: Collection[int], clock: Clock, limit_s: float =
     Complete where `root` adopts the orphans below it (a subreaper): then nothing can leave its tree, neither by a
     second fork nor by a session of its own nor by another environment.
     """
+
+    def find() -> list[Process]:
+        present = table()
+        kept = {above for pid in keep for above in _with_ancestors(pid, present)}
+        return [process for process in descendants(root, present) if process.pid not in kept]
+
+    return _kill_until_none(find, kill, clock=clock, limit_s=limit_s)
+
+
+def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> Killing:
+    """SIGKILL all that a user runs, until nothing is left or the time is over. Blocks. Needs root.
+
+    Whose a process is survives forks, sessions, another environment and another parent. One signal to all at once is
+    what a process that forks all the time cannot outrun; each by itself is what none of them can prevent.
+    """
+
+    def find() -> list[Process]:
+        return [process for process in table().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))]
+
+    def end(found: Sequence[Process]) -> None:
+        _signal_all_of(user)
+        kill(found)
+
+    return _kill_until_none(find, end, clock=clock, limit_s=limit_s)
+
+
+#: Becomes the user and signals all that it may: nobody but that user's own. Not by another program after the change of
+#: user: that could not be started where the user has as many processes as it may have.
+_SIGNAL_ALL = """
+import os, sys
+uid, gid = map(int, sys.argv[1:])
+os.setgroups([])
+os.setresgid(gid, gid, gid)
+os.setresuid(uid, uid, uid)
+os.kill(-1, 9)
+"""
+
+
+def _signal_all_of(user: JobUser) -> None:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            [sys.executable, "-ISc", _SIGNAL_ALL, str(user.uid), str(user.gid)],
+            env={},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            # Where there is nobody left to signal, it says so.
+            capture_output=True,
+            timeout=SIGNAL_LIMIT_S,
+            check=False,
+        )
+
+
+def _kill_until_none(
+    find: Callable[[], list[Process]], end: Callable[[Sequence[Process]], None], *, clock: Clock, limit_s: float
+) -> Killing:
     limit = clock.monotonic() + limit_s
     killed: dict[Process, str] = {}
     empty = 0
-    while empty < EMPTY_LOOKS:
-        present = table()
-        kept = {above for pid in keep for above in _with_ancestors(pid, present)}
-        found = [process for process in descendants(root, present) if process.pid not in kept]
+    while True:
+        found = find()
         empty = 0 if found else empty + 1
+        if empty == EMPTY_LOOKS:
+            return Killing(killed=tuple(killed.values()), left=())
         if found and clock.monotonic() >= limit:
             return Killing(killed=tuple(killed.values()), left=tuple(found))
         for process in found:
             killed.setdefault(process, " ".join(command(process.pid)) or f"process {process.pid}")
-        kill(found)
-    return Killing(killed=tuple(killed.values()), left=())
+        # Where none was seen, too: one that is another process every moment is gone before a look comes to it.
+        end(found)
 
 
 def kill(processes: Iterable[Process]) -> None:

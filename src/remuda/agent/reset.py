@@ -1,5 +1,5 @@
 """A machine as new after a job: its processes killed, its folders emptied, the runner's software restored, and all that
-checked. It touches nothing but the machine's own folders and descendants.
+checked. Which processes those are, and what a job can leave elsewhere, whoever makes it says.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from remuda.agent import processes
+from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
-from remuda.ports.clock import Clock
 from remuda.ports.machine import Outcome
 
 MAX_DETAIL = 500
@@ -43,32 +43,48 @@ class Entry:
 Manifest = dict[str, Entry]
 
 
+def nothing_elsewhere() -> Sequence[str]:
+    return ()
+
+
 class Reset:
     def __init__(
         self,
         *,
-        keep_root_pid: int,
-        keep: Collection[int],
+        kill: Callable[[], processes.Killing],
         runner_folder: Path,
         pristine: Path,
         recreate: Sequence[Path],
-        clock: Clock,
-        kill_limit_s: float = processes.KILL_LIMIT_S,
+        owner: JobUser | None = None,
+        elsewhere: Callable[[], Sequence[str]] = nothing_elsewhere,
     ) -> None:
-        """`keep_root_pid` adopts all orphans of the machine (the supervisor); `keep` are it and the agent."""
-        self._root_pid = keep_root_pid
-        self._keep = frozenset({keep_root_pid, *keep})
+        """`kill` ends every process of past jobs. `owner` gets the folders, where the agent is root: their parents are
+        root's. `elsewhere` removes what jobs left outside of them and returns its names; `Unavailable` where the
+        machine cannot be made clean.
+        """
+        self._kill = kill
         self._runner = runner_folder
         self._pristine = pristine
         self._recreate = tuple(recreate)
-        self._clock = clock
-        self._kill_limit_s = kill_limit_s
+        self._owner = owner
+        self._elsewhere = elsewhere
         self._manifest: Manifest | None = None
         # By number: what a job puts in the place of one of these folders' parents is no place for us.
         self._parents = {path.parent: _place(path.parent) for path in (runner_folder, *recreate)}
 
+    async def make(self) -> Outcome:
+        """The folders of a machine that had no job yet. Nothing is compared: that would read all of the software once,
+        from a disk that a new machine first has to fetch.
+        """
+        try:
+            return await asyncio.to_thread(self._make)
+        except (OSError, shutil.Error, Unavailable) as problem:
+            return Outcome(ok=False, detail=_printable(f"{problem}", MAX_DETAIL))
+
     async def prepare(self) -> None:
-        """Learn what the pristine folder holds. Before the first job: it could change the copy that it is judged by."""
+        """Learn what the pristine folder holds. Before the first job, where jobs could change it: it is what they are
+        judged by.
+        """
         if self._manifest is None:
             self._manifest = await asyncio.to_thread(manifest, self._pristine)
 
@@ -79,6 +95,14 @@ class Reset:
         except (OSError, Unavailable) as problem:
             return Outcome(ok=False, detail=_printable(f"reset failed: {problem}", MAX_DETAIL))
 
+    def _make(self) -> Outcome:
+        removed = self._clear()
+        erase(self._runner)
+        shutil.copytree(self._pristine, self._runner, symlinks=True, copy_function=_copy)
+        for path in (self._runner, *self._runner.rglob("*")):
+            self._hand_over(path)
+        return Outcome(ok=True, detail=f"removed {_some(removed)}")
+
     def _run(self) -> Outcome:
         for parent, place in self._parents.items():
             if _place(parent) != place:
@@ -87,6 +111,14 @@ class Reset:
         if killing.left:
             names = _some([" ".join(processes.command(process.pid)) for process in killing.left])
             return Outcome(ok=False, detail=_printable(f"cannot be killed: {names}", MAX_DETAIL))
+        removed = self._clear()
+        changed = self._restore()
+        problem = self._check()
+        story = f"killed {_some(killing.killed)}; removed {_some(removed)}; restored {_some(changed)}"
+        return Outcome(ok=not problem, detail=_printable(f"{problem}{story}", MAX_DETAIL))
+
+    def _clear(self) -> list[str]:
+        """All but the runner's folder. Returns what was there."""
         self._finish_earlier()
         removed: list[str] = []
         for path in self._recreate:
@@ -94,19 +126,20 @@ class Reset:
             erase(path)
             path.mkdir(mode=PRIVATE)
             path.chmod(PRIVATE)
-        changed = self._restore()
-        problem = self._check()
-        story = f"killed {_some(killing.killed)}; removed {_some(removed)}; restored {_some(changed)}"
-        return Outcome(ok=not problem, detail=_printable(f"{problem}{story}", MAX_DETAIL))
-
-    def _kill(self) -> processes.Killing:
-        return processes.kill_all(self._root_pid, keep=self._keep, clock=self._clock, limit_s=self._kill_limit_s)
+            self._hand_over(path)
+        return [*removed, *self._elsewhere()]
 
     def _finish_earlier(self) -> None:
         for parent in self._parents:
-            parent.chmod(PRIVATE)
-            for name in [name for name in _names_in(parent) if name.startswith(ASIDE)]:
+            if self._owner is None:
+                # Jobs may have shut us out. Root is shut out by nobody, and others need the way.
+                parent.chmod(PRIVATE)
+            for name in [name for name in _listed(parent) if name.startswith(ASIDE)]:
                 erase(parent / name)
+
+    def _hand_over(self, path: Path) -> None:
+        if self._owner is not None:
+            os.chown(path, self._owner.uid, self._owner.gid, follow_symlinks=False)
 
     def _restore(self) -> list[str]:
         """Make the runner's folder as the pristine one. Returns what was not."""
@@ -126,8 +159,9 @@ class Reset:
             elif not os.path.lexists(path) or _entry(path) != entry or path.lstat().st_nlink != 1:
                 # A second name of the file, elsewhere, would be a way to change it later.
                 erase(path)
-                shutil.copy2(self._pristine / name, path, follow_symlinks=False)
+                _copy(str(self._pristine / name), str(path))
                 changed.append(name)
+            self._hand_over(path)
         for name, entry in reversed(wanted.items()):
             if entry.kind == "folder":
                 (self._runner / name).chmod(entry.mode)
@@ -144,6 +178,16 @@ class Reset:
             mine = stat.S_ISDIR(place.st_mode) and stat.S_IMODE(place.st_mode) == PRIVATE
             if not mine or any(path.iterdir()):
                 return f"{path.name} is not empty; "
+        return self._check_owners()
+
+    def _check_owners(self) -> str:
+        if self._owner is None:
+            return ""
+        wanted = (self._owner.uid, self._owner.gid)
+        for path in (*(self._runner / name for name in self._manifest or {}), *self._recreate):
+            place = path.lstat()
+            if (place.st_uid, place.st_gid) != wanted:
+                return f"{path} is not {self._owner.name}'s; "
         return ""
 
 
@@ -189,6 +233,24 @@ def erase(path: Path) -> None:
             else:
                 (folder / name).unlink()
         folder.rmdir()
+
+
+def _copy(source: str, target: str) -> None:
+    """Links as links. Where the disk can, both names share the content until one is changed: that takes no time."""
+    if Path(source).is_symlink():
+        shutil.copy2(source, target, follow_symlinks=False)
+        return
+    with open(source, "rb") as reading, open(target, "xb") as writing:  # noqa: PTH123 - as copytree calls it
+        left = os.fstat(reading.fileno()).st_size
+        try:
+            while left and (done := os.copy_file_range(reading.fileno(), writing.fileno(), left)):
+                left -= done
+        except OSError:
+            # Not between these disks.
+            os.lseek(reading.fileno(), 0, os.SEEK_SET)
+            os.lseek(writing.fileno(), 0, os.SEEK_SET)
+            shutil.copyfileobj(reading, writing)
+    shutil.copystat(source, target)
 
 
 def _move(folder: Path, target: Path) -> Path:
@@ -252,6 +314,10 @@ def _names_in(path: Path) -> list[str]:
     if not stat.S_ISDIR(path.lstat().st_mode):
         return [path.name]
     path.chmod(PRIVATE)
+    return _listed(path)
+
+
+def _listed(path: Path) -> list[str]:
     with os.scandir(path) as entries:
         return sorted(entry.name for entry in entries)
 

@@ -23,12 +23,12 @@ from remuda.adapters.local.folder import supervisor
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import layout, open_context
 from remuda.domain.errors import Unavailable
-from remuda.domain.instance import HistoryEntry, Instance, State
-from remuda.domain.pool_config import parse_runner_name
+from remuda.domain.instance import Instance, State
+from remuda.entrypoints.demo_checks import Histories, foreign_jobs, histories, living, retirements
 from remuda.entrypoints.demo_report import Claim, DemoReport, Provisioning, Releasing, Retired, show
 from remuda.entrypoints.local_backend import SWEEPER, Background
 from remuda.entrypoints.output import Output
-from remuda.githubsim.client import SimClient, SimJob, SimStep
+from remuda.githubsim.client import SimClient, SimStep
 from remuda.githubsim.endpoint import read_endpoint
 from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings
@@ -349,43 +349,17 @@ class Story:
             return ""
         return str(document.get("reason") or "")
 
-    async def _histories(self) -> dict[str, tuple[Instance, Sequence[HistoryEntry]]]:
+    async def _histories(self) -> Histories:
         async with open_context(self._settings, SilentJournal(), credentialed=False, alive=False) as context:
-            instances = await context.store.find(frozenset(State))
-            return {item.instance_id: (item, await context.store.history(item.instance_id)) for item in instances}
+            return await histories(context.store)
 
     async def _foreign_jobs(self) -> list[str]:
-        """Jobs whose machine was, at the epoch in its runner's name, assigned to another run."""
-        histories = await self._histories()
         async with self._sim() as sim:
-            jobs = await sim.jobs()
-        return [f"{job.name} of run {job.run_id}" for job in jobs if self._is_foreign(job, histories)]
-
-    def _is_foreign(self, job: SimJob, histories: dict[str, tuple[Instance, Sequence[HistoryEntry]]]) -> bool:
-        parsed = parse_runner_name(self._settings.pool, job.runner_name or "")
-        if parsed is None:
-            return job.runner_name is not None
-        epoch, instance_id = parsed
-        if instance_id not in histories:
-            return True
-        return not any(
-            entry.epoch == epoch and entry.run_id == job.run_id and entry.target in {State.CREATED, State.CLAIMED}
-            for entry in histories[instance_id][1]
-        )
+            return foreign_jobs(await sim.jobs(), await self._histories(), pool=self._settings.pool)
 
     async def _retirements(self) -> tuple[list[str], list[Retired]]:
-        live: list[str] = []
-        retired: list[Retired] = []
-        for instance_id, (instance, entries) in (await self._histories()).items():
-            if instance.state is not State.TERMINATED:
-                live.append(instance_id)
-            for entry in entries:
-                if entry.target == State.TERMINATING and entry.source != entry.target:
-                    ended = self._end_of(instance_id)
-                    retired.append(
-                        Retired(instance_id=instance_id, state=entry.source, why=entry.why, machine_said=ended)
-                    )
-        return live, retired
+        known = await self._histories()
+        return living(known), retirements(known, self._end_of)
 
     def _leaked(self) -> list[int]:
         folders = layout(self._settings).instances.glob("i-*")

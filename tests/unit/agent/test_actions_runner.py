@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -80,6 +82,18 @@ class Folder:
             clock=SystemClock(),
             environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
             stop_limit_s=stop_limit_s,
+        )
+
+    def open_apart(self, registrar: Path) -> ActionsRunner:
+        """As where jobs have a user of their own: registrations are made from a copy that jobs cannot reach."""
+        shutil.copytree(self.runner, registrar, ignore=shutil.ignore_patterns("say"))
+        return ActionsRunner(
+            folder=self.runner,
+            work=self.runner.parent / "work",
+            log=self.log,
+            clock=SystemClock(),
+            environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
+            registrar=registrar,
         )
 
     def behave(self, script: str) -> None:
@@ -345,6 +359,16 @@ class TestJustInTime:
         assert b"PACKED" not in b"".join(path.read_bytes() for path in folder.log.parent.iterdir())
         await runner.stop()
 
+    async def test_after_its_job_nothing_is_left_to_remove(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.configure(Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED"))
+        await runner.start()
+        folder.say("exit 0")
+        await until(runner, listening=False)
+        (folder.runner / ".runner").unlink()  # as the real one does by itself
+        assert (await runner.remove(ASSIGNMENT))[0] is Removal.REMOVED
+        assert runner.state().configured_as == ""
+
 
 class TestRemove:
     async def test_gone_is_gone(self, folder: Folder) -> None:
@@ -381,3 +405,49 @@ class TestRemove:
         await runner.configure(ASSIGNMENT)
         bare = Assignment(url="u", runner_name="n", labels=())
         assert (await runner.remove(bare))[0] is Removal.FAILED
+
+
+class TestRegistrar:
+    """What a job does to its own copy of the runner has no part in registrations."""
+
+    async def test_the_listener_gets_a_copy_of_the_registration(self, folder: Folder, tmp_path: Path) -> None:
+        registrar = tmp_path / "registrar"
+        runner = folder.open_apart(registrar)
+        assert (await runner.configure(ASSIGNMENT)).ok
+        assert (folder.runner / ".runner").read_bytes() == (registrar / ".runner").read_bytes()
+        assert (folder.runner / ".runner").stat().st_mode & 0o777 == 0o600
+        assert not (folder.runner / "environment").exists()
+        assert "ACTIONS_RUNNER_INPUT_TOKEN=SECRET" in (registrar / "environment").read_text()
+        await runner.start()
+        await until(runner, listening=True)
+        assert runner.state().configured_as == "remuda-p-1-i-1"
+        await runner.stop()
+
+    async def test_a_removal_runs_nothing_that_a_job_may_have_changed(self, folder: Folder, tmp_path: Path) -> None:
+        registrar = tmp_path / "registrar"
+        runner = folder.open_apart(registrar)
+        await runner.configure(ASSIGNMENT)
+        (folder.runner / "config.sh").write_text("#!/bin/sh\nenv >stolen\n")
+        (folder.runner / ".runner").write_text('{"agentName": "x", "gitHubUrl": "https://evil.example.com"}')
+        assert runner.state().configured_as == "remuda-p-1-i-1"
+        (registrar / "behave").write_text("cat .runner >removed; rm .runner")
+        removal, _ = await runner.remove(ASSIGNMENT)
+        assert removal is Removal.REMOVED
+        assert not (folder.runner / "stolen").exists()
+        assert "evil" not in (registrar / "removed").read_text()
+        assert not (folder.runner / ".runner").exists()
+        assert runner.state() == RunnerState()
+
+    async def test_what_the_listener_registered_by_itself_is_the_services_to_remove(
+        self, folder: Folder, tmp_path: Path
+    ) -> None:
+        runner = folder.open_apart(tmp_path / "registrar")
+        await runner.configure(replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit"))
+        await runner.start()
+        folder.say("Listening for Jobs")
+        while "Listening" not in folder.log.read_text():
+            await runner.wait_for_change(runner.state(), 0.01)
+        removal, detail = await runner.remove(ASSIGNMENT)
+        assert (removal, "only the service" in detail) == (Removal.FAILED, True)
+        assert not (tmp_path / "registrar" / "arguments").exists()
+        await runner.stop()

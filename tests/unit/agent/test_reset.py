@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
 from remuda.agent.reset import MAX_DETAIL, Reset, erase, manifest
+from remuda.domain.errors import Unavailable
+from support.other_user import ROOT_ONLY, UID, other_user
 
 SUBREAPER = """
 import ctypes, signal, subprocess, sys
@@ -94,12 +97,10 @@ class Machine:
         self.outside.mkdir()
         (self.outside / "precious").write_text("precious")
         self.reset = Reset(
-            keep_root_pid=supervisor.pid,
-            keep=(),
+            kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock()),
             runner_folder=self.runner,
             pristine=self.pristine,
             recreate=self.rooms,
-            clock=SystemClock(),
         )
 
     def is_clean(self) -> bool:
@@ -256,18 +257,59 @@ async def test_daemons_that_shed_everything_are_killed(machine: Machine, supervi
 async def test_what_cannot_be_killed_is_told(machine: Machine, supervisor: Supervisor) -> None:
     supervisor.run("sleep 1000 >/dev/null &")
     hasty = Reset(
-        keep_root_pid=supervisor.pid,
-        keep=(),
+        kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock(), limit_s=0),
         runner_folder=machine.runner,
         pristine=machine.pristine,
         recreate=machine.rooms,
-        clock=SystemClock(),
-        kill_limit_s=0,
     )
     outcome = await hasty.run()
     assert not outcome.ok
     assert outcome.detail.startswith("cannot be killed: ")
     assert "sleep 1000" in outcome.detail
+
+
+@ROOT_ONLY
+async def test_a_user_of_their_own_gets_the_folders_and_nothing_above(machine: Machine, tmp_path: Path) -> None:
+    machine.folder.chmod(0o711)
+    shutil.rmtree(machine.runner)
+    left: list[str] = ["/tmp/left"]  # noqa: S108 - a name
+    reset = Reset(
+        kill=lambda: processes.Killing(killed=(), left=()),
+        runner_folder=machine.runner,
+        pristine=machine.pristine,
+        recreate=machine.rooms,
+        owner=other_user(tmp_path),
+        elsewhere=lambda: left,
+    )
+    outcome = await reset.make()
+    assert outcome.ok, outcome.detail
+    assert "/tmp/left" in outcome.detail  # noqa: S108 - as above
+    assert machine.runner_is_pristine()
+    shutil.rmtree(machine.runner)
+    assert (await reset.run()).ok
+    places = [machine.runner, *machine.runner.rglob("*"), *machine.rooms]
+    assert {(path.lstat().st_uid, path.lstat().st_gid) for path in places} == {(UID, UID)}
+    assert machine.is_clean()
+    assert (machine.folder.stat().st_uid, machine.folder.stat().st_mode & 0o777) == (0, 0o711)
+    # A file that is right but another's is not left so.
+    os.chown(machine.runner / "config.sh", 0, 0)
+    assert (await reset.run()).ok
+    assert (machine.runner / "config.sh").stat().st_uid == UID
+
+
+async def test_a_machine_that_cannot_be_made_clean_is_told(machine: Machine) -> None:
+    def elsewhere() -> list[str]:
+        raise Unavailable("only a new machine is clean: it may use sudo")
+
+    reset = Reset(
+        kill=lambda: processes.Killing(killed=(), left=()),
+        runner_folder=machine.runner,
+        pristine=machine.pristine,
+        recreate=machine.rooms,
+        elsewhere=elsewhere,
+    )
+    outcome = await reset.run()
+    assert (outcome.ok, outcome.detail) == (False, "reset failed: only a new machine is clean: it may use sudo")
 
 
 @pytest.fixture

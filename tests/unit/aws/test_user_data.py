@@ -193,6 +193,7 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     assert (box.state / "pre-runner.sh").read_text() == "echo 'hello'\n"
     assert (box.state / "agent.env").read_text().splitlines() == [
         "AWS_REGION=eu-central-1",
+        f"AWS_EC2_METADATA_SERVICE_ENDPOINT={box.environment['AWS_EC2_METADATA_SERVICE_ENDPOINT']}",
         "REMUDA_BACKEND=aws",
         "REMUDA_POOL=pool",
     ]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.context import AMBIGUOUS_TRIES
-from remuda.domain.errors import RemudaError, Unavailable
+from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
+from support.records import provision
 from support.world import World
 from support.world_time import Call, run_virtual
 from unit.controlplane.cuts import Unsure
@@ -137,6 +138,35 @@ async def test_a_launch_that_may_have_happened_is_found_by_its_tags(world: World
     assert len(world.alive()) == 2
     await world.pass_time(world.lifetimes.unrecorded_grace_s + 25)
     assert not world.alive()
+
+
+@pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
+async def test_an_intent_whose_answer_was_lost_is_ours(world: World, *, applied: bool) -> None:
+    hook = Unsure("store.put_provision", applied=applied, at=(1,))
+    result = await world.provision(process=world.process(hook))
+    assert [item.provision_id for item in world.database.provisions.values()] == [result.provision_id]
+
+
+async def test_an_intent_that_the_store_repeated_by_itself_is_ours(world: World) -> None:
+    """A client that repeats a write whose answer was lost is refused by what it wrote itself."""
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_provision":
+            await call()
+        return await call()
+
+    assert (await world.provision(process=world.process(hook))).created == 1
+
+
+async def test_an_intent_that_somebody_else_wrote_is_not_ours(world: World) -> None:
+    async def hook(name: str, call: Call) -> Any:
+        if name == "store.put_provision":
+            raise Conflict("it exists", current=provision(1))
+        return await call()
+
+    with pytest.raises(Conflict):
+        await world.provision(process=world.process(hook))
+    world.check_holds_nothing("1")
 
 
 async def test_a_commit_that_was_applied_stands(world: World) -> None:

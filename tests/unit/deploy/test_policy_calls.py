@@ -26,15 +26,22 @@ MADE = {
     policy.name: filled(policy, pool=POOL, account=ACCOUNT, region=REGION, environment=POOL, credential=CREDENTIAL)
     for policy in policies()
 }
-SERVICES = ("dynamodb", "ec2", "sqs")
+SERVICES = ("dynamodb", "ec2", "iam", "sqs")
 
 #: Who makes which call: what the use cases of each come to, by way of the adapters.
 CALLS = {
-    "agent": {"dynamodb": {"GetItem", "UpdateItem"}, "ec2": {"TerminateInstances"}, "sqs": set[str]()},
+    # Who it is, everybody may ask STS without any right.
+    "agent": {
+        "dynamodb": {"GetItem", "UpdateItem"},
+        "ec2": {"TerminateInstances"},
+        "iam": set[str](),
+        "sqs": set[str](),
+    },
     "workflow": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
         # RunInstances as a dry run of the doctor's; EC2 asks for it within CreateFleet, too.
         "ec2": {"CreateFleet", "DescribeInstances", "RunInstances", "TerminateInstances"},
+        "iam": set[str](),
         "sqs": {
             "ChangeMessageVisibilityBatch",
             "DeleteMessageBatch",
@@ -71,6 +78,7 @@ CALLS = {
             "ModifyLaunchTemplate",
             "TerminateInstances",
         },
+        "iam": {"GetInstanceProfile"},
         "sqs": {
             "ChangeMessageVisibilityBatch",
             "CreateQueue",
@@ -85,6 +93,7 @@ CALLS = {
     "scale-down": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "Query", "UpdateItem"},
         "ec2": {"CreateTags", "DeleteTags", "DescribeInstances", "TerminateInstances"},
+        "iam": set[str](),
         "sqs": set[str](),
     },
 }
@@ -174,7 +183,11 @@ def sqs(operation: str, _who: str) -> list[Request]:
     return [request(f"sqs:{operation.removesuffix('Batch')}", arn("sqs", f"remuda-{POOL}-large"))]
 
 
-ASKS = {"dynamodb": dynamodb, "ec2": ec2, "sqs": sqs}
+def iam(operation: str, _who: str) -> list[Request]:
+    return [request(f"iam:{operation}", f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent")]
+
+
+ASKS = {"dynamodb": dynamodb, "ec2": ec2, "iam": iam, "sqs": sqs}
 
 
 @pytest.mark.parametrize(
@@ -201,8 +214,6 @@ def test_who_does_not_make_a_call_may_not_make_it(who):
 
 
 def test_what_is_read_once_at_refresh():
-    profile = f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent"
-    assert allows(MADE["refresh"], request("iam:GetInstanceProfile", profile))
     for who in ("refresh", "scale-down"):
         assert allows(MADE[who], request("secretsmanager:GetSecretValue", CREDENTIAL))
 

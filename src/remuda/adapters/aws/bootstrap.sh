@@ -90,13 +90,17 @@ if [[ ! -x $opt/runner/bin/Runner.Listener ]]; then
   mkdir -p "$opt/runner"
   tar -xzf "$work/runner.tar.gz" -C "$opt/runner" --no-same-owner
 fi
-chmod -R go+rX "$opt/runner"
+# Whatever the image or the archive says: nobody but us may change it.
+chown -R "$(id -u):$(id -g)" "$opt/runner"
+chmod -R go+rX,go-w "$opt/runner"
 if ! ldconfig -p | grep libicuuc >/dev/null; then
   if command -v dnf >/dev/null; then dnf -y -q install libicu; else "$opt/runner/bin/installdependencies.sh"; fi
 fi
 
 # Jobs run as a user without any right. The machine's metadata would give them the agent's role: keep it from them.
-id -u "$job_user" >/dev/null 2>&1 || useradd --create-home --shell /bin/bash "$job_user"
+# Without ids for user namespaces: what ran under these would be no process of that user any more.
+id -u "$job_user" >/dev/null 2>&1 ||
+  useradd --create-home --shell /bin/bash -K SUB_UID_COUNT=0 -K SUB_GID_COUNT=0 "$job_user"
 if ! command -v iptables >/dev/null && command -v dnf >/dev/null; then dnf -y -q install iptables-nft; fi
 command -v iptables >/dev/null || fail "there is no iptables to keep the machine's metadata from jobs"
 rule="OUTPUT -d 169.254.169.254 -m owner --uid-owner $job_user -j REJECT"
@@ -108,7 +112,7 @@ fi
 
 region=$(metadata placement/region)
 {
-  printf 'AWS_REGION=%s\n' "$region"
+  printf 'AWS_REGION=%s\nAWS_EC2_METADATA_SERVICE_ENDPOINT=%s\n' "$region" "$imds"
   for pair in "${environment[@]}"; do printf '%s\n' "$pair"; done
 } >"$state/agent.env"
 

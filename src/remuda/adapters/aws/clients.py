@@ -8,6 +8,7 @@ told to.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -34,6 +35,26 @@ CONNECTIONS = 80
 
 #: As botocore wants it: the key in its own file, the variables, no default, no conversion.
 REGION = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
+
+
+#: Agents call the same servers as whoever launches them, where these are not AWS's usual ones.
+PASSED_TO_AGENTS = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_DYNAMODB",
+    "AWS_ENDPOINT_URL_EC2",
+    "AWS_ENDPOINT_URL_STS",
+    "AWS_USE_DUALSTACK_ENDPOINT",
+    "AWS_USE_FIPS_ENDPOINT",
+)
+
+
+def passed_to_agents(environment: Mapping[str, str]) -> dict[str, str]:
+    """It goes into user data, which many may read: no address that carries a credential."""
+    passed = {name: environment[name] for name in PASSED_TO_AGENTS if environment.get(name)}
+    for name, value in passed.items():
+        if "@" in value:
+            raise UserError(f"{name} carries a credential", field=name, fix="give an address without a user in it")
+    return passed
 
 
 def open_session() -> AioSession:

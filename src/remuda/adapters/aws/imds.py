@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from remuda import scripts
+from remuda import procfs, scripts
 from remuda.adapters.aws.tags import MARGIN_TAG
 from remuda.adapters.aws.user_data import Layout
 from remuda.domain.documents import from_document, to_document
@@ -194,11 +195,14 @@ class Ec2Machine:
         script = self._state / SCRIPT
         if not script.exists():
             return Outcome(ok=True, detail="there is no pre-runner script")
+        step = f"script {self._state}"
+        # One that an earlier agent began would run beside this one.
+        await asyncio.to_thread(procfs.end_step, step)
         ended = await scripts.run(
             script,
             log=self._state / SCRIPT_LOG,
             folder=self._state,
-            environment=self._script_environment,
+            environment={**self._script_environment, procfs.STEP: step},
             timeout_s=timeout_s,
         )
         return Outcome(ok=ended.ok, detail=ended.story)

@@ -33,6 +33,8 @@ class Layout:
     opt: str = "/opt/remuda"
     #: The agent's own: only root may look.
     state: str = "/var/lib/remuda"
+    #: Root's, with the jobs' folders in it: `runner/`, `work/`, `tmp/`.
+    jobs: str = "/var/lib/remuda-jobs"
     units: str = "/etc/systemd/system"
     job_user: str = "remuda-job"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
-from remuda.controlplane.context import Context, read_config
+from remuda.controlplane.context import AMBIGUOUS_PAUSE_S, AMBIGUOUS_TRIES, Context, read_config
 from remuda.controlplane.provision.commit import commit
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.holdings import Holdings, roll_back
@@ -18,7 +18,7 @@ from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.provision.selection import Ready, Selection, Terms
 from remuda.domain.course import MAX_REASON, Course
-from remuda.domain.errors import CapacityError, RemudaError, UserError
+from remuda.domain.errors import CapacityError, Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -38,7 +38,7 @@ ROLLBACK_RESERVE_PART = 0.1
 async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
     recorder = Recorder(context.clock)
     terms = await _agree(context, order)
-    await context.store.put_provision(terms.provision)
+    await _intend(context, terms.provision)
     recorder.done("intent")
     holdings = Holdings()
     pickup = PickupManager(context, terms.request, recorder)
@@ -61,6 +61,26 @@ async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
         calls=context.calls.by_service(),
         refused=dict(recorder.refused),
     )
+
+
+async def _intend(context: Context, intent: Provision) -> None:
+    """Write the intent, and know that it was written even where an answer was lost: its id is ours alone, so what is
+    stored as we wrote it was written by us.
+    """
+    for attempt in range(1, AMBIGUOUS_TRIES + 1):
+        try:
+            await context.store.put_provision(intent)
+        except Conflict as conflict:
+            if conflict.current == intent:
+                return
+            raise
+        except Unavailable as error:
+            context.journal.note("write-unsure", error.message, run_id=intent.run_id)
+            if attempt == AMBIGUOUS_TRIES:
+                raise
+            await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
+        else:
+            return
 
 
 async def _agree(context: Context, order: ProvisionOrder) -> Terms:

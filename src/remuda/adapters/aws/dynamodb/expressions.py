@@ -176,9 +176,13 @@ def as_stored(before: Provision) -> dict[str, Any]:
     return expression.arguments(" AND ".join(terms))
 
 
-def revision_is(revision: int) -> dict[str, Any]:
+def is_still(attribute_name: str, value: Any) -> dict[str, Any]:
     expression = Expression()
-    return expression.arguments(_equal(expression, "revision", revision))
+    return expression.arguments(_equal(expression, attribute_name, value))
+
+
+def revision_is(revision: int) -> dict[str, Any]:
+    return is_still("revision", revision)
 
 
 # Searches ---------------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 | item | pk | sk | `live` index | `by_provision` index |
 |---|---|---|---|---|
-| control | `control#<id>` | `control` | `live#<shard>`, threshold; gone once terminated | its provision, its id |
-| report | `report#<id>` | `report` | | |
+| control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold, until terminated | its provision, id |
+| report | `report#<role's id>:<id>` | `report` | | |
 | history | `history#<id>` | time, epoch, sequence | | |
 | provision | `run#<run id>` | provision id | `unsettled`, deadline, or first once released | `provisions`, creation |
-| configuration, sightings | `pool` | `config`, `sightings` | | |
+| configuration, sightings, prefixes of keys | `pool` | `config`, `sightings`, `prefixes` | | |
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def run_pk(run_id: str) -> str:
 
 CONFIG = key("pool", "config")
 SIGHTINGS = key("pool", "sightings")
+#: What the keys of instances begin with.
+PREFIXES = key("pool", "prefixes")
 CONTROL_PREFIX = "control#"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from remuda.adapters.aws.dynamodb import expressions, items, schema
 from remuda.adapters.aws.dynamodb.history import HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, Keys, record_of
+from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, SharedKeys
 from remuda.adapters.aws.dynamodb.pace import Paces
 from remuda.adapters.aws.dynamodb.table import POLL, Refused, Table, key_of
 from remuda.adapters.aws.dynamodb.watch import Pace, Watch
@@ -46,11 +47,17 @@ class DynamoInstanceStore:
         ids: Ids,
         calls: CallCounter,
         key_prefix: str = "",
+        newest_prefix: Callable[[], Awaitable[str]] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """The journal hears of what fails without failing an operation: history, and when a report goes."""
+        """An agent knows its `key_prefix`. The control plane does not: `newest_prefix` asks AWS, when the table is
+        prepared; otherwise what was noted then is read. The journal hears of what fails without failing an operation:
+        history, and when a report goes.
+        """
         self._table = Table(client=client, name=table, clock=clock, ids=ids, calls=calls)
-        self._keys = Keys(prefix=key_prefix)
+        self._keys: InstanceKeys = (
+            FixedKeys(key_prefix) if newest_prefix is None else SharedKeys(table=self._table, newest=newest_prefix)
+        )
         self._journal = journal or SilentJournal()
         self._history = HistoryWriter(table=self._table, writer=ids.new(""), journal=self._journal)
         #: Changes whose answers were lost, by instance: they may have been made.
@@ -61,7 +68,9 @@ class DynamoInstanceStore:
         self._malformed: dict[str, str] = {}
 
     async def prepare(self) -> Sequence[str]:
-        return await schema.prepare(self._table)
+        await self._keys.ask()
+        created = await schema.prepare(self._table)
+        return [*created, *await self._keys.note()]
 
     async def inspect(self) -> schema.Inspection:
         return await schema.inspect(self._table)
@@ -78,7 +87,7 @@ class DynamoInstanceStore:
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        key = self._keys.control(change.instance_id)
+        key = (await self._keys_of(change.instance_id)).control(change.instance_id)
         arguments = expressions.change_arguments(change)
         try:
             item = await self._table.update(key, arguments)
@@ -110,17 +119,19 @@ class DynamoInstanceStore:
         if forget_at is None:
             return
         try:
-            await self._table.update(self._keys.report(change.instance_id), expressions.report_end(forget_at))
+            key = (await self._keys_of(change.instance_id)).report(change.instance_id)
+            await self._table.update(key, expressions.report_end(forget_at))
         except Refused:
             return  # there is none
         except RemudaError as error:
             self._journal.note("report-kept", error.message, instance_id=change.instance_id)
 
     async def get(self, instance_id: str) -> Instance | None:
-        return self._parsed(Instance, await self._table.get(self._keys.control(instance_id)), instance_id)
+        key = (await self._keys_of(instance_id)).control(instance_id)
+        return self._parsed(Instance, await self._table.get(key), instance_id)
 
     async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
-        return await self._get_many(Instance, self._keys.control, instance_ids)
+        return await self._get_many(Instance, Keys.control, instance_ids)
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
         searches: list[Awaitable[list[Item]]] = []
@@ -155,7 +166,8 @@ class DynamoInstanceStore:
 
     async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
         pace = self._paces.for_control(instance_id, since)
-        return await self._wait(Instance, self._keys.control(instance_id), since, pace, timeout_s)
+        key = (await self._keys_of(instance_id)).control(instance_id)
+        return await self._wait(Instance, key, since, pace, timeout_s)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         await self._history.flush()
@@ -177,10 +189,11 @@ class DynamoInstanceStore:
     # Reports --------------------------------------------------------------------------------------------------
 
     async def get_report(self, instance_id: str) -> Report | None:
-        return self._parsed(Report, await self._table.get(self._keys.report(instance_id)), instance_id)
+        key = (await self._keys_of(instance_id)).report(instance_id)
+        return self._parsed(Report, await self._table.get(key), instance_id)
 
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
-        return await self._get_many(Report, self._keys.report, instance_ids)
+        return await self._get_many(Report, Keys.report, instance_ids)
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         arguments = expressions.signal_arguments(
@@ -199,13 +212,14 @@ class DynamoInstanceStore:
         await self._write_report(instance_id, expressions.beat_arguments(instance_id, fields, now=self._clock.now()))
 
     async def _write_report(self, instance_id: str, arguments: Mapping[str, Any]) -> None:
-        key = self._keys.report(instance_id)
+        key = (await self._keys_of(instance_id)).report(instance_id)
         await self._table.update(key, arguments)
         self._watch.nudge(key_of(key))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
         pace = self._paces.for_report()
-        return await self._wait(Report, self._keys.report(instance_id), since, pace, timeout_s)
+        key = (await self._keys_of(instance_id)).report(instance_id)
+        return await self._wait(Report, key, since, pace, timeout_s)
 
     # Provisions -----------------------------------------------------------------------------------------------
 
@@ -270,6 +284,9 @@ class DynamoInstanceStore:
 
     # Inside ---------------------------------------------------------------------------------------------------
 
+    async def _keys_of(self, instance_id: str) -> Keys:
+        return (await self._keys.of([instance_id]))[instance_id]
+
     async def _put(self, kind: type[Any], item: Item, condition: Mapping[str, Any], message: str) -> None:
         try:
             await self._table.put(item, condition)
@@ -277,12 +294,14 @@ class DynamoInstanceStore:
             raise Conflict(message, current=self._parsed(kind, refused.item, message)) from None
 
     async def _get_many(
-        self, kind: type[R], key: Callable[[str], Item], instance_ids: Collection[str]
+        self, kind: type[R], key: Callable[[Keys, str], Item], instance_ids: Collection[str]
     ) -> Mapping[str, R]:
-        wanted = sorted(set(instance_ids))
-        found = await self._table.get_all([key(instance_id) for instance_id in wanted])
+        if not instance_ids:
+            return {}
+        keys = await self._keys.of(sorted(set(instance_ids)))
+        places = {instance_id: key_of(key(keys[instance_id], instance_id)) for instance_id in keys}
+        found = await self._table.get_all([items.key(*place) for place in places.values()])
         records = {key_of(item): item for item in found}
-        places = {instance_id: key_of(key(instance_id)) for instance_id in wanted}
         return self._all(kind, ((name, records[place]) for name, place in places.items() if place in records))
 
     async def _wait(self, kind: type[R], key: Item, since: R | None, pace: Pace, timeout_s: float) -> R | None:

@@ -1,0 +1,210 @@
+"""The real user data and the real agent on a machine of their own: a namespace of this computer, with servers around it
+for its metadata, DynamoDB, SQS, EC2, IAM, STS and GitHub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remuda.githubsim.client import SimClient, SimJob, SimStep
+from support.aws_cloud import SCOPE, Cloud, aws_cloud
+from support.ec2_machine.machine import NamespaceMachine, bake, why_not
+from support.fake_imds import FakeImds, fake_imds
+from support.moto_server import PROFILE
+
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 120.0
+POOL = "test"
+JOB_USER = "remuda-job"
+
+
+@dataclass
+class Region:
+    """A cloud in which machines really boot."""
+
+    folder: Path
+    cloud: Cloud
+    machines: dict[str, NamespaceMachine] = field(default_factory=dict)
+
+    async def remuda(self, *arguments: str) -> dict[str, Any]:
+        code, answer = await asyncio.to_thread(self.cloud.remuda, *arguments)
+        assert code == 0, f"{arguments}: {answer} {self.consoles()}"
+        found: dict[str, Any] = answer
+        return found
+
+    async def refresh(self, *more: str) -> dict[str, Any]:
+        return await self.remuda("refresh", "--github-scope", SCOPE, *self.cloud.flags(), *more)
+
+    async def provision(self, run_id: str) -> dict[str, Any]:
+        return await self.remuda(
+            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "100")
+        )
+
+    def github(self) -> SimClient:
+        return SimClient(self.cloud.environment["GITHUB_API_URL"], self.cloud.environment["REMUDA_GITHUB_TOKEN"])
+
+    async def run_job(self, run_id: str, *runs: str) -> SimJob:
+        async with self.github() as github:
+            steps = [SimStep(run=run) for run in runs]
+            job = await github.queue_job(repo=SCOPE, run_id=run_id, labels=[run_id], steps=steps)
+            limit = time.monotonic() + LIMIT_S
+            while job.status != "completed":
+                assert time.monotonic() < limit, self.consoles()
+                job = await github.job(job.id, wait_s=5.0, since=job.status)
+            return job
+
+    def consoles(self) -> str:
+        return "\n".join(machine.console for machine in self.machines.values())
+
+    @asynccontextmanager
+    async def booting(self) -> AsyncIterator[None]:
+        """As soon as EC2 has machines, they boot."""
+        async with AsyncExitStack() as stack:
+            booting = asyncio.create_task(self._boot_all(stack))
+            try:
+                yield
+            finally:
+                booting.cancel()
+                await asyncio.gather(booting, return_exceptions=True)
+                for machine in self.machines.values():
+                    machine.stop()
+
+    async def _boot_all(self, stack: AsyncExitStack) -> None:
+        async with self.cloud.ec2.client() as client:
+            while True:
+                found = await client.describe_instances()
+                for reservation in found["Reservations"]:
+                    for instance in reservation["Instances"]:
+                        name = instance["InstanceId"]
+                        if name not in self.machines:
+                            versions = await client.describe_launch_template_versions(
+                                LaunchTemplateName=f"remuda-{POOL}", Versions=["$Default"]
+                            )
+                            data = versions["LaunchTemplateVersions"][0]["LaunchTemplateData"]["UserData"]
+                            imds = stack.enter_context(fake_imds())
+                            tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
+                            await self._play_metadata(imds, name, tags)
+                            self.machines[name] = NamespaceMachine(
+                                self.folder / name,
+                                image=self.folder / "image",
+                                user_data=base64.b64decode(data).decode(),
+                                environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url},
+                            )
+                await asyncio.sleep(0.1)
+
+    async def _play_metadata(self, imds: FakeImds, instance_id: str, tags: dict[str, str]) -> None:
+        imds.valid = 1_000
+        imds.values |= {"instance-id": instance_id, **{f"tags/instance/{key}": value for key, value in tags.items()}}
+        imds.values |= await self.cloud.ec2.credentials_of(PROFILE, instance_id)
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Iterator[Region]:
+    bake(tmp_path / "image")
+    with aws_cloud(tmp_path) as cloud:
+        yield Region(folder=tmp_path, cloud=cloud)
+
+
+#: What a job could look into, and what it must not find there.
+LOOKS = """
+set -x
+id -Gn
+! ls /var/lib/remuda || exit 11
+! ls /opt/remuda/registrar || exit 12
+! touch /opt/remuda/runner/mine || exit 13
+! touch /var/lib/remuda-jobs/mine || exit 14
+cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' >seen
+! grep -e REMUDA -e ACTIONS_RUNNER_INPUT -e AWS_ seen || exit 15
+[ "$HOME" = ~remuda-job ] && [ "$(id -un)" = "$USER" ] || exit 16
+"""
+#: All that a job can do to stay.
+STAYS = """
+mkdir -p /tmp/deep/er && touch /tmp/deep/er/left /var/tmp/left /dev/shm/left ~/left
+chmod 000 /tmp/deep
+ln -s /etc /tmp/link
+echo 'touch /tmp/was-here' >>/var/lib/remuda-jobs/runner/run.sh
+ipcmk -M 4096
+env -i setsid sh -c 'sleep 1000 & sleep 1001 &' >/dev/null 2>&1 </dev/null
+"""
+FILES = ("/tmp/deep", "/tmp/link", "/var/tmp/left", "/dev/shm/left", "/home/remuda-job/left")  # noqa: S108 - its own
+
+
+def agents(machine: NamespaceMachine) -> list[str]:
+    """Their pids, as the machine counts them."""
+    return machine.run("pgrep", "-f", "remuda agent").stdout.split()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Region) -> None:
+    await region.refresh("--margin-sec", "0.5")
+    async with region.booting():
+        assert (await region.provision("1"))["created"] == 1
+        ((name, machine),) = region.machines.items()
+        job = await region.run_job("1", LOOKS, STAYS)
+        assert job.conclusion == "success", f"{job} {machine.console}"
+        assert len(machine.run("pgrep", "-u", JOB_USER, "sleep").stdout.split()) == 2
+        assert JOB_USER in machine.run("ipcs", "-m").stdout
+
+        released = await region.remuda("release", "--run-id", "1")
+        assert released["released"] == [name], machine.console
+        assert machine.run("pgrep", "-u", JOB_USER).stdout == ""
+        assert JOB_USER not in machine.run("ipcs", "-m").stdout
+        for path in FILES:
+            assert machine.run("test", "-e", path).returncode == 1, path
+        assert "was-here" not in machine.run("cat", "/var/lib/remuda-jobs/runner/run.sh").stdout
+        assert machine.run("stat", "-c", "%U", "/var/lib/remuda-jobs/runner/run.sh").stdout.strip() == JOB_USER
+        async with region.github() as github:
+            assert await github.runners() == []
+
+        # An agent that is killed leaves the listener alone, and the next one finds it.
+        assert (await region.provision("2"))["reused"] == 1
+        await region.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
+        (agent,) = agents(machine)
+        machine.run("kill", "-9", agent)
+        job = await region.run_job("2", "echo hello")
+        assert job.conclusion == "success", machine.console
+        assert (await region.remuda("release", "--run-id", "2"))["released"] == [name], machine.console
+        assert agents(machine) != [agent]
+
+        # Nobody wants it any more: it ends itself, with its own rights.
+        asked = region.cloud.ec2.asked().get("TerminateInstances", 0)
+        await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) > asked, machine.console)
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < limit, what
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, "this is no machine that Remuda made"),
+        ({"REMUDA_BACKEND": "aws"}, "there is no user 'remuda-job' to run jobs as"),
+    ],
+)
+def test_an_agent_that_cannot_start_says_why_in_one_sentence(environment: dict[str, str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "remuda", "agent"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=LIMIT_S,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1

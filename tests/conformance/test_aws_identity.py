@@ -1,0 +1,80 @@
+"""Who a machine is to AWS, asked of an IAM and an STS server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from aiobotocore.session import get_session
+
+from remuda.adapters.aws.identity import key_prefix_of, own_key_prefix
+from remuda.domain.errors import UserError
+from remuda.ports.calls import CallCounter
+from support.moto_server import PROFILE, REGION, MotoServer, shared_server
+
+INSTANCE = "i-0123456789abcdef0"
+LAUNCH = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678"}
+
+
+@dataclass(frozen=True)
+class Account:
+    server: MotoServer
+    iam: Any
+
+    async def prefix_of(self, profile: str) -> str:
+        return await key_prefix_of(self.iam, {**LAUNCH, "iam-instance-profile": profile}, CallCounter())
+
+
+@pytest.fixture
+async def account() -> AsyncIterator[Account]:
+    server = shared_server()
+    await server.make_profile(PROFILE)
+    async with server.iam() as iam:
+        yield Account(server=server, iam=iam)
+
+
+async def test_machine_and_control_plane_agree(account: Account) -> None:
+    prefix = await account.prefix_of(PROFILE)
+    profile = (await account.iam.get_instance_profile(InstanceProfileName=PROFILE))["InstanceProfile"]
+    assert await account.prefix_of(profile["Arn"]) == prefix
+    values = await account.server.credentials_of(PROFILE, INSTANCE)
+    given = json.loads(values[f"iam/security-credentials/{PROFILE}"])
+    async with get_session().create_client(
+        "sts",
+        region_name=REGION,
+        endpoint_url=account.server.url,
+        aws_access_key_id=given["AccessKeyId"],
+        aws_secret_access_key=given["SecretAccessKey"],
+        aws_session_token=given["Token"],
+    ) as sts:
+        assert await own_key_prefix(sts, INSTANCE) == prefix
+        with pytest.raises(UserError, match="not those of machine i-0"):
+            await own_key_prefix(sts, "i-0" + "1" * 16)
+
+
+async def test_credentials_of_somebody_else_are_refused(account: Account) -> None:
+    async with get_session().create_client(
+        "sts",
+        region_name=REGION,
+        endpoint_url=account.server.url,
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+    ) as sts:
+        with pytest.raises(UserError, match="not those of machine"):
+            await own_key_prefix(sts, INSTANCE)
+
+
+async def test_a_profile_that_there_is_not_or_that_has_no_role(account: Account) -> None:
+    with pytest.raises(UserError, match="no instance profile 'nobody'") as caught:
+        await account.prefix_of("nobody")
+    assert caught.value.field == "iam-instance-profile"
+    await account.iam.create_instance_profile(InstanceProfileName="empty")
+    try:
+        with pytest.raises(UserError, match="'empty' has no role") as caught:
+            await account.prefix_of("empty")
+        assert caught.value.field == "iam-instance-profile"
+    finally:
+        await account.iam.delete_instance_profile(InstanceProfileName="empty")

@@ -1,0 +1,227 @@
+"""The first process of a machine in namespaces: mounts its root, then does for it what cloud-init and systemd would.
+
+Started by `machine.py` in a mount and a PID namespace of its own; standard library only. Its root is this computer's,
+seen through a layer that takes all writes and is gone with the machine. It runs the user data, then services and timers
+as the stand-ins for `systemctl` and `systemd-run` ask for them (`stand_in.py`). Its end is the machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+STAND_INS = Path("/run/stand-ins")
+SOCKET = "/run/init.sock"
+UNITS = Path("/etc/systemd/system")
+#: Where the interpreter of this computer is seen by everyone, whoever may look where it really lies.
+INTERPRETER = Path("/opt/interpreter")
+PATH = f"{STAND_INS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+COMMANDS = ("systemctl", "systemd-run", "iptables", "shutdown")
+#: What systemctl answers about a unit that there is not.
+NOT_LOADED = 5
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(f"init: {' '.join(map(str, words))}\n")
+    sys.stdout.flush()
+
+
+def nothing(_code: int) -> None:
+    """Nobody waits for its end."""
+
+
+def mount(*arguments: object) -> None:
+    subprocess.run(["mount", *map(str, arguments)], check=True)
+
+
+def enter(plan: dict[str, Any]) -> None:
+    """Make the machine's root and go there."""
+    mount("--make-rprivate", "/")
+    place = Path(plan["folder"])
+    mount("-t", "tmpfs", "-o", "mode=755", "layer", place)
+    upper, work, root = (place / name for name in ("upper", "work", "root"))
+    for folder in (upper, work, root):
+        folder.mkdir(mode=0o755)
+    subprocess.run(["cp", "-a", f"{plan['image']}/.", upper], check=True)
+    mount("-t", "overlay", "-o", f"lowerdir=/,upperdir={upper},workdir={work}", "root", root)
+    for name, mode in (("run", "755"), ("tmp", "1777"), ("var/tmp", "1777")):
+        mount("-t", "tmpfs", "-o", f"mode={mode}", name, root / name)
+    mount("--rbind", "/dev", root / "dev")
+    mount("-t", "tmpfs", "-o", "mode=1777", "shm", root / "dev/shm")
+    mount("-t", "proc", "proc", root / "proc")
+    binds = {path: path for path in plan["binds"]} | {sys.base_prefix: str(INTERPRETER)}
+    for source, target in binds.items():
+        inside = root / target.lstrip("/")
+        inside.mkdir(parents=True, exist_ok=True)
+        mount("--rbind", source, inside)
+        mount("-o", "remount,bind,ro", inside)
+    stand_in = Path(__file__).with_name("stand_in.py").read_text()
+    for name in COMMANDS:
+        path = root / str(STAND_INS).lstrip("/") / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!{INTERPRETER}/bin/python3 -IS\n{stand_in}")
+        path.chmod(0o755)
+    os.chroot(root)
+    os.chdir("/")
+
+
+class Init:
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = {"PATH": PATH, "LANG": "C.UTF-8", **environment}
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, Callable[[int], None]] = {}
+        #: When, what number (so that none are compared further), what.
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: dict[str, int] = {}
+        self._number = 0
+        self._rules: list[list[str]] = []
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(SOCKET)
+        self._server.listen(50)
+        os.chmod(SOCKET, 0o600)  # noqa: PTH101 - not a file to open
+        wakes, self._waker = socket.socketpair()
+        for each in (wakes, self._waker):
+            each.setblocking(False)  # noqa: FBT003 - it takes no keyword
+        self._wakes = wakes
+        signal.set_wakeup_fd(self._waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._server, selectors.EVENT_READ, self._answer)
+        self._selector.register(wakes, selectors.EVENT_READ, self._reap)
+
+    def live(self) -> None:
+        while True:
+            now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                heapq.heappop(self._due)[2]()
+            pause_s = self._due[0][0] - now if self._due else None
+            for key, _ in self._selector.select(pause_s):
+                key.data()
+
+    def start(self, command: Sequence[str], ended: Callable[[int], None] = nothing, **changed: str) -> int:
+        process = subprocess.Popen(command, env={**self._environment, **changed}, stdin=subprocess.DEVNULL)
+        process.returncode = 0  # reaped below, with everybody's orphans
+        self._children[process.pid] = ended
+        return process.pid
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wakes.recv(4096)
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                self._children.pop(found[0], nothing)(os.waitstatus_to_exitcode(found[1]))
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> int:
+        self._number += 1
+        heapq.heappush(self._due, (time.monotonic() + seconds, self._number, action))
+        return self._number
+
+    # What the stand-ins ask for
+
+    def _answer(self) -> None:
+        connection, _ = self._server.accept()
+        with connection, connection.makefile("rwb") as stream:
+            name, *arguments = json.loads(stream.readline())
+            say(name, *arguments)
+            code = getattr(self, "_" + name.replace("-", "_"))(arguments)
+            stream.write(f"{code}\n".encode())
+
+    def _systemctl(self, arguments: list[str]) -> int:
+        verb, *rest = [word for word in arguments if not word.startswith("--")]
+        if verb == "poweroff":
+            say("power off")
+            os._exit(0)
+        if verb == "start":
+            for name in rest:
+                self._start_service(name)
+            return 0
+        if verb == "stop":
+            return max((self._stop(name) for name in rest), default=0)
+        return 0 if verb in {"daemon-reload", "enable"} else 1
+
+    def _stop(self, name: str) -> int:
+        number = self._timers.pop(name, None)
+        if number is None:
+            return NOT_LOADED
+        self._due = [each for each in self._due if each[1] != number]
+        heapq.heapify(self._due)
+        return 0
+
+    def _systemd_run(self, arguments: list[str]) -> int:
+        flags = [word for word in arguments if word.startswith("--")]
+        options = dict(word.removeprefix("--").split("=", 1) for word in flags if "=" in word)
+        # What follows the flags of systemd-run is the command, flags of its own included.
+        command = arguments[next(index for index, word in enumerate(arguments) if not word.startswith("--")) :]
+        name = f"{options['unit']}.timer"
+        if name in self._timers:
+            return 1
+        self._timers[name] = self._after(float(options["on-active"]), lambda: self._fire(name, command))
+        return 0
+
+    def _fire(self, name: str, command: list[str]) -> None:
+        self._timers.pop(name, None)
+        self.start(command)
+
+    def _shutdown(self, arguments: list[str]) -> int:
+        self._after(60 * float(arguments[-1].removeprefix("+")), lambda: os._exit(0))
+        return 0
+
+    def _iptables(self, arguments: list[str]) -> int:
+        rule = [word for word in arguments if word not in {"-w", "-C", "-I"}]
+        if "-C" in arguments:
+            return 0 if rule in self._rules else 1
+        self._rules.append(rule)
+        return 0
+
+    # Services
+
+    def _start_service(self, name: str) -> None:
+        lines = (UNITS / name).read_text().splitlines()
+        unit = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+        variables = Path(unit["EnvironmentFile"]).read_text().splitlines() if "EnvironmentFile" in unit else []
+        environment = dict(line.split("=", 1) for line in variables)
+
+        def run() -> None:
+            self.start(shlex.split(unit["ExecStartPre"]), begin, **environment)
+
+        def begin(code: int) -> None:
+            if code:
+                self._after(float(unit["RestartSec"]), run)
+                return
+            pid = self.start(shlex.split(unit["ExecStart"]), again, **environment)
+            # Not everywhere may root do that.
+            with contextlib.suppress(PermissionError):
+                Path(f"/proc/{pid}/oom_score_adj").write_text(unit["OOMScoreAdjust"])
+
+        def again(code: int) -> None:
+            say(name, "ended with", code)
+            if unit["Restart"] == "always":
+                self._after(float(unit["RestartSec"]), run)
+
+        run()
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    user_data = Path(plan["user_data"]).read_text()
+    enter(plan)
+    path = Path("/run/user-data")
+    path.write_text(user_data)
+    init = Init(plan["environment"])
+    init.start(["bash", str(path)])
+    init.live()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The folders of a machine whose agent is root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from remuda.agent.machine_folders import MachineFolders
+from remuda.domain.errors import UserError
+from support.other_user import ROOT_ONLY, UID, other_user
+
+pytestmark = ROOT_ONLY
+ID = "i-0123456789abcdef0"
+
+
+def folders(root: Path, home: str = "home") -> MachineFolders:
+    pristine = root / "opt" / "runner"
+    (pristine / "bin").mkdir(parents=True, exist_ok=True)
+    (pristine / "bin" / "Runner.Listener").write_text("listener")
+    (pristine / "link").symlink_to("bin")
+    user = other_user(root / home)
+    return MachineFolders(state=root / "state", jobs=root / "jobs", pristine=pristine, user=user)
+
+
+def test_only_root_may_look_at_the_agents_own_and_jobs_get_through_to_theirs(tmp_path: Path) -> None:
+    made = folders(tmp_path)
+    made.make()
+    made.make_registrar()
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in (made.state, made.log.parent, made.jobs, made.registrar)
+    }
+    assert modes == {"state": 0o700, "logs": 0o700, "jobs": 0o711, "registrar": 0o700}
+    made.state.chmod(0o777)
+    made.make()
+    assert made.state.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_registrar_is_the_pristine_software_and_can_be_made_again(tmp_path: Path) -> None:
+    made = folders(tmp_path)
+    made.make()
+    made.make_registrar()
+    (made.registrar / ".runner").write_text("{}")
+    made.make_registrar()
+    assert sorted(path.name for path in made.registrar.rglob("*")) == ["Runner.Listener", "bin", "link"]
+    assert (made.registrar / "bin" / "Runner.Listener").samefile(made.pristine / "bin" / "Runner.Listener")
+    assert (made.registrar / "link").is_symlink()
+
+
+def test_an_image_of_a_machine_in_use_is_another_machine(tmp_path: Path) -> None:
+    made = folders(tmp_path)
+    made.make()
+    assert not made.are_of(ID)
+    made.are_now_of(ID)
+    assert made.are_of(ID)
+    assert not made.are_of("i-1" + ID[3:])
+
+
+def test_a_home_that_is_anothers_is_never_emptied(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    made = folders(tmp_path)
+    made.make()  # as a reset that was cut left it
+    (home / "precious").touch()
+    with pytest.raises(UserError, match="not its own"):
+        made.make()
+    os.chown(home, UID, UID)
+    made.make()
