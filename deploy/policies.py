@@ -300,6 +300,7 @@ def refresh(classes: Sequence[str] = CLASSES) -> Policy:
                 "DescribeLaunchTemplates",
                 "DescribeLaunchTemplateVersions",
                 "DescribeSecurityGroups",
+                "DescribeSpotPriceHistory",
                 "DescribeSubnets",
             ),
             Statement(

@@ -267,6 +267,7 @@ async def _open_aws(
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - as above
         from remuda.adapters.aws.identity import key_prefix_of  # noqa: PLC0415 - as above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
@@ -313,6 +314,7 @@ async def _open_aws(
             ids=ids,
             journal=journal,
             calls=calls,
+            spot=Ec2SpotPrices(client=ec2, clock=clock, ids=ids, calls=calls),
         )
 
 

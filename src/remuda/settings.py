@@ -245,6 +245,12 @@ class Settings(BaseModel):
     python_url: str = Field(default="", description="AWS: an interpreter for the agent.")
     python_sha256: str = Field(default="", description="AWS: its digest.")
     github_environment: str = Field(default="", description="AWS: value of the tag ghr:environment.")
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="What stderr gets: text for people, or a JSON line an event.",
+        json_schema_extra={"fix": "use text or json"},
+    )
+    prices: str = Field(default="", description="Price table for reports, a JSON file (default: the one shipped).")
     github_app_id: str = Field(default="", description="GitHub App in place of a token.")
     github_app_key: SecretStr | None = Field(
         default=None, description="Its private key: PEM text, a file, or the ARN of a secret of Secrets Manager."

@@ -37,6 +37,14 @@ def test_a_provision_whose_machines_never_come_up_leaves_nothing(cloud: Cloud):
     assert {item["state"] for item in cloud.remuda("status", "--all")[1]["instances"]} == {"terminated"}
     assert cloud.remuda("release", "--run-id", "7")[0] == 0
 
+    code, story = cloud.remuda("explain", "7")
+    told = [line["what"] for line in story["lines"]]
+    assert (code, told.count("terminated"), "launched 2" in told) == (0, 2, True), story
+    assert any(what.startswith("gave up after") for what in told)
+    code, report = cloud.remuda("report", "--since", "1h")
+    assert (code, report["provisions"]["kinds"]) == (0, {"failed": 1}), report
+    assert report["machine_hours"]["booting"] > 0
+
 
 def test_no_capacity_is_told_with_who_had_none(cloud: Cloud):
     cloud.refresh()

@@ -29,3 +29,9 @@ def test_demo(tmp_path: Path):
     assert reasons["releasing"] == "lost its power"
     assert "time in idle is up" in reasons["idle"]
     assert "every claim holds" in done.stderr
+    page = tmp_path / "demo" / "report.html"
+    assert report["report_page"] == str(page)
+    assert f"the report of it all: {page}" in done.stderr
+    text = page.read_text()
+    assert "Content-Security-Policy" in text
+    assert all(run in text for run in ("1001", "1004", "1006"))

@@ -38,6 +38,12 @@ async def test_a_strangers_machine_is_never_ended(world: Ec2World) -> None:
     assert await state(world, ours[0]) == "terminated"
 
 
+async def test_a_machine_tells_its_image(world: Ec2World) -> None:
+    compute = await world.prepared()
+    await compute.launch(world.wanted())
+    assert [view.image for view in await compute.list_pool()] == [world.options["ami"]]
+
+
 async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2World) -> None:
     """They are known when looked at, and gone when their end is asked for."""
     compute = await world.prepared()

@@ -11,6 +11,7 @@ import pytest
 
 from conformance.conftest import PARSING_STORES, Stores
 from remuda.domain import provision as provisions
+from remuda.domain.course import Course, Launching, Refusal, Source, Taken
 from remuda.domain.errors import Conflict, Unreadable
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
@@ -67,6 +68,7 @@ async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other
         uses=3,
         run_deadline=at(9),
         retire="spot notice: Ünïcode",
+        held_until=at(8),
         announced_at=at(5),
         assignment=assignment(),
         forget_at=at(7),
@@ -166,6 +168,22 @@ async def test_concurrent_claims_have_one_winner(stores: Stores, store: Instance
 
 
 # History ----------------------------------------------------------------------------------------------------------
+
+
+async def test_histories_of_many(store: InstanceStore, other: InstanceStore) -> None:
+    for number in (1, 2, 3):
+        record = await store.apply(birth(instance(number)))
+        for step in range(number):
+            await store.apply(change(record, transition=f"step-{step}", uses=step))
+    # What this store wrote may be on its way; a look at one history sees it there.
+    for number in (1, 2, 3):
+        await store.history(instance_id(number))
+    found = await other.histories([instance_id(number) for number in (1, 3, 9)])
+    assert {key: [entry.transition for entry in entries] for key, entries in found.items()} == {
+        instance_id(1): ["birth", "step-0"],
+        instance_id(3): ["birth", "step-0", "step-1", "step-2"],
+    }
+    assert not await other.histories([])
 
 
 async def test_history_is_in_order_and_bounded(store: InstanceStore) -> None:
@@ -418,6 +436,38 @@ async def test_recent_provisions_are_newest_first(store: InstanceStore) -> None:
         await store.put_provision(provision(number, run_id=f"run-{number}"))
     assert [each.provision_id for each in await store.recent_provisions(3)] == ["p-4", "p-3", "p-2"]
     assert len(await store.recent_provisions(10)) == 4
+
+
+async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> None:
+    for number in (2, 4, 1, 3):
+        await store.put_provision(provision(number, run_id=f"run-{number}"))
+    assert [each.provision_id for each in await store.recent_provisions(10, since=at(3))] == ["p-4", "p-3"]
+    assert [each.provision_id for each in await store.recent_provisions(1, since=at(2))] == ["p-4"]
+    assert not await store.recent_provisions(10, since=at(5))
+
+
+async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, other: InstanceStore) -> None:
+    opened = provision(asked="on-demand, types *")
+    await store.put_provision(opened)
+    course = Course(
+        ended_at=at(2),
+        seconds=2.125,
+        reused=1,
+        phases={"intent": 0.1, "commit": 2.0},
+        taken=(Taken(instance_id=ID, source=Source.POOL, seconds=1.5, registration_s=None),),
+        refused={"lost": 2},
+        refusals=(Refusal(kind="lost", why="stale", seconds=0.25, instance_id=instance_id(2)),),
+        launches=(Launching(count=2, launched=1, seconds=1.0, errors=("no room",)),),
+    )
+    committed = provisions.committed(opened, (ID,), deadline=at(99), course=course)
+    await store.replace_provision(opened, committed)
+    assert await conflict(other.replace_provision(opened, committed)) == committed
+    released = provisions.released(committed, now=at(3), why="done")
+    await other.replace_provision(committed, released)
+    found = await store.get_provision("1234", "p-1")
+    assert found == released
+    assert found is not None
+    assert found.course == course
 
 
 async def test_unsettled_provisions(store: InstanceStore) -> None:

@@ -18,6 +18,7 @@ from remuda.domain.transitions import (
     Event,
     Extend,
     Pool,
+    Quarantine,
     Release,
     Renew,
     RenewCredential,
@@ -83,6 +84,7 @@ def evidence(record: Instance) -> dict[type, Event]:
         Announce(),
         Renew(idle_time_s=420.0),
         Retire(reason="spot notice: soon"),
+        Quarantine(reason="quarantined: odd", until=at(3_600)),
         Confirm(keep_records_s=600.0),
     )
     return {type(event): event for event in events}

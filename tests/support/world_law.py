@@ -53,7 +53,8 @@ class Law(Changes):
             yield f"S1: epoch {before.epoch} to {after.epoch}, owner {before.owner} to {after.owner}"
         if after.state is State.IDLE and before.state is State.RELEASING:
             yield from self._judge_clean(after)
-        if after.state is State.TERMINATING and before.state in {State.RUNNING, State.RELEASING}:
+        ordered = after.retire.startswith("terminated by an operator")
+        if after.state is State.TERMINATING and before.state in {State.RUNNING, State.RELEASING} and not ordered:
             yield from self._judge_end(before)
         if after.state is State.TERMINATED and world.cloud.state(after.instance_id) not in {
             None,

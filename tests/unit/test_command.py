@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
 
+from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import (
     CapacityError,
     Conflict,
@@ -24,7 +27,8 @@ from remuda.domain.errors import (
 )
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
-from remuda.entrypoints.output import Output
+from remuda.entrypoints.cli import app
+from remuda.entrypoints.output import ConsoleJournal, Output, early_log_format, set_log_format
 from remuda.entrypoints.run import command
 from remuda.entrypoints.views import instance_document
 from support.builders import in_state, report
@@ -101,6 +105,68 @@ def test_no_record_is_shown_with_its_credential(state: State) -> None:
     assert "credential" not in text
     assert "t0ken" not in repr(in_state(state))
     assert "t0ken" not in repr(report(Signal.UD_REG_OK))
+
+
+# Structured logs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def json_logs() -> Iterator[None]:
+    set_log_format("json")
+    yield
+    set_log_format("text")
+
+
+@pytest.mark.usefixtures("json_logs")
+def test_an_event_is_one_line_with_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(as_json=True)
+    journal = ConsoleJournal(output, SystemClock())
+    facts = {"instance_id": "i-1", "run_id": "7", "epoch": 3}
+    journal.note("claim-lost", "two\nlines", **facts, source="")
+    journal.note("announce", "told the pool", instance_id="i-1")
+    output.say("for people", style="bold yellow")
+    output.say("")
+    output.show("a table")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert all(line.pop("at").endswith("Z") for line in lines)
+    assert lines == [
+        {"level": "warning", "event": "claim-lost", "reason": "two\nlines", **facts},
+        {"level": "info", "event": "announce", "reason": "told the pool", "instance_id": "i-1"},
+        {"level": "warning", "event": "message", "text": "for people"},
+    ]
+
+
+@pytest.mark.usefixtures("json_logs")
+def test_an_error_is_an_event_too_and_quiet_hides_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(as_json=False, quiet=True)
+    ConsoleJournal(output, SystemClock()).note("launch", "why")
+    output.say("x")
+    assert command(output, failing(UserError("dir is wrong", field="--dir", fix="name another"))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert (found["event"], found["level"], found["type"]) == ("error", "error", "UserError")
+    assert (found["reason"], found["fix"]) == ("dir is wrong", "name another")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "found"),
+    [
+        (["status", "--log-format", "json"], {}, "json"),
+        (["status", "--log-format=json"], {"REMUDA_LOG_FORMAT": "text"}, "json"),
+        (["status", "--log-format"], {}, ""),
+        (["status"], {"REMUDA_LOG_FORMAT": "json"}, "json"),
+        (["status"], {}, ""),
+    ],
+)
+def test_the_format_is_known_before_the_settings_are(arguments: list[str], environ: dict[str, str], found: str) -> None:
+    assert early_log_format(arguments, environ) == found
+
+
+def test_every_command_can_log_so() -> None:
+    for registered in app.registered_commands:
+        if not registered.hidden:
+            assert registered.callback is not None
+            assert "log_format" in signature(registered.callback).parameters, registered.callback.__name__
 
 
 SIGNALLED = """

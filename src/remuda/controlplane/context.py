@@ -17,6 +17,7 @@ from remuda.ports.compute import Compute
 from remuda.ports.forge import Forge
 from remuda.ports.journal import Journal
 from remuda.ports.pool import ResourcePool
+from remuda.ports.prices import SpotPrices
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ class Context:
     ids: Ids
     journal: Journal
     calls: CallCounter
+    #: What the spot market asked, where the backend has one.
+    spot: SpotPrices | None = None
     #: Removal tokens minted by this process, by scope: one serves all instances.
     minted: dict[str, Credential] = field(default_factory=dict)
     minting: asyncio.Lock = field(default_factory=asyncio.Lock)

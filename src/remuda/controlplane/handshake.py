@@ -42,7 +42,8 @@ async def _renew_credential(context: Context, config: PoolConfig, instance: Inst
 
 async def announce(context: Context, instances: Collection[Instance], *, by: Actor) -> list[RemudaError]:
     """Tell the pool about idle instances: the messages first, then the flag, so that a crash repeats the message."""
-    idle = [instance for instance in instances if instance.state is State.IDLE]
+    # What is retired or in quarantine cannot be claimed: a message would only be in the way.
+    idle = [instance for instance in instances if instance.state is State.IDLE and not instance.retire]
     if not idle:
         return []
     try:

@@ -227,6 +227,9 @@ class _Releasing:
                 )
             if after.state is not State.RELEASING:
                 return Outcome(instance_id=instance.instance_id, fate=Fate.RETIRED, why=after.retire)
+            if waited.ended is Ended.VERDICT and after == instance:
+                # Its last word is said, and nothing follows from it: an operator keeps it for a look.
+                return _skipped(instance, f"not clean, and kept: {instance.retire}")
             instance = after
 
     async def _reread(self, instance: Instance) -> Instance:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
-from remuda.controlplane.context import Context, each, readable
+from remuda.controlplane.context import Context, readable
+from remuda.domain.concerns import Concern, concerns
 from remuda.domain.errors import NotFound, RemudaError
+from remuda.domain.ghosts import ghost_reason
 from remuda.domain.instance import LIVE, Instance, State
-from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision
+from remuda.domain.pool_config import PoolConfig, parse_runner_name
+from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
+from remuda.ports.forge import ForgeRunner
 
 #: How many provisions a status shows.
 RECENT_PROVISIONS = 50
@@ -25,34 +30,130 @@ class PoolLevel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """A provision that is not committed yet, and what it holds so far."""
+
+    provision: Provision
+    #: Instances by state.
+    held: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
+    at: datetime
+    pool: str
     config: PoolConfig | None
     instances: Sequence[Instance]
     reports: Mapping[str, Report]
     pools: Mapping[str, PoolLevel]
     runs: Sequence[Provision]
+    concerns: Sequence[Concern] = ()
     #: Records that cannot be parsed, one sentence each.
     unreadable: Sequence[str] = ()
 
+    @property
+    def openings(self) -> tuple[Opening, ...]:
+        return tuple(self._opening(run) for run in self.runs if run.status is ProvisionStatus.OPEN)
 
-async def status(context: Context, *, everything: bool = False) -> Status:
-    """`everything` shows terminated instances too."""
-    config = await context.store.get_config()
+    def _opening(self, run: Provision) -> Opening:
+        held = Counter(item.state.value for item in self.instances if item.provision_id == run.provision_id)
+        return Opening(provision=run, held=dict(held))
+
+    def by_state(self) -> Mapping[str, int]:
+        """How many live instances are in each state, in the order of a life."""
+        counts = Counter(item.state for item in self.instances)
+        return {state.value: counts[state] for state in State if state in LIVE and counts[state]}
+
+
+async def status(context: Context, *, everything: bool = False, ghosts: bool = True) -> Status:
+    """`everything` shows terminated instances too; `ghosts` asks the forge, where there is a credential for it."""
+    store = context.store
+    config = await store.get_config()
+    # Listed before the records are read: what they then disown stays disowned.
+    runners, troubles = await _runners(context, config) if ghosts else ({}, [])
     states = LIVE | {State.TERMINATED} if everything else LIVE
-    instances = sorted(await context.store.find(states), key=lambda item: (item.created_at, item.instance_id))
-    idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
-    names = [resource_class.name for resource_class in config.classes] if config else []
-    pools: dict[str, PoolLevel] = {}
-    for name, hints in zip(names, await each(names, context.pool.depth), strict=True):
-        if isinstance(hints, RemudaError) and not isinstance(hints, NotFound):
-            raise hints
-        pools[name] = PoolLevel(idle=idle[name], hints=0 if isinstance(hints, RemudaError) else hints)
-    read = context.store.get_reports([item.instance_id for item in instances])
+    found, runs = await asyncio.gather(store.find(states), store.recent_provisions(RECENT_PROVISIONS))
+    instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
+    classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
-    reports, _ = await readable(read, unreadable.append)
-    runs = await context.store.recent_provisions(RECENT_PROVISIONS)
-    malformed = context.store.malformed_records
-    unreadable += [f"the record {name} cannot be read: {why}" for name, why in malformed.items()]
-    return Status(
-        config=config, instances=instances, reports=reports, pools=pools, runs=runs, unreadable=tuple(unreadable)
+    (reports, _), depths = await asyncio.gather(
+        readable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
+        asyncio.gather(*(_depth(context, name) for name in classes)),
     )
+    idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
+    unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
+    now = context.clock.now()
+    return Status(
+        at=now,
+        pool=context.pool_name,
+        config=config,
+        instances=instances,
+        reports=reports,
+        pools={name: PoolLevel(idle=idle[name], hints=hints) for name, hints in zip(classes, depths, strict=True)},
+        runs=runs,
+        concerns=(
+            *concerns(config, instances, reports, runs, now=now),
+            *(await _ghosts(context, config, runners) if config and runners else ()),
+            *troubles,
+            *(Concern(kind="unreadable", subject="", text=sentence) for sentence in unreadable),
+        ),
+        unreadable=tuple(unreadable),
+    )
+
+
+async def _depth(context: Context, resource_class: str) -> int:
+    try:
+        return await context.pool.depth(resource_class)
+    except NotFound:
+        return 0
+
+
+async def _runners(
+    context: Context, config: PoolConfig | None
+) -> tuple[dict[str, Sequence[ForgeRunner]], list[Concern]]:
+    found: dict[str, Sequence[ForgeRunner]] = {}
+    troubles: list[Concern] = []
+    for scope in (tokens.scope for tokens in config.tokens) if config and context.forge else ():
+        try:
+            found[scope] = await context.forge.list_runners(scope) if context.forge else ()
+        except RemudaError as error:
+            text = f"its runners could not be listed: {error.message}"
+            troubles.append(Concern(kind="github", subject=scope, text=text))
+    return found, troubles
+
+
+async def _ghosts(
+    context: Context, config: PoolConfig, runners: Mapping[str, Sequence[ForgeRunner]]
+) -> Sequence[Concern]:
+    """Registrations that no assignment owns. The records are read now, after the list."""
+    ours = [
+        (scope, runner.name, parsed[1])
+        for scope, listed in runners.items()
+        for runner in listed
+        if (parsed := parse_runner_name(config.pool, runner.name)) is not None
+    ]
+    (records, unknown), sightings = await asyncio.gather(
+        readable(context.store.get_many({instance_id for _, _, instance_id in ours}), _say_nothing),
+        context.store.get_sightings(),
+    )
+    now = context.clock.now()
+    found = []
+    for scope, name, instance_id in ours:
+        if instance_id in unknown:
+            continue
+        why = ghost_reason(
+            name,
+            records.get(instance_id),
+            pool=config.pool,
+            unrecorded_since=sightings.get(f"ghost:{name}"),
+            now=now,
+            grace_s=config.lifetimes.ghost_grace_s,
+        )
+        if why is not None:
+            text = f"a registration in {scope} that nobody owns: {why}; refresh removes it"
+            found.append(Concern(kind="ghost", subject=name, text=text))
+    return found
+
+
+def _say_nothing(_: str) -> None:
+    """The search for live records has named it already."""

@@ -76,10 +76,15 @@ class Instance:
     run_deadline: datetime | None = None
     #: Why it will not be pooled again, or empty.
     retire: str = ""
+    #: In quarantine: not claimed, and not ended before, whatever `retire` says.
+    held_until: datetime | None = None
     announced_at: datetime | None = None
     assignment: Assignment | None = None
     #: When a terminated record may be forgotten.
     forget_at: datetime | None = None
+
+    def is_held(self, now: datetime) -> bool:
+        return self.held_until is not None and self.held_until > now
 
     def message(self) -> PoolMessage:
         return PoolMessage(
@@ -109,7 +114,9 @@ class HistoryEntry:
 
 
 def retirement(instance: Instance, *, now: datetime, max_age_s: float, max_uses: int, notice: str = "") -> str:
-    """Why an instance should not go back to the pool after this use, or empty."""
+    """Why an instance should not go back to the pool after this use, or empty: in quarantine it is kept there."""
+    if instance.is_held(now):
+        return ""
     if instance.retire:
         return instance.retire
     if notice:

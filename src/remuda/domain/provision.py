@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
+from remuda.domain.course import Course
 from remuda.domain.errors import IllegalTransition
 
 
@@ -31,8 +32,12 @@ class Provision:
     status: ProvisionStatus = ProvisionStatus.OPEN
     #: Set by the commit: what a release gives back.
     instance_ids: tuple[str, ...] = ()
+    #: What it asks of each instance, for people.
+    asked: str = ""
     #: Why it has its status.
     why: str = ""
+    #: How it went, written with its end: the commit, or the rollback.
+    course: Course | None = None
     released_at: datetime | None = None
     #: Released, and none of its instances is held any more: sweeps need not look again.
     settled: bool = False
@@ -69,7 +74,9 @@ def _move(provision: Provision, status: ProvisionStatus) -> None:
         )
 
 
-def committed(provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime) -> Provision:
+def committed(
+    provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime, course: Course | None = None
+) -> Provision:
     _move(provision, ProvisionStatus.COMMITTED)
     return replace(
         provision,
@@ -77,14 +84,23 @@ def committed(provision: Provision, instance_ids: tuple[str, ...], *, deadline: 
         instance_ids=instance_ids,
         deadline=deadline,
         why="all instances are running",
+        course=course,
     )
 
 
-def released(provision: Provision, *, now: datetime, why: str) -> Provision:
+def released(provision: Provision, *, now: datetime, why: str, course: Course | None = None) -> Provision:
+    """`course` where it ends before the commit."""
     _move(provision, ProvisionStatus.RELEASED)
     # While it was open, claims may be under way until its deadline; after the commit there are none.
     deadline = provision.deadline if provision.status is ProvisionStatus.OPEN else now
-    return replace(provision, status=ProvisionStatus.RELEASED, released_at=now, deadline=deadline, why=why)
+    return replace(
+        provision,
+        status=ProvisionStatus.RELEASED,
+        released_at=now,
+        deadline=deadline,
+        why=why,
+        course=course or provision.course,
+    )
 
 
 def settled(provision: Provision, *, forget_at: datetime) -> Provision:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from remuda.domain.instance import Instance, retirement
-from remuda.domain.signals import Report, Verdict, removal_verdict
+from remuda.domain.signals import Report, Verdict, removal_verdict, took_s
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Cause, End, Event, Extend, Pool
 
@@ -35,8 +35,10 @@ def next_for_releasing(
         )
         if reason:
             return Next(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=f"clean, but {reason}")
-        return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why="deregistered and reset")
-    if report is not None and verdict is Verdict.FAILED:
+        took = took_s(report.detail)
+        why = "deregistered and reset" + (f" in {took:.3f} s" if took is not None else "")
+        return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why=why)
+    if report is not None and verdict is Verdict.FAILED and not instance.is_held(now):
         return Next(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")
     if report is not None and report.busy and _worth_extending(instance, now=now, lifetimes=lifetimes):
         extend = Extend(report=report, extension_s=_extension_s(lifetimes), margin_s=lifetimes.margin_s)
@@ -61,4 +63,6 @@ def credential_is_short(instance: Instance, *, now: datetime, margin_s: float) -
     credential = instance.assignment.credential if instance.assignment else None
     if credential is None:
         return instance.assignment is not None
-    return credential.expires_at <= max(now + timedelta(seconds=margin_s), instance.threshold)
+    soon = now + timedelta(seconds=margin_s)
+    # A quarantine may last longer than any credential does.
+    return credential.expires_at <= (soon if instance.held_until is not None else max(soon, instance.threshold))

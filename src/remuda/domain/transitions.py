@@ -30,6 +30,8 @@ class Actor(StrEnum):
     RELEASE = "release"
     REFRESH = "refresh"
     SCALE_DOWN = "scale-down"
+    #: A person, by `drain`, `quarantine` or `terminate`.
+    OPERATOR = "operator"
 
 
 class Cause(StrEnum):
@@ -42,6 +44,8 @@ class Cause(StrEnum):
     RETIRED = "retired"
     GONE = "gone"
     UNRECORDED = "unrecorded"
+    #: A person said so.
+    ORDERED = "ordered"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +85,7 @@ def _row(  # noqa: PLR0917 - a row of a table reads by position
 
 
 _P, _L, _R, _S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+_O = Actor.OPERATOR
 _ENDED = "run and assignment cleared; threshold = now"
 
 TRANSITIONS: tuple[Transition, ...] = (
@@ -141,54 +146,62 @@ TRANSITIONS: tuple[Transition, ...] = (
         "retire",
         (State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE),
         None,
-        (_L, _R),
-        "spot notice",
+        (_L, _R, _O),
+        "spot notice, or drained",
         "not pooled again",
+    ),
+    _row(
+        "quarantine",
+        (State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE),
+        None,
+        (_O,),
+        "an operator wants a look at it",
+        "not claimed again; kept until a limit, by its threshold once it is idle or releasing",
     ),
     _row(
         "end-created",
         (State.CREATED,),
         State.TERMINATING,
-        (_P, _L, _R),
-        "failed, timed out, released, expired, gone from EC2",
+        (_P, _L, _R, _O),
+        "failed, timed out, released, expired, gone from EC2, ordered",
         _ENDED,
-        (Cause.FAILED, Cause.TIMED_OUT, Cause.RELEASED, Cause.EXPIRED, Cause.GONE),
+        (Cause.FAILED, Cause.TIMED_OUT, Cause.RELEASED, Cause.EXPIRED, Cause.GONE, Cause.ORDERED),
     ),
     _row(
         "end-claimed",
         (State.CLAIMED,),
         State.TERMINATING,
-        (_P, _R),
-        "failed signal, owner's timeout, expired, gone",
+        (_P, _R, _O),
+        "failed signal, owner's timeout, expired, gone, ordered",
         _ENDED,
-        (Cause.FAILED, Cause.TIMED_OUT, Cause.EXPIRED, Cause.GONE),
+        (Cause.FAILED, Cause.TIMED_OUT, Cause.EXPIRED, Cause.GONE, Cause.ORDERED),
     ),
     _row(
         "end-running",
         (State.RUNNING,),
         State.TERMINATING,
-        (_R,),
-        "expired, UD_REG_FAILED of this epoch, gone",
+        (_R, _O),
+        "expired, UD_REG_FAILED of this epoch, gone, ordered",
         _ENDED,
-        (Cause.EXPIRED, Cause.FAILED, Cause.GONE),
+        (Cause.EXPIRED, Cause.FAILED, Cause.GONE, Cause.ORDERED),
     ),
     _row(
         "end-releasing",
         (State.RELEASING,),
         State.TERMINATING,
-        (_L, _R),
-        "UD_REMOVE_*_FAILED of this epoch; OK of this epoch and retired; expired; gone",
+        (_L, _R, _O),
+        "UD_REMOVE_*_FAILED of this epoch; OK of this epoch and retired; expired; gone; ordered",
         _ENDED,
-        (Cause.FAILED, Cause.RETIRED, Cause.EXPIRED, Cause.GONE),
+        (Cause.FAILED, Cause.RETIRED, Cause.EXPIRED, Cause.GONE, Cause.ORDERED),
     ),
     _row(
         "end-idle",
         (State.IDLE,),
         State.TERMINATING,
-        (_R,),
-        "expired, too old, too many uses, spot notice, gone",
+        (_R, _O),
+        "expired, too old, too many uses, spot notice, gone, ordered",
         _ENDED,
-        (Cause.EXPIRED, Cause.RETIRED, Cause.GONE),
+        (Cause.EXPIRED, Cause.RETIRED, Cause.GONE, Cause.ORDERED),
     ),
     _row("confirm", (State.TERMINATING,), State.TERMINATED, (_R,), "EC2 confirmed", "kept for reports, then forgotten"),
 )
@@ -276,7 +289,7 @@ def _birth(row: Transition, record: Instance, *, by: Actor, at: datetime, why: s
             source="",
             target=record.state.value,
             epoch=record.epoch,
-            run_id=record.run_id,
+            run_id=record.run_id or record.last_run_id,
             by=by.value,
             why=why[:MAX_WHY],
         ),
@@ -367,6 +380,12 @@ class Retire:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Quarantine:
+    reason: str
+    until: datetime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class End:
     cause: Cause
     margin_s: float = 0.0
@@ -382,7 +401,9 @@ class Confirm:
     keep_records_s: float
 
 
-Event = Claim | Commit | Release | Extend | RenewCredential | Pool | Announce | Renew | Retire | End | Confirm
+Event = (
+    Claim | Commit | Release | Extend | RenewCredential | Pool | Announce | Renew | Retire | Quarantine | End | Confirm
+)
 
 
 def advance(instance: Instance, event: Event, *, by: Actor, now: datetime, why: str) -> Change:
@@ -420,6 +441,7 @@ _ROW_OF_EVENT: dict[type, str] = {
     Announce: "announce",
     Renew: "renew",
     Retire: "retire",
+    Quarantine: "quarantine",
     Confirm: "confirm",
 }
 
@@ -437,7 +459,9 @@ def _find_row(instance: Instance, event: Event, by: Actor) -> Transition:
         if event.cause not in row.causes:
             raise _illegal(instance, f"{name} from {instance.state} because {event.cause}")
         _check_end(instance, event)
-    if isinstance(event, Retire) and not event.reason:
+        if (by is Actor.OPERATOR) is not (event.cause is Cause.ORDERED):
+            raise _illegal(instance, f"{name} by {by} because {event.cause}")
+    if isinstance(event, Retire | Quarantine) and not event.reason:
         raise _illegal(instance, "retirement without a reason")
     return row
 
@@ -483,6 +507,8 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
             return replace(alive, not_retired=True), {"threshold": after(now, event.idle_time_s)}
         case Retire():
             return alive, {"retire": event.reason[:MAX_WHY]}
+        case Quarantine():
+            return alive, _quarantine(instance, event)
         case End():
             return _end(instance, event, now)
         case Confirm():
@@ -529,9 +555,21 @@ def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any
         "run_id": "",
         "last_run_id": instance.run_id,
         "run_deadline": instance.threshold,
-        "threshold": after(now, event.release_time_s),
+        "threshold": _held(instance, after(now, event.release_time_s)),
         "assignment": _with_credential(instance, event.credential),
     }
+
+
+def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
+    until = to_milliseconds(event.until)
+    kept = {"retire": event.reason[:MAX_WHY], "held_until": until}
+    # A run that has it keeps its own limit; the others would end before anybody had a look.
+    return {**kept, "threshold": until} if instance.state in {State.IDLE, State.RELEASING} else kept
+
+
+def _held(instance: Instance, threshold: datetime) -> datetime:
+    """One that an operator wants to look at is kept so long at least."""
+    return max(threshold, instance.held_until) if instance.held_until is not None else threshold
 
 
 def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
@@ -545,14 +583,14 @@ def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
 def _pool(instance: Instance, event: Pool, alive: Guard, now: datetime) -> tuple[Guard, dict[str, Any]]:
     if removal_verdict(event.report, instance.epoch) is not Verdict.OK:
         raise _illegal(instance, "pooling without UD_REMOVE_REG_REMOVE_RUN_OK of this epoch")
-    if instance.retire:
+    if instance.retire and not instance.is_held(now):
         raise _illegal(instance, f"pooling of an instance that is retired ({instance.retire})")
-    return replace(alive, not_retired=True), {
+    return replace(alive, not_retired=not instance.retire), {
         "assignment": None,
         "announced_at": None,
         "run_deadline": None,
         "uses": instance.uses + 1,
-        "threshold": after(now, event.idle_time_s),
+        "threshold": _held(instance, after(now, event.idle_time_s)),
     }
 
 

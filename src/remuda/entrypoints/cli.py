@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ from typer.exceptions import Abort, Exit, TyperException
 from remuda import __version__
 from remuda.domain.errors import UserError
 from remuda.entrypoints import options as opt
-from remuda.entrypoints.output import Output
+from remuda.entrypoints.output import Output, early_log_format, set_log_format
 from remuda.entrypoints.run import EXIT_INTERRUPTED, command
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ def up(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -62,6 +64,7 @@ def down(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     purge: Annotated[bool, typer.Option("--purge", help="Remove the state folder too.")] = False,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -115,6 +118,7 @@ def refresh(
         float | None, typer.Option("--every", min=0.2, max=86_400, help="Repeat after so many seconds, until stopped.")
     ] = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -141,6 +145,7 @@ def provision(
     provision_timeout_sec: opt.ProvisionTimeout = None,
     tier: opt.TierName = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -159,6 +164,7 @@ def release(
     run_id: opt.RunId = None,
     run_attempt: opt.RunAttempt = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -203,15 +209,137 @@ def status(
     dir: opt.Dir = None,
     pool: opt.Pool = None,
     all_: Annotated[bool, typer.Option("--all", help="Terminated instances too.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, in place, until stopped.")] = False,
+    every: Annotated[
+        float | None,
+        typer.Option("--every", min=0.2, max=3_600, help="With --watch: seconds between looks (local 1, aws 5)."),
+    ] = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
-    """Show instances, pools and runs."""
-    flags = _flags({key: value for key, value in locals().items() if key != "all_"})
+    """Show instances, launches, pools and runs, and what to look at."""
+    flags = _flags({key: value for key, value in locals().items() if key not in {"all_", "watch", "every"}})
     from remuda.entrypoints.commands import run_status
 
-    return run_status(flags, config, Output(as_json=as_json, quiet=quiet), everything=all_)
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_status(flags, config, output, everything=all_, watch=watch, every=every)
+
+
+@app.command()
+def explain(
+    subject: Annotated[
+        str, typer.Argument(metavar="RUN|INSTANCE", help="A run id, an instance id, or a runner's name on GitHub.")
+    ],
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Tell the story of a run or an instance: what happened, why, and what happens next."""
+    flags = _flags({key: value for key, value in locals().items() if key != "subject"})
+    from remuda.entrypoints.commands import run_explain
+
+    return run_explain(flags, config, Output(as_json=as_json, quiet=quiet), subject=subject)
+
+
+@app.command()
+def report(
+    since: Annotated[str, typer.Option("--since", help="90m, 12h, 7d, 2w, or a day: 2026-11-01.")] = "7d",
+    html: Annotated[str | None, typer.Option("--html", help="Write it as one page to this file.")] = None,
+    prices: opt.Prices = None,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Reuse, waiting times, machine hours, cost, and what reuse saved."""
+    flags = _flags({key: value for key, value in locals().items() if key not in {"since", "html"}})
+    from remuda.entrypoints.commands import run_report
+
+    return run_report(flags, config, Output(as_json=as_json, quiet=quiet), since=since, html=html)
+
+
+@app.command()
+def drain(
+    instances: opt.Instances = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every instance of the pool.")] = False,
+    of_class: Annotated[str, typer.Option("--resource-class", help="All of a class.")] = "",
+    of_ami: Annotated[str, typer.Option("--ami", help="All made from an image.")] = "",
+    reason: opt.Reason = "",
+    dry_run: opt.DryRun = False,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Stop claiming: those at work finish their run and end, idle ones end at the next refresh."""
+    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    from remuda.controlplane.levers import Choice
+    from remuda.entrypoints.commands import run_drain
+
+    choice = Choice(instance_ids=tuple(instances or ()), everything=all_, resource_class=of_class, ami=of_ami)
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_drain(flags, config, output, choice=choice, reason=reason, dry_run=dry_run)
+
+
+@app.command()
+def quarantine(
+    instances: opt.Instances = None,
+    last: Annotated[str, typer.Option("--for", help="How long it is kept: 30m, 4h, at most 7d.")] = "4h",
+    reason: opt.Reason = "",
+    dry_run: opt.DryRun = False,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Take instances out of the pool and keep them for a look, until a limit."""
+    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    from remuda.controlplane.levers import Choice
+    from remuda.entrypoints.commands import run_quarantine
+
+    choice = Choice(instance_ids=tuple(instances or ()))
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_quarantine(flags, config, output, choice=choice, last=last, reason=reason, dry_run=dry_run)
+
+
+@app.command()
+def terminate(
+    instances: opt.Instances = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every instance of the pool.")] = False,
+    sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    reason: opt.Reason = "",
+    dry_run: opt.DryRun = False,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """End instances now, jobs or not; asks first. Only what carries the pool's tag is ended."""
+    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    from remuda.controlplane.levers import Choice
+    from remuda.entrypoints.commands import run_terminate
+
+    choice = Choice(instance_ids=tuple(instances or ()), everything=all_)
+    output = Output(as_json=as_json, quiet=quiet)
+    return run_terminate(flags, config, output, choice=choice, reason=reason, dry_run=dry_run, sure=sure)
 
 
 @app.command()
@@ -225,6 +353,7 @@ def doctor(
     security_group_ids: opt.SecurityGroupIds = None,
     iam_instance_profile: opt.InstanceProfile = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -240,6 +369,7 @@ def config_(
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
 ) -> int:
     """Print every setting, its value and where it came from."""
@@ -258,6 +388,7 @@ def run_workflow(
     run_id: opt.RunId = None,
     run_attempt: opt.RunAttempt = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -273,6 +404,7 @@ def demo(
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -326,6 +458,7 @@ def agent() -> None:
 
 def main(arguments: list[str]) -> int:
     """The exit code. With --json every error is a document, usage errors included."""
+    set_log_format(early_log_format(arguments, os.environ))
     output = Output(as_json="--json" in arguments)
 
     def call() -> int:

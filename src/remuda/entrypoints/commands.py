@@ -9,6 +9,7 @@ from typing import Any
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import check_local, desired, open_context
 from remuda.controlplane.context import Context
+from remuda.controlplane.explain import check_subject, explain
 from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
@@ -16,7 +17,8 @@ from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.scale_down import Action
-from remuda.entrypoints import views
+from remuda.domain.story import Story
+from remuda.entrypoints import status_view, story_view, views
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
 from remuda.ports.journal import Journal
@@ -197,25 +199,80 @@ def run_scale_down_command(
     return EXIT_PARTIAL if result.errors else EXIT_OK
 
 
-def run_status(flags: Flags, config: str | None, output: Output, *, everything: bool) -> int:
+def run_status(
+    flags: Flags, config: str | None, output: Output, *, everything: bool, watch: bool, every: float | None
+) -> int:
     settings = load_settings(flags, config).settings
-
-    async def work() -> Status:
-        async with _open(settings, output, credentialed=False, alive=False) as context:
-            return await status(context, everything=everything)
-
-    result = run_async(work)
+    if every is not None and not watch:
+        raise UserError(f"--every is {every:g}, without --watch", field="--every", fix="add --watch, or leave it out")
+    silent: list[str] = []
     if settings.backend == "local":
         from remuda.entrypoints.local_backend import missing  # noqa: PLC0415 - only the local backend needs it
 
-        for name in missing(settings):
-            output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
+        silent = missing(settings)
+    # On AWS the caller's own credential is used where there is one; the local GitHub's is at hand while it runs.
+    asks = settings.backend == "local" and not silent
+    if watch:
+        from remuda.entrypoints.watching import watch as go_on  # noqa: PLC0415 - only where it is asked for
+
+        return run_async(lambda: go_on(settings, output, everything=everything, every_s=every, asks=asks))
+
+    async def work() -> Status:
+        async with _open(settings, output, credentialed=asks, alive=False) as context:
+            return await status(context, everything=everything)
+
+    result = run_async(work)
+    for name in silent:
+        output.say(f"{name} does not run: remuda up starts it", style="bold yellow")
     for sentence in result.unreadable:
         output.say(f"error: {sentence}", style="bold red")
     if not output.as_json:
-        output.answer(*views.status_tables(result, SystemClock().now(), width=output.width))
-    output.result(views.status_document(result))
+        output.answer(*status_view.status_tables(result, width=output.width))
+    output.result(status_view.status_document(result))
     return EXIT_OK
+
+
+def run_explain(flags: Flags, config: str | None, output: Output, *, subject: str) -> int:
+    settings = load_settings(flags, config).settings
+    check_subject(subject)
+
+    async def work() -> Story:
+        async with _open(settings, output, credentialed=False, alive=False) as context:
+            return await explain(context, subject)
+
+    story = run_async(work)
+    if not output.as_json:
+        output.answer(*story_view.story_lines(story), soft_wrap=True)
+    output.result(story_view.story_document(story))
+    return EXIT_OK
+
+
+def run_report(flags: Flags, config: str | None, output: Output, *, since: str, html: str | None) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import reporting  # noqa: PLC0415 - only where a report is made
+
+    return reporting.run_report(settings, output, since=since, html=html)
+
+
+def run_drain(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import acting  # noqa: PLC0415 - only where somebody acts
+
+    return acting.run_drain(settings, output, **chosen)
+
+
+def run_quarantine(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import acting  # noqa: PLC0415 - only where somebody acts
+
+    return acting.run_quarantine(settings, output, **chosen)
+
+
+def run_terminate(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints import acting  # noqa: PLC0415 - only where somebody acts
+
+    return acting.run_terminate(settings, output, **chosen)
 
 
 def run_doctor_checks(flags: Flags, config: str | None, output: Output) -> int:

@@ -91,13 +91,24 @@ async def run_demo_story(output: Output, folder: Path | None) -> int:
     story = Story(output, root)
     try:
         report = await story.tell()
+        page = await story.write_page(_page(folder))
     finally:
         await asyncio.shield(story.clean_up())
         if folder is None:
             shutil.rmtree(root, ignore_errors=True)
     show(output, report)
-    output.result(report.document())
+    output.say(f"the report of it all: {page}", style="bold")
+    output.result({**report.document(), "report_page": str(page)})
     return 0 if report.holds else 1
+
+
+def _page(folder: Path | None) -> Path:
+    """Where it stays after everything else is cleaned up."""
+    if folder is not None:
+        return folder / "report.html"
+    handle, name = tempfile.mkstemp(prefix="remuda-report-", suffix=".html")
+    os.close(handle)
+    return Path(name)
 
 
 class Story:
@@ -122,6 +133,11 @@ class Story:
         await self._crash()
         await self._self_termination()
         return await self._last_look()
+
+    async def write_page(self, page: Path) -> Path:
+        self._title("The report: reuse, waiting times, machine hours, cost")
+        await self._remuda("report", "--html", str(page))
+        return page
 
     async def clean_up(self) -> None:
         """Also after Ctrl-C: nothing stays behind."""

@@ -33,6 +33,18 @@ Scope = Annotated[
     typer.Option("--github-scope", help="owner or owner/repo. (default: GITHUB_REPOSITORY)", rich_help_panel=_COMMON),
 ]
 
+LogFormat = Annotated[
+    str | None,
+    typer.Option("--log-format", help="text, or json: a line an event on stderr.", rich_help_panel=_COMMON),
+]
+Instances = Annotated[list[str] | None, typer.Argument(metavar="[INSTANCE]...", help="Which instances.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why: it stands in the history.")]
+Prices = Annotated[
+    str | None,
+    typer.Option("--prices", help="JSON file of prices an hour. (default: the list shipped)", rich_help_panel=_COMMON),
+]
+
 RunId = Annotated[
     str | None, typer.Option("--run-id", help="The workflow's run id. (default: GITHUB_RUN_ID)", rich_help_panel=_RUN)
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.timestamps import to_text
 from remuda.ports.clock import Clock
 from remuda.ports.journal import Journal
 
@@ -37,7 +39,28 @@ _QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "
 _PLANNED = "would-"
 
 
+JSON_LOGS = "json"
+
+
+def early_log_format(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """As far as it can be told before the settings are read: an error about them is logged, too."""
+    for number, argument in enumerate(arguments):
+        if argument == "--log-format" and number + 1 < len(arguments):
+            return arguments[number + 1]
+        if argument.startswith("--log-format="):
+            return argument.partition("=")[2]
+    return environ.get("REMUDA_LOG_FORMAT", "")
+
+
+def set_log_format(name: str) -> None:
+    """For the whole process: it has one stderr."""
+    Output.logs_json = name == JSON_LOGS
+
+
 class Output:
+    #: Whether stderr gets a JSON document a line.
+    logs_json: ClassVar[bool] = False
+
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json = as_json
         self._quiet = quiet
@@ -57,26 +80,50 @@ class Output:
         return self._console
 
     def say(self, text: str, *, style: str | None = None) -> None:
-        if not self._quiet:
+        if self._quiet:
+            return
+        if not self.logs_json:
             self.console.print(text, style=style, markup=False)
+        elif text.strip():
+            self.event("message", {"text": text.strip()}, level="warning" if style and "yellow" in style else "info")
 
     def show(self, renderable: Any) -> None:
-        if not self._quiet:
+        """A table: for people only."""
+        if not self._quiet and not self.logs_json:
             self.console.print(renderable)
 
-    def answer(self, *renderables: Any) -> None:
-        """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there."""
+    def event(self, name: str, facts: Mapping[str, Any], *, level: str) -> None:
+        """One line of a structured log. Facts that say nothing are left out."""
+        told = {key: value for key, value in facts.items() if value is not None and value != ""}
+        line = {"at": to_text(SystemClock().now()), "level": level, "event": name, **told}
+        self.log_line(json.dumps(line, default=str))
+
+    def log_line(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
+        """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there.
+
+        `soft_wrap`: a line stays one line, however long: for logs, and for grep.
+        """
         if self.as_json:
             return
         from rich.console import Console  # noqa: PLC0415 - rich is slow to import and often not needed
 
         console = Console(highlight=False, width=self.width)
         for renderable in renderables:
-            console.print(renderable)
+            console.print(renderable, soft_wrap=soft_wrap)
 
     @property
     def width(self) -> int:
         return shutil.get_terminal_size((160, 40)).columns
+
+    def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
+        """What the journal notes: instance, run, epoch and reason, and whatever else belongs to it."""
+        if not self._quiet:
+            level = "warning" if any(word in action for word in _TROUBLE) else "info"
+            self.event(action, {"reason": why, **facts}, level=level)
 
     def result(self, document: Mapping[str, Any]) -> None:
         if self.as_json:
@@ -95,7 +142,11 @@ class Output:
         fix = f"; {error.fix}" if error.fix else ""
         # One line, whatever a value or another program's message brings along.
         line = " ".join(f"remuda: {error.message}{fix}".splitlines())
-        self.console.print(line, style="bold red", markup=False)
+        if self.logs_json:
+            facts = {"type": type(error).__name__, "reason": error.message, "fix": error.fix}
+            self.event("error", facts, level="error")
+        else:
+            self.console.print(line, style="bold red", markup=False)
         self.result(
             {
                 "error": {
@@ -116,6 +167,9 @@ class ConsoleJournal:
         self._clock = clock
 
     def note(self, action: str, why: str = "", **facts: Any) -> None:
+        if Output.logs_json:
+            self._output.log(action, why, facts)
+            return
         if action in _QUIET or action.startswith(_PLANNED):
             return
         at: datetime = self._clock.now()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from remuda.domain.errors import Interrupted, InvariantViolated, RemudaError
-from remuda.entrypoints.output import Output
+from remuda.entrypoints.output import Output, set_log_format
 
 if TYPE_CHECKING:
     from remuda.settings import Loaded
@@ -27,7 +27,9 @@ EXIT_INTERRUPTED = 130
 def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Loaded:
     from remuda.settings import load  # noqa: PLC0415 - pydantic is slow to import, and help does not need it
 
-    return load(flags, environ=os.environ, file=Path(config) if config else None)
+    loaded = load(flags, environ=os.environ, file=Path(config) if config else None)
+    set_log_format(loaded.settings.log_format)
+    return loaded
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, farewell: str = "interrupted") -> T:

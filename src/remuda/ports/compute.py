@@ -63,6 +63,8 @@ class MachineView:
     instance_type: str
     launched_at: datetime
     tags: Mapping[str, str]
+    #: What it was made of, where the cloud has images.
+    image: str = ""
 
 
 class Compute(Protocol):

@@ -24,8 +24,8 @@ from remuda.domain.provision import Provision
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change
 
-#: How many entries of an instance's history are kept.
-HISTORY_LIMIT = 200
+#: How many entries of an instance's history are kept: fifty uses make about 250.
+HISTORY_LIMIT = 400
 
 
 class InstanceStore(Protocol):
@@ -71,6 +71,10 @@ class InstanceStore(Protocol):
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         """The last `HISTORY_LIMIT` entries, oldest first; all that were applied through this store are in it."""
+        ...
+
+    async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
+        """The `history` of each that has one, by id, for reports."""
         ...
 
     async def forget(self, now: datetime) -> int:
@@ -128,8 +132,8 @@ class InstanceStore(Protocol):
         """Those whose deadline has passed without a release, and released ones that are not settled. May lag."""
         ...
 
-    async def recent_provisions(self, limit: int) -> Sequence[Provision]:
-        """The newest, newest first, for reports. May lag."""
+    async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
+        """The newest (and begun at or after a time), newest first, for reports. May lag."""
         ...
 
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------

@@ -73,6 +73,7 @@ CALLS = {
             "DescribeLaunchTemplateVersions",
             "DescribeLaunchTemplates",
             "DescribeSecurityGroups",
+            "DescribeSpotPriceHistory",
             "DescribeSubnets",
             "ModifyLaunchTemplate",
             "TerminateInstances",

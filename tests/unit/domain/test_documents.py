@@ -20,6 +20,7 @@ from support.records import NOW, assignment, at, entry, instance, message, pool_
 RECORDS = [
     instance(),
     instance(state=State.RELEASING, assignment=assignment(), run_deadline=at(1.5), forget_at=at(2), retire="spot"),
+    instance(retire="quarantined: odd", held_until=at(9)),
     instance(assignment=replace(assignment(), credential=None, jit_config="secret", labels=())),
     entry(),
     Report(instance_id="i-1"),

@@ -19,6 +19,7 @@ from remuda.domain.transitions import (
     Confirm,
     Extend,
     Pool,
+    Quarantine,
     Release,
     Renew,
     RenewCredential,
@@ -31,6 +32,7 @@ from support.builders import end, evidence, in_state
 from support.records import NOW, instance
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
+MAN = Actor.OPERATOR
 
 #: Event and state: where it leads, and who may do it. What is not here is forbidden.
 LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
@@ -45,15 +47,21 @@ LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
     (Announce, State.IDLE): (State.IDLE, {L, R}),
     (Renew, State.IDLE): (State.IDLE, {S}),
     # Section 5: "spot notice: the control plane sets `retire`".
-    (Retire, State.CREATED): (State.CREATED, {L, R}),
-    (Retire, State.CLAIMED): (State.CLAIMED, {L, R}),
-    (Retire, State.RUNNING): (State.RUNNING, {L, R}),
-    (Retire, State.RELEASING): (State.RELEASING, {L, R}),
-    (Retire, State.IDLE): (State.IDLE, {L, R}),
+    (Retire, State.CREATED): (State.CREATED, {L, R, MAN}),
+    (Retire, State.CLAIMED): (State.CLAIMED, {L, R, MAN}),
+    (Retire, State.RUNNING): (State.RUNNING, {L, R, MAN}),
+    (Retire, State.RELEASING): (State.RELEASING, {L, R, MAN}),
+    (Retire, State.IDLE): (State.IDLE, {L, R, MAN}),
+    # An operator may keep any live one for a look.
+    (Quarantine, State.CREATED): (State.CREATED, {MAN}),
+    (Quarantine, State.CLAIMED): (State.CLAIMED, {MAN}),
+    (Quarantine, State.RUNNING): (State.RUNNING, {MAN}),
+    (Quarantine, State.RELEASING): (State.RELEASING, {MAN}),
+    (Quarantine, State.IDLE): (State.IDLE, {MAN}),
     (Confirm, State.TERMINATING): (State.TERMINATED, {R}),
 }
 
-#: Out of which state an instance may be ended, by whom and why.
+#: Out of which state an instance may be ended, by whom and why. An operator may order it anywhere, and nobody else may.
 ENDS: dict[State, tuple[set[Actor], set[Cause]]] = {
     State.CREATED: (
         {P, L, R},
@@ -65,7 +73,7 @@ ENDS: dict[State, tuple[set[Actor], set[Cause]]] = {
     State.IDLE: ({R}, {Cause.EXPIRED, Cause.RETIRED, Cause.GONE}),
 }
 
-EVENTS = (Claim, Commit, Release, Extend, RenewCredential, Pool, Announce, Renew, Retire, Confirm)
+EVENTS = (Claim, Commit, Release, Extend, RenewCredential, Pool, Announce, Renew, Retire, Quarantine, Confirm)
 
 
 def _name(value: Any) -> str:
@@ -89,7 +97,8 @@ def test_an_event_is_legal_exactly_where_the_contract_says(state: State, kind: t
 def test_an_end_is_legal_exactly_where_the_contract_says(state: State, cause: Cause, by: Actor) -> None:
     record = in_state(state)
     actors, causes = ENDS.get(state, (set(), set()))
-    if by in actors and cause in causes:
+    ordered = (by is MAN, cause is Cause.ORDERED)
+    if (by in actors and cause in causes) or (state in ENDS and all(ordered)):
         change = advance(record, end(record, cause), by=by, now=NOW, why="a test")
         assert change.applied_to(record).state is State.TERMINATING
     else:
@@ -128,7 +137,7 @@ def test_the_table_that_the_docs_show_has_just_these_rows() -> None:
     }
     assert plain == {(state, target, by) for (_, state), (target, actors) in LEGAL.items() for by in actors}
     ends = {
-        source: (set(row.by), set(row.causes))
+        source: (set(row.by) - {MAN}, set(row.causes) - {Cause.ORDERED})
         for row in TRANSITIONS
         for source in row.sources
         if source is not None and row.target is State.TERMINATING
@@ -160,7 +169,7 @@ def test_only_a_provision_creates(by: Actor) -> None:
         create(in_state(State.CREATED), by=by, why="a test")
 
 
-@pytest.mark.parametrize("by", [L, S], ids=_name)
+@pytest.mark.parametrize("by", [L, S, MAN], ids=_name)
 def test_only_provision_and_refresh_write_tombstones(by: Actor) -> None:
     with pytest.raises(IllegalTransition):
         tombstone(in_state(State.TERMINATING), by=by, now=NOW, why="a test")

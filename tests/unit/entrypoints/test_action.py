@@ -136,7 +136,7 @@ def test_no_script_holds_an_expression_and_each_becomes_its_process() -> None:
 
 
 def test_a_mode_takes_what_its_command_takes() -> None:
-    common = {"backend", "dir", "config", "as_json", "quiet", "sweep_only", "every", "dry_run"}
+    common = {"backend", "dir", "config", "log_format", "as_json", "quiet", "sweep_only", "every", "dry_run"}
     #: What only tests, or an operator with a file, would set.
     rare = {"boot_delay_sec", "fault"} | {name for name in Settings.model_fields if name.endswith("_grace_sec")}
     rare |= {"margin_sec", "gone_after_sec", "reannounce_sec", "keep_records_sec"}

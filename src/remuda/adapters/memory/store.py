@@ -139,6 +139,10 @@ class MemoryInstanceStore:
         self._count("history")
         return self._database.histories.get(instance_id, ())
 
+    async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
+        self._count("histories")
+        return _those(self._database.histories, instance_ids)
+
     async def forget(self, now: datetime) -> int:
         self._count("forget")
         database = self._database
@@ -215,9 +219,10 @@ class MemoryInstanceStore:
         self._count("unsettled_provisions")
         return [provision for provision in self._by_age() if provision.is_unsettled(deadline_before)]
 
-    async def recent_provisions(self, limit: int) -> Sequence[Provision]:
+    async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
         self._count("recent_provisions")
-        return self._by_age()[::-1][: max(limit, 0)]
+        newest = self._by_age()[::-1]
+        return [item for item in newest if since is None or item.created_at >= since][: max(limit, 0)]
 
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 

@@ -94,6 +94,13 @@ class SqliteInstanceStore:
         docs = await self._read("history", partial(tables.history, instance_id=instance_id))
         return [self._there(HistoryEntry, doc, instance_id) for doc in docs]
 
+    async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
+        rows = await self._read("histories", partial(tables.histories, instance_ids=instance_ids))
+        found: dict[str, list[HistoryEntry]] = {}
+        for instance_id, doc in rows:
+            found.setdefault(instance_id, []).append(self._there(HistoryEntry, doc, instance_id))
+        return found
+
     async def forget(self, now: datetime) -> int:
         return await self._write("forget", partial(tables.write_forget, now=now))
 
@@ -159,8 +166,9 @@ class SqliteInstanceStore:
         docs = await self._read("unsettled_provisions", partial(tables.unsettled, deadline_before=deadline_before))
         return self._readable(Provision, docs)
 
-    async def recent_provisions(self, limit: int) -> Sequence[Provision]:
-        return self._readable(Provision, await self._read("recent_provisions", partial(tables.recent, limit=limit)))
+    async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
+        docs = await self._read("recent_provisions", partial(tables.recent, limit=limit, since=since))
+        return self._readable(Provision, docs)
 
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 

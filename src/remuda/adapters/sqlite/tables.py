@@ -90,6 +90,16 @@ def history(connection: sqlite3.Connection, instance_id: str) -> list[str]:
     return _docs(connection.execute("SELECT doc FROM history WHERE instance_id = ? ORDER BY seq", (instance_id,)))
 
 
+def histories(connection: sqlite3.Connection, instance_ids: Collection[str]) -> list[tuple[str, str]]:
+    return _named(
+        connection.execute(
+            "SELECT instance_id, doc FROM history WHERE instance_id IN (SELECT value FROM json_each(?))"
+            " ORDER BY instance_id, seq",
+            (json.dumps(sorted(instance_ids)),),
+        )
+    )
+
+
 def in_states(
     connection: sqlite3.Connection, states: Collection[State], before: datetime | None
 ) -> list[tuple[str, str]]:
@@ -165,11 +175,12 @@ def unsettled(connection: sqlite3.Connection, deadline_before: datetime) -> list
     )
 
 
-def recent(connection: sqlite3.Connection, limit: int) -> list[tuple[str, str]]:
+def recent(connection: sqlite3.Connection, limit: int, since: datetime | None) -> list[tuple[str, str]]:
     return _named(
         connection.execute(
-            "SELECT provision_id, doc FROM provisions ORDER BY created_at DESC, provision_id DESC LIMIT ?",
-            (max(limit, 0),),
+            "SELECT provision_id, doc FROM provisions WHERE created_at >= ?"
+            " ORDER BY created_at DESC, provision_id DESC LIMIT ?",
+            (time_text(since) or "", max(limit, 0)),
         )
     )
 

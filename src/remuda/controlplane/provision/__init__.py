@@ -15,7 +15,9 @@ from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.holdings import Holdings, roll_back
 from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult
 from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.provision.selection import Ready, Selection, Terms
+from remuda.domain.course import MAX_REASON, Course
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
@@ -33,50 +35,31 @@ ROLLBACK_RESERVE_S = 10.0
 ROLLBACK_RESERVE_PART = 0.1
 
 
-class _Phases:
-    """Seconds of each phase, one after the other."""
-
-    def __init__(self, context: Context) -> None:
-        self._clock = context.clock
-        self._started = self._last = context.clock.monotonic()
-        self.seconds: dict[str, float] = {}
-
-    def done(self, name: str) -> None:
-        now = self._clock.monotonic()
-        self.seconds[name] = round(now - self._last, 4)
-        self._last = now
-
-    @property
-    def total_s(self) -> float:
-        return round(self._clock.monotonic() - self._started, 4)
-
-
 async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
-    phases = _Phases(context)
+    recorder = Recorder(context.clock)
     terms = await _agree(context, order)
     await _intend(context, terms.provision)
-    phases.done("intent")
+    recorder.done("intent")
     holdings = Holdings()
-    pickup = PickupManager(context, terms.request)
+    pickup = PickupManager(context, terms.request, recorder)
     max_runtime_s = order.max_runtime_s or terms.config.lifetimes.max_runtime_s
     try:
-        ready = await _gather(context, terms, pickup, holdings)
-        phases.done("instances")
-        running = await commit(context, terms.provision, ready, holdings, max_runtime_s=max_runtime_s)
-        phases.done("commit")
+        ready = await _gather(context, terms, pickup, holdings, recorder)
+        recorder.done("instances")
+        running = await commit(context, terms.provision, ready, holdings, recorder, max_runtime_s=max_runtime_s)
     except BaseException as error:
         why = error.message if isinstance(error, RemudaError) else "interrupted"
-        await _undo(context, terms, holdings, why=why)
+        await _undo(context, terms, holdings, why=why, course=recorder.course(error=why))
         raise
     return ProvisionResult(
         run_id=order.run_id,
         provision_id=terms.provision.provision_id,
         label=order.run_id,
         instances=tuple(_provisioned(item, instance) for item, instance in zip(ready, running, strict=True)),
-        seconds=phases.total_s,
-        phases=phases.seconds,
+        seconds=recorder.seconds,
+        phases=recorder.phases,
         calls=context.calls.by_service(),
-        refused=dict(pickup.refused),
+        refused=dict(recorder.refused),
     )
 
 
@@ -128,6 +111,7 @@ async def _agree(context: Context, order: ProvisionOrder) -> Terms:
             count=order.count,
             created_at=to_milliseconds(now),
             deadline=deadline,
+            asked=_asked(order),
         ),
         request=Request(
             resource_class=resource_class,
@@ -157,13 +141,21 @@ async def _registration(context: Context, config: PoolConfig, order: ProvisionOr
     return credential
 
 
-async def _gather(context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings) -> list[Ready]:
+def _asked(order: ProvisionOrder) -> str:
+    return f"{order.usage_class}, {order.tier}, for {order.scope}, types {order.patterns}"[:MAX_REASON]
+
+
+async def _gather(
+    context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings, recorder: Recorder
+) -> list[Ready]:
     """One worker for each instance asked for: from the pool first, created where the pool is exhausted."""
-    selection = Selection(context, terms, pickup, holdings)
-    creation = Creation(context, terms, holdings)
+    selection = Selection(context, terms, pickup, holdings, recorder)
+    creation = Creation(context, terms, holdings, recorder)
 
     async def fill() -> Ready:
-        return await selection.take_one() or await creation.make_one()
+        ready = await selection.take_one() or await creation.make_one()
+        recorder.take(ready.instance.instance_id, ready.source, _registration_s(ready))
+        return ready
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -196,11 +188,15 @@ async def _close_pickup(context: Context, pickup: PickupManager) -> None:
         context.journal.note("hand-back-failed", error.message)
 
 
-async def _undo(context: Context, terms: Terms, holdings: Holdings, *, why: str) -> None:
+async def _undo(context: Context, terms: Terms, holdings: Holdings, *, why: str, course: Course) -> None:
     context.journal.note("rollback", why, run_id=terms.provision.run_id, instances=len(holdings.all()))
-    await asyncio.shield(asyncio.ensure_future(roll_back(context, terms.config, terms.provision, holdings, why=why)))
+    undoing = roll_back(context, terms.config, terms.provision, holdings, why=why, course=course)
+    await asyncio.shield(asyncio.ensure_future(undoing))
 
 
 def _provisioned(item: Ready, instance: Instance) -> Provisioned:
-    detail = item.report.detail if item.report else ""
-    return Provisioned(instance=instance, source=item.source, registration_s=took_s(detail))
+    return Provisioned(instance=instance, source=item.source, registration_s=_registration_s(item))
+
+
+def _registration_s(item: Ready) -> float | None:
+    return took_s(item.report.detail) if item.report else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from remuda.controlplane.context import AMBIGUOUS_TRIES, Context, each, transition
 from remuda.controlplane.provision.holdings import Holdings
+from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.provision.selection import Ready
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import Instance
@@ -14,13 +15,19 @@ from remuda.domain.transitions import Actor, Commit
 
 
 async def commit(
-    context: Context, provision: Provision, ready: Sequence[Ready], holdings: Holdings, *, max_runtime_s: float
+    context: Context,
+    provision: Provision,
+    ready: Sequence[Ready],
+    holdings: Holdings,
+    recorder: Recorder,
+    *,
+    max_runtime_s: float,
 ) -> list[Instance]:
     async def start(item: Ready) -> Instance:
         event = Commit(owner=item.instance.owner, report=item.report, max_runtime_s=max_runtime_s)
         why = f"all {provision.count} of run {provision.run_id} are registered"
         running = await transition(context, item.instance, event, by=Actor.PROVISION, why=why)
-        holdings.hold(running, item.source)
+        holdings.hold(running)
         return running
 
     running: list[Instance] = []
@@ -32,7 +39,8 @@ async def commit(
         running.append(result)
     deadline = max((instance.threshold for instance in running), default=provision.deadline)
     ids = tuple(instance.instance_id for instance in running)
-    await _record(context, provision, committed(provision, ids, deadline=deadline))
+    recorder.done("commit")
+    await _record(context, provision, committed(provision, ids, deadline=deadline, course=recorder.course()))
     return running
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from remuda.controlplane.context import Context, apply_surely
 from remuda.controlplane.provision.holdings import Holdings
-from remuda.controlplane.provision.order import CREATED
+from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.provision.selection import Ready, Terms, describe_failure, raise_if_hopeless, raise_if_late
 from remuda.controlplane.waiting import Ended, SignalWait
+from remuda.domain.course import Source
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.signals import Verdict, registration_verdict
@@ -22,10 +23,11 @@ LAUNCH_ANSWER_S = 4.0
 
 
 class Creation:
-    def __init__(self, context: Context, terms: Terms, holdings: Holdings) -> None:
+    def __init__(self, context: Context, terms: Terms, holdings: Holdings, recorder: Recorder) -> None:
         self._context = context
         self._terms = terms
         self._holdings = holdings
+        self._recorder = recorder
         self._needs: list[asyncio.Future[Instance]] = []
         self._wake = asyncio.Event()
         self._launches = 0
@@ -66,6 +68,7 @@ class Creation:
         )
         context.journal.note("launch", f"the pool lacks {count}", count=count, run_id=terms.provision.run_id)
         result = await self._ask(request)
+        self._recorder.launch(count, len(result.instances), result.errors)
         if len(result.instances) < count:
             said = "; ".join(result.errors) or "no reason was given"
             raise CapacityError(
@@ -118,7 +121,7 @@ class Creation:
 
     def _remember(self, result: LaunchResult) -> None:
         for launched in result.instances:
-            self._holdings.hold(self._born(launched), CREATED, recorded=False)
+            self._holdings.hold(self._born(launched), recorded=False)
 
     def _born(self, launched: Launched) -> Instance:
         terms = self._terms
@@ -145,8 +148,15 @@ class Creation:
     async def _write_record(self, born: Instance) -> Instance:
         why = f"launched for run {born.run_id}"
         instance = await apply_surely(self._context, create(born, by=Actor.PROVISION, why=why))
-        self._holdings.hold(instance, CREATED)
-        self._context.journal.note("create", why, instance_id=instance.instance_id, target=State.CREATED.value)
+        self._holdings.hold(instance)
+        self._context.journal.note(
+            "create",
+            why,
+            instance_id=instance.instance_id,
+            target=State.CREATED.value,
+            run_id=instance.run_id,
+            epoch=instance.epoch,
+        )
         return instance
 
     async def _await_registration(self, instance: Instance) -> Ready:
@@ -155,7 +165,7 @@ class Creation:
         )
         waited = await wait.wait(until=self._terms.until)
         if waited.verdict is Verdict.OK:
-            return Ready(instance=instance, source=CREATED, report=waited.report)
+            return Ready(instance=instance, source=Source.CREATED, report=waited.report)
         raise_if_hopeless(waited)
         why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
         if waited.ended is Ended.TIMEOUT:

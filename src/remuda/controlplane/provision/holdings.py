@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from remuda.controlplane.context import Context, each, removal_credential, transition
+from remuda.domain.course import Course
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -22,7 +23,6 @@ GIVE_BACK_TRIES = 4
 class Held:
     #: The record as we know it, or as it will be if a write under way succeeds.
     instance: Instance
-    source: str
     #: Whether the record is known to exist: a launch whose record was not written yet has none.
     recorded: bool = True
 
@@ -33,8 +33,8 @@ class Holdings:
     def __init__(self) -> None:
         self._held: dict[tuple[str, int], Held] = {}
 
-    def hold(self, instance: Instance, source: str, *, recorded: bool = True) -> None:
-        self._held[instance.instance_id, instance.epoch] = Held(instance=instance, source=source, recorded=recorded)
+    def hold(self, instance: Instance, *, recorded: bool = True) -> None:
+        self._held[instance.instance_id, instance.epoch] = Held(instance=instance, recorded=recorded)
 
     def drop(self, instance: Instance) -> None:
         self._held.pop((instance.instance_id, instance.epoch), None)
@@ -44,7 +44,7 @@ class Holdings:
 
 
 async def roll_back(
-    context: Context, config: PoolConfig, provision: Provision, holdings: Holdings, *, why: str
+    context: Context, config: PoolConfig, provision: Provision, holdings: Holdings, *, why: str, course: Course
 ) -> None:
     """One conditional write for each instance, then the provision's: nothing here waits for a machine."""
     try:
@@ -54,7 +54,7 @@ async def roll_back(
             for result in results:
                 if isinstance(result, RemudaError):
                     context.journal.note("rollback-incomplete", result.message)
-            await _close(context, provision, why=why)
+            await _close(context, provision, why=why, course=course)
     except (TimeoutError, RemudaError) as error:
         context.journal.note("rollback-incomplete", f"sweeps will finish it ({error or 'time is up'})")
 
@@ -114,11 +114,18 @@ async def _bury(context: Context, instance: Instance, *, why: str) -> None:
     await context.compute.terminate([instance.instance_id])
 
 
-async def _close(context: Context, provision: Provision, *, why: str) -> None:
+async def _close(context: Context, provision: Provision, *, why: str, course: Course) -> None:
     current: Provision | None = provision
-    while current is not None and current.status is not ProvisionStatus.RELEASED:
+    while current is not None:
+        if current.status is ProvisionStatus.RELEASED:
+            if current.course is not None:
+                return
+            # Somebody else released it while it was at work: its story belongs to the record all the same.
+            after = replace(current, course=course)
+        else:
+            after = released(current, now=context.clock.now(), why=why, course=course)
         try:
-            await context.store.replace_provision(current, released(current, now=context.clock.now(), why=why))
+            await context.store.replace_provision(current, after)
         except Conflict as conflict:
             current = conflict.current if isinstance(conflict.current, Provision) else None
         else:

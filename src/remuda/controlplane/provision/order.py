@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from remuda.domain.course import Source
 from remuda.domain.instance import Instance
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
-
-POOL = "pool"
-CREATED = "created"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +28,7 @@ class ProvisionOrder:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provisioned:
     instance: Instance
-    #: `pool` or `created`.
-    source: str
+    source: Source
     #: What the runner's own registration took on the machine, where it said so.
     registration_s: float | None
 
@@ -50,7 +47,7 @@ class ProvisionResult:
 
     @property
     def reused(self) -> int:
-        return sum(1 for item in self.instances if item.source == POOL)
+        return sum(1 for item in self.instances if item.source is Source.POOL)
 
     @property
     def created(self) -> int:

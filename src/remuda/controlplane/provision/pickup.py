@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter, deque
 
 from remuda.controlplane.context import Context
+from remuda.controlplane.provision.recorder import Recorder
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.resources import PoolMessage, Request, misfit
 from remuda.ports.pool import BATCH, Delivery
@@ -24,8 +25,9 @@ MAX_SIGHTINGS = 5
 
 
 class PickupManager:
-    def __init__(self, context: Context, request: Request) -> None:
+    def __init__(self, context: Context, request: Request, recorder: Recorder) -> None:
         self._context = context
+        self._recorder = recorder
         self._request = request
         self._class = request.resource_class.name
         self._waiting: deque[asyncio.Future[Delivery | None]] = deque()
@@ -39,8 +41,6 @@ class PickupManager:
         #: Those whose message has served.
         self._served: set[tuple[str, int]] = set()
         self._met_misfits = False
-        #: Why messages were not used, counted.
-        self.refused: Counter[str] = Counter()
 
     async def next(self) -> Delivery | None:
         """A message that fits, or None when the pool has none now."""
@@ -118,10 +118,11 @@ class PickupManager:
         return True
 
     def _drop_duplicate(self, delivery: Delivery) -> None:
-        self._drop(delivery, "duplicate", f"{delivery.message.id if delivery.message else ''} was seen before")
+        name = delivery.message.id if delivery.message else ""
+        self._drop(delivery, "duplicate", f"{name} was seen before", name)
 
-    def _drop(self, delivery: Delivery, kind: str, why: str) -> None:
-        self.refused[kind] += 1
+    def _drop(self, delivery: Delivery, kind: str, why: str, instance_id: str = "") -> None:
+        self._recorder.refuse(kind, why, instance_id)
         self._used.append(delivery.receipt)
         self._context.journal.note("message-dropped", why, kind=kind)
 
@@ -130,7 +131,7 @@ class PickupManager:
         self._held.append(delivery.receipt)
         self._sightings[message.id] += 1
         if self._sightings[message.id] == 1:
-            self.refused["misfit"] += 1
+            self._recorder.refuse("misfit", why, message.id)
             self._context.journal.note("misfit", why, instance_id=message.id)
 
     def _only_known_misfits(self) -> bool:

@@ -7,9 +7,10 @@ from datetime import datetime
 
 from remuda.controlplane.context import Context, apply_surely, transition
 from remuda.controlplane.provision.holdings import Holdings
-from remuda.controlplane.provision.order import POOL
 from remuda.controlplane.provision.pickup import PickupManager
+from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.waiting import Ended, SignalWait, Waited
+from remuda.domain.course import Source
 from remuda.domain.errors import Conflict, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Assignment, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
@@ -35,7 +36,7 @@ class Ready:
     """Registered, runner off: ready to be committed."""
 
     instance: Instance
-    source: str
+    source: Source
     report: Report | None
 
 
@@ -61,11 +62,14 @@ class Terms:
 
 
 class Selection:
-    def __init__(self, context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings) -> None:
+    def __init__(
+        self, context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings, recorder: Recorder
+    ) -> None:
         self._context = context
         self._terms = terms
         self._pickup = pickup
         self._holdings = holdings
+        self._recorder = recorder
         self._failures = 0
         # Its record was written just now.
         self._open_until = context.clock.monotonic() + OPEN_CHECK_S
@@ -128,20 +132,25 @@ class Selection:
         )
         # Before the call: if it is cut, the write may have happened all the same.
         hoped_for = change.applied_to(hint)
-        self._holdings.hold(hoped_for, POOL)
+        self._holdings.hold(hoped_for)
         try:
             claimed = await apply_surely(context, change)
         except Conflict as conflict:
             self._holdings.drop(hoped_for)
-            self._pickup.refused["lost"] += 1
+            why = _why_lost(conflict.current, message)
+            self._recorder.refuse("lost", why, message.id)
             if not _is_still_idle(conflict.current, message):
                 self._pickup.used(delivery)
-            context.journal.note("claim-lost", _why_lost(conflict.current, message), instance_id=message.id)
+            context.journal.note("claim-lost", why, instance_id=message.id, run_id=terms.provision.run_id)
             return None
-        self._holdings.hold(claimed, POOL)
+        self._holdings.hold(claimed)
         self._pickup.used(delivery)
         context.journal.note(
-            "claim-won", f"fits run {claimed.run_id}", instance_id=claimed.instance_id, epoch=claimed.epoch
+            "claim-won",
+            f"fits run {claimed.run_id}",
+            instance_id=claimed.instance_id,
+            run_id=claimed.run_id,
+            epoch=claimed.epoch,
         )
         return claimed
 
@@ -152,7 +161,7 @@ class Selection:
         )
         waited = await wait.wait(until=min(self._terms.until, clock.monotonic() + CLAIM_WAIT_S))
         if waited.verdict is Verdict.OK:
-            return Ready(instance=claimed, source=POOL, report=waited.report)
+            return Ready(instance=claimed, source=Source.POOL, report=waited.report)
         raise_if_hopeless(waited)
         if waited.ended is Ended.TIMEOUT:
             # Too slow for this run is not yet sick: it is given back.
@@ -168,7 +177,7 @@ class Selection:
             owner=claimed.owner,
         )
         why = describe_failure(waited)
-        self._pickup.refused["failed"] += 1
+        self._recorder.refuse("failed", why, claimed.instance_id)
         try:
             await transition(self._context, claimed, event, by=Actor.PROVISION, why=why)
         except Conflict:
@@ -189,6 +198,8 @@ def _why_lost(current: object, message: PoolMessage) -> str:
         return "the message is stale: there is no record"
     if current.epoch != message.epoch:
         return f"the message is stale: assignment {message.epoch}, the record is at {current.epoch}"
+    if current.retire:
+        return f"it is retired: {current.retire}"
     return f"the record is {current.state}, or about to expire"
 
 

@@ -82,6 +82,9 @@ class LogOutput(Output):
     def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
         self.channel.say(text)
 
+    def log_line(self, line: str) -> None:
+        self.channel.say(line)
+
 
 class StepOutput(Output):
     """A command's output as a step's: lines for the log, and what the end of the step tells."""
@@ -102,7 +105,7 @@ class StepOutput(Output):
     def show(self, renderable: Any) -> None:
         """Nothing for a terminal: the summary has the tables."""
 
-    def answer(self, *renderables: Any) -> None:
+    def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
         """As above."""
 
     def result(self, document: Mapping[str, Any]) -> None:

@@ -188,13 +188,18 @@ def revision_is(revision: int) -> dict[str, Any]:
 # Searches ---------------------------------------------------------------------------------------------------------
 
 
-def partition(pk_name: str, pk: str, *, up_to: tuple[str, str] | None = None) -> tuple[Expression, str]:
-    """A key condition: one partition of the table or of an index, and its sort keys up to one."""
+def partition(
+    pk_name: str, pk: str, *, up_to: tuple[str, str] | None = None, since: tuple[str, str] | None = None
+) -> tuple[Expression, str]:
+    """A key condition: one partition of the table or of an index, and its sort keys up to one, or from one on."""
     expression = Expression()
     condition = _equal(expression, pk_name, pk)
     if up_to is not None:
         sort_key, limit = up_to
         condition += f" AND {expression.name(sort_key)} <= {expression.value(limit)}"
+    elif since is not None:
+        sort_key, limit = since
+        condition += f" AND {expression.name(sort_key)} >= {expression.value(limit)}"
     return expression, condition
 
 

@@ -14,7 +14,7 @@ from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, SharedKey
 from remuda.adapters.aws.dynamodb.pace import Paces
 from remuda.adapters.aws.dynamodb.table import POLL, Refused, Table, key_of
 from remuda.adapters.aws.dynamodb.watch import Pace, Watch
-from remuda.adapters.aws.gathering import gathered
+from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import timestamps
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
@@ -29,6 +29,9 @@ from remuda.ports.store import HISTORY_LIMIT
 
 if TYPE_CHECKING:
     from types_aiobotocore_dynamodb import DynamoDBClient
+
+#: How many histories are read at a time: a query each.
+HISTORIES_AT_ONCE = 64
 
 T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
@@ -174,6 +177,12 @@ class DynamoInstanceStore:
         )
         return [self._there(HistoryEntry, item, instance_id) for item in reversed(newest)]
 
+    async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
+        found: dict[str, Sequence[HistoryEntry]] = {}
+        for part in chunks(sorted(set(instance_ids)), HISTORIES_AT_ONCE):
+            found |= zip(part, await gathered(map(self.history, part)), strict=True)
+        return {instance_id: entries for instance_id, entries in found.items() if entries}
+
     async def forget(self, now: datetime) -> int:  # noqa: ARG002 - the table does it, in its own time
         return 0
 
@@ -237,8 +246,11 @@ class DynamoInstanceStore:
         arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.UNSETTLED, up_to=up_to))
         return self._readable(Provision, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
 
-    async def recent_provisions(self, limit: int) -> Sequence[Provision]:
-        arguments = expressions.query_arguments(*expressions.partition(items.PROVISION_PK, items.PROVISIONS))
+    async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
+        begun = None if since is None else (items.PROVISION_SK, timestamps.to_text(since))
+        arguments = expressions.query_arguments(
+            *expressions.partition(items.PROVISION_PK, items.PROVISIONS, since=begun)
+        )
         newest = await self._table.query_first(
             {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments}, limit
         )

@@ -55,5 +55,6 @@ def _view(item: Mapping[str, Any]) -> MachineView:
         state=_STATES.get(state, MachineState.RUNNING),
         instance_type=str(item.get("InstanceType", "")),
         launched_at=to_milliseconds(launched_at.astimezone(UTC)),
+        image=str(item.get("ImageId", "")),
         tags={tag["Key"]: tag["Value"] for tag in item.get("Tags", ()) if not tag["Key"].startswith(RESERVED_PREFIX)},
     )

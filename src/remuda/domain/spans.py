@@ -1,0 +1,118 @@
+"""The time of machines: each instance's life cut into spans of one state, from its record and its history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.resources import UsageClass
+
+
+class Phase(StrEnum):
+    """What a machine is paid for."""
+
+    BOOTING = "booting"
+    CLAIMED = "claimed"
+    RUNNING = "running"
+    RELEASING = "releasing"
+    IDLE = "idle"
+    ENDING = "ending"
+    #: Of a life whose history is not kept any more.
+    UNKNOWN = "unknown"
+
+
+_PHASES = {
+    State.CREATED.value: Phase.BOOTING,
+    State.CLAIMED.value: Phase.CLAIMED,
+    State.RUNNING.value: Phase.RUNNING,
+    State.RELEASING.value: Phase.RELEASING,
+    State.IDLE.value: Phase.IDLE,
+    State.TERMINATING.value: Phase.ENDING,
+}
+#: These are some run's.
+_OF_A_RUN = frozenset({Phase.BOOTING, Phase.CLAIMED, Phase.RUNNING, Phase.RELEASING})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    instance_id: str
+    instance_type: str
+    resource_class: str
+    usage_class: UsageClass
+    phase: Phase
+    begin: datetime
+    end: datetime
+    #: The run that it served, or empty.
+    run_id: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.begin).total_seconds()
+
+
+def lifetime(instance: Instance, history: Sequence[HistoryEntry], *, now: datetime) -> tuple[datetime, datetime]:
+    """From the launch until its end was confirmed, or until now."""
+    begin = min(instance.created_at, now)
+    if instance.state is not State.TERMINATED:
+        return begin, now
+    confirmed = [entry.at for entry in history if entry.target == State.TERMINATED]
+    return begin, min(max(begin, confirmed[-1] if confirmed else instance.threshold), now)
+
+
+def spans_of(instance: Instance, history: Sequence[HistoryEntry], *, now: datetime) -> list[Span]:
+    """Adjacent, and together the whole lifetime, whatever the history looks like."""
+    begin, end = lifetime(instance, history, now=now)
+    found: list[Span] = []
+    phase, run_id, at = Phase.UNKNOWN, "", begin
+    for entry in [item for item in history if item.source != item.target]:
+        # Clocks differ: a later entry may bear an earlier time.
+        until = min(max(entry.at, at), end)
+        found.append(_span(instance, phase, at, until, run_id))
+        phase, at = _PHASES.get(entry.target, Phase.UNKNOWN), until
+        run_id = entry.run_id if phase in _OF_A_RUN else ""
+    found.append(_span(instance, phase, at, end, run_id))
+    return [span for span in found if span.end > span.begin]
+
+
+def _span(instance: Instance, phase: Phase, begin: datetime, end: datetime, run_id: str) -> Span:
+    return Span(
+        instance_id=instance.instance_id,
+        instance_type=instance.instance_type,
+        resource_class=instance.resource_class,
+        usage_class=instance.usage_class,
+        phase=phase,
+        begin=begin,
+        end=end,
+        run_id=run_id,
+    )
+
+
+def clipped(spans: Iterable[Span], *, since: datetime, until: datetime) -> Iterator[Span]:
+    """What of them lies in a time."""
+    for span in spans:
+        if since <= span.begin and span.end <= until:
+            yield span
+            continue
+        begin, end = max(span.begin, since), min(span.end, until)
+        if begin < end:
+            yield replace(span, begin=begin, end=end)
+
+
+def levels(spans: Sequence[Span], *, since: datetime, until: datetime, steps: int) -> list[dict[Phase, float]]:
+    """How many machines were in each phase, on the mean, in each of so many equal steps of a time."""
+    width = (until - since) / steps
+    found: list[dict[Phase, float]] = [{} for _ in range(steps)]
+    if width <= timedelta(0):
+        return found
+    for span in clipped(spans, since=since, until=until):
+        first = min(int((span.begin - since) / width), steps - 1)
+        last = min(int((span.end - since) / width), steps - 1)
+        for step in range(first, last + 1):
+            begin, end = since + step * width, since + (step + 1) * width
+            overlap = (min(span.end, end) - max(span.begin, begin)) / width
+            if overlap > 0:
+                found[step][span.phase] = found[step].get(span.phase, 0.0) + overlap
+    return found

@@ -1,0 +1,114 @@
+"""`remuda status --watch`: the fleet as it changes, in place on a terminal, a line a change in a log."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any, Self
+
+from remuda.bootstrap import open_context
+from remuda.controlplane.status import Status, status
+from remuda.domain.errors import RemudaError, UserError
+from remuda.entrypoints import status_view
+from remuda.entrypoints.output import Output
+from remuda.ports.journal import SilentJournal
+from remuda.settings import Settings
+
+#: How often it looks, unless told otherwise. On AWS each look costs some calls.
+EVERY_S = {"local": 1.0, "aws": 5.0}
+#: GitHub counts requests: ghosts are looked for only so often.
+GHOSTS_EVERY_S = 60.0
+FROM_GITHUB = frozenset({"ghost", "github"})
+#: Lines of a screen that instances do not get: titles, pools, runs.
+RESERVED_ROWS = 22
+
+
+class Screen:
+    """In place: the terminal's other screen, given back at the end."""
+
+    def __init__(self) -> None:
+        from rich.console import Console  # noqa: PLC0415 - only where there is a terminal
+        from rich.live import Live  # noqa: PLC0415 - as above
+
+        self._console = Console(highlight=False)
+        self._live = Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, found: Status) -> None:
+        from rich.console import Group  # noqa: PLC0415 - as above
+
+        rows = max(self._console.height - RESERVED_ROWS - len(found.concerns), 3)
+        tables = status_view.status_tables(found, width=self._console.width, rows=rows)
+        self._live.update(Group(_plain(status_view.headline(found)), *tables), refresh=True)
+
+    def trouble(self, error: RemudaError) -> None:
+        self._live.update(_plain(f"cannot look: {error.message}; trying again"), refresh=True)
+
+
+class Lines:
+    """A line a change, or a document a look."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._before: Status | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, found: Status) -> None:
+        if self._output.as_json:
+            lines = [json.dumps(status_view.status_document(found), default=str)]
+        else:
+            lines = status_view.changes(self._before, found)
+        self._before = found
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.flush()
+
+    def trouble(self, error: RemudaError) -> None:
+        self._output.say(f"cannot look: {error.message}; trying again", style="yellow")
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    return Text(text)
+
+
+def _with_ghosts(fresh: Status, before: Status | None) -> Status:
+    """What GitHub said at the last look that asked it."""
+    kept = [item for item in before.concerns if item.kind in FROM_GITHUB] if before else []
+    return replace(fresh, concerns=(*fresh.concerns, *kept))
+
+
+async def watch(settings: Settings, output: Output, *, everything: bool, every_s: float | None, asks: bool) -> int:
+    """Until interrupted. `asks`: ghosts are looked for."""
+    interval_s = every_s or EVERY_S[settings.backend]
+    in_place = sys.stdout.isatty() and not output.as_json
+    async with open_context(settings, SilentJournal(), credentialed=asks, alive=False) as context:
+        clock = context.clock
+        ghosts_at = clock.monotonic()
+        with Screen() if in_place else Lines(output) as shown:
+            found: Status | None = None
+            while True:
+                due = clock.monotonic() >= ghosts_at
+                if due:
+                    ghosts_at = clock.monotonic() + GHOSTS_EVERY_S
+                try:
+                    fresh = await status(context, everything=everything, ghosts=due)
+                    found = fresh if due else _with_ghosts(fresh, found)
+                    shown.show(found)
+                except UserError:
+                    raise
+                except RemudaError as error:
+                    shown.trouble(error)
+                await clock.sleep(interval_s)

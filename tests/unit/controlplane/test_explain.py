@@ -1,0 +1,190 @@
+"""Explain: a run's and an instance's story, in order, complete, from the records alone."""
+
+from __future__ import annotations
+
+import asyncio
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from remuda.controlplane.explain import check_subject, explain
+from remuda.domain.errors import CapacityError, TimedOut, UserError
+from remuda.domain.instance import State
+from remuda.domain.resources import TypePatterns, UsageClass
+from remuda.domain.story import Story
+from remuda.entrypoints.story_view import story_document, story_lines
+from remuda.ports.machine import Outcome
+from support.records import instance_id, message
+from support.world import World
+
+
+async def tell(world: World, subject: str) -> Story:
+    story = await explain(world.process(), subject)
+    times = [line.at for line in story.lines]
+    assert times == sorted(times)
+    assert story.upcoming
+    return story
+
+
+def words(story: Story) -> list[str]:
+    return [line.what for line in story.lines]
+
+
+def shown(story: Story) -> str:
+    console = Console(file=StringIO(), width=200, highlight=False)
+    for line in story_lines(story):
+        console.print(line, soft_wrap=True)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+async def test_a_cold_run_from_asking_to_the_pool(world: World) -> None:
+    await world.provision("7", count=2)
+    await world.release("7")
+    story = await tell(world, "7")
+    assert words(story) == [
+        "attempt 1 asks for 2 large runners",
+        "launched 2",
+        *["boots"] * 2,
+        *["registered"] * 2,
+        *["running, takes jobs"] * 2,
+        "complete after 2.60 s: 0 reused, 2 created",
+        "the run gives its runners back",
+        *["releasing"] * 2,
+        *["idle, clean, in the pool", "announced to the pool"] * 2,
+    ]
+    assert [sentence.split(": ")[1].split(";")[0] for sentence in story.upcoming] == ["waits for a run in the pool"] * 2
+
+
+async def test_a_warm_run_tells_of_candidates_and_claims(world: World) -> None:
+    (warm,) = await world.warm(1)
+    await world.process().pool.send(
+        [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
+    )
+    await world.provision("7", count=2)
+    story = await tell(world, "7")
+    told = {(line.instance_id, line.what): line.why for line in story.lines}
+    assert told[instance_id(7), "candidate refused: it does not fit"] == "spot, not on-demand"
+    assert told[instance_id(8), "claim lost"].startswith("the message is stale")
+    assert told[warm, "claimed from the pool"] == "fits run 7 (provision)"
+    assert "from the pool" in told[warm, "registered"]
+    assert story.upcoming[0] == "the run keeps its runners until remuda release --run-id 7, or until their time is up"
+    # The machine's life before this run is not part of it.
+    assert sum(line.instance_id == warm for line in story.lines) == 3
+
+
+async def test_a_run_whose_machine_serves_another_by_now(world: World) -> None:
+    await world.provision("7")
+    await world.release("7")
+    await world.provision("8")
+    story = await tell(world, "7")
+    assert story.upcoming == (f"{world.in_state(State.RUNNING)[0]}: has moved on; it is running, its run is 8",)
+
+
+async def test_a_run_that_failed_says_why(world: World) -> None:
+    world.cloud.capacity = {"c6i.large": 1}
+    with pytest.raises(CapacityError) as failure:
+        await world.provision("7", count=2, patterns=TypePatterns(("c6i.large",)))
+    story = await tell(world, "7")
+    told = {line.what: line.why for line in story.lines}
+    assert "c6i.large" in told["launch of 2: 1 came"]
+    assert told["gave up after 0.00 s"] == failure.value.message[:200]
+    assert "locked, for it has our tags and no record" in told
+    assert story.title.startswith("Run 7: released")
+
+
+async def test_a_run_that_is_under_way(world: World) -> None:
+    world.behaviour.boot_s = 30.0
+    provisioning = asyncio.create_task(world.provision("7"))
+    await asyncio.sleep(5)
+    story = await tell(world, "7")
+    assert "is at work; it has 55 s left" in story.upcoming[0]
+    assert "boots and registers" in story.upcoming[1]
+    await provisioning
+
+
+async def test_a_run_that_never_got_its_machine(world: World) -> None:
+    world.behaviour.boot_s = 1_000.0
+    with pytest.raises(TimedOut):
+        await world.provision("7")
+    await world.pass_time(60)
+    story = await tell(world, "7")
+    assert "terminating, was created" in words(story)
+    assert "terminated" in words(story)
+    assert "nothing happens any more" in story.upcoming[0]
+
+
+async def test_an_instance_with_two_runs(world: World) -> None:
+    (machine,) = await world.warm(1)
+    await world.provision("7")
+    story = await tell(world, machine)
+    assert [line.what for line in story.lines if "for run" in line.what] == [
+        "boots for run warm-up",
+        "claimed from the pool for run 7",
+    ]
+    assert {line.instance_id for line in story.lines} == {machine}
+    assert "waits for jobs of its run" in story.upcoming[0]
+    assert "UD_REG_OK of assignment 2" in story.upcoming[1]
+    by_runner = await tell(world, f"remuda-test-2-{machine}")
+    assert by_runner == story
+
+
+async def test_an_end_says_why_it_came(world: World) -> None:
+    await world.provision("7")
+    machine = world.in_state(State.RUNNING)[0]
+    world.behaviour.resets[machine] = Outcome(ok=False, detail="it would not go")
+    await world.release("7")
+    await world.pass_time(20)
+    story = await tell(world, machine)
+    (ended,) = [line for line in story.lines if line.what == "terminating, was releasing"]
+    assert "it would not go" in ended.why
+    assert ended.tone.value == "bad"
+
+
+async def test_it_works_after_the_machines_are_long_gone(world: World) -> None:
+    await world.provision("7")
+    await world.release("7")
+    await world.end()
+    await asyncio.sleep(5 * 86_400)
+    story = await tell(world, "7")
+    assert words(story)[-1] == "terminated"
+    assert "its record is kept until" in story.upcoming[0]
+
+
+async def test_what_is_not_known_names_what_is(world: World) -> None:
+    await world.provision("run-70")
+    with pytest.raises(UserError) as failure:
+        await explain(world.process(), "run-71")
+    assert (failure.value.exit_code, "run-70" in failure.value.fix) == (2, True)
+    with pytest.raises(UserError) as failure:
+        await explain(world.process(), instance_id(999))
+    assert world.in_state(State.RUNNING)[0] in failure.value.fix
+
+
+@pytest.mark.parametrize("subject", ["", "a b", "x" * 100, "-", "i-zzz;"])
+def test_what_cannot_be_a_run_or_an_instance_is_refused_before_any_call(subject: str) -> None:
+    with pytest.raises(UserError) as failure:
+        check_subject(subject)
+    assert failure.value.field == "RUN|INSTANCE"
+
+
+async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> None:
+    await world.provision("7")
+    machine = world.in_state(State.RUNNING)[0]
+    world.behaviour.resets[machine] = Outcome(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
+    await world.release("7")
+    text = shown(await tell(world, "7"))
+    assert "[2J[bold]boo[/bold] next" in text
+    assert "\x1b" not in text
+    assert all(line.startswith(("Run ", "2025", "  ", "Next")) for line in text.splitlines())
+
+
+async def test_programs_get_the_same_story(world: World) -> None:
+    await world.provision("7")
+    story = await tell(world, "7")
+    document = story_document(story)
+    assert (document["kind"], document["subject"]) == ("run", "7")
+    assert [line["what"] for line in document["lines"]] == words(story)
+    assert document["next"] == list(story.upcoming)
+    assert document["lines"][0]["at"].endswith("Z")

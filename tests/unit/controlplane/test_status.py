@@ -1,0 +1,103 @@
+"""Status: what there is, what is under way, and what to look at; with ghosts where a credential is there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from remuda.controlplane.status import Status, status
+from remuda.domain.instance import State
+from remuda.entrypoints.status_view import changes, headline, status_document, status_tables
+from support.world import SCOPE, World
+
+
+async def look(world: World, *, credentialed: bool = False) -> Status:
+    return await status(world.process(credentialed=credentialed))
+
+
+def shown(found: Status, width: int = 160) -> str:
+    console = Console(file=StringIO(), width=width, highlight=False)
+    for part in status_tables(found, width=width):
+        console.print(part)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+async def test_a_pool_at_work(world: World) -> None:
+    idle = await world.warm(2)
+    await world.provision("7", resource_class="xlarge")
+    found = await look(world)
+    assert found.by_state() == {"running": 1, "idle": 2}
+    assert (found.pools["large"].idle, found.pools["large"].hints) == (2, 2)
+    assert not found.concerns
+    text = shown(found)
+    assert all(instance_id in text for instance_id in idle)
+    assert "Open launches" not in text
+    document = status_document(found)
+    assert [item["seconds_left"] > 0 for item in document["instances"]] == [True] * 3
+    assert document["warnings"] == document["open"] == []
+
+
+async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
+    world.behaviour.boot_s = 30.0
+    provisioning = asyncio.create_task(world.provision("9", count=2))
+    await asyncio.sleep(5)
+    found = await look(world)
+    assert [(item.provision.run_id, item.held) for item in found.openings] == [("9", {"created": 2})]
+    assert "2 created" in shown(found)
+    assert status_document(found)["open"][0]["held"] == {"created": 2}
+    await provisioning
+    assert (await look(world)).openings == ()
+
+
+async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
+    (instance_id,) = await world.warm(1)
+    world.hosts[instance_id].power_off()
+    await asyncio.sleep(25)
+    found = await look(world)
+    assert [(item.kind, item.subject) for item in found.concerns] == [("stale-heartbeat", instance_id)]
+    assert "stale-heartbeat" in shown(found, width=80)
+
+
+async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
+    (instance_id,) = await world.warm(1)
+    name = f"remuda-test-1-{instance_id}"
+    forge = world.process(credentialed=True).forge
+    assert forge is not None
+    await forge.jit_config(SCOPE, name=name, labels=["x"])
+    assert not (await look(world)).concerns
+    (ghost,) = (await look(world, credentialed=True)).concerns
+    assert (ghost.kind, ghost.subject) == ("ghost", name)
+    assert "idle" in ghost.text
+
+
+async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world: World) -> None:
+    await world.warm(1)
+    good, world.token = world.token, "r3voked"
+    found = await look(world, credentialed=True)
+    world.token = good
+    assert [item.kind for item in found.concerns] == ["github"]
+    assert found.by_state() == {"idle": 1}
+
+
+async def test_lines_say_only_what_changed(world: World) -> None:
+    (instance_id,) = await world.warm(1)
+    first = await look(world)
+    assert changes(None, first)[0] == headline(first)
+    assert changes(first, await look(world)) == []
+    await world.provision("8")
+    second = await look(world)
+    assert any(f"{instance_id} is running for run 8 (was idle)" in line for line in changes(first, second))
+    assert any("is over" in line for line in changes(second, replace(second, instances=[])))
+
+
+@pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/nope]"])
+async def test_names_from_outside_are_no_markup(world: World, name: str) -> None:
+    await world.warm(1)
+    found = await look(world)
+    hostile = [replace(item, retire=name, state=State.IDLE) for item in found.instances]
+    assert name in shown(replace(found, instances=hostile))

@@ -1,0 +1,80 @@
+"""What an operator is warned of: each found where it is, and silent where all is well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from remuda.domain.concerns import ENDING_TAKES_S, Concern, concerns
+from remuda.domain.instance import Credential, Instance, State
+from remuda.domain.pool_config import ScopeTokens
+from remuda.domain.provision import ProvisionStatus
+from remuda.domain.signals import Report
+from support.builders import in_state
+from support.records import NOW, at, instance, instance_id, pool_config, provision
+
+CONFIG = pool_config()
+MARGIN_S = CONFIG.lifetimes.margin_s
+
+
+def beating(record: Instance, age_s: float = 1.0, notice: str = "") -> dict[str, Report]:
+    beat = Report(instance_id=record.instance_id, beat=5, beat_at=at(-age_s), notice=notice)
+    return {record.instance_id: beat}
+
+
+def found(record: Instance, reports: dict[str, Report] | None = None) -> list[Concern]:
+    return concerns(CONFIG, [record], beating(record) if reports is None else reports, [], now=NOW)
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_healthy_instance_is_no_concern(state: State) -> None:
+    assert found(in_state(state)) == []
+
+
+@pytest.mark.parametrize(("over_s", "kinds"), [(MARGIN_S - 1, []), (MARGIN_S + 1, ["expired"])])
+def test_expired_means_beyond_the_margin(over_s: float, kinds: list[str]) -> None:
+    late = found(in_state(State.RUNNING, threshold=at(-over_s)))
+    assert [item.kind for item in late] == kinds
+    assert all("running" in item.text and item.subject == instance_id(1) for item in late)
+
+
+@pytest.mark.parametrize(("age_s", "kinds"), [(74, []), (76, ["stale-heartbeat"])])
+def test_a_heartbeat_is_stale_after_what_clocks_may_differ_by(age_s: float, kinds: list[str]) -> None:
+    record = in_state(State.IDLE)
+    assert [item.kind for item in found(record, beating(record, age_s))] == kinds
+
+
+def test_a_machine_that_boots_need_not_have_a_heartbeat() -> None:
+    assert found(in_state(State.CREATED, created_at=at(-200)), {}) == []
+    assert [item.kind for item in found(in_state(State.RUNNING, created_at=at(-200)), {})] == ["stale-heartbeat"]
+
+
+def test_an_end_that_nobody_confirms_is_stuck() -> None:
+    assert found(in_state(State.TERMINATING, threshold=at(-ENDING_TAKES_S + 1))) == []
+    assert [item.kind for item in found(in_state(State.TERMINATING, threshold=at(-ENDING_TAKES_S - 1)))] == ["stuck"]
+
+
+def test_a_spot_notice_is_told() -> None:
+    record = instance()
+    (told,) = found(record, beating(record, notice="terminate at noon"))
+    assert (told.kind, "terminate at noon" in told.text) == ("spot-notice", True)
+
+
+def test_an_open_provision_past_its_deadline_is_overdue() -> None:
+    late = provision(deadline=at(-MARGIN_S - 1))
+    assert [item.subject for item in concerns(CONFIG, [], {}, [late], now=NOW)] == ["1234"]
+    done = replace(late, status=ProvisionStatus.COMMITTED)
+    assert concerns(CONFIG, [], {}, [done, provision()], now=NOW) == []
+
+
+def test_a_token_that_ends_before_a_provision_could() -> None:
+    short = Credential(token="t0ken", expires_at=at(CONFIG.lifetimes.provision_timeout_s - 1))
+    config = replace(CONFIG, tokens=(ScopeTokens(scope="octo/repo", registration=short, removal=short),))
+    (told,) = concerns(config, [], {}, [], now=NOW)
+    assert (told.kind, told.subject) == ("token", "octo/repo")
+    assert "t0ken" not in told.text
+
+
+def test_without_a_configuration_that_is_all_there_is_to_say() -> None:
+    assert [item.kind for item in concerns(None, [instance()], {}, [], now=NOW)] == ["unconfigured"]
