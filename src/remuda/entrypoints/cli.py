@@ -193,6 +193,7 @@ def scale_down(
         float | None, typer.Option("--every", min=0.2, max=86_400, help="Repeat after so many seconds, until stopped.")
     ] = None,
     config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
@@ -432,12 +433,17 @@ def simulate(
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, max=256, help="Processes; two if not given.")
     ] = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
     """Run the control plane and its agents in virtual time, under faults, and check every invariant."""
+    from remuda.entrypoints.run import load_settings
     from remuda.entrypoints.simulate import Request, run_simulate
 
+    # Worlds have settings of their own; of the caller's, how to log counts.
+    load_settings({"log_format": log_format}, config)
     request = Request(
         seeds=seeds,
         hours=hours,

@@ -121,19 +121,23 @@ MUTANTS: tuple[Mutant, ...] = (
         (_PROVISION, "    await _intend(context, terms.provision)\n", ""),
         (
             _PROVISION,
-            '        phases.done("instances")\n',
-            '        phases.done("instances")\n        await _intend(context, terms.provision)\n',
+            '        recorder.done("instances")\n',
+            '        recorder.done("instances")\n        await _intend(context, terms.provision)\n',
         ),
     ),
     _mutant(
         "no-rollback",
         "a provision that fails gives nothing back",
-        (_PROVISION, "        await _undo(context, terms, holdings, why=why)\n", ""),
+        (
+            _PROVISION,
+            "        await _undo(context, terms, holdings, why=why, course=recorder.course(error=why))\n",
+            "",
+        ),
     ),
     _mutant(
         "rollback-leaves-it-open",
         "a provision that fails does not close its record",
-        (_HOLDINGS, "            await _close(context, provision, why=why)\n", ""),
+        (_HOLDINGS, "            await _close(context, provision, why=why, course=course)\n", ""),
     ),
     _mutant(
         "success-after-release",
@@ -152,7 +156,14 @@ MUTANTS: tuple[Mutant, ...] = (
                 "    running: list[Instance] = []\n"
             ),
         ),
-        (_COMMIT, "    await _record(context, provision, committed(provision, ids, deadline=deadline))\n", ""),
+        (
+            _COMMIT,
+            (
+                "    await _record(context, provision, "
+                "committed(provision, ids, deadline=deadline, course=recorder.course()))\n"
+            ),
+            "",
+        ),
     ),
     _mutant(
         "commit-keeps-the-credential",
@@ -171,8 +182,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a registration token is told to the journal",
         (
             _SELECTION,
-            '            "claim-won", f"fits run {claimed.run_id}", instance_id',
-            '            "claim-won", f"with {terms.registration.token}", instance_id',
+            '            f"fits run {claimed.run_id}",\n',
+            '            f"with {terms.registration.token}",\n',
         ),
     ),
     _mutant(
