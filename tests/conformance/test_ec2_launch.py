@@ -225,6 +225,7 @@ async def test_another_process_with_the_same_token_gets_the_same_machines(world:
         ("InsufficientInstanceCapacity", 500, CapacityError, ""),
         ("UnauthorizedOperation", 403, UserError, "aws-permission"),
         ("AuthFailure", 401, UserError, "aws-credentials"),
+        ("AuthFailure.ServiceLinkedRoleCreationNotPermitted", 400, UserError, "aws-permission"),
         ("InvalidParameterValue", 400, UserError, "launch"),
         ("InvalidLaunchTemplateName.NotFoundException", 400, UserError, "launch"),
         ("InternalError", 500, Unavailable, ""),

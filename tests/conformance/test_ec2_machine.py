@@ -198,6 +198,8 @@ async def test_the_script_and_its_end(machine: Ec2Machine, tmp_path: Path) -> No
     script.write_text("#!/bin/bash\n[[ -z ${AWS_SECRET_ACCESS_KEY:-} ]] && echo done\n")
     script.chmod(0o700)
     assert await machine.run_script(10) == Outcome(ok=True, detail="exit code 0: done")
+    script.write_text("#!/bin/bash\necho $PATH\n")
+    assert "/usr/local/bin:/usr/sbin:" in (await machine.run_script(10)).detail, "scripts set machines up"
     assert await machine.reset() == Outcome(ok=True, detail="clean")
 
 

@@ -61,7 +61,11 @@ _CODES = {
         EC2ThrottledException ProvisionedThroughputExceededException RequestLimitExceeded RequestThrottled
         RequestThrottledException SlowDown ThrottledException Throttling ThrottlingException TooManyRequestsException
     """,
-    Kind.PERMISSION: "AccessDenied AccessDeniedException KmsAccessDenied UnauthorizedOperation",
+    # The last one: the first spot machine of an account needs a role that EC2 would make by itself.
+    Kind.PERMISSION: """
+        AccessDenied AccessDeniedException KmsAccessDenied UnauthorizedOperation
+        AuthFailure.ServiceLinkedRoleCreationNotPermitted
+    """,
     Kind.CREDENTIALS: """
         AuthFailure Blocked ExpiredToken ExpiredTokenException IncompleteSignature InvalidAccessKeyId
         InvalidClientTokenId InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException
