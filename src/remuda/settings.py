@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import tzinfo
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
@@ -87,6 +88,7 @@ AWS_LAUNCH = (
     "github_environment",
 )
 
+_HEADER_TEXT = re.compile(r"[!-~]*")
 _POOL_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
 _SECRET_ARN = re.compile(r"arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:[A-Za-z0-9/_+=.@!-]{1,519}")
 _PEM = "-----BEGIN"
@@ -151,6 +153,15 @@ def read_key(value: str) -> str:
             fix="give the path of the private key as GitHub made it (.pem)",
         )
     return text
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        # Looking at the port checks it.
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and text.isprintable()
+    except ValueError:
+        return False
 
 
 def _reason(error: Exception) -> str:
@@ -320,6 +331,29 @@ class Settings(BaseModel):
                 fix="give an ARN such as arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME",
             )
         return SecretStr(text) if value else None
+
+    @field_validator("github_token")
+    @classmethod
+    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
+        """It goes into a header."""
+        if value is not None and not _HEADER_TEXT.fullmatch(value.get_secret_value()):
+            raise UserError(
+                "github-token holds characters that no token has",
+                field="github-token",
+                fix="give the token alone, without spaces or line breaks",
+            )
+        return value
+
+    @field_validator("github_api_url")
+    @classmethod
+    def _check_api_url(cls, value: str) -> str:
+        if value and not _is_address(value):
+            raise UserError(
+                f"github-api-url is {value[:MAX_SHOWN]!r}",
+                field="github-api-url",
+                fix="give an address such as https://HOST/api/v3",
+            )
+        return value
 
     @field_validator("github_scope")
     @classmethod

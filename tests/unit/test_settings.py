@@ -84,9 +84,25 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file: Fil
 def test_what_github_sets_is_used_unless_remudas_own_variable_is_set(name: str, source: str, value: Any) -> None:
     loaded = load({}, environ={source: str(value)})
     assert (getattr(loaded.settings, name), loaded.origins[name]) == (value, source)
-    other = "7" if name != "github_scope" else "octo/other"
+    other = {"github_scope": "octo/other", "github_api_url": "http://localhost:8080/api"}.get(name, "7")
     both = load({}, environ={source: str(value), variable(name): other})
     assert (str(getattr(both.settings, name)), both.origins[name]) == (other, variable(name))
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "http://h:port", "http://h:999999", "http://[", "ftp://h", "http:///x", "http://h/\0"]
+)
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match="github-api-url is") as caught:
+        load({"github_api_url": address}, environ={})
+    assert caught.value.field == "--github-api-url"
+
+
+@pytest.mark.parametrize("token", ["\u00e9", "two words", "a\nb"])
+def test_a_token_that_is_none_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load({}, environ={"REMUDA_GITHUB_TOKEN": token})
+    assert token not in caught.value.message
 
 
 def test_a_token_of_the_workflow_is_not_picked_up_unasked() -> None:

@@ -6,6 +6,7 @@ that must be gone before the machine may go.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -19,6 +20,8 @@ from remuda.domain.instance import Instance, State
 #: How long a runner may not be removed after its launch, unless a setting says otherwise.
 MINIMUM_MIN = {"linux": 5.0, "windows": 15.0}
 BOOT_MIN = 5.0
+#: At the end of a runner's name.
+_INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$", re.IGNORECASE)
 
 
 class Action(StrEnum):
@@ -151,11 +154,16 @@ def judge_orphan(
     runner = lookup.found
     if runner is None:
         return _judge_unverified(machine, f"GitHub knows no runner {machine.runner_id}", registered, found_in)
-    if not runner.belongs_to(machine.instance_id):
+    if _is_of_another(runner, machine):
         # Its tag is wrong: what GitHub says of that runner says nothing of this machine.
         why = f"runner {runner.runner_id} is not its own but {runner.name}"
         return _judge_unverified(machine, why, registered, found_in)
-    if runner.online or not runner.busy:
+    is_confirmed = runner.busy and not runner.online
+    if not is_confirmed and not runner.belongs_to(machine.instance_id):
+        # Without the tag it would be marked again: no name says that it is this machine's.
+        reason = f"runner {runner.runner_id} exists, by a name that does not end with the instance: {runner.name}"
+        return decision(machine, Action.SKIP, reason, Phase.ORPHANS)
+    if not is_confirmed:
         state = "online" if runner.online else "offline"
         work = "busy" if runner.busy else "idle"
         reason = f"a false alarm: runner {runner.runner_id} is {state} and {work}"
@@ -163,6 +171,12 @@ def judge_orphan(
     why = f"confirmed: runner {runner.runner_id} is offline and busy"
     others = [item for item in registered or () if item.runner_id != runner.runner_id]
     return _judge_registered(machine, why, others, found_in)
+
+
+def _is_of_another(runner: Registration, machine: FleetMachine) -> bool:
+    """Whether the name says so. One that names no machine says nothing against the tag."""
+    named = _INSTANCE.search(runner.name)
+    return named is not None and named[0].lower() != machine.instance_id.lower()
 
 
 def _judge_unverified(

@@ -186,6 +186,17 @@ async def test_one_that_belongs_to_nobody_is_looked_for_in_every_list() -> None:
     assert not fleet.orphans
 
 
+async def test_one_that_belongs_to_nobody_waits_where_a_list_may_hide_its_job() -> None:
+    lost = machine(1, orphan="true", owner="", Type="")
+    fleet = Fleet(lost, machine(2), machine(3, owner="beta/x"))
+    fleet.runner(1, scope="beta/x", busy=True)
+    fleet.runner(2, busy=True)
+    fleet.hub.fails = lambda _operation, scope, _runner: scope == "beta/x"
+    await fleet.cycle()
+    assert not fleet.machines.ended
+    assert fleet.orphans == [instance_id(1)]
+
+
 async def test_an_orphan_whose_type_is_missing_is_looked_for_where_its_owner_is() -> None:
     fleet = Fleet(machine(1, orphan="true", Type=""), machine(2, orphan="true", owner="solo/tool", Type="Org"))
     fleet.runner(1, busy=True)

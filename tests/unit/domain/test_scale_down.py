@@ -71,6 +71,19 @@ def test_an_orphan_with_a_runner_id(lookup: Lookup, action: Action, word: str) -
     assert word in made.reason
 
 
+@pytest.mark.parametrize("name", [f"x-{instance_id(1).upper()}", "my-runner", "ip-10-0-0-1"])
+def test_a_name_that_names_no_other_machine_says_nothing_against_the_tag(name: str) -> None:
+    orphan = machine(1, orphan="true", github_runner_id="1")
+    for online, busy, action in (
+        (True, True, Action.SKIP),
+        (True, False, Action.SKIP),
+        (False, False, Action.SKIP),
+        (False, True, Action.TERMINATE),
+    ):
+        runner = Registration(runner_id=1, name=name, online=online, busy=busy)
+        assert judge_orphan(orphan, Lookup(found=runner), ()).action is action, (online, busy)
+
+
 def test_an_orphan_without_an_id_goes_unless_github_shows_it_busy() -> None:
     orphan = machine(1, orphan="true")
     assert judge_orphan(orphan, None, ()).action is Action.TERMINATE

@@ -82,6 +82,8 @@ _CODES = {
     """,
     Kind.SERVER: "InternalError InternalFailure InternalServerError RequestTimeout ServiceUnavailable Unavailable",
 }
+#: The machine does not allow it, as it is: protected, or on its way already. Asking again changes nothing.
+_AS_IT_IS = frozenset({"OperationNotPermitted", "IncorrectInstanceState", "IncorrectState"})
 _KINDS = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
 _INPUT = re.compile(
     r"(Invalid|Malformed|Missing|Unknown|Validation).*|.*NotFound(Exception)?|IdempotentParameterMismatch"
@@ -170,6 +172,8 @@ def _of_service(code: str, said: str, service: str, what: str) -> RemudaError | 
         return NotFound(f"no queue {what} in SQS", fix=_TABLE_FIX)
     if code in _QUEUE_JUST_DELETED:
         return Unavailable(f"queue {what} was deleted a moment ago: {said}", fix="run remuda refresh in a minute")
+    if code in _AS_IT_IS:
+        return UserError(_story(service, what, code, said), field="instance", fix="look at the machine itself")
     if code.startswith("InvalidInstanceID."):
         return NotFound(_story(service, what, code, said))
     return None

@@ -297,7 +297,7 @@ def _parse_runner(body: Any) -> ForgeRunner:
             name=str(body["name"]),
             online=body["status"] == "online",
             busy=bool(body["busy"]),
-            labels=tuple(str(label["name"]) for label in body.get("labels", ())),
+            labels=tuple(str(label["name"]) for label in body.get("labels") or ()),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Unavailable("GitHub's runner lacks a field") from error

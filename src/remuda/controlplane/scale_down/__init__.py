@@ -200,10 +200,16 @@ class Cycle:
         if likely is not None:
             known = self._runners.get(likely)
             return likely, None if known is None else _own(machine, known)
-        for scope, runners in self._runners.items():
-            if found := _own(machine, runners or ()):
-                return scope, found
-        return None, ()
+        everywhere = {scope: _own(machine, runners or ()) for scope, runners in self._runners.items()}
+        found = {scope: own for scope, own in everywhere.items() if own}
+        for scope, own in found.items():
+            if any(item.busy for item in own):
+                return scope, own
+        if len(found) == 1:
+            return next(iter(found.items()))
+        # In none, it may be busy where a list could not be read. In several, no one scope could remove it.
+        is_clear = not found and all(runners is not None for runners in self._runners.values())
+        return None, () if is_clear else None
 
     async def _phase_2(self, machines: Sequence[FleetMachine], pool: PoolRecords) -> None:
         decisions: list[Decision] = []
