@@ -210,16 +210,22 @@ async def test_all_pages_are_read_and_changes_go_in_batches() -> None:
     assert len(world.did.terminated) == 250
 
 
-async def test_one_that_cannot_be_ended_does_not_save_the_others() -> None:
+@pytest.mark.parametrize("protected", [(7, 40), (0, 1), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)])
+async def test_one_that_cannot_be_ended_does_not_save_the_others(protected: tuple[int, ...]) -> None:
     world = crowd(60)
     world.ec2_faults = [
-        {"action": "TerminateInstances", "instance_id": f"i-{number:017x}", "code": "OperationNotPermitted", **status}
-        for number, status in ((7, {"http_status": 400}), (40, {"http_status": 403}))
+        {
+            "action": "TerminateInstances",
+            "instance_id": f"i-{number:017x}",
+            "code": "OperationNotPermitted",
+            "http_status": 400,
+        }
+        for number in protected
     ]
     async with scripted(world) as fleet:
         names = [item.instance_id for item in await fleet.list_machines()]
-        assert sorted(await fleet.terminate(names)) == [f"i-{number:017x}" for number in (7, 40)]
-    assert len(world.did.terminated) == 58
+        assert sorted(await fleet.terminate(names)) == [f"i-{number:017x}" for number in protected]
+    assert len(world.did.terminated) == 60 - len(protected)
 
 
 async def test_where_ec2_does_not_work_at_all_it_is_not_asked_for_each_one() -> None:
