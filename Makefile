@@ -98,7 +98,8 @@ $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 $(NPM)/.installed: requirements/package.json
 	@mkdir -p $(NPM)
 	@if command -v npm >/dev/null; then echo 'setting up what comes from npm (once)'; \
-	  npm install --prefix requirements --no-package-lock --no-audit --no-fund --silent && touch $@ \
+	  npm install --prefix requirements --no-package-lock --no-audit --no-fund --silent \
+	    --fetch-retries=1 --fetch-timeout=30000 && touch $@ \
 	    || echo 'npm could not install it: the tests that use it will be skipped'; \
 	else echo 'npm is not installed: the tests that use it will be skipped'; fi
 
