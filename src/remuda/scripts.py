@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+#: What the system's own login would set; those who set machines up need the commands of root as well.
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
 MAX_STORY = 500
 MAX_TAIL_BYTES = 4096
 #: What a shell says of a command that cannot be started.

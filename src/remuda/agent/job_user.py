@@ -8,12 +8,11 @@ import pwd
 from dataclasses import dataclass
 from pathlib import Path
 
+from remuda import scripts
 from remuda.domain.errors import UserError
 
 #: Ids that its user namespaces may use: what runs in a rootless container has one of these.
 SUBORDINATE = (Path("/etc/subuid"), Path("/etc/subgid"))
-#: What the system's own login would set.
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +50,7 @@ class JobUser:
 
     def environment(self) -> dict[str, str]:
         return {
-            "PATH": PATH,
+            "PATH": scripts.SYSTEM_PATH,
             "LANG": "C.UTF-8",
             "HOME": str(self.home),
             "USER": self.name,

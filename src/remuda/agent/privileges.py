@@ -8,7 +8,8 @@ import stat
 import subprocess
 from pathlib import Path
 
-from remuda.agent.job_user import PATH, JobUser
+from remuda import scripts
+from remuda.agent.job_user import JobUser
 
 #: Whose members are root, or can be at will.
 GROUPS = frozenset({"admin", "disk", "docker", "incus-admin", "lxd", "podman", "root", "shadow", "sudo", "wheel"})
@@ -51,13 +52,13 @@ def _may_write(path: Path, user: JobUser, groups: set[int]) -> bool:
 
 
 def _why_sudo(user: JobUser) -> str:
-    sudo = shutil.which("sudo", path=PATH)
+    sudo = shutil.which("sudo", path=scripts.SYSTEM_PATH)
     if sudo is None:
         return ""
     try:
         done = subprocess.run(
             [sudo, "-n", "-l", "-U", user.name],
-            env={"PATH": PATH, "LC_ALL": "C"},
+            env={"PATH": scripts.SYSTEM_PATH, "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from remuda import scripts
 from remuda.agent import privileges
 from remuda.agent.privileges import GROUPS, why_privileged
 from support.other_user import UID, other_user
@@ -24,7 +25,7 @@ esac
 @pytest.fixture(autouse=True)
 def _no_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What this computer itself has is not asked."""
-    monkeypatch.setattr(privileges, "PATH", str(tmp_path))
+    monkeypatch.setattr(scripts, "SYSTEM_PATH", str(tmp_path))
     monkeypatch.setattr(privileges, "SOCKETS", (str(tmp_path / "socket"),))
 
 

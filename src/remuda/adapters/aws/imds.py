@@ -46,8 +46,6 @@ TIMER_PREFIX = "remuda-dead-man-"
 REBOOT_TIMER = f"{TIMER_PREFIX}reboot"
 #: What `systemctl stop` says of a unit that there is not (any more).
 NOT_LOADED = 5
-#: Where root's commands are: scripts set machines up.
-ROOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 POWER_OFF = ("systemctl", "poweroff", "--force")
 
 RunCommand = Callable[[Sequence[str]], int]
@@ -136,7 +134,7 @@ class Ec2Machine:
         self._run = run
         self._terminate = terminate
         self._state = Path((layout or Layout()).state)
-        self._script_environment = {"PATH": ROOT_PATH, "LANG": "C.UTF-8", "HOME": "/root"} | dict(
+        self._script_environment = {"PATH": scripts.SYSTEM_PATH, "LANG": "C.UTF-8", "HOME": "/root"} | dict(
             script_environment or {}
         )
         self._is_spot: bool | None = None
