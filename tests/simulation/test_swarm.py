@@ -11,7 +11,7 @@ from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
 from remuda.simulation.shrink import shrink, tell
 
-SEEDS = 100
+SEEDS = 500
 SETTINGS = Settings(hours=0.5, instances=10)
 #: Rows whose use case is not simulated.
 NOT_YET = {"quarantine", "renew"}

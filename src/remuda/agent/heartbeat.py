@@ -59,15 +59,16 @@ class Heartbeat:
         self._due.set()
 
     async def run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             self._due.clear()
             if self._vital.healthy:
                 await self._beat()
+            alarm = loop.call_later(self._interval_s, self._due.set)
             try:
-                async with asyncio.timeout(self._interval_s):
-                    await self._due.wait()
-            except TimeoutError:
-                continue
+                await self._due.wait()
+            finally:
+                alarm.cancel()
 
     async def _beat(self) -> None:
         try:

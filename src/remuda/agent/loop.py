@@ -24,8 +24,9 @@ T = TypeVar("T")
 #: How long each step may take before the heartbeat stops.
 SCRIPT_LIMIT_S = 3_600.0
 STEP_LIMIT_S = 180.0
-#: The longest wait without a look around.
-WAIT_LIMIT_S = 30.0
+#: The longest wait without a look around, and how late its end may be before the heartbeat stops.
+WAIT_LIMIT_S = 120.0
+WAIT_GRACE_S = 90.0
 #: After a failure: the first and the longest pause.
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 5.0
@@ -167,7 +168,7 @@ class Agent:
         timeout_s = WAIT_LIMIT_S if left_s is None else min(WAIT_LIMIT_S, max(0.0, left_s) + 0.001)
         if self._pause_s:
             timeout_s, self._pause_s = min(timeout_s, self._pause_s), 0.0
-        self._vital.works_for(timeout_s + STEP_LIMIT_S)
+        self._vital.works_for(timeout_s + WAIT_GRACE_S)
         control = asyncio.create_task(self._store.wait_for_control(identity.instance_id, record, timeout_s))
         local = asyncio.create_task(self._runner.wait_for_change(runner, timeout_s))
         try:

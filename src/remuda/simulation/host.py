@@ -132,12 +132,12 @@ class Host:
         return self.notice
 
     async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002 - none takes so long
-        await asyncio.sleep(self._chance.uniform(0.5, 5.0))
+        await self._loop.rest(self._chance.uniform(0.5, 5.0))
         return self._script
 
     async def reset(self) -> Outcome:
         self._world.safety.job_cut_short(self, "reset")
-        await asyncio.sleep(self._chance.uniform(0.5, 5.0))
+        await self._loop.rest(self._chance.uniform(0.5, 5.0))
         if self._world.faults.strikes_now(Fault.RESET_FAILED, 0.05, [self.instance_id]):
             return Outcome(ok=False, detail="a process of the job is still there")
         self.dirty = False
@@ -153,7 +153,7 @@ class Host:
         return self._state
 
     async def configure(self, assignment: Assignment) -> Outcome:
-        await asyncio.sleep(self._chance.uniform(0.5, 6.0))
+        await self._loop.rest(self._chance.uniform(0.5, 6.0))
         about = [self.instance_id]
         faults = self._world.faults
         if faults.strikes_now(Fault.REGISTRATION_FAILED, 0.04, about):
@@ -172,7 +172,7 @@ class Host:
             return Outcome(ok=False, detail=f"{FORGE_UNREACHABLE}: {error.message}")
         self._runner_id = runner.runner_id
         self._set(RunnerState(configured_as=assignment.runner_name))
-        await asyncio.sleep(self._chance.random())
+        await self._loop.rest(self._chance.random())
         return Outcome(ok=True)
 
     async def start(self) -> None:
@@ -191,7 +191,7 @@ class Host:
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
-        await asyncio.sleep(self._chance.uniform(0.3, 4.0))
+        await self._loop.rest(self._chance.uniform(0.3, 4.0))
         if assignment.credential is None:
             return Removal.FAILED, "there is no removal token in the assignment"
         try:
@@ -211,7 +211,7 @@ class Host:
 
     async def stop(self) -> None:
         self._world.safety.job_cut_short(self, "stop")
-        await asyncio.sleep(self._chance.random())
+        await self._loop.rest(self._chance.random())
         self._world.github.disconnect(self._runner_id)
         self._set(RunnerState())
 

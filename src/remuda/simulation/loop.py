@@ -99,7 +99,9 @@ class Process:
         self.on_end: Callable[[], None] = lambda: None
         self.task: asyncio.Task[Any] | None = None
         self._cuts = sorted(cuts, key=lambda cut: cut.step, reverse=True)
-        self._next_cut = self._cuts[-1].step if self._cuts else 0
+        #: The loop looks at these two before each step.
+        self.next_cut = self._cuts[-1].step if self._cuts else 0
+        self.goes_on = True
         self._parked: list[_Callback] = []
         self._context = contextvars.copy_context()
         self._context.run(_PROCESS.set, self)
@@ -112,44 +114,38 @@ class Process:
         """As kill -9 does: no clean-up, no answer, whatever it was about to do."""
         if self.dead or (self.task is not None and self.task.done()):
             return
-        self.dead = True
+        self.dead, self.goes_on = True, False
         self.loop.keep(self._parked)
         self.loop.call_soon(self.on_end, context=self.loop.outside)
 
     def pause(self, seconds: float) -> None:
         """As SIGSTOP does, or a starved machine: time goes on without it."""
         if not self.paused:
-            self.paused = True
+            self.paused, self.goes_on = True, False
             self.loop.call_later(seconds, self._resume, context=self.loop.outside)
 
     def _resume(self) -> None:
-        self.paused = False
+        self.paused, self.goes_on = False, not self.dead
         parked, self._parked = self._parked, []
         self.loop.take_up(parked)
 
-    def admits(self, callback: _Callback) -> bool:
-        """Whether a step may be taken now. The loop asks before each."""
+    def hold(self, callback: _Callback) -> None:
+        """A step that it can't take now, or ever."""
         if self.dead:
             self.loop.keep([callback])
-            return False
-        if self.paused:
+        else:
             self._parked.append(callback)
-            return False
-        self.steps += 1
-        if self.steps == self._next_cut:
-            return self._cut(callback)
-        return True
 
-    def _cut(self, callback: _Callback) -> bool:
+    def cut(self, callback: _Callback) -> None:
+        """The step before which it was to crash or to pause."""
         cut = self._cuts.pop()
-        self._next_cut = self._cuts[-1].step if self._cuts else 0
+        self.next_cut = self._cuts[-1].step if self._cuts else 0
         self._parked.append(callback)
         self.on_cut(cut)
         if cut.pause_s:
             self.pause(cut.pause_s)
         else:
             self.crash()
-        return False
 
     def __repr__(self) -> str:
         return self.name
@@ -167,7 +163,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._random = chance.random
         self._now = 0.0
         self._ready: list[_Callback] = []
-        self._timers: list[tuple[float, int, _Callback]] = []
+        #: Callbacks, and futures of those who only rest.
+        self._timers: list[tuple[float, int, _Callback | asyncio.Future[None]]] = []
         self._count = 0
         self.steps = 0
         #: The context of what belongs to no process: machines, GitHub, people.
@@ -205,8 +202,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if callback.off:
                 continue
             process = callback.process
-            if process is not None and not process.admits(callback):
+            if process is not None and not process.goes_on:
+                process.hold(callback)
                 continue
+            if process is not None:
+                process.steps += 1
+                if process.steps == process.next_cut:
+                    process.cut(callback)
+                    continue
             self.steps += 1
             try:
                 callback.of.run(callback.call, *callback.given)
@@ -218,16 +221,24 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 return
 
     def _advance(self) -> None:
-        timers = self._timers
-        while timers and timers[0][2].off:
-            heapq.heappop(timers)
+        timers, ready = self._timers, self._ready
         if not timers:
             raise Stuck
         now = self._now = timers[0][0]
         while timers and timers[0][0] <= now:
-            callback = heapq.heappop(timers)[2]
-            if not callback.off:
-                self._ready.append(callback)
+            due = heapq.heappop(timers)[2]
+            if isinstance(due, _Callback):
+                if not due.off:
+                    ready.append(due)
+            elif not due.done():
+                due.set_result(None)
+
+    def rest(self, seconds: float) -> asyncio.Future[None]:
+        """To be awaited, as `asyncio.sleep` is; but waking up is one step of the sleeper, and not two."""
+        over: asyncio.Future[None] = asyncio.Future(loop=self)
+        self._count += 1
+        heapq.heappush(self._timers, (self._now + seconds, self._count, over))
+        return over
 
     def take_up(self, callbacks: Sequence[_Callback]) -> None:
         self._ready.extend(callbacks)
@@ -298,19 +309,23 @@ def new_loop(chance: random.Random) -> VirtualLoop:
 class VirtualClock:
     """The clock port over a loop's time. A process's skew moves its wall clock alone."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, process: Process | None = None) -> None:
+    def __init__(self, loop: VirtualLoop, process: Process | None = None) -> None:
         self._loop = loop
         self._process = process
+        self._shown_at = 0.0
+        self._shown = START
 
     def now(self) -> datetime:
-        skew_s = self._process.skew_s if self._process else 0.0
-        return START + timedelta(seconds=self._loop.time() + skew_s)
+        at = self._loop.time() + (self._process.skew_s if self._process else 0.0)
+        if at != self._shown_at:
+            self._shown_at, self._shown = at, START + timedelta(seconds=at)
+        return self._shown
 
     def monotonic(self) -> float:
         return self._loop.time()
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        await self._loop.rest(seconds)
 
 
 class SeededIds:

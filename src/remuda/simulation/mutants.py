@@ -5,6 +5,7 @@ A mutant is made on a copy of the package and hunted in processes of its own; th
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -88,12 +89,13 @@ def hunt(mutant: Mutant, *, first: int, seeds: int, settings: Settings) -> Catch
         )
     if done.returncode:
         *_, last = done.stderr.strip().splitlines() or ["no word"]
-        return Catch(tried=1, seed=first, violation=f"it does not run: {last}", invariant="")
+        return Catch(tried=1, seed=None, violation=f"it does not run: {last}", invariant="")
     return Catch(**json.loads(done.stdout))
 
 
 def _hunt_here(first: int, seeds: int, settings: Settings) -> Catch:
     """In the process of a mutant."""
+    gc.freeze()
     for seed in range(first, first + seeds):
         outcome = simulate(draw(seed, hours=settings.hours, instances=settings.instances))
         if outcome.violation is not None:

@@ -183,7 +183,7 @@ class _Draft:
                 for after_s in (chance.uniform(60, 400), chance.uniform(60, 400))
             ]
         for kind in ("provision", "release"):
-            made += self._cuts(f"{kind} {run_id}.{chance.randint(1, run.attempts)}", 150)
+            made += self._cuts(f"{kind} {run_id}.{chance.randint(1, run.attempts)}", 110)
         return made
 
     def _job_s(self) -> float:
@@ -234,13 +234,13 @@ class _Draft:
             config = self._chance.randrange(4) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
             if twice or config is not None:
                 made.append(Refresh(at=at, twice=twice, config=config))
-            made += self._cuts(f"sweep {number * 3 + self._chance.randint(1, 3)}", 120)
+            made += self._cuts(f"sweep {number * 3 + self._chance.randint(1, 3)}", 90)
         return made
 
     def _agent_cuts(self) -> list[Operation]:
         made: list[Operation] = []
         machines = max(4, round(self._seconds / HOLDS_S * self._instances * 0.3))
-        pick: Callable[[], int] = lambda: 1 + int(self._chance.random() ** 2.5 * 900)  # noqa: E731
+        pick: Callable[[], int] = lambda: 1 + int(self._chance.random() ** 2.5 * 600)  # noqa: E731
         for machine in range(1, machines + 1):
             for agent in (1, 2):
                 party = f"agent {machine:04x}.{agent}"

@@ -5,7 +5,6 @@ The services are the memory adapters. A wire adds what real ones are like: answe
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,12 +27,17 @@ if TYPE_CHECKING:
 
 Call = Callable[..., Awaitable[Any]]
 
+#: By port and name: asked of millions of wires, and always the same.
+_IS_CALL: dict[tuple[type, str], bool] = {}
+
 #: How likely each thing is at one call, in a world of middling harshness.
 RARE, SOME, OFTEN = 0.01, 0.04, 0.15
 #: How long a call takes, one way.
 LATENCY_S = 0.06
 SLOW_S = 25.0
 BURST_S = 20.0
+#: How many of the heartbeats take the way of other writes, with all that may happen to them there.
+BEATS_AT_RISK = 0.08
 #: How many of the writes whose answer is lost are applied later still, and how much later.
 LATE, LATE_S = 0.3, 15.0
 
@@ -50,7 +54,10 @@ class Wire:
 
     def __getattr__(self, operation: str) -> Any:
         inner = getattr(self._port, operation)
-        if not inspect.iscoroutinefunction(inner):
+        kind = (type(self._port), operation)
+        if kind not in _IS_CALL:
+            _IS_CALL[kind] = inspect.iscoroutinefunction(inner)
+        if not _IS_CALL[kind]:
             return inner
         call = self._wire(operation, inner)
         self.__dict__[operation] = call
@@ -62,9 +69,9 @@ class Wire:
     async def _travel(self, subjects: Iterable[str] = ()) -> None:
         """One way to the service, or back."""
         if self._strikes(Fault.SLOW_CALL, RARE, subjects):
-            await asyncio.sleep(self._chance.uniform(0.5, SLOW_S))
+            await self._world.loop.rest(self._chance.uniform(0.5, SLOW_S))
         else:
-            await asyncio.sleep(self._chance.random() * LATENCY_S)
+            await self._world.loop.rest(self._chance.random() * LATENCY_S)
 
     def _strikes(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
         struck = self._faults.strikes_now(fault, probability, subjects)
@@ -95,12 +102,9 @@ class StoreWire(Wire):
         return self._write(operation, inner, SOME) if operation in _WRITES else self._read(operation, inner)
 
     def _write(self, operation: str, inner: Call, likely: float) -> Call:
-        is_beat = operation == "beat"
-
         async def call(*given: Any, **named: Any) -> Any:
             subjects = self._subjects(given)
-            if not is_beat or self._chance.random() < 0.2:
-                await self._travel(subjects)
+            await self._travel(subjects)
             self._throttle(subjects)
             self._tell(operation, subjects)
             if self._strikes(Fault.WRITE_LOST, likely, subjects):
@@ -113,7 +117,7 @@ class StoreWire(Wire):
                 raise Unavailable(f"the store's answer to {operation} was lost")
             answer = await inner(*given, **named)
             await self._world.called(self._party, operation)
-            if not is_beat and self._chance.random() < 0.5:
+            if self._chance.random() < 0.5:
                 await self._travel(subjects)
             return answer
 
@@ -121,15 +125,16 @@ class StoreWire(Wire):
 
     def _beat(self, inner: Call) -> Call:
         """There are so many beats that the usual rate would leave no agent alone, and a world little time for more."""
-        store_faults = {Fault.WRITE_LOST, Fault.WRITE_UNSURE, Fault.THROTTLED, Fault.SLOW_CALL}
-        write = self._write("beat", inner, RARE / 4)
-        if self._faults.on & store_faults:
-            return write
+        write = self._write("beat", inner, SOME)
+        name, world, chance = self._party.name, self._world, self._chance
 
         async def call(instance_id: str, **named: Any) -> None:
+            if chance.random() < BEATS_AT_RISK or world.loop.time() < world.throttled_until:
+                await write(instance_id, **named)
+                return
             await inner(instance_id, **named)
             self._party.touching = (instance_id,)
-            self._world.trace.add(self._party.name, "beat")
+            world.trace.add(name, "beat")
 
         return call
 
@@ -137,7 +142,7 @@ class StoreWire(Wire):
         """A request that its caller has given up is on its way all the same."""
 
         async def land() -> None:
-            await asyncio.sleep(self._chance.random() * LATE_S)
+            await self._world.loop.rest(self._chance.random() * LATE_S)
             self._world.acting = self._party
             try:
                 await inner(*given, **named)
@@ -152,13 +157,16 @@ class StoreWire(Wire):
     def _read(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
             subjects = self._subjects(given)
-            await self._travel(subjects)
+            # What was read is old by the time it arrives, or the question was long on its way.
+            is_slow_back = self._chance.random() < 0.3
+            if not is_slow_back:
+                await self._travel(subjects)
             self._throttle(subjects)
             self._tell(operation, subjects)
             if self._strikes(Fault.READ_FAILED, RARE, subjects):
                 raise Unavailable(f"the store did not answer {operation}")
             answer = await inner(*given, **named)
-            if self._chance.random() < 0.3:
+            if is_slow_back:
                 await self._travel(subjects)
             return answer
 
@@ -217,7 +225,7 @@ class StoreWire(Wire):
                 record = self._world.database.instances.get(instance_id)
                 if record is not None and record.state in states:
                     found.append(record)
-            await asyncio.sleep(self._chance.random() * LATENCY_S)
+            await self._world.loop.rest(self._chance.random() * LATENCY_S)
         return found
 
     def _throttle(self, subjects: Iterable[str]) -> None:

@@ -52,7 +52,7 @@ class Workload:
                     # Cuts and interrupts belong to their processes.
                     continue
         self._spawn(self._sweep_regularly())
-        await asyncio.sleep(self._world.plan.hours * 3_600.0)
+        await self._world.loop.rest(self._world.plan.hours * 3_600.0)
         await self._come_to_rest()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -114,7 +114,8 @@ class Workload:
             for job in jobs:
                 if not job.started and not job.conclusion and not job.runner_name:
                     job.conclusion = "cancelled"
-            await asyncio.sleep(self._chance.choice((0.0, self._chance.uniform(0, 5), self._chance.uniform(0, 40))))
+            pause_s = self._chance.choice((0.0, self._chance.uniform(0, 5), self._chance.uniform(0, 40)))
+            await self._world.loop.rest(pause_s)
 
     def _provision(self, run: Run, attempt: int) -> Party:
         order = ProvisionOrder(
@@ -151,7 +152,7 @@ class Workload:
         while not self._ending.is_set() and self._world.loop.time() < limit:
             if all(job.conclusion for job in jobs):
                 return
-            await asyncio.sleep(LOOK_S * (0.5 + self._chance.random()))
+            await self._world.loop.rest(LOOK_S * (0.5 + self._chance.random()))
 
     # Operators
 
@@ -200,7 +201,7 @@ class Workload:
 
     async def _sweep_regularly(self) -> None:
         while not self._ending.is_set():
-            await asyncio.sleep(SWEEP_S * (0.8 + 0.4 * self._chance.random()))
+            await self._world.loop.rest(SWEEP_S * (0.8 + 0.4 * self._chance.random()))
             self._sweeps += 1
             self._start_refresh(f"sweep {self._sweeps}", None)
 
@@ -217,7 +218,7 @@ class Workload:
         self.liveness = Liveness(world)
         until = world.loop.time() + REST_S
         while world.loop.time() < until:
-            await asyncio.sleep(SWEEP_S)
+            await self._world.loop.rest(SWEEP_S)
             self._sweeps += 1
             party = self._start_refresh(f"sweep {self._sweeps}", None)
             await party.ended
@@ -235,7 +236,7 @@ class Workload:
             self._world.safety.violated("S10", f"{party} reports without any fault: {result.errors[0]}")
 
     async def _until(self, at: float) -> None:
-        await asyncio.sleep(max(0.0, at - self._world.loop.time()))
+        await self._world.loop.rest(max(0.0, at - self._world.loop.time()))
 
     def _of_run(self, run_id: str) -> list[str]:
         records = self._world.database.instances.values()

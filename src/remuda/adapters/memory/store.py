@@ -287,13 +287,15 @@ def _settled(value: Any) -> Any:
     if kind is datetime:
         return to_milliseconds(value) if value.microsecond % 1000 else value
     if isinstance(value, tuple):
-        return tuple(_settled(item) for item in value)
+        return tuple(_settled(item) for item in value) if value else value
     if isinstance(value, Mapping):
         return {key: _settled(item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            name: after for name in _names(kind) if (after := _settled(before := getattr(value, name))) is not before
-        }
+        changed = {}
+        for name in _names(kind):
+            before = getattr(value, name)
+            if type(before) not in _PLAIN and (after := _settled(before)) is not before:
+                changed[name] = after
         return replace(value, **changed) if changed else value
     return value
 
