@@ -17,8 +17,9 @@ from remuda.simulation.invariants import Violation
 from remuda.simulation.plan import draw
 from remuda.simulation.run import Outcome, simulate
 
-#: Seeds that a worker takes at a time.
+#: Seeds that a worker takes at a time, and after how many of those another takes its place: the dead leave traces.
 BATCH = 4
+BATCHES_OF_A_WORKER = 25
 #: What is counted for people, and which note of the world it is.
 COUNTED = {
     "lives": "lives",
@@ -110,7 +111,9 @@ def run_many(
     total = Summary()
     batches = _batches(seeds)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_begin) as pool:
+    with ProcessPoolExecutor(
+        max_workers=workers, mp_context=context, initializer=_begin, max_tasks_per_child=BATCHES_OF_A_WORKER
+    ) as pool:
         running: set[Future[Summary]] = set()
         try:
             for batch in batches:
