@@ -75,7 +75,7 @@ _OWNER_GUARD = "            and (self.owner is None or record.owner == self.owne
         (_planted("claim-of-the-retired"), "S2", ("--operator",)),
         (_planted("adopt-a-sibling"), "S1", ("--runs=3",)),
         (_planted("commit-keeps-the-credential"), "S12", ()),
-        (_broken("no-guard-of-the-owner", _OWNER_GUARD, ""), "S", ("--expiry",)),
+        (_broken("no-guard-of-the-owner", _OWNER_GUARD, ""), "S", ("--runs=3", "--lost-answer")),
         (_planted("birth-over-a-tombstone"), "S5", ()),
         (_planted("signals-of-any-epoch"), "S4", ()),
         (_planted("pool-before-the-reset"), "S", ()),

@@ -161,6 +161,8 @@ class Claims:
                 yield from self._claimed(life, change, "claims", Tier.TRUSTED, epoch)
             elif made_by(change, life.record):
                 yield Move("claims", life, Phase.FREE, broken="S1: it takes another's claim for its own")
+            hoped_for = change.applied_to(_hinted(epoch))
+            yield Move("claims in vain, answer lost", life, Phase.UNSURE_CLAIM, known=hoped_for, cost=LOST)
             lie = _claim(epoch, who, Tier.UNTRUSTED)
             if lie.guard.admits(life.record):
                 yield from self._claimed(life, lie, "claims, untrusted,", Tier.UNTRUSTED, epoch)

@@ -234,7 +234,8 @@ class _Explorer:
         owner = next((run for run in team_runs if run.owns[at]), None)
         released = owner is not None and owner.status == RELEASED and self._assigned[life]
         for step, after in self._steps(life, released=released):
-            kept = self._runs(team_runs, at, after, other)
+            same = self._assigned[after] is self._assigned[life]
+            kept = self._team_of[team] if same else self._runs(team_runs, at, after, other)
             yield _Act(step.text, None, after, kept, step.cost, step.broken)
         for number, run in enumerate(team_runs):
             if run in team_runs[:number]:
