@@ -79,8 +79,8 @@ _OWNER_GUARD = "            and (self.owner is None or record.owner == self.owne
         (_planted("birth-over-a-tombstone"), "S5", ()),
         (_planted("signals-of-any-epoch"), "S4", ()),
         (_planted("pool-before-the-reset"), "S", ()),
-        (_planted("start-before-running"), "S2", ()),
-        (_planted("stop-before-removal"), "S6", ()),
+        (_planted("start-before-running"), "S2", ("--instances=2",)),
+        (_planted("stop-before-removal"), "S6", ("--instances=2",)),
     ],
     ids=lambda value: value.name if isinstance(value, Mutant) else "",
 )

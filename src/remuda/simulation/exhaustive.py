@@ -363,7 +363,9 @@ class _Explorer:
         way = [last]
         while came_from[way[-1]] != way[-1]:
             way.append(came_from[way[-1]])
-        names = _Names(instances=(1, 0), runs=tuple(range(self._bounds.runs)))
+        # One that is alone stands in the second place.
+        instances = (0, 1) if self._bounds.instances > 1 else (1, 0)
+        names = _Names(instances=instances, runs=tuple(range(self._bounds.runs)))
         told: list[str] = []
         for state, goal in zip(way[:0:-1], way[-2::-1], strict=True):
             for at, act, lives in self._named(state):
@@ -372,6 +374,8 @@ class _Explorer:
                     told.append(names.tell(act, at))
                     names = renamed
                     break
+            else:
+                raise AssertionError("a step of the way is not found again")
         for at, act, _ in self._named(last):
             if act.broken:
                 return act.broken, [*told, names.tell(act, at)]
