@@ -19,10 +19,9 @@ SETTINGS = Settings(hours=0.5, instances=10)
 #: Small worlds, each searched to its end.
 WORLDS = (
     Bounds(instances=2, runs=3),
-    Bounds(instances=2, runs=3, crash=False, expiry=True),
-    Bounds(instances=2, runs=3, crash=False, lost_answer=True),
+    Bounds(instances=2, runs=3, expiry=True),
+    Bounds(instances=2, runs=3, lost_answer=True),
     Bounds(instances=2, runs=3, crash=False, operator=True),
-    Bounds(instances=2, runs=2, expiry=True, lost_answer=True),
     Bounds(instances=1, runs=3, expiry=True, lost_answer=True),
     Bounds(instances=1, runs=2, expiry=True, lost_answer=True, operator=True),
 )
