@@ -1,43 +1,110 @@
-"""Every order of events in small worlds."""
+"""Every order of events in small worlds; and who searches the search: bugs planted in the table must be found."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from remuda.agent.lifecycle import Do, Step, View, next_step
-from remuda.simulation import exhaustive
-from remuda.simulation.exhaustive import Bounds, explore
+from remuda.simulation.exhaustive import _BITS, _BUDGETS, Bounds, _Explorer, explore
+from remuda.simulation.mutants import Mutant, Patch, copy_of_package
+from remuda.simulation.planted import MUTANTS
+
+_TRANSITIONS = "domain/transitions.py"
 
 
 @pytest.mark.parametrize(
-    ("bounds", "most"),
+    ("bounds", "least"),
     [
-        (Bounds(instances=1, runs=2), None),
-        (Bounds(instances=2, runs=1), None),
-        (Bounds(instances=1, runs=3, stale=False, jobs=False), None),
-        # The whole of it takes long: `make simulate` goes further.
-        (Bounds(instances=2, runs=3), 30_000),
+        (Bounds(instances=2, runs=3), 300_000),
+        (Bounds(instances=1, runs=2, crash=True, expiry=True, lost_answer=True), 20_000),
+        (Bounds(instances=1, runs=2, crash=False, operator=True), 2_000),
     ],
-    ids=[
-        "one instance, two runs",
-        "two instances, one run",
-        "one instance, three runs",
-        "two instances, three runs, the nearest",
-    ],
+    ids=str,
 )
-def test_no_order_of_events_violates_anything(bounds: Bounds, most: int | None):
-    search = explore(bounds, limit=most)
+def test_no_order_of_events_violates_anything(bounds: Bounds, least: int):
+    search = explore(bounds)
     assert not search.violation, "\n".join([search.violation, *search.path])
-    assert search.complete or most is not None
+    assert search.complete
+    # A search that lost half of its steps would find nothing either.
+    assert search.states > least
 
 
-def test_a_runner_that_starts_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
-    def hasty(view: View) -> Step:
-        if view.runner.configured_as and not view.runner.listening:
-            return Step(do=Do.START, why="at once")
-        return next_step(view)
+class _WithPlaces(_Explorer):
+    """Tells the first instance from the second, and keeps each state that it is asked for."""
 
-    monkeypatch.setattr(exhaustive, "next_step", hasty)
-    search = explore(Bounds(instances=1, runs=1))
-    assert search.violation.startswith("S2")
-    assert search.path[:2] == ["run 0 begins", "run 0 creates 0"]
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self.asked: set[tuple[int, int, int, int]] = set()
+
+    def _pack(self, zero: int, one: int, team: int, budget: int) -> int:
+        self.asked.add((zero, one, team, budget))
+        return ((zero << _BITS | one) << _BITS | team) << _BUDGETS | budget
+
+
+def test_names_alone_make_no_difference():
+    """The states without names are those with names, less the names: none is lost, and none is seen twice."""
+    bounds = Bounds(instances=2, runs=2, crash=False)
+    with_places = _WithPlaces(bounds)
+    many = with_places.explore(None)
+    few = explore(bounds)
+    assert len({_Explorer._pack(with_places, *state) for state in with_places.asked}) == few.states
+    assert few.states < many.states == len(with_places.asked)
+    assert (few.depth, few.violation) == (many.depth, many.violation)
+
+
+def test_a_limit_is_told():
+    search = explore(Bounds(instances=2, runs=3), limit=1_000)
+    assert not search.complete
+    assert search.states >= 1_000
+
+
+def _planted(name: str) -> Mutant:
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
+
+
+def _broken(name: str, old: str, new: str) -> Mutant:
+    return Mutant(name=name, bug=name, patches=(Patch(_TRANSITIONS, old, new),))
+
+
+_EPOCH_GUARD = "            and record.epoch == self.epoch\n"
+_STATE_GUARD = "            record.state is self.state\n            and record.epoch"
+_OWNER_GUARD = "            and (self.owner is None or record.owner == self.owner)\n"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "found", "options"),
+    [
+        (_broken("no-guard-of-the-epoch", _EPOCH_GUARD, ""), "S", ()),
+        (_broken("no-guard-of-the-state", _STATE_GUARD, "            record.epoch"), "S", ()),
+        (_planted("claim-without-epoch"), "S", ("--runs=3",)),
+        (_planted("claim-keeps-epoch"), "S5", ()),
+        (_planted("claim-across-tiers"), "S11", ()),
+        (_planted("claim-of-the-retired"), "S2", ("--operator",)),
+        (_planted("adopt-a-sibling"), "S1", ("--runs=3",)),
+        (_planted("commit-keeps-the-credential"), "S12", ()),
+        (_broken("no-guard-of-the-owner", _OWNER_GUARD, ""), "S", ("--runs=3", "--lost-answer")),
+        (_planted("birth-over-a-tombstone"), "S5", ()),
+        (_planted("signals-of-any-epoch"), "S4", ()),
+        (_planted("pool-before-the-reset"), "S", ()),
+        (_planted("start-before-running"), "S2", ("--instances=2",)),
+        (_planted("stop-before-removal"), "S6", ("--instances=2",)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Mutant) else "",
+)
+def test_a_planted_bug_is_found(mutant: Mutant, found: str, options: tuple[str, ...]):
+    with copy_of_package(mutant) as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "remuda.simulation.exhaustive", "--instances=1", "--runs=2", *options],
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    summary, *path = done.stdout.splitlines() or [done.stderr]
+    assert done.returncode == 1, done.stderr
+    assert f" s: {found}" in summary
+    assert path[0] == "  1. instance 0: run 0 launches"

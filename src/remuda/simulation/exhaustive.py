@@ -1,90 +1,47 @@
 """Every order of events in a small world: two instances, three runs, messages that come again, one crash.
 
-A breadth-first search over the real transition table and the real decisions of agents and sweeps (`advance`,
-`next_step`, `next_for_releasing`, `made_by`), without an event loop: a state is a value, an action makes another. What
-time allows at some time is allowed at any time.
+A breadth-first search without an event loop. The real transition table and the real decisions of agents and sweeps make
+each step of a life (`lives`) and of a run (`claims`). They are asked once for each question; the search itself goes
+over numbers: a state is two lives, a team of runs and what may still go wrong. Instances are alike and runs are alike,
+so of the states that differ by their names alone one is looked at.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from remuda.agent.lifecycle import Do, View, next_step
-from remuda.controlplane.context import made_by
-from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Credential, Instance, State
-from remuda.domain.pool_config import parse_runner_name, runner_name
-from remuda.domain.releasing import next_for_releasing
-from remuda.domain.resources import Tier, UsageClass
-from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
-from remuda.domain.thresholds import Lifetimes
-from remuda.domain.transitions import (
-    Actor,
-    Cause,
-    Change,
-    Claim,
-    Commit,
-    Confirm,
-    End,
-    Event,
-    Release,
-    advance,
-    create,
-    presumed,
-)
-from remuda.ports.machine import Script
-from remuda.ports.runner import RunnerState
+from remuda.domain.instance import ASSIGNED, Instance, State
+from remuda.simulation.claims import EMPTY_HANDED, Claims, Move, Phase
+from remuda.simulation.lives import CRASH, EXPIRY, LOST, MISHAPS, OPERATOR, UNBORN, Life, Lives, Step
 
-NOW = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)
-LATER = NOW + timedelta(days=1)
-POOL = "all"
-LIFETIMES = Lifetimes()
-REMOVAL = Credential(token="removal", expires_at=LATER)  # noqa: S106 - of no world
-REGISTRATION = Credential(token="registration", expires_at=LATER)  # noqa: S106
+#: A state is one number: two lives, a team, and the budgets, so many bits each.
+_BITS = 18
+_MASK = (1 << _BITS) - 1
+_BUDGETS = 4
+_BUDGET_MASK = (1 << _BUDGETS) - 1
+
+OPEN, COMMITTED, RELEASED = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """What is on a machine, and what its agent is about."""
+class Run(NamedTuple):
+    """A run's provision: its record, and what its process is about."""
 
-    #: The epoch that it is registered for, or 0.
-    configured: int = 0
-    #: The epoch that it is being registered for: that takes long, and the record may move meanwhile.
-    configuring: int = 0
-    listening: bool = False
-    job: bool = False
-    dirty: bool = False
-    #: It was started again, and does not know what it signalled.
-    forgetful: bool = False
-    alive: bool = True
+    status: int = OPEN
+    phase: Phase = Phase.FREE
+    #: The instance that it is about.
+    at: int = 0
+    #: What it knows of it, by number; 0 for nothing.
+    known: int = 0
+    #: Which instances are assigned to it.
+    owns: tuple[bool, bool] = (False, False)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run's provision: its record, and what its process believes."""
-
-    status: str = "none"
-    #: The record that it claimed or created, as it knows it.
-    held: Instance | None = None
-    #: A claim whose answer was lost: instance and epoch of the message.
-    unsure: tuple[int, int] | None = None
-    #: Its process is dead, or done.
-    over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    records: tuple[Instance | None, ...]
-    agents: tuple[Agent, ...]
-    reports: tuple[tuple[int, Signal | None], ...]
-    runs: tuple[Run, ...]
-    #: What a sweep has read and not yet acted on.
-    looked: tuple[int, Instance, tuple[int, Signal | None]] | None = None
-    #: How many of crash, expiry and lost answer may still happen.
-    mishaps: int = 1
+DONE = Run(status=RELEASED, phase=Phase.OVER)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,457 +51,425 @@ class Search:
     states: int = 0
     actions: int = 0
     depth: int = 0
+    #: Different lives of an instance, and different teams of runs.
+    lives: int = 0
+    teams: int = 0
     #: False where a limit ended it.
     complete: bool = True
-    #: The first violation, and the actions that lead to it.
+    #: The first violation, and the shortest way to it.
     violation: str = ""
     path: list[str] = field(default_factory=list)
 
 
-class Broken(Exception):
-    """An action led to what must not be."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
+    #: One or two.
     instances: int = 2
     runs: int = 3
-    max_epoch: int = 2
-    #: A sweep may act on what it read a while ago.
+    #: May one of each happen? Dead commands are not counted: each of their steps may be the last one.
+    crash: bool = True
+    expiry: bool = False
+    lost_answer: bool = False
+    operator: bool = False
+    #: Sweeps, operators and agents may act on what they read a while ago.
     stale: bool = True
-    #: Jobs come and go on runners that listen.
-    jobs: bool = True
-    #: Crashes, expiries and lost answers, all together.
-    mishaps: int = 1
+
+    @property
+    def budget(self) -> int:
+        return CRASH * self.crash | EXPIRY * self.expiry | LOST * self.lost_answer | OPERATOR * self.operator
+
+    def __str__(self) -> str:
+        mishaps = [f"one {name}" for bit, name in MISHAPS.items() if self.budget & bit]
+        plural = "s" if self.instances > 1 else ""
+        return f"{self.instances} instance{plural}, {self.runs} runs, {', '.join(mishaps) or 'no mishap'}"
+
+
+class _Act(NamedTuple):
+    """One action at one instance, in the order in which lives and runs stand in the state."""
+
+    text: str
+    #: Which run acts, if one does.
+    run: int | None
+    life: int
+    #: As they stand, not sorted.
+    runs: tuple[int, ...]
+    cost: int
+    broken: str
+
+
+#: A state's neighbours by one instance: its life, the team, the cost; and what must not be: cost and number of the act.
+_Next = tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]
 
 
 def explore(bounds: Bounds | None = None, *, limit: int | None = None) -> Search:
     """All states within the bounds, the nearest first."""
-    bounds = bounds or Bounds()
-    first = Scene(
-        records=(None,) * bounds.instances,
-        agents=(Agent(),) * bounds.instances,
-        reports=((0, None),) * bounds.instances,
-        runs=(Run(),) * bounds.runs,
-        mishaps=bounds.mishaps,
-    )
-    search = Search()
-    # By their hashes: whole scenes would not fit into memory. Each with the one that it came from.
-    came_from: dict[int, int] = {hash(first): 0}
-    queue = deque([(first, 0)])
-    while queue:
-        scene, depth = queue.popleft()
-        search.depth = max(search.depth, depth)
-        try:
-            for _, following in _Actions(scene, bounds).all():
-                search.actions += 1
-                name = hash(following)
-                if name not in came_from:
-                    came_from[name] = hash(scene)
-                    _judge(following)
-                    queue.append((following, depth + 1))
-        except Broken as broken:
-            search.violation = str(broken)
-            search.path = _path(came_from, first, scene, bounds)
-            break
-        if limit is not None and len(came_from) >= limit:
-            search.complete = not queue
-            break
-    search.states = len(came_from)
-    return search
+    return _Explorer(bounds or Bounds()).explore(limit)
 
 
-def _path(came_from: dict[int, int], first: Scene, last: Scene, bounds: Bounds) -> list[str]:
-    """The actions that lead to a scene, found by going the way again."""
-    way = [hash(last)]
-    while way[-1] != hash(first):
-        way.append(came_from[way[-1]])
-    names: list[str] = []
-    at = first
-    for goal in way[-2::-1]:
-        name, at = next((name, scene) for name, scene in _Actions(at, bounds).all() if hash(scene) == goal)
-        names.append(name)
-    return names
-
-
-def _judge(scene: Scene) -> None:
-    """What must hold of a state by itself. The steps between them are judged as they are taken."""
-    for number, record in enumerate(scene.records):
-        agent = scene.agents[number]
-        if record is None or not agent.alive:
-            continue
-        if record.state is State.IDLE and (agent.listening or agent.configured or agent.dirty or agent.job):
-            raise Broken(f"S3: instance {number} is idle, and {agent}")
-        if agent.listening and record.state in {State.CREATED, State.CLAIMED, State.IDLE}:
-            raise Broken(f"S2: instance {number} listens while it is {record.state}")
-    believers: dict[str, int] = {}
-    for number, run in enumerate(scene.runs):
-        if run.held is not None and not run.over:
-            key = f"{run.held.instance_id}/{run.held.epoch}"
-            if believers.setdefault(key, number) != number:
-                raise Broken(f"S1: runs {believers[key]} and {number} both hold {key}")
-
-
-def _report(number: int, told: tuple[int, Signal | None]) -> Report:
-    return Report(instance_id=_id(number), epoch=told[0], signal=told[1], beat=1, beat_at=NOW)
-
-
-def _id(number: int) -> str:
-    return f"i-{number + 1:017x}"
-
-
-def _number(instance_id: str) -> int:
-    return int(instance_id.removeprefix("i-"), 16) - 1
-
-
-def _put(items: tuple[object, ...], at: int, item: object) -> tuple:  # type: ignore[type-arg]
-    return (*items[:at], item, *items[at + 1 :])
-
-
-class _Actions:
-    def __init__(self, scene: Scene, bounds: Bounds) -> None:
-        self._scene = scene
+class _Explorer:
+    def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
+        self._lives = Lives(stale=bounds.stale)
+        self._claims = Claims(self._lives)
+        # Number 0 is what is not there.
+        self._life_ids: dict[Life, int] = {}
+        self._life_of: list[Life] = [UNBORN]
+        self._assigned: list[bool] = [False]
+        self._known_ids: dict[Instance | None, int] = {None: 0}
+        self._known_of: list[Instance | None] = [None]
+        self._run_ids: dict[Run, int] = {}
+        self._run_of: list[Run] = []
+        self._settled: dict[tuple[Run, tuple[bool, bool]], int] = {}
+        self._team_ids: dict[tuple[int, ...], int] = {}
+        self._team_of: list[tuple[int, ...]] = []
+        #: The same team with the instances the other way round, found when asked for.
+        self._mirrored: dict[int, int] = {}
+        self._next: tuple[dict[int, _Next], dict[int, _Next]] = ({}, {})
+        self._alone: dict[int, tuple[int, ...]] = {}
+        self._steps_of: dict[tuple[int, bool], list[tuple[Step, int]]] = {}
+        self._moves_of: dict[tuple[int, int, int, bool], list[tuple[Move, int, int]]] = {}
 
-    def all(self) -> Iterator[tuple[str, Scene]]:
-        fresh = True
-        for number, run in enumerate(self._scene.runs):
-            if run.status == "none":
-                # Runs that have not begun are alike.
-                if fresh:
-                    yield f"run {number} begins", self._with_run(number, replace(run, status="open"))
-                fresh = False
-                continue
-            yield from self._provision(number, run)
-            yield from self._release(number, run)
-        for number in range(self._bounds.instances):
-            yield from self._sweep(number)
-            yield from self._machine(number)
-        yield from self._act_on_look()
-
-    # Provisions
-
-    def _provision(self, number: int, run: Run) -> Iterator[tuple[str, Scene]]:
-        scene = self._scene
-        if run.over:
-            return
-        if scene.mishaps:
-            yield (
-                f"run {number} crashes",
-                replace(self._with_run(number, replace(run, over=True)), mishaps=scene.mishaps - 1),
-            )
-        if run.held is None and run.unsure is None:
-            yield from self._take(number, run)
-        if run.unsure is not None:
-            yield from self._ask_again(number, run, run.unsure)
-        if run.held is not None:
-            yield from self._go_on(number, run, run.held)
-
-    def _take(self, number: int, run: Run) -> Iterator[tuple[str, Scene]]:
-        scene = self._scene
-        for at, record in enumerate(scene.records):
-            if record is None:
-                born = self._born(number, at)
-                change = create(born, by=Actor.PROVISION, why="")
-                yield f"run {number} creates {at}", self._hold(self._apply(at, change), number, born)
+    def explore(self, limit: int | None) -> Search:
+        first = self._first()
+        came_from = {first: first}
+        frontier = [first]
+        search = Search()
+        while frontier:
+            found: list[int] = []
+            for state in frontier:
+                actions, bad = self._expand(state, came_from, found)
+                search.actions += actions
+                if bad:
+                    search.violation, search.path = self._path(came_from, state)
+                    search.complete = False
+                    break
+            search.depth += bool(found)
+            if search.violation or (limit is not None and len(came_from) >= limit):
+                search.complete = search.complete and not found
                 break
-        for at, epoch in self._messages():
-            change = self._claim(number, at, epoch)
-            if change.guard.admits(scene.records[at]):
-                after = self._apply(at, change)
-                claimed = after.records[at]
-                yield f"run {number} claims {at}", self._hold(after, number, claimed)
-                if scene.mishaps:
-                    unsure = replace(run, unsure=(at, epoch))
-                    lost = replace(self._with_run(number, unsure, after), mishaps=scene.mishaps - 1)
-                    yield f"run {number} claims {at}, answer lost", lost
-            elif (current := scene.records[at]) is not None and made_by(change, current):
-                raise Broken(f"S1: run {number} takes another's claim of {at} for its own")
+            frontier = found
+        search.states = len(came_from)
+        search.lives, search.teams = len(self._life_of), len(self._team_of)
+        return search
 
-    def _ask_again(self, number: int, run: Run, unsure: tuple[int, int]) -> Iterator[tuple[str, Scene]]:
-        at, epoch = unsure
-        change = self._claim(number, at, epoch)
-        current = self._scene.records[at]
-        if change.guard.admits(current):
-            after = self._apply(at, change)
-            yield f"run {number} claims {at} again", self._hold(after, number, after.records[at])
-        elif current is not None and made_by(change, current):
-            if current.provision_id != f"p-{number}":
-                raise Broken(f"S1: run {number} adopts the claim of {current.provision_id}")
-            yield f"run {number} finds its claim of {at}", self._hold(self._scene, number, current)
-        else:
-            yield f"run {number} has lost {at}", self._with_run(number, replace(run, unsure=None))
+    def _first(self) -> int:
+        unborn = self._life_id(UNBORN)
+        lives = (unborn, unborn) if self._bounds.instances > 1 else (0, unborn)
+        team = self._team_id((self._run_id(Run()),) * self._bounds.runs)
+        return self._pack(*lives, team, self._bounds.budget)
 
-    def _go_on(self, number: int, run: Run, held: Instance) -> Iterator[tuple[str, Scene]]:
-        at = _number(held.instance_id)
-        report = _report(at, self._scene.reports[at])
-        if held.state in {State.CREATED, State.CLAIMED} and registration_verdict(report, held.epoch) is Verdict.OK:
-            event = Commit(owner=held.owner, report=report, max_runtime_s=1_800.0)
-            after = self._try(at, held, event, Actor.PROVISION)
-            if after is not None:
-                yield f"run {number} commits {at}", self._hold(after, number, after.records[at])
-        if held.state is State.RUNNING and run.status == "open":
-            done = replace(run, status="committed", over=True)
-            yield f"run {number} succeeds", self._with_run(number, done)
-        back: Event = Release(release_time_s=300.0, credential=REMOVAL, owner=held.owner)
-        if held.state is State.CREATED:
-            back = End(cause=Cause.RELEASED, owner=held.owner)
-        after = self._try(at, held, back, Actor.PROVISION) or self._scene
-        gone = replace(after.runs[number], status="released", held=None, over=True)
-        yield f"run {number} rolls back", self._with_run(number, gone, after)
+    def _expand(self, state: int, came_from: dict[int, int], found: list[int]) -> tuple[int, bool]:
+        """Adds the neighbours that are new. The hot path: numbers only."""
+        budget = state & _BUDGET_MASK
+        team = (state >> _BUDGETS) & _MASK
+        one = (state >> (_BUDGETS + _BITS)) & _MASK
+        zero = state >> (_BUDGETS + 2 * _BITS)
+        spent = ~budget
+        pack, actions = self._pack, 0
+        for at, life, other in ((0, zero, one), (1, one, zero)):
+            if not life:
+                continue
+            key = (team << _BITS | life) << 1 | self._assigned[other]
+            known = self._next[at].get(key)
+            if known is None:
+                known = self._next[at][key] = self._neighbours(at, life, team, other)
+            for after, following, cost in known[0]:
+                if cost & spent:
+                    continue
+                actions += 1
+                lives = (other, after) if at else (after, other)
+                reached = pack(*lives, following, budget ^ cost)
+                if reached not in came_from:
+                    came_from[reached] = state
+                    found.append(reached)
+            if known[1] and any(not cost & spent for cost, _ in known[1]):
+                return actions, True
+        for following in self._steps_alone(team, zero, one):
+            actions += 1
+            reached = pack(zero, one, following, budget)
+            if reached not in came_from:
+                came_from[reached] = state
+                found.append(reached)
+        return actions, False
 
-    def _release(self, number: int, run: Run) -> Iterator[tuple[str, Scene]]:
-        if run.status in {"open", "committed"}:
-            yield f"run {number} is released", self._with_run(number, replace(run, status="released"))
+    def _pack(self, zero: int, one: int, team: int, budget: int) -> int:
+        """The state's one number, the same for all that differ by names alone."""
+        if zero >= one and one:
+            mirrored = self._mirrored.get(team)
+            if mirrored is None:
+                mirrored = self._mirror(team)
+            if zero > one:
+                zero, one, team = one, zero, mirrored
+            elif mirrored < team:
+                team = mirrored
+        return ((zero << _BITS | one) << _BITS | team) << _BUDGETS | budget
 
-    def _messages(self) -> Iterator[tuple[int, int]]:
-        """Whatever was idle once was announced, and each hint may come at any time, any number of times."""
-        for at, record in enumerate(self._scene.records):
-            if record is not None:
-                latest = record.epoch if record.state is State.IDLE else record.epoch - 1
-                yield from ((at, epoch) for epoch in range(1, min(latest, self._bounds.max_epoch - 1) + 1))
+    def _mirror(self, team: int) -> int:
+        mirrored = self._team_id(self._mirror_runs(self._team_of[team]))
+        self._mirrored[team], self._mirrored[mirrored] = mirrored, team
+        return mirrored
 
-    # Sweeps and releases: what they read may be old when they act
+    def _mirror_runs(self, runs: tuple[int, ...]) -> tuple[int, ...]:
+        found = []
+        for run in map(self._run_of.__getitem__, runs):
+            at = run.at if run.phase in EMPTY_HANDED else 1 - run.at
+            found.append(self._run_id(run._replace(at=at, owns=(run.owns[1], run.owns[0]))))
+        return tuple(found)
 
-    def _sweep(self, number: int) -> Iterator[tuple[str, Scene]]:
-        scene = self._scene
-        record = scene.records[number]
-        if record is None or record.state is State.TERMINATED:
-            return
-        look = (number, record, scene.reports[number])
-        report = _report(number, scene.reports[number])
-        due = any(self._events(record, report)) or (scene.mishaps and record.state not in ABSORBING)
-        if not self._bounds.stale and due:
-            yield from _Actions(replace(scene, looked=look), self._bounds)._act_on_look()  # noqa: SLF001 - its own
-        elif scene.looked is None and due:
-            yield f"a sweep looks at {number}", replace(scene, looked=look)
+    # What each question is answered once
 
-    def _act_on_look(self) -> Iterator[tuple[str, Scene]]:
-        scene = self._scene
-        if scene.looked is None:
-            return
-        number, record, told = scene.looked
-        blind = replace(scene, looked=None)
-        yield "the sweep lets it be", blind
-        for why, event in self._events(record, _report(number, told)):
-            after = self._try(number, record, event, Actor.REFRESH, blind)
-            if after is not None:
-                yield f"the sweep: {number} {why}", after
-        if scene.mishaps and record.state not in ABSORBING:
-            late = record.threshold + timedelta(seconds=LIFETIMES.margin_s + 1)
-            event = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
-            after = self._try(number, record, event, Actor.REFRESH, blind, now=late)
-            if after is not None:
-                yield f"the sweep: {number} expires", replace(after, mishaps=scene.mishaps - 1)
-
-    def _events(self, record: Instance, report: Report) -> Iterator[tuple[str, Event]]:
-        owner = self._scene.runs[int(record.provision_id.removeprefix("p-"))]
-        if record.state in ASSIGNED and owner.status == "released":
-            if record.state is State.CREATED:
-                yield "is ended: released", End(cause=Cause.RELEASED)
+    def _neighbours(self, at: int, life: int, team: int, other: int) -> _Next:
+        good: dict[tuple[int, int, int], None] = {}
+        bad: list[tuple[int, int]] = []
+        for number, act in enumerate(self._acts(at, life, team, other)):
+            if act.broken:
+                bad.append((act.cost, number))
             else:
-                yield "is taken back", Release(release_time_s=300.0, credential=REMOVAL)
-        if record.state is State.RELEASING:
-            upcoming = next_for_releasing(record, report, now=NOW, lifetimes=LIFETIMES)
-            if upcoming is not None:
-                yield "is settled", upcoming.event
-        if record.state is State.RUNNING and registration_verdict(report, record.epoch) is Verdict.FAILED:
-            yield "is ended: its runner failed", End(cause=Cause.FAILED, report=report)
-        if record.state is State.TERMINATING:
-            yield "is confirmed", Confirm(keep_records_s=1.0)
+                good[act.life, self._team_id(act.runs), act.cost] = None
+        return tuple(good), tuple(bad)
 
-    # Machines
+    def _acts(self, at: int, life: int, team: int, other: int) -> Iterator[_Act]:
+        """All that can happen at one instance."""
+        team_runs = [self._run_of[run] for run in self._team_of[team]]
+        owner = next((run for run in team_runs if run.owns[at]), None)
+        released = owner is not None and owner.status == RELEASED and self._assigned[life]
+        for step, after in self._steps(life, released=released):
+            same = self._assigned[after] is self._assigned[life]
+            kept = self._team_of[team] if same else self._runs(team_runs, at, after, other)
+            yield _Act(step.text, None, after, kept, step.cost, step.broken)
+        for number, run in enumerate(team_runs):
+            if run in team_runs[:number]:
+                continue
+            if run.phase is not Phase.FREE and (run.phase in EMPTY_HANDED or run.at != at):
+                continue
+            yield from self._acts_of_run(at, life, team_runs, number, other, released=released)
 
-    def _machine(self, number: int) -> Iterator[tuple[str, Scene]]:
-        scene, agent, record = self._scene, self._scene.agents[number], self._scene.records[number]
-        if not agent.alive or record is None:
-            return
-        if agent.configuring:
-            yield from self._configured(number, agent)
-        else:
-            for name, after in self._step(number, agent, record):
-                yield name, self._and_on(number, after)
-        if scene.mishaps:
-            restarted = replace(agent, configuring=0, forgetful=True)
-            yield (
-                f"agent {number} is started again",
-                replace(self._with_agent(number, restarted), mishaps=scene.mishaps - 1),
+    def _acts_of_run(
+        self, at: int, life: int, runs: list[Run], number: int, other: int, *, released: bool
+    ) -> Iterator[_Act]:
+        for move, after, known in self._moves(at, life, runs[number], released=released):
+            moved = list(runs)
+            if move.takes:
+                moved = [_owning(item, at, mine=index == number) for index, item in enumerate(runs)]
+            moved[number] = moved[number]._replace(phase=move.phase, at=at, known=known)
+            twice = self._held_twice(moved)
+            yield _Act(move.text, number, after, self._runs(moved, at, after, other), move.cost, move.broken or twice)
+
+    def _steps(self, life: int, *, released: bool) -> list[tuple[Step, int]]:
+        known = self._steps_of.get((life, released))
+        if known is None:
+            steps = self._lives.steps(self._life_of[life], released=released)
+            known = self._steps_of[life, released] = [(step, self._life_id(step.after)) for step in steps]
+        return known
+
+    def _moves(self, at: int, life: int, run: Run, *, released: bool) -> list[tuple[Move, int, int]]:
+        key = (self._run_id(run), at, life, released)
+        known = self._moves_of.get(key)
+        if known is None:
+            moves = self._claims.moves(
+                self._life_of[life],
+                run.phase,
+                self._known_of[run.known],
+                owns=run.owns[at],
+                released=released,
+                own_released=run.status == RELEASED,
             )
-        if not self._bounds.jobs:
-            return
-        if agent.job:
-            yield f"the job on {number} ends", self._with_agent(number, replace(agent, job=False))
-        elif agent.listening and agent.configured:
-            if record.epoch != agent.configured or record.state in {State.IDLE, State.CREATED, State.CLAIMED}:
-                raise Broken(f"S2: a job may start on {number}: {agent}, {record}")
-            yield f"a job starts on {number}", self._with_agent(number, replace(agent, job=True, dirty=True))
+            known = self._moves_of[key] = [
+                (move, self._life_id(move.after), self._known_id(move.known)) for move in moves
+            ]
+        return known
 
-    def _and_on(self, number: int, scene: Scene) -> Scene:
-        """What an agent does next on its own, and nobody else can see, is done at once: fewer states, no fewer ends."""
-        while True:
-            agent, record = scene.agents[number], scene.records[number]
-            if record is None or record.state is not State.RELEASING or agent.configuring or not agent.alive:
-                return scene
-            following = _Actions(scene, self._bounds)._step(number, agent, record)  # noqa: SLF001 - its own
-            steps = list(following)
-            if len(steps) != 1:
-                return scene
-            scene = steps[0][1]
+    def _steps_alone(self, team: int, zero: int, one: int) -> tuple[int, ...]:
+        assigned = (self._assigned[zero], self._assigned[one])
+        key = team << 2 | assigned[0] << 1 | assigned[1]
+        known = self._alone.get(key)
+        if known is None:
+            acts = self._acts_alone(team, zero, one)
+            known = self._alone[key] = tuple(dict.fromkeys(self._team_id(act.runs) for act in acts))
+        return known
 
-    def _configured(self, number: int, agent: Agent) -> Iterator[tuple[str, Scene]]:
-        epoch = agent.configuring
-        made = replace(agent, configured=epoch, configuring=0)
-        yield f"agent {number} is registered", self._signal(number, made, epoch, Signal.UD_REG_OK)
-        in_vain = replace(agent, configuring=0)
-        yield f"agent {number} is not registered", self._signal(number, in_vain, epoch, Signal.UD_REG_FAILED)
-        if self._scene.mishaps:
-            cut = self._with_agent(number, replace(made, forgetful=True))
-            yield f"agent {number} is registered and dies", replace(cut, mishaps=self._scene.mishaps - 1)
+    def _acts_alone(self, team: int, zero: int, one: int) -> Iterator[_Act]:
+        """What happens to a provision's record."""
+        runs = [self._run_of[run] for run in self._team_of[team]]
+        for number, run in enumerate(runs):
+            if run in runs[:number] or run == DONE:
+                continue
+            following = []
+            if run.status != RELEASED:
+                following.append(("is released", run._replace(status=RELEASED)))
+            if run.phase is Phase.CLOSING:
+                following.append(("closes its provision", run._replace(status=RELEASED, phase=Phase.OVER)))
+            known = self._known_of[run.known]
+            if run.phase is Phase.HOLDS and run.status == OPEN and known and known.state is State.RUNNING:
+                following.append(("succeeds", run._replace(status=COMMITTED, phase=Phase.OVER)))
+            for text, after in following:
+                moved = self._runs([*runs[:number], after, *runs[number + 1 :]], 0, zero, one)
+                yield _Act(text, number, 0, moved, 0, "")
 
-    def _step(self, number: int, agent: Agent, record: Instance) -> Iterator[tuple[str, Scene]]:
-        epoch, signal = self._scene.reports[number]
-        view = View(
-            record=record,
-            runner=RunnerState(
-                configured_as=runner_name(POOL, agent.configured, _id(number)) if agent.configured else "",
-                listening=agent.listening,
-                busy=agent.job,
-            ),
-            script=Script.OK,
-            now=NOW,
-            margin_s=LIFETIMES.margin_s,
-            signalled=signal if epoch == record.epoch and not agent.forgetful else None,
-        )
-        step = next_step(view)
-        name = f"agent {number}: {step.do.value}"
-        match step.do:
-            case Do.CONFIGURE if record.assignment is not None:
-                parsed = parse_runner_name(POOL, record.assignment.runner_name)
-                yield name, self._with_agent(number, replace(agent, configuring=parsed[0] if parsed else 0))
-            case Do.START:
-                if record.state is not State.RUNNING or agent.configured != record.epoch:
-                    raise Broken(f"S2: the runner of {number} starts at epoch {agent.configured}: {record}")
-                yield name, self._with_agent(number, replace(agent, listening=True))
-            case Do.REMOVE if not agent.job:
-                yield name, self._with_agent(number, replace(agent, configured=0))
-            case Do.STOP:
-                if agent.job:
-                    raise Broken(f"S6: the runner of {number} is stopped while a job runs")
-                yield name, self._with_agent(number, replace(agent, listening=False))
-            case Do.RESET:
-                clean = replace(agent, dirty=False)
-                yield name, self._signal(number, clean, record.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)
-                failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
-                yield f"{name}, in vain", self._signal(number, agent, record.epoch, failed)
-            case Do.SIGNAL if step.signal is not None:
-                yield f"{name} {step.signal}", self._signal(number, agent, record.epoch, step.signal)
-            case Do.END:
-                if record.state not in ABSORBING:
-                    raise Broken(f"S6: {number} ends itself while {record.state}")
-                yield name, self._with_agent(number, replace(agent, alive=False))
-            case _:
-                return
+    def _runs(self, runs: list[Run], at: int, life: int, other: int) -> tuple[int, ...]:
+        """Without what nobody reads any more: to whom an instance belongs that is not assigned."""
+        here, there = self._assigned[life], self._assigned[other]
+        assigned = (there, here) if at else (here, there)
+        return tuple(self._settled_id(run, assigned) for run in runs)
 
-    # Small steps
+    def _settled_id(self, run: Run, assigned: tuple[bool, bool]) -> int:
+        number = self._settled.get((run, assigned))
+        if number is None:
+            number = self._settled[run, assigned] = self._run_id(_settled(run, assigned))
+        return number
 
-    def _signal(self, number: int, agent: Agent, epoch: int, signal: Signal) -> Scene:
-        scene = self._with_agent(number, replace(agent, forgetful=False))
-        if not _report(number, scene.reports[number]).may_become(epoch, signal):
-            return scene
-        return replace(scene, reports=_put(scene.reports, number, (epoch, signal)))
+    def _held_twice(self, runs: list[Run]) -> str:
+        known = [(run.at, self._known_of[run.known]) for run in runs if run.phase is Phase.HOLDS]
+        held = [(at, record.epoch) for at, record in known if record is not None]
+        return "" if len(set(held)) == len(held) else "S1: two runs hold one instance at one epoch"
 
-    def _born(self, run: int, at: int) -> Instance:
-        return Instance(
-            instance_id=_id(at),
-            state=State.CREATED,
-            epoch=1,
-            threshold=NOW + timedelta(seconds=300),
-            resource_class="large",
-            instance_type="c6i.large",
-            usage_class=UsageClass.ON_DEMAND,
-            cpu=2,
-            mmem=4_096,
-            created_at=NOW,
-            run_id=str(run),
-            owner=f"p-{run}/launch",
-            provision_id=f"p-{run}",
-            tier=Tier.TRUSTED,
-            assignment=self._assignment(at, 1),
-        )
+    def _known_id(self, known: Instance | None) -> int:
+        number = self._known_ids.get(known)
+        if number is None:
+            number = self._known_ids[known] = len(self._known_of)
+            self._known_of.append(known)
+        return number
 
-    @staticmethod
-    def _assignment(at: int, epoch: int) -> Assignment:
-        return Assignment(
-            url="https://github.com/o/r",
-            runner_name=runner_name(POOL, epoch, _id(at)),
-            labels=("large",),
-            credential=REGISTRATION,
-        )
+    def _life_id(self, life: Life) -> int:
+        number = self._life_ids.get(life)
+        if number is None:
+            number = self._life_ids[life] = len(self._life_of)
+            self._life_of.append(life)
+            # A launch without a record belongs to somebody too.
+            self._assigned.append(life.state in ASSIGNED or (life.record is None and life.launched))
+            _check_fits(number)
+        return number
 
-    def _claim(self, run: int, at: int, epoch: int) -> Change:
-        hint = replace(self._born(run, at), state=State.IDLE, epoch=epoch).message()
-        event = Claim(
-            run_id=str(run),
-            owner=f"p-{run}/w",
-            provision_id=f"p-{run}",
-            scope="o/r",
-            tier=Tier.TRUSTED,
-            threshold=NOW + timedelta(seconds=300),
-            assignment=self._assignment(at, epoch + 1),
-            margin_s=LIFETIMES.margin_s,
-        )
-        return advance(presumed(hint, now=NOW), event, by=Actor.PROVISION, now=NOW, why="")
+    def _run_id(self, run: Run) -> int:
+        number = self._run_ids.get(run)
+        if number is None:
+            number = self._run_ids[run] = len(self._run_of)
+            self._run_of.append(run)
+        return number
 
-    def _try(
-        self,
-        at: int,
-        known: Instance,
-        event: Event,
-        by: Actor,
-        scene: Scene | None = None,
-        *,
-        now: datetime = NOW,
-    ) -> Scene | None:
-        """The write, from what the writer knows; None where it is refused."""
-        scene = scene or self._scene
-        try:
-            change = advance(known, event, by=by, now=now, why="")
-        except IllegalTransition as illegal:
-            raise Broken(f"S10: {illegal}") from illegal
-        return self._apply(at, change, scene) if change.guard.admits(scene.records[at]) else None
+    def _team_id(self, runs: tuple[int, ...]) -> int:
+        team = tuple(sorted(runs))
+        number = self._team_ids.get(team)
+        if number is None:
+            number = self._team_ids[team] = len(self._team_of)
+            self._team_of.append(team)
+            _check_fits(number)
+        return number
 
-    def _apply(self, at: int, change: Change, scene: Scene | None = None) -> Scene:
-        scene = scene or self._scene
-        before = scene.records[at]
-        after = change.applied_to(before)
-        self._judge_step(scene, at, before, after)
-        agents = scene.agents
-        if after.state is State.TERMINATED:
-            agents = _put(agents, at, replace(agents[at], alive=False))
-        return replace(scene, records=_put(scene.records, at, after), agents=agents)
+    # The way to a violation
 
-    @staticmethod
-    def _judge_step(scene: Scene, at: int, before: Instance | None, after: Instance) -> None:
-        if before is None:
-            return
-        if before.state in ABSORBING and after.state not in ABSORBING:
-            raise Broken(f"S5: {at} was {before.state} and became {after.state}")
-        claimed = (before.state, after.state) == (State.IDLE, State.CLAIMED)
-        if after.epoch != before.epoch + claimed or (after.owner != before.owner and not claimed):
-            raise Broken(f"S1: {at} at epoch {before.epoch} of {before.owner} became {after.epoch} of {after.owner}")
-        told = scene.reports[at]
-        if after.state is State.RUNNING and told != (after.epoch, Signal.UD_REG_OK):
-            raise Broken(f"S4: {at} runs by {told}")
-        ended = after.state is State.TERMINATING and before.state is State.RUNNING
-        if ended and after.retire != Cause.EXPIRED.value and told != (before.epoch, Signal.UD_REG_FAILED):
-            raise Broken(f"S6: {at} was ended while running, by {told}")
+    def _path(self, came_from: dict[int, int], last: int) -> tuple[str, list[str]]:
+        """The actions that lead to it, found by going the way again, with one name for each run and instance."""
+        way = [last]
+        while came_from[way[-1]] != way[-1]:
+            way.append(came_from[way[-1]])
+        # One that is alone stands in the second place.
+        instances = (0, 1) if self._bounds.instances > 1 else (1, 0)
+        names = _Names(instances=instances, runs=tuple(range(self._bounds.runs)))
+        told: list[str] = []
+        for state, goal in zip(way[:0:-1], way[-2::-1], strict=True):
+            for at, act, lives in self._named(state):
+                reached, renamed = self._reach(lives, act.runs, (state & _BUDGET_MASK) ^ act.cost, names)
+                if reached == goal and not act.broken:
+                    told.append(names.tell(act, at))
+                    names = renamed
+                    break
+            else:
+                raise AssertionError("a step of the way is not found again")
+        for at, act, _ in self._named(last):
+            if act.broken:
+                return act.broken, [*told, names.tell(act, at)]
+        raise AssertionError("the violation is not where it was found")
 
-    def _hold(self, scene: Scene, number: int, held: Instance | None) -> Scene:
-        return self._with_run(number, replace(scene.runs[number], held=held, unsure=None), scene)
+    def _named(self, state: int) -> Iterator[tuple[int | None, _Act, tuple[int, int]]]:
+        """A state's affordable actions, with where they happen and the lives after them."""
+        budget, team = state & _BUDGET_MASK, (state >> _BUDGETS) & _MASK
+        one, zero = (state >> (_BUDGETS + _BITS)) & _MASK, state >> (_BUDGETS + 2 * _BITS)
+        for at, life, other in ((0, zero, one), (1, one, zero)):
+            if not life:
+                continue
+            for act in self._acts(at, life, team, other):
+                if not act.cost & ~budget:
+                    yield at, act, (other, act.life) if at else (act.life, other)
+        for act in self._acts_alone(team, zero, one):
+            yield None, act, (zero, one)
 
-    def _with_run(self, number: int, run: Run, scene: Scene | None = None) -> Scene:
-        scene = scene or self._scene
-        return replace(scene, runs=_put(scene.runs, number, run))
+    def _reach(self, lives: tuple[int, int], runs: tuple[int, ...], budget: int, names: _Names) -> tuple[int, _Names]:
+        """The state, and who stands where in it."""
+        zero, one = lives
+        team, mirrored = self._team_id(runs), self._team_id(self._mirror_runs(runs))
+        instances = names.instances
+        if one and (zero > one or (zero == one and mirrored < team)):
+            runs, instances = self._mirror_runs(runs), (instances[1], instances[0])
+        order = sorted(range(len(runs)), key=runs.__getitem__)
+        return self._pack(zero, one, team, budget), _Names(instances, tuple(names.runs[index] for index in order))
 
-    def _with_agent(self, number: int, agent: Agent) -> Scene:
-        return replace(self._scene, agents=_put(self._scene.agents, number, agent))
+
+class _Names(NamedTuple):
+    """Who stands where in a state."""
+
+    instances: tuple[int, int]
+    runs: tuple[int, ...]
+
+    def tell(self, act: _Act, at: int | None) -> str:
+        where = f"instance {self.instances[at]}: " if at is not None else ""
+        return f"{where}run {self.runs[act.run]} {act.text}" if act.run is not None else f"{where}{act.text}"
+
+
+def _owning(run: Run, at: int, *, mine: bool) -> Run:
+    zero, one = run.owns
+    return run._replace(owns=(zero, mine) if at else (mine, one))
+
+
+def _settled(run: Run, assigned: tuple[bool, bool]) -> Run:
+    if run.phase not in EMPTY_HANDED:
+        return run
+    owns = (run.owns[0] and assigned[0], run.owns[1] and assigned[1])
+    if run.phase is Phase.CLOSING and run.status == RELEASED:
+        run = run._replace(phase=Phase.OVER)
+    if run.phase is Phase.OVER and not any(owns):
+        return DONE
+    return run._replace(at=0, known=0, owns=owns)
+
+
+def _check_fits(number: int) -> None:
+    if number > _MASK:
+        raise OverflowError(f"more than {_MASK} lives or teams: raise _BITS")
+
+
+def told(bounds: Bounds, limit: int | None = None) -> tuple[Search, str]:
+    """A search, and what to say of it."""
+    started = time.process_time()
+    search = explore(bounds, limit=limit)
+    extent = "all" if search.complete else "the nearest"
+    size = f"{extent} {search.states:,} states, {search.actions:,} actions, {search.depth} deep"
+    verdict = search.violation or "no violation"
+    lines = [f"{bounds}: {size}, {time.process_time() - started:.0f} s: {verdict}"]
+    lines += [f"  {number}. {text}" for number, text in enumerate(search.path, start=1)]
+    return search, "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m remuda.simulation.exhaustive", description=__doc__)
+    parser.add_argument("--instances", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--runs", type=int, choices=range(1, 5), default=3)
+    parser.add_argument("--states", type=int, help="the most states")
+    for bit, name in MISHAPS.items():
+        flag = "--" + name.replace(" ", "-")
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=bit == CRASH, help=f"one {name}")
+    given = parser.parse_args(arguments)
+    bounds = Bounds(
+        instances=given.instances,
+        runs=given.runs,
+        crash=given.crash,
+        expiry=given.expiry,
+        lost_answer=given.lost_answer,
+        operator=given.operator,
+    )
+    search, text = told(bounds, given.states)
+    sys.stdout.write(f"{text}\n")
+    return 1 if search.violation else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from remuda.simulation.campaign import Settings
-from remuda.simulation.exhaustive import Bounds, explore
+from remuda.simulation.exhaustive import Bounds, told
 from remuda.simulation.mutants import Catch, Mutant, hunt
 from remuda.simulation.planted import MUTANTS
 
 #: Within so many seeds each must be caught.
 MOST_SEEDS = 10_000
-#: How many states of the largest world are looked at.
-MOST_STATES = 10_000_000
 SETTINGS = Settings(hours=0.5, instances=10)
-#: Small worlds, the largest last: without jobs, and with sweeps that act on what they have just read.
+#: Small worlds, each searched to its end.
 WORLDS = (
-    Bounds(instances=1, runs=2),
-    Bounds(instances=2, runs=1),
-    Bounds(instances=1, runs=3),
-    Bounds(instances=2, runs=3, stale=False, jobs=False),
+    Bounds(instances=2, runs=3),
+    Bounds(instances=2, runs=3, expiry=True),
+    Bounds(instances=2, runs=3, lost_answer=True),
+    Bounds(instances=2, runs=3, crash=False, operator=True),
+    Bounds(instances=1, runs=3, expiry=True, lost_answer=True),
+    Bounds(instances=1, runs=2, expiry=True, lost_answer=True, operator=True),
 )
 
 
@@ -46,7 +45,7 @@ def table(found: Sequence[tuple[Mutant, Catch]]) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m remuda.simulation.report", description=__doc__)
     parser.add_argument("--seeds", type=int, default=MOST_SEEDS, help="the most seeds for each bug")
-    parser.add_argument("--states", type=int, default=MOST_STATES, help="the most states of the largest world")
+    parser.add_argument("--states", type=int, help="the most states of each small world; all, unless given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="names of planted bugs")
     parser.add_argument("--write", type=Path, help="a file to write the table to")
@@ -66,17 +65,12 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if missed or broken else 0
 
 
-def _search(most: int) -> bool:
+def _search(most: int | None) -> bool:
     broken = False
     for bounds in WORLDS:
-        started = time.perf_counter()
-        search = explore(bounds, limit=most)
-        extent = "all" if search.complete else "the nearest"
-        sys.stdout.write(
-            f"{bounds.instances} instances, {bounds.runs} runs: {extent} {search.states} states, "
-            f"{search.actions} actions, {search.depth} deep, {time.perf_counter() - started:.0f} s: "
-            f"{search.violation or 'no violation'}\n"
-        )
+        search, text = told(bounds, most)
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
         broken = broken or bool(search.violation)
     return broken
 
