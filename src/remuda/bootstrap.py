@@ -29,7 +29,7 @@ from remuda.ports.journal import Journal
 from remuda.ports.pool import ResourcePool
 from remuda.ports.prices import SpotPrices
 from remuda.ports.store import InstanceStore
-from remuda.settings import Settings, is_secret_arn, read_key
+from remuda.settings import Settings, is_secret_arn, read_key, variable
 
 if TYPE_CHECKING:
     from remuda.adapters.aws.clients import AwsClients
@@ -201,7 +201,10 @@ def local_compute(settings: Settings, calls: CallCounter) -> LocalCompute:
         root=places.instances,
         pool=settings.pool,
         runner_source=places.runner,
-        agent_command=[sys.executable, "-m", "remuda", "agent", "--dir", str(places.root)],
+        agent_command=[
+            *(sys.executable, "-m", "remuda", "agent", "--dir", str(places.root)),
+            *("--log-format", settings.log_format),
+        ],
         clock=SystemClock(),
         ids=SystemIds(),
         calls=calls,
@@ -209,18 +212,28 @@ def local_compute(settings: Settings, calls: CallCounter) -> LocalCompute:
     )
 
 
+def agent_logs(settings: Settings) -> dict[str, str]:
+    """Agents on EC2 log as `refresh` was told to. Said only where it is not the default: a template without it stays
+    as it is.
+    """
+    is_default = settings.log_format == Settings.model_fields["log_format"].default
+    return {} if is_default else {variable("log_format"): settings.log_format}
+
+
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in _PASSED_ON if name in environ}
 
 
 @asynccontextmanager
-async def open_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+async def open_fleet(
+    settings: Settings, journal: Journal, *, calls: CallCounter | None = None
+) -> AsyncIterator[FleetContext]:
     """For scale-down: machines by their tags, GitHub, and the pool's records where there is a pool."""
     if settings.backend == "aws":
-        async with _open_aws_fleet(settings, journal) as context:
+        async with _open_aws_fleet(settings, journal, calls or CallCounter()) as context:
             yield context
         return
-    async with open_context(settings, journal, credentialed=True) as pool:
+    async with open_context(settings, journal, credentialed=True, calls=calls) as pool:
         environment = _fleet_name(settings, pool.pool_name)
         yield FleetContext(
             environment=environment,
@@ -254,13 +267,13 @@ def _no_credential() -> UserError:
 
 
 @asynccontextmanager
-async def _open_aws_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+async def _open_aws_fleet(settings: Settings, journal: Journal, calls: CallCounter) -> AsyncIterator[FleetContext]:
     with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.runner_fleet import READ_TIMEOUT_S, Ec2RunnerFleet  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
-        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+        clock, ids = SystemClock(), SystemIds()
         clients = await stack.enter_async_context(AwsClients())
         credential = await github_credential(settings, clients, needed=True)
         forge = _needed(github_forge(settings, credential, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S))
@@ -335,7 +348,7 @@ async def _open_aws(
             clock=clock,
             ids=ids,
             calls=calls,
-            agent_environment=passed_to_agents(os.environ),
+            agent_environment=passed_to_agents(os.environ) | agent_logs(settings),
         )
         stack.push_async_callback(compute.close)
         credential = await github_credential(settings, clients, needed=credentialed)

@@ -268,7 +268,7 @@ class Settings(BaseModel):
     github_environment: str = Field(default="", description="AWS: value of the tag ghr:environment.")
     log_format: Literal["text", "json"] = Field(
         default="text",
-        description="What stderr gets: text for people, or a JSON line an event.",
+        description="Logs: text for people, or a JSON line an event. Agents log the same way.",
         json_schema_extra={"fix": "use text or json"},
     )
     prices: str = Field(default="", description="Price table for reports, a JSON file (default: the one shipped).")
