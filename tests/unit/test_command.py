@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.bootstrap import agent_logs
 from remuda.domain.errors import (
     CapacityError,
     Conflict,
@@ -33,6 +34,7 @@ from remuda.entrypoints.cli import app
 from remuda.entrypoints.output import ConsoleJournal, Output, early_log_format, set_log_format
 from remuda.entrypoints.run import command
 from remuda.entrypoints.views import instance_document
+from remuda.settings import Settings
 from support.builders import in_state, report
 
 #: The documented exit codes.
@@ -137,6 +139,12 @@ def test_an_agent_logs_one_line_an_event_in_either_format(why: str, capsys: pyte
     }
     assert "signal" not in line
     assert "removal-failed instance_id=i-1 run_id=7 epoch=3" in plain
+
+
+def test_agents_on_ec2_are_told_only_what_is_not_the_default() -> None:
+    """Else every pool's launch template would change once more."""
+    assert agent_logs(Settings()) == {}
+    assert agent_logs(Settings(log_format="json")) == {"REMUDA_LOG_FORMAT": "json"}
 
 
 @pytest.mark.parametrize(
