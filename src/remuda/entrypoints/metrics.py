@@ -163,17 +163,19 @@ class Meters:
     seen, whatever becomes of the records later. What happened while nobody looked is not in them.
     """
 
-    def __init__(self, *, pool: str, began: datetime) -> None:
-        self._pool = pool
+    def __init__(self, *, began: datetime) -> None:
+        #: As the first look tells it: the store knows its name, whatever the settings say.
+        self._pool: str | None = None
         self._gauges: Mapping[str, Values] = {}
+        #: By name, and by labels without the pool.
         self._counts: dict[str, Counter[tuple[str, ...]]] = {
             item.name: Counter() for item in METRICS if item.kind is Kind.COUNTER
         }
         self._counts[LOOK_FAILURES.name][()] = 0
-        self._zero(PROVISIONS, [(pool, outcome) for outcome in (*_SOURCES, FAILED)])
-        self._zero(RUNNERS, [(pool, source) for source in ("pool", "created")])
-        self._zero(RETIREMENTS, [(pool, *each) for each in _ends()])
-        self._zero(STEPS, [(pool, row.name) for row in TRANSITIONS])
+        self._zero(PROVISIONS, [(outcome,) for outcome in (*_SOURCES, FAILED)])
+        self._zero(RUNNERS, [("pool",), ("created",)])
+        self._zero(RETIREMENTS, _ends())
+        self._zero(STEPS, [(row.name,) for row in TRANSITIONS])
         self._seconds = {source: Histogram() for source in _SOURCES}
         self._ended = Once(since=began)
         self._changed = Once(since=began)
@@ -185,7 +187,8 @@ class Meters:
 
     def look(self, status: Status) -> None:
         """The fleet as it is now."""
-        self._gauges = dict(_gauges(self._pool, status))
+        self._pool = status.pool
+        self._gauges = dict(_gauges(status.pool, status))
         self.add_provisions(status.runs)
 
     def look_failed(self) -> None:
@@ -198,12 +201,12 @@ class Meters:
             course = provision.course
             if course is None or not self._ended.admits(provision.provision_id, course.ended_at):
                 continue
-            self._counts[PROVISIONS.name][self._pool, course.kind] += 1
+            self._counts[PROVISIONS.name][course.kind,] += 1
             if course.kind == FAILED:
                 continue
             self._seconds[course.kind].observe(course.seconds)
-            self._counts[RUNNERS.name][self._pool, "pool"] += course.reused
-            self._counts[RUNNERS.name][self._pool, "created"] += course.created
+            self._counts[RUNNERS.name]["pool",] += course.reused
+            self._counts[RUNNERS.name]["created",] += course.created
 
     def add_histories(self, histories: Mapping[str, Sequence[HistoryEntry]]) -> None:
         """Any that were read, as often as they are read."""
@@ -214,12 +217,12 @@ class Meters:
                     self._count(entry)
 
     def _count(self, entry: HistoryEntry) -> None:
-        known = (self._pool, entry.transition) in self._counts[STEPS.name]
-        self._counts[STEPS.name][self._pool, entry.transition if known else OTHER] += 1
+        known = (entry.transition,) in self._counts[STEPS.name]
+        self._counts[STEPS.name][entry.transition if known else OTHER,] += 1
         if entry.target == State.TERMINATING and entry.source != entry.target:
             state = entry.source if entry.source in set(State) else NONE if not entry.source else OTHER
             reason = entry.cause if entry.cause in ENDINGS else OTHER
-            self._counts[RETIREMENTS.name][self._pool, state, reason] += 1
+            self._counts[RETIREMENTS.name][state, reason] += 1
 
     def text(self, calls: CallCounter, accept: str = "") -> tuple[bytes, str]:
         """All of it, and its content type: Prometheus' text, or OpenMetrics where `accept` asks for it."""
@@ -230,7 +233,7 @@ class Meters:
 
     def _families(self, calls: CallCounter) -> Iterator[Metric]:
         gauges: dict[str, Values] = {**self._gauges, BUILD.name: {(__version__,): 1.0}}
-        counts: dict[str, Values] = {**self._counts}
+        counts = {item.name: self._labelled(item) for item in METRICS if item.kind is Kind.COUNTER}
         counts[CALLS.name] = _calls(calls)
         for item in METRICS:
             if item.kind is Kind.GAUGE:
@@ -244,8 +247,15 @@ class Meters:
             else:
                 family = HistogramMetricFamily(item.name, item.what, labels=item.labels)
                 for source, histogram in self._seconds.items():
-                    family.add_metric([self._pool, source], histogram.buckets(), histogram.sum)
+                    if self._pool is not None:
+                        family.add_metric([self._pool, source], histogram.buckets(), histogram.sum)
                 yield family
+
+    def _labelled(self, definition: Definition) -> Values:
+        counts = self._counts[definition.name]
+        if "pool" not in definition.labels:
+            return counts
+        return {} if self._pool is None else {(self._pool, *labels): count for labels, count in counts.items()}
 
 
 def _ends() -> Iterator[tuple[str, str]]:

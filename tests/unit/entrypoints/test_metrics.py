@@ -34,7 +34,7 @@ Read = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def meters(**changed: Any) -> Meters:
-    return Meters(**{"pool": "test", "began": NOW, **changed})
+    return Meters(**{"began": NOW, **changed})
 
 
 def read(source: Meters, calls: CallCounter | None = None) -> Read:
@@ -204,10 +204,19 @@ def gone(cause: Cause, state: State = State.IDLE, **changed: Any) -> HistoryEntr
 )
 def test_retirements_by_reason(line: HistoryEntry, state: str, reason: str) -> None:
     source = meters()
+    source.look(status())
     source.add_histories({instance_id(1): [line, line]})
     found = read(source)
     assert one(found, "remuda_retirements_total", state=state, reason=reason) == 1
     assert total(found, "remuda_retirements_total") == 1
+
+
+def test_before_the_first_look_nothing_is_said_of_a_pool() -> None:
+    source = meters()
+    source.add_provisions([ended(1)])
+    assert {dict(labels).get("pool") for _, labels in read(source)} == {None}
+    source.look(status(pool="ci"))
+    assert one(read(source), "remuda_provisions_total", pool="ci", outcome="warm") == 1
 
 
 def test_calls_of_this_process_by_outcome() -> None:
@@ -239,8 +248,8 @@ def test_any_name_comes_back_as_it_was(pool: str, service: str, classes: list[st
     config = pool_config()
     named = tuple(replace(config.classes[0], name=name) for name in dict.fromkeys(classes))
     levels = {item.name: PoolLevel(idle=1, hints=2) for item in named}
-    source = meters(pool=pool)
-    source.look(status(config=replace(config, classes=named), pools=levels))
+    source = meters()
+    source.look(status(pool=pool, config=replace(config, classes=named), pools=levels))
     calls = CallCounter()
     calls.add(service, "x")
     found = read(source, calls)
