@@ -46,6 +46,9 @@ FUNCTION_MB = 1_024
 EVENT_AGE_S = 60
 HANDLER = "remuda.entrypoints.lambda_handler.handler"
 HAS_FUNCTIONS = "HasFunctions"
+ALARMS = "Alarms"
+#: So many runs in a row must have failed: one that did is made good by the next.
+ALARM_AFTER = 3
 #: Settings of the functions that are the stack's parameters. A script may be longer than a function's environment: it
 #: belongs into the image.
 PASSED_ON = (
@@ -57,6 +60,7 @@ PASSED_ON = (
     "max_runtime_min",
     "idle_time_sec",
     "resource_class_config",
+    "log_format",
 )
 TAGS = [{"Key": POOL_TAG, "Value": {"Ref": "Pool"}}]
 
@@ -104,8 +108,9 @@ def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
             "WorkflowRole": _github_role("workflow", "repo:${Repository}:*", ("workflow",)),
             # What is not on this branch was not reviewed: it may use the pool, not change it.
             "RefreshRole": _github_role("refresh", "repo:${Repository}:ref:refs/heads/${Branch}", SCHEDULED),
-            **{_logical(who, "Logs"): _logs(who) for who in ("agent", *SCHEDULED)},
+            **{_logical(who, "Logs"): _logs(who) for who in SCHEDULED},
             **{name: resource for who in SCHEDULED for name, resource in _function(who).items()},
+            **{_logical(who, "Alarm"): _alarm(who) for who in SCHEDULED},
         },
         "Outputs": _outputs(),
     }
@@ -119,6 +124,7 @@ def _conditions() -> dict[str, Any]:
     return {
         "HasWorkflow": {"Fn::And": [_given("OidcProviderArn"), _given("Repository")]},
         HAS_FUNCTIONS: {"Fn::And": [_given("CodeBucket"), _given("CodeKey")]},
+        ALARMS: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, _given("AlarmTopicArn")]},
         "HasSecret": _given("GithubSecretArn"),
         "IsApp": _given("GithubAppId"),
         "HasEnvironment": _given("GithubEnvironment"),
@@ -215,6 +221,10 @@ def _function_parameters() -> dict[str, Any]:
             "scale-down: younger machines are kept. Empty: 5, of Windows 15.", AllowedPattern="[0-9]*"
         ),
         "RunnerBootTimeInMinutes": _text("scale-down: how long a machine may boot.", "5", AllowedPattern="[0-9]+"),
+        "AlarmTopicArn": _text(
+            "SNS topic that hears of functions that fail again and again. Empty: no alarms are made.",
+            AllowedPattern="(arn:[a-z-]+:sns:[a-z0-9-]+:[0-9]{12}:.+)?",
+        ),
         "ReserveConcurrency": _text(
             "Whether each function reserves one of the account's concurrent executions.",
             "false",
@@ -386,6 +396,30 @@ def _function(who: str) -> dict[str, Resource]:
         },
     }
     return {name: _only_if(HAS_FUNCTIONS, resource) for name, resource in made.items()}
+
+
+def _alarm(who: str) -> Resource:
+    # A refresh that is not even tried is as bad as one that fails; scale-down may be off.
+    missing = "breaching" if who == "refresh" else "notBreaching"
+    alarm: Resource = {
+        "Type": "AWS::CloudWatch::Alarm",
+        "Properties": {
+            "AlarmName": substituted(f"{NAME}-{who}"),
+            "AlarmDescription": f"remuda {who} fails: its log says why, in one sentence.",
+            "Namespace": "AWS/Lambda",
+            "MetricName": "Errors",
+            "Dimensions": [{"Name": "FunctionName", "Value": {"Ref": _logical(who, "Function")}}],
+            "Statistic": "Sum",
+            "Period": 300,
+            "EvaluationPeriods": ALARM_AFTER,
+            "Threshold": 1,
+            "ComparisonOperator": "GreaterThanOrEqualToThreshold",
+            "TreatMissingData": missing,
+            "AlarmActions": [{"Ref": "AlarmTopicArn"}],
+            "OKActions": [{"Ref": "AlarmTopicArn"}],
+        },
+    }
+    return _only_if(ALARMS, alarm)
 
 
 def _state(who: str) -> Any:

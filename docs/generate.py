@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from remuda.domain.resources import DEFAULT_CLASSES
-from remuda.domain.transitions import TRANSITIONS
+from remuda.domain.transitions import ENDINGS, TRANSITIONS
 from remuda.entrypoints.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
+from remuda.entrypoints.metrics import METRICS
 from remuda.settings import Settings, flag, key, variable
 from remuda.simulation.faults import MEANING, Fault
 from remuda.simulation.invariants import INVARIANTS
@@ -93,11 +94,25 @@ def outputs_table() -> str:
     return "\n".join(lines)
 
 
+def metrics_table() -> str:
+    lines = ["| metric | type | labels | what |", "|---|---|---|---|"]
+    for item in METRICS:
+        labels = ", ".join(f"`{label}`" for label in item.labels) or "(none)"
+        lines.append(f"| `{item.name}` | {item.kind} | {labels} | {item.what} |")
+    return "\n".join(lines)
+
+
+def endings_line() -> str:
+    return ", ".join(f"`{name}`" for name in ENDINGS)
+
+
 #: File, name of the part, and what makes it.
 PARTS = (
     ("reference/lifecycle.md", "state diagram", state_diagram),
     ("reference/lifecycle.md", "transitions", transition_table),
     ("reference/settings.md", "settings", settings_table),
+    ("reference/metrics.md", "metrics", metrics_table),
+    ("reference/metrics.md", "endings", endings_line),
     ("reference/simulation.md", "invariants", invariants_table),
     ("reference/simulation.md", "faults", faults_table),
     ("reference/simulation.md", "planted bugs", planted_table),

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
@@ -23,9 +23,13 @@ from remuda.domain.errors import UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
+from remuda.ports.compute import Compute
 from remuda.ports.forge import Forge
 from remuda.ports.journal import Journal
-from remuda.settings import Settings, is_secret_arn, read_key
+from remuda.ports.pool import ResourcePool
+from remuda.ports.prices import SpotPrices
+from remuda.ports.store import InstanceStore
+from remuda.settings import Settings, is_secret_arn, read_key, variable
 
 if TYPE_CHECKING:
     from remuda.adapters.aws.clients import AwsClients
@@ -98,21 +102,65 @@ def check_local(settings: Settings) -> None:
         )
 
 
+class _Basics(NamedTuple):
+    """What every adapter of a process shares."""
+
+    clock: SystemClock
+    ids: SystemIds
+    calls: CallCounter
+
+
+class _Backend(NamedTuple):
+    """One backend's adapters, open."""
+
+    pool_name: str
+    store: InstanceStore
+    pool: ResourcePool
+    compute: Compute
+    forge: Forge | None
+    spot: SpotPrices | None = None
+
+
 @asynccontextmanager
 async def open_context(
-    settings: Settings, journal: Journal, *, credentialed: bool, alive: bool = True
+    settings: Settings,
+    journal: Journal,
+    *,
+    credentialed: bool,
+    alive: bool = True,
+    calls: CallCounter | None = None,
 ) -> AsyncIterator[Context]:
     """The ports on the chosen backend.
 
     `credentialed`: the command acts on GitHub itself (refresh). `alive`: it makes no sense without GitHub; looks and
     sweeps do.
     """
+    basics = _Basics(SystemClock(), SystemIds(), calls or CallCounter())
     if settings.backend == "aws":
-        async with _open_aws(settings, journal, credentialed=credentialed) as context:
-            yield context
-        return
+        opening = _open_aws(settings, journal, basics, credentialed=credentialed)
+    else:
+        opening = _open_local(settings, basics, credentialed=credentialed, alive=alive)
+    async with opening as backend:
+        yield Context(
+            pool_name=backend.pool_name,
+            store=backend.store,
+            pool=backend.pool,
+            compute=backend.compute,
+            forge=backend.forge,
+            clock=basics.clock,
+            ids=basics.ids,
+            journal=journal,
+            calls=basics.calls,
+            spot=backend.spot,
+        )
+
+
+@asynccontextmanager
+async def _open_local(
+    settings: Settings, basics: _Basics, *, credentialed: bool, alive: bool
+) -> AsyncIterator[_Backend]:
+    clock, ids, calls = basics
     async with AsyncExitStack() as stack:
-        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
         places = layout(settings)
         endpoint = local_endpoint(settings, alive=alive)
         store = SqliteInstanceStore(path=places.database, clock=clock, ids=ids, calls=calls)
@@ -127,17 +175,7 @@ async def open_context(
             token = settings.github_token.get_secret_value() if settings.github_token else endpoint.token
             forge = _forge(endpoint.url, clock, ids, calls, token=token)
             stack.push_async_callback(forge.close)
-        yield Context(
-            pool_name=settings.pool,
-            store=store,
-            pool=pool,
-            compute=compute,
-            forge=forge,
-            clock=clock,
-            ids=ids,
-            journal=journal,
-            calls=calls,
-        )
+        yield _Backend(settings.pool, store, pool, compute, forge)
 
 
 def with_pool(settings: Settings, config: PoolConfig | None) -> Settings:
@@ -163,7 +201,10 @@ def local_compute(settings: Settings, calls: CallCounter) -> LocalCompute:
         root=places.instances,
         pool=settings.pool,
         runner_source=places.runner,
-        agent_command=[sys.executable, "-m", "remuda", "agent", "--dir", str(places.root)],
+        agent_command=[
+            *(sys.executable, "-m", "remuda", "agent", "--dir", str(places.root)),
+            *("--log-format", settings.log_format),
+        ],
         clock=SystemClock(),
         ids=SystemIds(),
         calls=calls,
@@ -171,18 +212,28 @@ def local_compute(settings: Settings, calls: CallCounter) -> LocalCompute:
     )
 
 
+def agent_logs(settings: Settings) -> dict[str, str]:
+    """Agents on EC2 log as `refresh` was told to. Said only where it is not the default: a template without it stays
+    as it is.
+    """
+    is_default = settings.log_format == Settings.model_fields["log_format"].default
+    return {} if is_default else {variable("log_format"): settings.log_format}
+
+
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in _PASSED_ON if name in environ}
 
 
 @asynccontextmanager
-async def open_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+async def open_fleet(
+    settings: Settings, journal: Journal, *, calls: CallCounter | None = None
+) -> AsyncIterator[FleetContext]:
     """For scale-down: machines by their tags, GitHub, and the pool's records where there is a pool."""
     if settings.backend == "aws":
-        async with _open_aws_fleet(settings, journal) as context:
+        async with _open_aws_fleet(settings, journal, calls or CallCounter()) as context:
             yield context
         return
-    async with open_context(settings, journal, credentialed=True) as pool:
+    async with open_context(settings, journal, credentialed=True, calls=calls) as pool:
         environment = _fleet_name(settings, pool.pool_name)
         yield FleetContext(
             environment=environment,
@@ -216,13 +267,13 @@ def _no_credential() -> UserError:
 
 
 @asynccontextmanager
-async def _open_aws_fleet(settings: Settings, journal: Journal) -> AsyncIterator[FleetContext]:
+async def _open_aws_fleet(settings: Settings, journal: Journal, calls: CallCounter) -> AsyncIterator[FleetContext]:
     with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.runner_fleet import READ_TIMEOUT_S, Ec2RunnerFleet  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
-        clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+        clock, ids = SystemClock(), SystemIds()
         clients = await stack.enter_async_context(AwsClients())
         credential = await github_credential(settings, clients, needed=True)
         forge = _needed(github_forge(settings, credential, clock, ids, calls, max_wait_s=FLEET_MAX_WAIT_S))
@@ -236,7 +287,7 @@ async def _open_aws_fleet(settings: Settings, journal: Journal) -> AsyncIterator
             clock=clock,
             journal=journal,
             calls=calls,
-            open_pool=lambda: _open_aws(settings, journal, credentialed=False, calls=calls),
+            open_pool=lambda: open_context(settings, journal, credentialed=False, calls=calls),
             has_pool="pool" in settings.model_fields_set,
         )
 
@@ -256,8 +307,8 @@ def aws_libraries() -> Iterator[None]:
 
 @asynccontextmanager
 async def _open_aws(
-    settings: Settings, journal: Journal, *, credentialed: bool, calls: CallCounter | None = None
-) -> AsyncIterator[Context]:
+    settings: Settings, journal: Journal, basics: _Basics, *, credentialed: bool
+) -> AsyncIterator[_Backend]:
     with aws_libraries():
         from remuda.adapters.aws.clients import (  # noqa: PLC0415 - only this backend pays for AWS's libraries
             AwsClients,
@@ -270,8 +321,8 @@ async def _open_aws(
         from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - as above
         from remuda.adapters.aws.identity import key_prefix_of  # noqa: PLC0415 - as above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
+    clock, ids, calls = basics
     async with AsyncExitStack() as stack:
-        clock, ids, calls = SystemClock(), SystemIds(), calls or CallCounter()
         clients = await stack.enter_async_context(AwsClients())
         name = f"remuda-{settings.pool}"
 
@@ -297,25 +348,15 @@ async def _open_aws(
             clock=clock,
             ids=ids,
             calls=calls,
-            agent_environment=passed_to_agents(os.environ),
+            agent_environment=passed_to_agents(os.environ) | agent_logs(settings),
         )
         stack.push_async_callback(compute.close)
         credential = await github_credential(settings, clients, needed=credentialed)
         forge = github_forge(settings, credential, clock, ids, calls)
         if forge is not None:
             stack.push_async_callback(forge.close)
-        yield Context(
-            pool_name=settings.pool,
-            store=store,
-            pool=pool,
-            compute=compute,
-            forge=forge,
-            clock=clock,
-            ids=ids,
-            journal=journal,
-            calls=calls,
-            spot=Ec2SpotPrices(client=ec2, clock=clock, ids=ids, calls=calls),
-        )
+        spot = Ec2SpotPrices(client=ec2, clock=clock, ids=ids, calls=calls)
+        yield _Backend(settings.pool, store, pool, compute, forge, spot)
 
 
 async def github_credential(settings: Settings, clients: AwsClients, *, needed: bool) -> GithubCredential | None:

@@ -164,6 +164,16 @@ def _is_address(text: str) -> bool:
         return False
 
 
+def _from_json(value: Any, *, field: str, fix: str) -> Any:
+    """A setting that the file may have as a table; elsewhere it is text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{field} is not JSON: {error}", field=field, fix=fix) from None
+
+
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
@@ -258,7 +268,7 @@ class Settings(BaseModel):
     github_environment: str = Field(default="", description="AWS: value of the tag ghr:environment.")
     log_format: Literal["text", "json"] = Field(
         default="text",
-        description="What stderr gets: text for people, or a JSON line an event.",
+        description="Logs: text for people, or a JSON line an event. Agents log the same way.",
         json_schema_extra={"fix": "use text or json"},
     )
     prices: str = Field(default="", description="Price table for reports, a JSON file (default: the one shipped).")
@@ -379,16 +389,8 @@ class Settings(BaseModel):
     def _parse_classes(cls, value: Any) -> tuple[ResourceClass, ...]:
         if isinstance(value, tuple):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"resource-class-config is not JSON: {error}",
-                    field="resource-class-config",
-                    fix='give JSON such as {"large": {"cpu": 2, "mmem": 4096}}',
-                ) from None
-        return parse_classes(value)
+        fix = 'give JSON such as {"large": {"cpu": 2, "mmem": 4096}}'
+        return parse_classes(_from_json(value, field="resource-class-config", fix=fix))
 
     @field_validator("environment")
     @classmethod
@@ -407,12 +409,7 @@ class Settings(BaseModel):
     def _parse_idle_config(cls, value: Any) -> tuple[IdleWindow, ...]:
         if isinstance(value, tuple):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"idle-config is not JSON: {error}", field="idle-config", fix=IDLE_CONFIG_FIX) from None
-        return parse_idle_config(value, zone_of=_zone)
+        return parse_idle_config(_from_json(value, field="idle-config", fix=IDLE_CONFIG_FIX), zone_of=_zone)
 
     @field_validator("pre_runner_script")
     @classmethod

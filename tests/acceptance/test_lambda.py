@@ -15,6 +15,7 @@ import pytest
 
 import lambda_package
 from support.cloud import SCOPE, Cloud, cloud
+from support.emf import check_emf
 
 #: As Lambda's runtime does: the event, a context with the time that is left, the result or the error's own words.
 RUNTIME = """
@@ -60,6 +61,8 @@ class Function:
         self._folder = folder
         self._environment = environment
         self.log: list[dict[str, Any]] = []
+        #: The line of metrics that ends each invocation.
+        self.metrics: dict[str, Any] = {}
         self.output = ""
 
     def invoke(self, event: Any, *, remaining_s: float = 100.0, **changed: str) -> dict[str, Any]:
@@ -78,7 +81,8 @@ class Function:
         )
         self.output = done.stdout + done.stderr
         *log, answer = done.stdout.splitlines()
-        self.log = [json.loads(line) for line in log]
+        *self.log, self.metrics = [json.loads(line) for line in log]
+        check_emf(self.metrics)
         result: dict[str, Any] = json.loads(answer)
         return result
 
@@ -118,6 +122,9 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
     assert function.log[-1]["action"] == "refresh-done"
     assert function.log[-1]["result"] == first
     assert servers.github_token not in function.output
+    assert (function.metrics["Pool"], function.metrics["Command"]) == (POOL, "refresh")
+    assert (function.metrics["Failed"], function.metrics["Errors"], function.metrics["InstancesIdle"]) == (0, 0, 0)
+    assert function.metrics["GithubCalls"] == sum(first["calls"]["github"].values())
 
     again = function.invoke({"detail-type": "Scheduled Event", "detail": {"command": "refresh", "sweep_only": True}})
     assert again["result"]["applied"] == []
@@ -131,6 +138,7 @@ def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Fu
     down = function.invoke({"command": "refresh"}, AWS_ENDPOINT_URL_DYNAMODB="http://127.0.0.1:9")
     assert down["errorType"] == "Unavailable"
     assert "DynamoDB" in down["errorMessage"]
+    assert (function.metrics["Failed"], function.metrics["Pool"]) == (1, POOL)
 
     secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
     missing = function.invoke({"command": "refresh"}, REMUDA_GITHUB_TOKEN=secret)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from support.emf import check_emf
 from support.fleet_world import TOKEN, FleetWorld, Machine, Served, serve
 from support.fleets import tags
 from support.oracle import SCENARIOS, expected, variables
@@ -215,5 +216,9 @@ def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None
     document = json.loads(done.stderr)
     assert {item["action"] for item in document["decisions"]} == {"terminate"}
     assert len(world.did.terminated) == (0 if dry_run else 3)
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    *told, metrics = [json.loads(line) for line in done.stdout.splitlines()]
+    check_emf(metrics)
+    assert (metrics["Command"], metrics["Machines"], metrics["Failed"]) == ("scale-down", 3, 0)
+    assert metrics["Terminated"] == (0 if dry_run else 3)
+    assert metrics["GithubCalls"] == sum(document["calls"]["github"].values())
     assert sum(line["action"] == ("would-terminate" if dry_run else "scale-terminate") for line in told) == 3

@@ -24,7 +24,7 @@ from remuda.ports.calls import CallCounter
 from remuda.settings import load
 from statements import filled
 from support.moto_server import REGION, shared_server
-from template import FUNCTION_TIME_S, HANDLER, LOG_DAYS, template
+from template import ALARMS, FUNCTION_TIME_S, HANDLER, LOG_DAYS, template
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
@@ -245,8 +245,24 @@ async def test_every_log_ends(stack):
     await stack.create()
     logs = await stack.client("logs")
     found = (await logs.describe_log_groups(logGroupNamePrefix=f"/remuda/{stack.pool}/"))["logGroups"]
-    assert {group["logGroupName"].rpartition("/")[2] for group in found} == {"agent", *SCHEDULED}
+    assert {group["logGroupName"].rpartition("/")[2] for group in found} == set(SCHEDULED)
     assert {group["retentionInDays"] for group in found} == {LOG_DAYS}
+
+
+def test_alarms_are_made_where_somebody_hears_them():
+    """As the template says it: the server makes none."""
+    made = template()
+    alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
+    assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm"}
+    for name, alarm in alarms.items():
+        assert alarm["Condition"] == ALARMS
+        properties = alarm["Properties"]
+        assert properties["AlarmActions"] == [{"Ref": "AlarmTopicArn"}]
+        (dimension,) = properties["Dimensions"]
+        assert dimension == {"Name": "FunctionName", "Value": {"Ref": name.replace("Alarm", "Function")}}
+        assert dimension["Value"]["Ref"] in made["Resources"]
+    assert alarms["RefreshAlarm"]["Properties"]["TreatMissingData"] == "breaching"
+    assert made["Parameters"]["AlarmTopicArn"]["Default"] == ""
 
 
 def test_each_role_carries_its_policies_and_no_more():

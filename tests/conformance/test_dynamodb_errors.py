@@ -207,6 +207,10 @@ async def test_a_throttled_call_is_repeated_and_counted(
     between.then("UpdateItem", says(400, "ProvisionedThroughputExceededException"))
     await store.apply(birth(instance()))
     assert between.requests["UpdateItem"] == calls.by_service()["dynamodb"]["UpdateItem"] == 2
+    assert calls.outcomes()["dynamodb", "UpdateItem"] == (1, 1)
+    with pytest.raises(Conflict):
+        await store.apply(birth(instance()))
+    assert calls.outcomes()["dynamodb", "UpdateItem"] == (2, 1), "a condition that does not hold is an answer"
 
 
 async def test_lasting_throttling(store: DynamoInstanceStore, between: Wire, calls: CallCounter) -> None:
@@ -215,6 +219,7 @@ async def test_lasting_throttling(store: DynamoInstanceStore, between: Wire, cal
         await store.apply(birth(instance()))
     assert throttled.value.retry_after_s > 0
     assert between.requests["UpdateItem"] == calls.by_service()["dynamodb"]["UpdateItem"] == ATTEMPTS
+    assert calls.outcomes()["dynamodb", "UpdateItem"] == (0, ATTEMPTS)
     assert await store.get(ID) is None
 
 

@@ -38,6 +38,7 @@ async def test_a_template_that_lets_machines_end_and_know_themselves(world: Ec2W
     assert data["MetadataOptions"] == {
         "HttpEndpoint": "enabled",
         "HttpTokens": "required",
+        "HttpProtocolIpv6": "disabled",
         "HttpPutResponseHopLimit": 1,
         "InstanceMetadataTags": "enabled",
     }

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from remuda.adapters.github.client import TRIES, GithubForge, web_url
+from remuda.adapters.github.client import LIST_TRIES, TRIES, GithubForge, web_url
 from remuda.adapters.memory.forge import MemoryForge, MemoryGithub
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
@@ -360,6 +360,71 @@ async def test_a_part_of_a_list_is_never_a_list(client: Forge) -> None:
     client._client._transport = SecondPageFails()  # type: ignore[attr-defined]
     with pytest.raises(Unavailable):
         await client.list_runners(REPO)
+
+
+async def test_a_list_shorter_than_github_says_is_read_again_and_then_refused(
+    github: GithubForges, client: Forge
+) -> None:
+    for name in ("one", "two"):
+        await client.jit_config(REPO, name=name, labels=["x"])
+    await github.admin.set_fault("short_list", operation="list", times=LIST_TRIES - 1)
+    assert await names(client) == ["one", "two"]
+    await github.admin.set_fault("short_list", operation="list", times=LIST_TRIES)
+    with pytest.raises(Unavailable, match=f"the runners of {REPO} is not complete: 1 of 2"):
+        await client.list_runners(REPO)
+
+
+class Pages(httpx.AsyncBaseTransport):
+    """Answers with these pages, one a request: the ids on it, and how many there are."""
+
+    def __init__(self, *pages: tuple[list[int], int | None]) -> None:
+        self._pages = list(pages)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        page = int(request.url.params["page"])
+        numbers, total = self._pages.pop(0)
+        body: dict[str, Any] = {
+            "runners": [{"id": each, "name": str(each), "status": "online", "busy": False} for each in numbers]
+        }
+        if total is not None:
+            body["total_count"] = total
+        link = {"link": '<http://x/?page=2>; rel="next"'} if page == 1 else {}
+        return httpx.Response(200, json=body, headers=link)
+
+
+async def listed(client: Forge, *pages: tuple[list[int], int | None]) -> list[int]:
+    client._client._transport = Pages(*pages)  # type: ignore[attr-defined]
+    return sorted(runner.runner_id for runner in await client.list_runners(REPO))
+
+
+async def test_a_removal_between_two_pages_is_noticed(client: Forge) -> None:
+    """Runner 1 went after the first page, so that 3 moved up to it: the count alone would look right."""
+    first = [([1, 2], 4), ([4], 3)]
+    assert await listed(client, *first, ([2, 3], 3), ([4], 3)) == [2, 3, 4]
+
+
+async def test_of_a_list_that_never_rests_all_that_was_seen_stands(client: Forge) -> None:
+    restless: list[tuple[list[int], int | None]] = [([1, 2], 4), ([4], 3), ([2, 3], 3), ([5], 4), ([3, 5], 4), ([6], 3)]
+    assert await listed(client, *restless) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_list_that_does_not_say_how_long_it_is_is_none(client: Forge) -> None:
+    with pytest.raises(Unavailable):
+        await listed(client, ([1], None))
+
+
+async def test_calls_that_fail_are_counted_as_such(github: GithubForges, client: Forge) -> None:
+    await github.admin.set_fault("status", operation="list", status=502)
+    await client.list_runners(REPO)
+    assert await client.get_runner(REPO, 1) is None
+    wrong = github.open(WRONG)
+    with pytest.raises(UserError):
+        await wrong.registration_token(REPO)
+    await wrong.close()
+    counted = github.calls.outcomes()
+    # One answer to a list, one to the look; what is not there is an answer.
+    assert counted["github", "GET runners"] == (2, 1)
+    assert counted["github", "POST registration-token"] == (0, 1)
 
 
 async def test_a_server_that_is_not_there() -> None:

@@ -152,10 +152,10 @@ class FlakyStore:
 
 class NotedJournal:
     def __init__(self) -> None:
-        self.notes: list[tuple[str, str]] = []
+        self.notes: list[tuple[str, str, dict[str, Any]]] = []
 
-    def note(self, action: str, why: str = "", **facts: Any) -> None:  # noqa: ARG002 - the port's
-        self.notes.append((action, why))
+    def note(self, action: str, why: str = "", **facts: Any) -> None:
+        self.notes.append((action, why, facts))
 
 
 class Stable:

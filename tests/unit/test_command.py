@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.bootstrap import agent_logs
 from remuda.domain.errors import (
     CapacityError,
     Conflict,
@@ -27,10 +28,13 @@ from remuda.domain.errors import (
 )
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
+from remuda.entrypoints.agent import LineJournal
+from remuda.entrypoints.agent import main as run_agent
 from remuda.entrypoints.cli import app
 from remuda.entrypoints.output import ConsoleJournal, Output, early_log_format, set_log_format
 from remuda.entrypoints.run import command
 from remuda.entrypoints.views import instance_document
+from remuda.settings import Settings
 from support.builders import in_state, report
 
 #: The documented exit codes.
@@ -115,6 +119,63 @@ def json_logs() -> Iterator[None]:
     set_log_format("json")
     yield
     set_log_format("text")
+
+
+@pytest.mark.parametrize("why", ["clean", 'a "quote"', "two\nlines", "\u2028 and \x1b[31m"])
+def test_an_agent_logs_one_line_an_event_in_either_format(why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"instance_id": "i-1", "run_id": "7", "epoch": 3, "signal": None}
+    LineJournal(SystemClock(), as_json=True).note("removal-failed", why, **facts)
+    LineJournal(SystemClock()).note("removal-failed", why, **facts)
+    (logged, plain) = capsys.readouterr().out.splitlines()
+    line = json.loads(logged)
+    told = {name: line[name] for name in ("event", "level", "reason", "instance_id", "run_id", "epoch")}
+    assert told == {
+        "event": "removal-failed",
+        "level": "warning",
+        "reason": " ".join(why.splitlines()),
+        "instance_id": "i-1",
+        "run_id": "7",
+        "epoch": 3,
+    }
+    assert "signal" not in line
+    assert "removal-failed instance_id=i-1 run_id=7 epoch=3" in plain
+
+
+def test_agents_on_ec2_are_told_only_what_is_not_the_default() -> None:
+    """Else every pool's launch template would change once more."""
+    assert agent_logs(Settings()) == {}
+    assert agent_logs(Settings(log_format="json")) == {"REMUDA_LOG_FORMAT": "json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "is_json"),
+    [
+        ([], {}, False),
+        (["--log-format", "json"], {}, True),
+        ([], {"REMUDA_LOG_FORMAT": "json"}, True),
+        (["--log-format", "text"], {"REMUDA_LOG_FORMAT": "json"}, False),
+        ([], {"REMUDA_LOG_FORMAT": "yaml"}, False),
+    ],
+)
+def test_an_agent_that_cannot_start_says_so_in_the_format_of_its_log(
+    arguments: list[str],
+    environ: dict[str, str],
+    is_json: bool,  # noqa: FBT001 - a case
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("REMUDA_BACKEND", raising=False)
+    monkeypatch.delenv("REMUDA_LOG_FORMAT", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert run_agent(arguments) == UserError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    if is_json:
+        told = json.loads(line)
+        assert (told["level"], told["event"], told["type"]) == ("error", "error", "UserError")
+        assert told["fix"]
+    else:
+        assert line.startswith("remuda agent: REMUDA_BACKEND is ''")
 
 
 @pytest.mark.usefixtures("json_logs")

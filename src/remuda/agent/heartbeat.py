@@ -82,12 +82,12 @@ class Heartbeat:
                 version=self._version,
             )
         except RemudaError as error:
-            self._journal.note("beat-failed", error.message, instance_id=self._instance_id)
+            self._journal.note("beat-failed", error.message)
 
     async def _look_for_notice(self) -> str:
         """What could not be asked is no reason to look dead; and a notice is never taken back."""
         try:
             self._notice = await self._machine.spot_notice() or self._notice
         except RemudaError as error:
-            self._journal.note("notice-unknown", error.message, instance_id=self._instance_id)
+            self._journal.note("notice-unknown", error.message)
         return self._notice

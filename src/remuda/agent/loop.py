@@ -14,7 +14,7 @@ from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal, with_took
 from remuda.ports.clock import Clock, Ids
-from remuda.ports.journal import Journal
+from remuda.ports.journal import BoundJournal, Journal
 from remuda.ports.machine import Identity, Machine, Script
 from remuda.ports.runner import Removal, RunnerSoftware, RunnerState
 from remuda.ports.store import InstanceStore
@@ -52,7 +52,8 @@ class Agent:
         self._runner = runner
         self._clock = clock
         self._ids = ids
-        self._journal = journal
+        #: Every event says which assignment it belongs to.
+        self._journal = BoundJournal(journal)
         self._version = version
         self._vital = Vital(clock)
         self._signalled: tuple[int, Signal] | None = None
@@ -70,6 +71,7 @@ class Agent:
         """Live until the end; returns why it came."""
         self._vital.works_for(STEP_LIMIT_S)
         identity = await self._machine.identity()
+        self._journal.facts["instance_id"] = identity.instance_id
         lifetime = Lifetime(machine=self._machine, clock=self._clock, margin_s=identity.margin_s)
         heartbeat = Heartbeat(
             instance_id=identity.instance_id,
@@ -87,7 +89,7 @@ class Agent:
         finally:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
-        self._journal.note("end", why, instance_id=identity.instance_id)
+        self._journal.note("end", why)
         await self._machine.end(why)
         return why
 
@@ -110,13 +112,13 @@ class Agent:
                 if step.do is Do.WAIT:
                     record = await self._wait(identity, record, runner, lifetime, heartbeat)
                     continue
-                await self._act(identity, record, step)
+                await self._act(record, step)
                 heartbeat.soon()
                 self._failures = 0
                 # A step takes time: look again before the next one.
                 record = await self._store.get(identity.instance_id)
             except RemudaError as error:
-                self._journal.note("step-failed", error.message, instance_id=identity.instance_id)
+                self._journal.note("step-failed", error.message)
                 if lifetime.is_over():
                     return "its time is up and the store cannot be read"
                 reachable = False
@@ -132,13 +134,10 @@ class Agent:
                 self._position = (record.epoch, record.state)
                 self._starts = self._removals = self._tries = 0
                 self._release_s = 0.0
-                self._journal.note(
-                    "state",
-                    f"the record says {record.state}",
-                    instance_id=identity.instance_id,
-                    epoch=record.epoch,
-                    run_id=record.run_id,
-                )
+                # A release is still about the run that it ends.
+                run_id = record.last_run_id if record.state is State.RELEASING else record.run_id
+                self._journal.facts |= {"epoch": record.epoch, "run_id": run_id}
+                self._journal.note("state", f"the record says {record.state}")
             if self._signalled is not None and self._signalled[0] == record.epoch:
                 signalled = self._signalled[1]
         elif lifetime.is_over():
@@ -181,8 +180,8 @@ class Agent:
                 task.cancel()
             await asyncio.gather(control, local, return_exceptions=True)
 
-    async def _act(self, identity: Identity, record: Instance | None, step: Step) -> None:
-        self._journal.note("step", step.why, instance_id=identity.instance_id, do=step.do.value)
+    async def _act(self, record: Instance | None, step: Step) -> None:
+        self._journal.note("step", step.why, do=step.do.value)
         if step.do is Do.RUN_SCRIPT:
             await self._run_script(record)
         elif record is None:
@@ -233,7 +232,7 @@ class Agent:
             self._pause_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
         elif removal in {Removal.FAILED, Removal.UNREACHABLE}:
-            self._journal.note("removal-failed", detail, instance_id=record.instance_id)
+            self._journal.note("removal-failed", detail)
             self._tries += 1
             # Its threshold limits how often a forge that does not answer is asked again.
             self._removals += removal is Removal.FAILED
@@ -246,7 +245,7 @@ class Agent:
             await self._store.write_signal(record.instance_id, epoch=record.epoch, signal=signal, detail=detail)
         except Conflict as conflict:
             # A later signal is there already, written before a restart: that one stands.
-            self._journal.note("signal-refused", conflict.message, instance_id=record.instance_id, signal=signal.value)
+            self._journal.note("signal-refused", conflict.message, signal=signal.value)
         self._signalled = (record.epoch, signal)
 
     async def _back_off(self, failures: int) -> None:

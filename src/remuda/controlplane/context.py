@@ -108,6 +108,7 @@ async def transition(context: Context, instance: Instance, event: Event, *, by: 
             target=change.entry.target,
             run_id=change.entry.run_id,
             epoch=change.entry.epoch,
+            cause=change.entry.cause,
         )
     return after
 

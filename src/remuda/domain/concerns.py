@@ -16,10 +16,24 @@ from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 ENDING_TAKES_S = 900.0
 
 
+#: What a concern may be about.
+KINDS = (
+    "expired",
+    "stale-heartbeat",
+    "stuck",
+    "spot-notice",
+    "overdue",
+    "ghost",
+    "token",
+    "unconfigured",
+    "unreadable",
+    "github",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Concern:
-    #: `expired`, `stale-heartbeat`, `stuck`, `spot-notice`, `overdue`, `ghost`, `token`, `unconfigured`, `unreadable`
-    #: or `github`.
+    #: One of `KINDS`.
     kind: str
     #: An instance, a run, a runner, or empty.
     subject: str

@@ -111,6 +111,8 @@ class HistoryEntry:
     run_id: str
     by: str
     why: str
+    #: Of an end: one of `transitions.ENDINGS`, so that ends can be counted. Empty where an older version wrote it.
+    cause: str = ""
 
 
 def retirement(instance: Instance, *, now: datetime, max_age_s: float, max_uses: int, notice: str = "") -> str:

@@ -48,6 +48,18 @@ class Cause(StrEnum):
     ORDERED = "ordered"
 
 
+#: Retirements, by how their reasons begin.
+_RETIREMENTS = {
+    "spot notice": "spot-notice",
+    "too old": "too-old",
+    "used ": "used-up",
+    "drained": "drained",
+    "quarantined": "quarantined",
+}
+#: Every way in which an end is counted.
+ENDINGS: tuple[str, ...] = (*(cause.value for cause in Cause), *_RETIREMENTS.values())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transition:
     """One row of the table."""
@@ -292,6 +304,7 @@ def _birth(row: Transition, record: Instance, *, by: Actor, at: datetime, why: s
             run_id=record.run_id or record.last_run_id,
             by=by.value,
             why=why[:MAX_WHY],
+            cause=Cause.UNRECORDED.value if record.state is State.TERMINATING else "",
         ),
     )
 
@@ -427,8 +440,17 @@ def advance(instance: Instance, event: Event, *, by: Actor, now: datetime, why: 
             run_id=str(sets.get("run_id") or instance.run_id or instance.last_run_id),
             by=by.value,
             why=why[:MAX_WHY],
+            cause=_ending(instance, event) if isinstance(event, End) else "",
         ),
     )
+
+
+def _ending(instance: Instance, event: End) -> str:
+    """Which of `ENDINGS` it is."""
+    if event.cause is not Cause.RETIRED:
+        return event.cause.value
+    reason = instance.retire or event.reason
+    return next((kind for begin, kind in _RETIREMENTS.items() if reason.startswith(begin)), Cause.RETIRED.value)
 
 
 _ROW_OF_EVENT: dict[type, str] = {

@@ -19,43 +19,66 @@ from remuda.agent.loop import Agent
 from remuda.agent.reset import Reset
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.timestamps import to_text
+from remuda.entrypoints.output import JSON_LOGS, error_line, note_line
 from remuda.ports.calls import CallCounter
+from remuda.ports.journal import Journal
 
 BACKEND = "REMUDA_BACKEND"
+LOG_FORMAT = "REMUDA_LOG_FORMAT"
 
 
 class LineJournal:
-    """One plain line an event on stdout, which the machine keeps as the agent's log."""
+    """One line an event on stdout, which the machine keeps as the agent's log: plain, or JSON as everywhere."""
 
-    def __init__(self, clock: SystemClock) -> None:
+    def __init__(self, clock: SystemClock, *, as_json: bool = False) -> None:
         self._clock = clock
+        self._as_json = as_json
 
     def note(self, action: str, why: str = "", **facts: Any) -> None:
-        told = " ".join(f"{key}={value}" for key, value in facts.items() if value not in {None, ""})
-        sys.stdout.write(f"{to_text(self._clock.now())} {action} {told} {why}".rstrip() + "\n")
+        # Whatever a job or another program said: an event is one line.
+        why = " ".join(why.splitlines())
+        if self._as_json:
+            line = note_line(self._clock.now(), action, why, facts)
+        else:
+            told = " ".join(f"{key}={value}" for key, value in facts.items() if value not in {None, ""})
+            line = f"{to_text(self._clock.now())} {action} {told} {why}".rstrip()
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+    def fail(self, error: RemudaError) -> None:
+        """Why it cannot go on: on stderr, which the machine keeps as well."""
+        fix = f"; {error.fix}" if error.fix else ""
+        plain = " ".join(f"remuda agent: {error.message}{fix}".splitlines())
+        sys.stderr.write((error_line(self._clock.now(), error) if self._as_json else plain) + "\n")
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="remuda agent", description="Run the agent of this machine.")
     parser.add_argument("--dir", help="State folder of the local backend. Machines on EC2 need none.")
+    parser.add_argument(
+        "--log-format",
+        choices=("text", JSON_LOGS),
+        # What is unknown there is no reason to leave a machine without an agent.
+        default=JSON_LOGS if os.environ.get(LOG_FORMAT) == JSON_LOGS else "text",
+        help="text, or json: a line an event.",
+    )
     parsed = parser.parse_args(arguments)
+    journal = LineJournal(SystemClock(), as_json=parsed.log_format == JSON_LOGS)
     try:
         if parsed.dir is not None:
-            asyncio.run(_run_local(Path(parsed.dir)))
+            asyncio.run(_run_local(Path(parsed.dir), journal))
         else:
-            _run_on_ec2()
+            _run_on_ec2(journal)
     except RemudaError as error:
-        fix = f"; {error.fix}" if error.fix else ""
-        sys.stderr.write(f"remuda agent: {error.message}{fix}\n")
+        journal.fail(error)
         return error.exit_code
     except OSError as problem:
-        sys.stderr.write(f"remuda agent: the machine does not work: {problem}\n")
+        journal.fail(Unavailable(f"the machine does not work: {problem}"))
         return Unavailable.exit_code
     return 0
 
 
-def _run_on_ec2() -> None:
+def _run_on_ec2(journal: Journal) -> None:
     backend = os.environ.get(BACKEND, "")
     if backend != "aws":
         raise UserError(
@@ -70,11 +93,10 @@ def _run_on_ec2() -> None:
             f"the agent needs a library that is not installed: {error.name}", fix="install remuda[aws]"
         ) from None
 
-    clock = SystemClock()
-    asyncio.run(run(os.environ, clock=clock, journal=LineJournal(clock)))
+    asyncio.run(run(os.environ, clock=SystemClock(), journal=journal))
 
 
-async def _run_local(root: Path) -> None:
+async def _run_local(root: Path, journal: Journal) -> None:
     # Only local machines need them.
     from remuda.adapters.local.machine import (  # noqa: PLC0415 - as above
         LocalMachine,
@@ -110,7 +132,7 @@ async def _run_local(root: Path) -> None:
             ),
             clock=clock,
             ids=ids,
-            journal=LineJournal(clock),
+            journal=journal,
             version=__version__,
         ).run()
     finally:

@@ -1,7 +1,7 @@
 """The scheduled commands as a Lambda function: `refresh` and `scale-down`, by events.
 
 The function's environment holds the settings (`REMUDA_…`), the event says what to do: `{"command": "refresh"}`. What
-cannot be done is raised, so that the function's metrics count it.
+cannot be done is raised, so that the function's metrics count it. Each invocation ends with one line of metrics.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import asyncio
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import desired, open_context
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
+from remuda.domain.scale_down import Action
+from remuda.domain.transitions import ENDINGS
 from remuda.entrypoints import views
+from remuda.entrypoints.emf import Measure, Unit, camel, emf_line
 from remuda.entrypoints.run import bug
 from remuda.entrypoints.scale_down import run_scale_down
+from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.journal import Journal
 from remuda.settings import Loaded, load
@@ -28,6 +33,7 @@ from remuda.settings import Loaded, load
 #: Left of the function's time when its work is cut: for what closes connections and writes what waits.
 RESERVE_S = 5.0
 MAX_SHOWN = 60
+GITHUB = "github"
 
 
 class LambdaContext(Protocol):
@@ -44,6 +50,8 @@ class Outcome:
     document: Mapping[str, Any]
     #: What was not done, one sentence each.
     errors: tuple[str, ...] = ()
+    #: What there was and what was done, in numbers.
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,31 +68,47 @@ class LogJournal:
 
     def __init__(self, clock: Clock, request_id: str) -> None:
         self._clock = clock
-        self._request_id = request_id
+        self.facts = {"request": request_id}
+        #: Ends that were decided, by cause.
+        self.ends: Counter[str] = Counter()
 
     def note(self, action: str, why: str = "", **facts: Any) -> None:
+        if cause := facts.get("cause"):
+            self.ends[cause if cause in ENDINGS else "other"] += 1
         told = {name: value for name, value in facts.items() if value is not None and value != ""}
         at = self._clock.now().isoformat(timespec="milliseconds")
-        line = {"at": at, "action": action, "why": why, **told, "request": self._request_id}
-        sys.stdout.write(json.dumps(line, default=str) + "\n")
-        sys.stdout.flush()
+        line = {"at": at, "action": action, "why": why, **told, **self.facts}
+        _write(json.dumps(line, default=str))
 
 
-async def _refresh(loaded: Loaded, journal: Journal, order: Order) -> Outcome:
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+async def _refresh(loaded: Loaded, journal: Journal, order: Order, calls: CallCounter) -> Outcome:
     settings = loaded.settings
-    async with open_context(settings, journal, credentialed=True) as context:
+    async with open_context(settings, journal, credentialed=True, calls=calls) as context:
         wanted = None if order.sweep_only else desired(settings, pool=context.pool_name)
         result = await refresh(context, wanted)
-    return Outcome(document=views.refresh_document(result), errors=result.errors)
+    counts = {f"Instances{camel(state)}": count for state, count in (result.fleet or {}).items()}
+    counts["GhostsRemoved"] = len(result.removed)
+    return Outcome(document=views.refresh_document(result), errors=result.errors, counts=counts)
 
 
-async def _scale_down(loaded: Loaded, journal: Journal, order: Order) -> Outcome:
-    result = await run_scale_down(loaded, journal, dry_run=order.dry_run)
-    return Outcome(document=views.scale_down_document(result), errors=result.errors)
+async def _scale_down(loaded: Loaded, journal: Journal, order: Order, calls: CallCounter) -> Outcome:
+    result = await run_scale_down(loaded, journal, dry_run=order.dry_run, calls=calls)
+    done = {action: sum(item.done for item in result.of(action)) for action in Action}
+    counts = {
+        "Machines": len({item.decision.instance_id for item in result.outcomes}),
+        "Terminated": done[Action.TERMINATE],
+        "OrphansMarked": done[Action.MARK_ORPHAN],
+    }
+    return Outcome(document=views.scale_down_document(result), errors=result.errors, counts=counts)
 
 
 #: What an event may ask for.
-COMMANDS: Mapping[str, Callable[[Loaded, Journal, Order], Awaitable[Outcome]]] = {
+COMMANDS: Mapping[str, Callable[[Loaded, Journal, Order, CallCounter], Awaitable[Outcome]]] = {
     "refresh": _refresh,
     "scale-down": _scale_down,
 }
@@ -92,22 +116,66 @@ COMMANDS: Mapping[str, Callable[[Loaded, Journal, Order], Awaitable[Outcome]]] =
 
 def handler(event: Any, context: LambdaContext) -> dict[str, Any]:
     """For the function's configuration: `remuda.entrypoints.lambda_handler.handler`."""
-    journal = LogJournal(SystemClock(), context.aws_request_id)
+    clock = SystemClock()
+    journal = LogJournal(clock, context.aws_request_id)
+    meter = Meter(clock, journal)
+    try:
+        order, outcome = _carry_out(event, context, journal, meter)
+        # What cannot be written as JSON, a time for one, becomes text here as it does on the command line.
+        document: dict[str, Any] = json.loads(json.dumps(outcome.document, default=str))
+        told = f"{len(outcome.errors)} errors" if outcome.errors else ""
+        journal.note(f"{order.command}-done", told, result=document)
+    finally:
+        _write(meter.line())
+    if outcome.errors:
+        raise Partial(f"{order.command}: {len(outcome.errors)} parts were not done; the first: {outcome.errors[0]}")
+    return document
+
+
+def _carry_out(event: Any, context: LambdaContext, journal: LogJournal, meter: Meter) -> tuple[Order, Outcome]:
     try:
         order = parse(event)
+        meter.command = order.command
         loaded = load({"backend": "aws"}, environ=os.environ)
+        meter.pool = loaded.settings.pool
         limit_s = context.get_remaining_time_in_millis() / 1000 - RESERVE_S
-        outcome = asyncio.run(_within(limit_s, order, COMMANDS[order.command](loaded, journal, order)))
+        work = COMMANDS[order.command](loaded, journal, order, meter.calls)
+        meter.outcome = asyncio.run(_within(limit_s, order, work))
     except RemudaError as error:
         raise _told(journal, error) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug, and the log gets one sentence
         raise _told(journal, bug(error)) from None
-    # What cannot be written as JSON, a time for one, becomes text here as it does on the command line.
-    document: dict[str, Any] = json.loads(json.dumps(outcome.document, default=str))
-    journal.note(f"{order.command}-done", f"{len(outcome.errors)} errors" if outcome.errors else "", result=document)
-    if outcome.errors:
-        raise Partial(f"{order.command}: {len(outcome.errors)} parts were not done; the first: {outcome.errors[0]}")
-    return document
+    return order, meter.outcome
+
+
+class Meter:
+    """An invocation in numbers, whatever becomes of it."""
+
+    def __init__(self, clock: Clock, journal: LogJournal) -> None:
+        self._clock = clock
+        self._journal = journal
+        self._started = clock.monotonic()
+        self.calls = CallCounter()
+        self.command = ""
+        self.pool = ""
+        #: None: it was not brought to its end.
+        self.outcome: Outcome | None = None
+
+    def line(self) -> str:
+        outcome, ends = self.outcome, self._journal.ends
+        github = [counts for (service, _), counts in self.calls.outcomes().items() if service == GITHUB]
+        counts = {
+            "Errors": 1 if outcome is None else len(outcome.errors),
+            "Failed": int(outcome is None),
+            "GithubCalls": sum(ok + failed for ok, failed in github),
+            "GithubCallErrors": sum(failed for _, failed in github),
+            **(outcome.counts if outcome is not None else {}),
+            **({"Retired": ends.total()} if ends else {}),
+            **{f"Retired{camel(cause)}": count for cause, count in sorted(ends.items())},
+        }
+        measures = {"Duration": Measure(round(self._clock.monotonic() - self._started, 3), Unit.SECONDS)}
+        measures |= {name: Measure(count) for name, count in counts.items()}
+        return emf_line(measures, at=self._clock.now(), pool=self.pool, command=self.command, facts=self._journal.facts)
 
 
 def parse(event: Any) -> Order:

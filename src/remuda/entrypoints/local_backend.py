@@ -145,10 +145,10 @@ async def start(settings: Settings, journal: Journal) -> UpResult:
     clock, places = SystemClock(), layout(settings)
     _make_folders(places)
     with _alone(places):
-        return await _start(journal, clock, places)
+        return await _start(journal, clock, places, settings.log_format)
 
 
-async def _start(journal: Journal, clock: SystemClock, places: LocalLayout) -> UpResult:
+async def _start(journal: Journal, clock: SystemClock, places: LocalLayout, log_format: str) -> UpResult:
     install(places.runner)
     store = SqliteInstanceStore(path=places.database, clock=clock, ids=SystemIds(), calls=CallCounter())
     try:
@@ -162,7 +162,7 @@ async def _start(journal: Journal, clock: SystemClock, places: LocalLayout) -> U
         sweeper.start(
             [
                 *(sys.executable, "-m", "remuda", "refresh", "--sweep-only", "--every", f"{SWEEP_EVERY_S:g}"),
-                *("--dir", str(places.root)),
+                *("--dir", str(places.root), "--log-format", log_format),
             ]
         )
         started.append(SWEEPER)

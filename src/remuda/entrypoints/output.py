@@ -57,6 +57,23 @@ def set_log_format(name: str) -> None:
     Output.logs_json = name == JSON_LOGS
 
 
+def event_line(at: datetime, name: str, facts: Mapping[str, Any], *, level: str) -> str:
+    """One line of a structured log. Facts that say nothing are left out."""
+    told = {key: value for key, value in facts.items() if value is not None and value != ""}
+    return json.dumps({"at": to_text(at), "level": level, "event": name, **told}, default=str)
+
+
+def note_line(at: datetime, action: str, why: str, facts: Mapping[str, Any]) -> str:
+    """What a journal notes: instance, run, epoch and reason, and whatever else belongs to it."""
+    level = "warning" if any(word in action for word in _TROUBLE) else "info"
+    return event_line(at, action, {"reason": why, **facts}, level=level)
+
+
+def error_line(at: datetime, error: RemudaError) -> str:
+    facts = {"type": type(error).__name__, "reason": error.message, "fix": error.fix}
+    return event_line(at, "error", facts, level="error")
+
+
 class Output:
     #: Whether stderr gets a JSON document a line.
     logs_json: ClassVar[bool] = False
@@ -93,10 +110,7 @@ class Output:
             self.console.print(renderable)
 
     def event(self, name: str, facts: Mapping[str, Any], *, level: str) -> None:
-        """One line of a structured log. Facts that say nothing are left out."""
-        told = {key: value for key, value in facts.items() if value is not None and value != ""}
-        line = {"at": to_text(SystemClock().now()), "level": level, "event": name, **told}
-        self.log_line(json.dumps(line, default=str))
+        self.log_line(event_line(SystemClock().now(), name, facts, level=level))
 
     def log_line(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -120,10 +134,8 @@ class Output:
         return shutil.get_terminal_size((160, 40)).columns
 
     def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
-        """What the journal notes: instance, run, epoch and reason, and whatever else belongs to it."""
         if not self._quiet:
-            level = "warning" if any(word in action for word in _TROUBLE) else "info"
-            self.event(action, {"reason": why, **facts}, level=level)
+            self.log_line(note_line(SystemClock().now(), action, why, facts))
 
     def result(self, document: Mapping[str, Any]) -> None:
         if self.as_json:
@@ -143,8 +155,7 @@ class Output:
         # One line, whatever a value or another program's message brings along.
         line = " ".join(f"remuda: {error.message}{fix}".splitlines())
         if self.logs_json:
-            facts = {"type": type(error).__name__, "reason": error.message, "fix": error.fix}
-            self.event("error", facts, level="error")
+            self.log_line(error_line(SystemClock().now(), error))
         else:
             self.console.print(line, style="bold red", markup=False)
         self.result(

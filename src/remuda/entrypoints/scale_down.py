@@ -8,12 +8,15 @@ from remuda.bootstrap import open_fleet
 from remuda.controlplane.scale_down import ScaleDownResult, scale_down
 
 if TYPE_CHECKING:
+    from remuda.ports.calls import CallCounter
     from remuda.ports.journal import Journal
     from remuda.settings import Loaded
 
 
-async def run_scale_down(loaded: Loaded, journal: Journal, *, dry_run: bool = False) -> ScaleDownResult:
+async def run_scale_down(
+    loaded: Loaded, journal: Journal, *, dry_run: bool = False, calls: CallCounter | None = None
+) -> ScaleDownResult:
     """One cycle with these settings. What could not be done is in the result's `errors`."""
     settings = loaded.settings
-    async with open_fleet(settings, journal) as context:
+    async with open_fleet(settings, journal, calls=calls) as context:
         return await scale_down(context, settings.scale_down_policy, dry_run=dry_run)

@@ -12,6 +12,8 @@ class FaultKind(StrEnum):
     LOST_ANSWER = "lost_answer"
     #: The list comes from a snapshot up to `seconds` old.
     STALE_LIST = "stale_list"
+    #: A page lacks its last runner, and `total_count` counts it all the same.
+    SHORT_LIST = "short_list"
     #: `busy` is told the wrong way round.
     WRONG_BUSY = "wrong_busy"
     #: An online runner is told to be offline.

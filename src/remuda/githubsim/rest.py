@@ -109,7 +109,10 @@ class RunnersRest:
         per_page = min(_positive(request, "per_page", DEFAULT_PER_PAGE), MAX_PER_PAGE)
         page = _positive(request, "page", 1)
         start = (page - 1) * per_page
-        response = JSONResponse({"total_count": len(runners), "runners": runners[start : start + per_page]})
+        shown = runners[start : start + per_page]
+        if self._hub.faults.take(FaultKind.SHORT_LIST, "list"):
+            shown = shown[:-1]
+        response = JSONResponse({"total_count": len(runners), "runners": shown})
         if link := _link(request, page=page, last=max(1, -(-len(runners) // per_page))):
             response.headers["link"] = link
         return response

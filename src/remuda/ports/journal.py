@@ -11,6 +11,17 @@ class Journal(Protocol):
         ...
 
 
+class BoundJournal:
+    """Tells another one, with facts that belong to every event: what a note itself says goes before them."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.facts: dict[str, Any] = {}
+
+    def note(self, action: str, why: str = "", **facts: Any) -> None:
+        self._journal.note(action, why, **{**self.facts, **facts})
+
+
 class SilentJournal:
     def note(self, action: str, why: str = "", **facts: Any) -> None:
         pass

@@ -28,7 +28,7 @@ UNITS = Path("/etc/systemd/system")
 #: Where the interpreter of this computer is seen by everyone, whoever may look where it really lies.
 INTERPRETER = Path("/opt/interpreter")
 PATH = f"{STAND_INS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-COMMANDS = ("systemctl", "systemd-run", "iptables", "shutdown")
+COMMANDS = ("systemctl", "systemd-run", "iptables", "ip6tables", "shutdown")
 #: What systemctl answers about a unit that there is not.
 NOT_LOADED = 5
 
@@ -183,6 +183,8 @@ class Init:
             return 0 if rule in self._rules else 1
         self._rules.append(rule)
         return 0
+
+    _ip6tables = _iptables
 
     # Services
 

@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
+from remuda.agent.lifecycle import Do
 from remuda.agent.lifetime import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal, took_s
 from remuda.domain.transitions import Actor, Cause, End
 from remuda.ports.machine import Outcome, Script
-from support.agents import MARGIN_S, Stable
+from support.agents import ID, MARGIN_S, Stable
 from support.clock import run, until
 from support.records import assignment, at
 
@@ -67,6 +68,28 @@ def test_a_machine_lives_through_two_runs_and_ends() -> None:
         await stable.apply(End(cause=Cause.GONE), Actor.REFRESH)
         assert await task == "the record says terminating"
         assert stable.machine.ended == ["the record says terminating"]
+
+    run(story())
+
+
+def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.start()
+        await life(stable)
+        noted = stable.journal.notes
+        assert {action for action, _, _ in noted} == {"state", "step"}
+        assert {facts["instance_id"] for _, _, facts in noted} == {ID}
+        assert all(why for _, why, _ in noted)
+        seen = [(why, facts.get("epoch"), facts.get("run_id")) for action, why, facts in noted if action == "state"]
+        assert seen[:3] == [
+            ("the record says created", 1, "1234"),
+            ("the record says running", 1, "1234"),
+            ("the record says releasing", 1, "1234"),
+        ]
+        assert ("the record says idle", 1, "") in seen
+        resets = [facts for action, _, facts in noted if action == "step" and facts["do"] == Do.RESET.value]
+        assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
     run(story())
 

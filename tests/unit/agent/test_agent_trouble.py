@@ -100,7 +100,7 @@ def test_a_store_out_of_reach_is_asked_more_and_more_rarely() -> None:
         stable.store.down = True
         stable.start()
         await asyncio.sleep(600)
-        asked = [action for action, _ in stable.journal.notes if action == "step-failed"]
+        asked = [action for action, _, _ in stable.journal.notes if action == "step-failed"]
         assert 100 < len(asked) < 150
         await stable.crash()
 

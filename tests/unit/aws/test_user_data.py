@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import io
 import os
@@ -62,18 +63,16 @@ def test_it_is_small_and_bash_can_read_it(launch: dict[str, str]) -> None:
     subprocess.run(["bash", "-n"], input=text.encode(), check=True, timeout=LIMIT_S)
 
 
-def test_shellcheck_finds_nothing() -> None:
+def shellcheck(text: str) -> str:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed (apt-get install shellcheck): the bootstrap is not linted")
-    done = subprocess.run(
-        ["shellcheck", "--severity=style", "-"],
-        input=user_data(everything()),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
-    assert done.stdout == ""
+    command = ["shellcheck", "--severity=style", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    return done.stdout
+
+
+def test_shellcheck_finds_nothing() -> None:
+    assert shellcheck(user_data(everything())) == ""
 
 
 def test_the_dead_man_timer_comes_before_anything_that_can_fail() -> None:
@@ -117,7 +116,7 @@ class Box:
         self.mirror.mkdir()
         self.bin.mkdir()
         self._calls = folder / "calls"
-        for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "dnf"):
+        for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "ip6tables", "dnf"):
             self.command(name, NOTE)
         self.command("ldconfig", NOTE + "echo libicuuc.so.72\n")
         self.command("curl", CURL)
@@ -186,7 +185,7 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     assert (box.state / "dead-man").read_text().split() == ["remuda-dead-man-boot", "remuda-dead-man-launch"]
     assert calls[-3:] == [
         "systemctl daemon-reload",
-        "systemctl enable remuda-agent.service remuda-dead-man-reboot.timer",
+        "systemctl enable remuda-firewall.service remuda-agent.service remuda-dead-man-reboot.timer",
         "systemctl start --no-block remuda-agent.service",
     ]
     assert not [call for call in calls if call.startswith("fetch")]
@@ -202,9 +201,95 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     unit = (box.units / "remuda-agent.service").read_text()
     for line in ("Restart=always", "Slice=remuda.slice", "KillMode=process", f"ExecStart={box.opt}/bin/remuda agent"):
         assert line in unit.splitlines()
-    rule = "OUTPUT -d 169.254.169.254 -m owner --uid-owner remuda-nobody -j REJECT"
-    assert f"ExecStartPre=/bin/sh -c 'iptables -w -C {rule} 2>/dev/null || iptables -w -I {rule}'" in unit.splitlines()
+    assert f"ExecStartPre={box.opt}/bin/remuda-firewall" in unit.splitlines()
     assert "OnBootSec=1800" in (box.units / "remuda-dead-man-reboot.timer").read_text()
+
+
+RULE = "OUTPUT -d {} -m owner --uid-owner remuda-nobody -j REJECT"
+V4, V6 = RULE.format("169.254.169.254"), RULE.format("fd00:ec2::254")
+#: Plays a kernel that keeps rules in a file.
+IPTABLES = """#!/bin/sh
+echo "$(basename "$0") $*" >>"$CALLS"
+rules="$CALLS.$(basename "$0")"
+case $2 in
+  -C) shift 2; grep -qxF "$*" "$rules" ;;
+  -I) shift 2; echo "$*" >>"$rules" ;;
+esac
+"""
+
+
+def firewall(box: Box) -> subprocess.CompletedProcess[str]:
+    """As its unit runs it."""
+    command = [str(box.opt / "bin" / "remuda-firewall")]
+    return subprocess.run(command, env=box.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+
+
+def test_shellcheck_finds_nothing_in_the_firewall(box: Box) -> None:
+    box.bake()
+    box.boot()
+    assert shellcheck((box.opt / "bin" / "remuda-firewall").read_text()) == ""
+
+
+def test_the_firewall_sets_its_rules_once(box: Box) -> None:
+    box.bake()
+    box.command("iptables", IPTABLES)
+    box.command("ip6tables", IPTABLES)
+    box.boot()
+    assert not [call for call in box.calls if "tables" in call]
+    for _ in range(2):
+        assert firewall(box).returncode == 0
+    calls = [call for call in box.calls if "tables" in call]
+    has_v6 = Path("/proc/net/if_inet6").exists()
+    expected = {f"iptables -w -I {V4}"} | ({f"ip6tables -w -I {V6}"} if has_v6 else set())
+    assert {call for call in calls if " -I " in call} == expected
+    assert len([call for call in calls if " -I " in call]) == len(expected), "the second time they were there"
+
+
+@pytest.mark.parametrize("broken", ["iptables", "ip6tables"])
+def test_a_rule_that_cannot_be_set_fails(box: Box, broken: str) -> None:
+    """And with it the agent's start, and cron's, at's and the job user's systemd after a reboot."""
+    if broken == "ip6tables" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("there is no IPv6 in this kernel: no such rule is asked for")
+    box.bake()
+    box.command("iptables", IPTABLES)
+    box.command("ip6tables", IPTABLES)
+    box.command(broken, NOTE + "exit 1\n")
+    box.boot()
+    assert firewall(box).returncode != 0
+
+
+def test_after_a_reboot_the_firewall_is_there_before_what_a_job_left(box: Box) -> None:
+    box.bake()
+    box.boot()
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    text = (box.units / "remuda-firewall.service").read_text()
+    before = {word for line in text.splitlines() if line.startswith("Before=") for word in line[7:].split()}
+    unit.read_string(text)
+    assert unit["Service"]["ExecStart"] == f"{box.opt}/bin/remuda-firewall"
+    assert unit["Unit"]["DefaultDependencies"] == "no", "else it would come after most of what it has to come before"
+    assert {"network-pre.target", "cron.service", "crond.service", "atd.service"} <= before
+    # Which comes before user@.service.
+    assert "systemd-user-sessions.service" in before
+    assert set(unit["Install"]["RequiredBy"].split()) == {
+        *("cron.service", "crond.service", "atd.service", "user@.service")
+    }
+    assert "remuda-firewall.service" in (box.units / "remuda-agent.service").read_text()
+    assert stat.S_IMODE((box.opt / "bin" / "remuda-firewall").stat().st_mode) == 0o700
+
+
+def test_systemd_takes_the_units(box: Box) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed (apt-get install systemd): the units are not verified")
+    box.bake()
+    box.boot()
+    units = sorted(str(path) for path in box.units.glob("remuda-*"))
+    assert len(units) == 4
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    told = [line for line in done.stderr.splitlines() if "remuda" in line]
+    assert (told, done.returncode) == ([], 0), done.stderr
 
 
 def test_agent_and_runner_are_fetched_and_checked(box: Box) -> None:

@@ -8,10 +8,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
 from remuda.entrypoints import lambda_handler
+from remuda.entrypoints.emf import Measure, emf_line
 from remuda.entrypoints.lambda_handler import COMMANDS, RESERVE_S, Order, Outcome, handler, parse
+from support.emf import check_emf
 
 
 class Invocation:
@@ -35,7 +39,19 @@ def does(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    """The log, without the line of metrics that ends it."""
+    *log, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    check_emf(last)
+    return log
+
+
+def measured(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The metrics of the one invocation."""
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (line,) = [each for each in found if "_aws" in each]
+    check_emf(line)
+    (directive,) = line["_aws"]["CloudWatchMetrics"]
+    return {item["Name"]: line[item["Name"]] for item in directive["Metrics"]}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +90,7 @@ def test_events_that_say_nothing_of_use(event: Any, says: str, capsys: pytest.Ca
 
 
 def test_the_result_is_returned_and_logged(does: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(_loaded: Any, journal: Any, _order: Order) -> Outcome:
+    async def work(_loaded: Any, journal: Any, *_: Any) -> Outcome:
         journal.note("end-expired", "its time is up", instance_id="i-1", facts=[1], nothing=None)
         return Outcome(document={"at": datetime(2026, 1, 1, tzinfo=UTC), "terminated": ["i-1"]})
 
@@ -144,3 +160,70 @@ def test_a_credential_shows_in_no_line(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(UserError) as refused:
         handler({"command": "refresh"}, Invocation())
     assert "ghp_s3cret" not in str(refused.value) + capsys.readouterr().out
+
+
+# Metrics
+
+
+def test_an_invocation_in_numbers(does: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    async def work(_loaded: Any, journal: Any, _order: Order, calls: Any) -> Outcome:
+        for cause in ("expired", "expired", "spot-notice", "i-0123 said so"):
+            journal.note("end-idle", "its time is up at 12:31", instance_id="i-0123", run_id="77", cause=cause)
+        calls.add("github", "GET runners", 4)
+        calls.fail("github", "GET runners")
+        calls.add("dynamodb", "Query", 9)
+        return Outcome(document={}, counts={"InstancesIdle": 3})
+
+    monkeypatch.setenv("REMUDA_POOL", "ci")
+    does(work)
+    handler({"command": "refresh"}, Invocation())
+    text = capsys.readouterr().out
+    last = json.loads(text.splitlines()[-1])
+    check_emf(last)
+    assert (last["Pool"], last["Command"], last["request"]) == ("ci", "refresh", "r-1")
+    assert last["_aws"]["CloudWatchMetrics"][0]["Dimensions"] == [["Pool", "Command"]]
+    assert last["_aws"]["CloudWatchMetrics"][0]["Namespace"] == "Remuda"
+    numbers = {name: last[name] for name in ("Errors", "Failed", "GithubCalls", "GithubCallErrors", "InstancesIdle")}
+    assert numbers == {"Errors": 0, "Failed": 0, "GithubCalls": 4, "GithubCallErrors": 1, "InstancesIdle": 3}
+    retired = {name: value for name, value in last.items() if name.startswith("Retired")}
+    assert retired == {"Retired": 4, "RetiredExpired": 2, "RetiredSpotNotice": 1, "RetiredOther": 1}
+    assert last["Duration"] >= 0
+    assert "i-0123" not in text.splitlines()[-1]
+
+
+def test_what_fails_is_measured_too(does: Any, capsys: pytest.CaptureFixture[str]):
+    async def work(*_: Any) -> Outcome:
+        raise ValueError("oh")
+
+    does(work)
+    with pytest.raises(InvariantViolated):
+        handler({"command": "refresh"}, Invocation())
+    numbers = measured(capsys)
+    assert (numbers["Failed"], numbers["Errors"]) == (1, 1)
+    with pytest.raises(UserError):
+        handler({"command": "x" * 5_000}, Invocation())
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    check_emf(last)
+    assert (last["Pool"], last["Command"], last["Failed"]) == ("unknown", "unknown", 1)
+
+
+def test_parts_that_were_not_done_are_counted(does: Any, capsys: pytest.CaptureFixture[str]):
+    async def work(*_: Any) -> Outcome:
+        return Outcome(document={}, errors=("a", "b"))
+
+    does(work)
+    with pytest.raises(Partial):
+        handler({"command": "refresh"}, Invocation())
+    numbers = measured(capsys)
+    assert (numbers["Failed"], numbers["Errors"]) == (0, 2)
+
+
+NAMES = st.text(st.characters(codec="utf-8"))
+
+
+@given(NAMES, NAMES, st.dictionaries(st.sampled_from(["Duration", "Retired"]), st.floats()), NAMES)
+def test_a_line_is_valid_whatever_it_is_given(pool: str, command: str, values: dict[str, float], fact: str):
+    measures = {name: Measure(value) for name, value in values.items()} | {"Errors": Measure(0)}
+    line = emf_line(measures, at=datetime(2026, 1, 1, tzinfo=UTC), pool=pool, command=command, facts={"request": fact})
+    assert len(line.splitlines()) == 1
+    check_emf(json.loads(line))

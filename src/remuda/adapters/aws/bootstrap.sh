@@ -103,7 +103,21 @@ id -u "$job_user" >/dev/null 2>&1 ||
   useradd --create-home --shell /bin/bash -K SUB_UID_COUNT=0 -K SUB_GID_COUNT=0 "$job_user"
 if ! command -v iptables >/dev/null && command -v dnf >/dev/null; then dnf -y -q install iptables-nft; fi
 command -v iptables >/dev/null || fail "there is no iptables to keep the machine's metadata from jobs"
-rule="OUTPUT -d 169.254.169.254 -m owner --uid-owner $job_user -j REJECT"
+cat >"$opt/bin/remuda-firewall" <<EOF
+#!/bin/sh
+# Keeps the machine's metadata from jobs. It fails where a rule is missing in the end.
+set -eu
+guard() { # COMMAND ADDRESS
+  set -- "\$1" OUTPUT -d "\$2" -m owner --uid-owner $job_user -j REJECT
+  command=\$1
+  shift
+  "\$command" -w -C "\$@" 2>/dev/null || "\$command" -w -I "\$@"
+}
+guard iptables 169.254.169.254
+# Without IPv6 there is no such way, and the launch template leaves it closed.
+if [ -e /proc/net/if_inet6 ] && command -v ip6tables >/dev/null; then guard ip6tables fd00:ec2::254; fi
+EOF
+chmod 700 "$opt/bin/remuda-firewall"
 
 if [[ -n $script ]]; then
   base64 -d <<<"$script" | gzip -d >"$state/pre-runner.sh"
@@ -137,17 +151,38 @@ Description=Ends this machine
 Type=oneshot
 ExecStart=/bin/sh -c 'systemctl poweroff --force'
 EOF
+# What a job left to cron, at or its own systemd must not be quicker than the rules: these come before there is any
+# network, and without them none of the three starts.
+cat >"$units/remuda-firewall.service" <<EOF
+[Unit]
+Description=Keeps the machine's metadata from jobs
+DefaultDependencies=no
+After=local-fs.target nftables.service netfilter-persistent.service ufw.service
+Wants=network-pre.target
+Before=network-pre.target systemd-user-sessions.service cron.service crond.service atd.service
+Conflicts=shutdown.target
+Before=shutdown.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=$opt/bin/remuda-firewall
+
+[Install]
+WantedBy=multi-user.target
+RequiredBy=cron.service crond.service atd.service user@.service
+EOF
 # KillMode: a restart of the agent must not end the job that runs; the new agent finds the runner by its file.
 cat >"$units/remuda-agent.service" <<EOF
 [Unit]
 Description=Remuda agent
 Wants=network-online.target
-After=network-online.target
+After=network-online.target remuda-firewall.service
 StartLimitIntervalSec=0
 
 [Service]
 EnvironmentFile=$state/agent.env
-ExecStartPre=/bin/sh -c 'iptables -w -C $rule 2>/dev/null || iptables -w -I $rule'
+ExecStartPre=$opt/bin/remuda-firewall
 ExecStart=$opt/bin/remuda agent
 Restart=always
 RestartSec=2
@@ -161,7 +196,7 @@ EOF
 chmod 644 "$units"/remuda-*
 rm -rf "$work"
 systemctl daemon-reload
-systemctl enable remuda-agent.service remuda-dead-man-reboot.timer
+systemctl enable remuda-firewall.service remuda-agent.service remuda-dead-man-reboot.timer
 # Not waited for: this script may itself be part of what systemd is starting.
 systemctl start --no-block remuda-agent.service
 say "the agent is started"

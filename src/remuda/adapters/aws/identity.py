@@ -26,8 +26,8 @@ async def key_prefix_of(client: IAMClient, launch: Mapping[str, str], calls: Cal
     """What stands before the instance id in the user id of machines that are launched so."""
     # By name or ARN.
     name = Options.parse(launch).profile.rpartition("/")[2]
-    calls.add("iam", "GetInstanceProfile")
-    return f"{await _role_id_of(client, name)}:"
+    with calls.counted("iam", "GetInstanceProfile"):
+        return f"{await _role_id_of(client, name)}:"
 
 
 async def _role_id_of(client: IAMClient, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, attempts_of, code_of, translated
+from remuda.adapters.aws.errors import FAILURES, QUEUE_MISSING, SQS, attempts_of, code_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import documents
 from remuda.domain.errors import NotFound, Unavailable, UserError
@@ -256,21 +256,22 @@ class SqsResourcePool:
     async def _call(
         self, operation: str, method: Callable[..., Awaitable[T]], resource_class: str, **arguments: Any
     ) -> T:
-        attempts = 1
+        attempts, failed = 1, 0
         try:
             with translated(SQS, self._queue(resource_class)):
                 try:
                     answer = await method(**arguments)
-                except ClientError as error:
-                    attempts = attempts_of(error.response)
-                    if code_of(error) in QUEUE_MISSING:
+                except FAILURES as error:
+                    attempts = failed = attempts_of(error.response) if isinstance(error, ClientError) else 1
+                    if isinstance(error, ClientError) and code_of(error) in QUEUE_MISSING:
                         self._urls.pop(resource_class, None)
                     raise
                 attempts = attempts_of(answer)
+                failed = attempts - 1
                 return answer
         finally:
-            for _ in range(attempts):
-                self._calls.add(SERVICE, operation)
+            self._calls.add(SERVICE, operation, attempts)
+            self._calls.fail(SERVICE, operation, failed)
 
 
 def _wrong(found: Mapping[str, str]) -> dict[str, str]:

@@ -25,6 +25,8 @@ PER_PAGE = 100
 MAX_PAGES = 1_000
 #: For a whole call, not for each byte of it. What got no answer in that time is not repeated here.
 TIMEOUT_S = 10.0
+#: How often a list is read that changes, or does not hold what it says.
+LIST_TRIES = 3
 #: For calls that may be repeated: how often, and the first pause.
 TRIES = 4
 PAUSE_S = 0.25
@@ -70,6 +72,17 @@ class _Request(NamedTuple):
         """For the count of calls."""
         last = self.path.rsplit("/", 1)[-1]
         return f"{self.method} {last if self.method == 'POST' or last == 'installation' else 'runners'}"
+
+
+class _Listed(NamedTuple):
+    runners: Mapping[int, ForgeRunner]
+    #: How many there are, as each page says.
+    totals: Sequence[int]
+
+    @property
+    def is_whole(self) -> bool:
+        """Between two pages a removal moves the rest up: one of them would be on neither."""
+        return set(self.totals) == {len(self.runners)}
 
 
 class GithubForge:
@@ -150,7 +163,8 @@ class GithubForge:
         try:
             return await self._ask_for_jit(scope, body)
         except Conflict as conflict:
-            for runner in await self._list(scope, {"name": str(body["name"])}):
+            named = await self._list(scope, {"name": str(body["name"])})
+            for runner in named.runners.values():
                 if runner.name != body["name"]:
                     continue
                 if await self.delete_runner(scope, runner.runner_id) is Deletion.BUSY:
@@ -158,21 +172,37 @@ class GithubForge:
         return await self._ask_for_jit(scope, body)
 
     async def list_runners(self, scope: str) -> Sequence[ForgeRunner]:
-        return await self._list(scope, {})
+        """A list that does not hold as many as GitHub says is read again. Where runners come and go all the time, what
+        any of the readings saw stands: one that is gone does less harm than one that is missing.
+        """
+        seen: dict[int, ForgeRunner] = {}
+        for _ in range(LIST_TRIES):
+            listed = await self._list(scope, {})
+            if listed.is_whole:
+                return list(listed.runners.values())
+            seen.update(listed.runners)
+        if len(set(listed.totals)) > 1 and len(seen) >= listed.totals[-1]:
+            return list(seen.values())
+        raise Unavailable(
+            f"GitHub's list of the runners of {scope} is not complete: {len(listed.runners)} of {listed.totals[-1]}"
+        )
 
-    async def _list(self, scope: str, only: Mapping[str, str]) -> list[ForgeRunner]:
+    async def _list(self, scope: str, only: Mapping[str, str]) -> _Listed:
         runners: dict[int, ForgeRunner] = {}
+        totals: list[int] = []
         for page in range(1, MAX_PAGES + 1):
             params = {**only, "per_page": str(PER_PAGE), "page": str(page)}
             with _needs(scope):
                 response = await self._call(scope, "GET", _runners(scope), params=params, repeat=True)
-            found = _object(response).get("runners")
-            if not isinstance(found, list):
-                raise Unavailable("GitHub's list of runners is not a list")
+            body = _object(response)
+            found, total = body.get("runners"), body.get("total_count")
+            if not isinstance(found, list) or not isinstance(total, int):
+                raise Unavailable("GitHub's list of runners is not a list with its length")
+            totals.append(total)
             runners.update((runner.runner_id, runner) for runner in map(_parse_runner, found))
             if 'rel="next"' not in response.headers.get("link", ""):
                 break
-        return list(runners.values())
+        return _Listed(runners, totals)
 
     async def peek(self, scope: str) -> httpx.Response:
         """The first runner of a scope, if there is one, with GitHub's own headers."""
@@ -244,19 +274,28 @@ class GithubForge:
 
     async def _try(self, request: _Request, token: str, accept: AbstractSet[int]) -> httpx.Response | RemudaError:
         self._calls.add("github", request.name)
+        answer = await self._answer(request, token)
+        if isinstance(answer, httpx.Response):
+            status = answer.status_code
+            # What is not there, and what is busy, are answers; a refused credential is not, whoever mends it.
+            if not (answer.is_success or status in request.accept | {404}):
+                self._calls.fail("github", request.name)
+            known = answer.is_success or status in request.accept | accept
+            return answer if known else translate(answer, request.what, self._clock.now())
+        self._calls.fail("github", request.name)
+        return answer
+
+    async def _answer(self, request: _Request, token: str) -> httpx.Response | RemudaError:
         headers = {"Authorization": f"Bearer {token}"}
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                response = await self._client.request(
+                return await self._client.request(
                     request.method, request.path, params=request.params, json=request.json, headers=headers
                 )
         except (TimeoutError, httpx.TimeoutException):
             return TimedOut(f"GitHub did not answer within {TIMEOUT_S:g} s ({request.what})")
         except httpx.HTTPError as error:
             return Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}")
-        if response.is_success or response.status_code in request.accept | accept:
-            return response
-        return translate(response, request.what, self._clock.now())
 
 
 @contextmanager

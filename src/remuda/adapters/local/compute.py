@@ -83,49 +83,46 @@ class LocalCompute:
         self._launcher.reap()
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
-        self._calls.add(SERVICE, "launch")
-
         def launch() -> LaunchResult:
             result = self._launcher.launch(request)
             self._forget_finished()
             return result
 
-        return await self._in_thread(launch)
+        with self._calls.counted(SERVICE, "launch"):
+            return await self._in_thread(launch)
 
     async def describe(self, instance_ids: Collection[str]) -> Mapping[str, MachineView]:
-        self._calls.add(SERVICE, "describe")
-
         def look() -> dict[str, MachineView]:
             views = (self._view(self._root / name) for name in instance_ids if is_instance_id(name))
             return {view.instance_id: view for view in views if view is not None}
 
-        return await self._in_thread(look)
+        with self._calls.counted(SERVICE, "describe"):
+            return await self._in_thread(look)
 
     async def list_pool(self) -> Sequence[MachineView]:
-        self._calls.add(SERVICE, "list_pool")
-
         def look() -> list[MachineView]:
             views = [self._view(folder) for folder in self._folders()]
             return [view for view in views if view is not None and view.tags.get(POOL_TAG) == self._pool]
 
-        return await self._in_thread(look)
+        with self._calls.counted(SERVICE, "list_pool"):
+            return await self._in_thread(look)
 
     async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
-        self._calls.add(SERVICE, "terminate")
         wanted = list(dict.fromkeys(instance_ids))
-        refusals = await asyncio.gather(*(self._terminate(name) for name in wanted))
+        with self._calls.counted(SERVICE, "terminate"):
+            refusals = await asyncio.gather(*(self._terminate(name) for name in wanted))
         self._launcher.reap()
         return {name: refusal for name, refusal in zip(wanted, refusals, strict=True) if refusal}
 
     async def tag(self, instance_ids: Collection[str], tags: Mapping[str, str]) -> None:
-        self._calls.add(SERVICE, "tag")
-        await self._change_tags(instance_ids, lambda present: {**present, **tags})
+        with self._calls.counted(SERVICE, "tag"):
+            await self._change_tags(instance_ids, lambda present: {**present, **tags})
 
     async def untag(self, instance_ids: Collection[str], keys: Collection[str]) -> None:
-        self._calls.add(SERVICE, "untag")
-        await self._change_tags(
-            instance_ids, lambda present: {key: value for key, value in present.items() if key not in keys}
-        )
+        with self._calls.counted(SERVICE, "untag"):
+            await self._change_tags(
+                instance_ids, lambda present: {key: value for key, value in present.items() if key not in keys}
+            )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Disks are slow at times; the loop has others to serve."""

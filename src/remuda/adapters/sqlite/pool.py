@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -47,8 +48,6 @@ class SqliteResourcePool:
         await self._file.close()
 
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
-        for count in Counter(message.resource_class for message in messages).values():
-            self._count("send", count)
         visible_at = self._now() + delay_s
         outgoing = [
             Outgoing(
@@ -59,15 +58,17 @@ class SqliteResourcePool:
             )
             for message in messages
         ]
-        if outgoing:
-            await self._write(partial(queues.write_new, messages=outgoing))
+        sizes = Counter(message.resource_class for message in messages).values()
+        with self._counted("send", sum(_batches(size) for size in sizes)):
+            if outgoing:
+                await self._write(partial(queues.write_new, messages=outgoing))
 
     async def receive(
         self, resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
     ) -> Sequence[Delivery]:
-        self._calls.add("pool", "receive")
         give_up_at = self._clock.monotonic() + wait_s
-        taken = await self._take(resource_class, limit, visibility_s)
+        with self._counted("receive"):
+            taken = await self._take(resource_class, limit, visibility_s)
         while not taken:
             remaining_s = give_up_at - self._clock.monotonic()
             if remaining_s <= 0:
@@ -80,20 +81,18 @@ class SqliteResourcePool:
         return [_delivery(message) for message in taken]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
-        self._count("delete", len(receipts))
-        await self._write(
-            partial(queues.write_deleted, queue=resource_class, receipts=receipts, now=self._now()),
-        )
+        job = partial(queues.write_deleted, queue=resource_class, receipts=receipts, now=self._now())
+        with self._counted("delete", _batches(len(receipts))):
+            await self._write(job)
 
     async def hand_back(self, resource_class: str, receipts: Collection[str]) -> None:
-        self._count("hand_back", len(receipts))
-        await self._write(
-            partial(queues.write_handed_back, queue=resource_class, receipts=receipts, now=self._now()),
-        )
+        job = partial(queues.write_handed_back, queue=resource_class, receipts=receipts, now=self._now())
+        with self._counted("hand_back", _batches(len(receipts))):
+            await self._write(job)
 
     async def depth(self, resource_class: str) -> int:
-        self._calls.add("pool", "depth")
-        return await self._file.run(partial(queues.depth, queue=resource_class))
+        with self._counted("depth"):
+            return await self._file.run(partial(queues.depth, queue=resource_class))
 
     async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[Incoming]:
         seals = [
@@ -125,12 +124,15 @@ class SqliteResourcePool:
         self._watch.nudge()
         return result
 
-    def _count(self, operation: str, items: int) -> None:
-        for _ in range(0, items, BATCH):
-            self._calls.add("pool", operation)
+    def _counted(self, operation: str, count: int = 1) -> AbstractContextManager[None]:
+        return self._calls.counted("pool", operation, count)
 
     def _now(self) -> float:
         return self._clock.now().timestamp()
+
+
+def _batches(items: int) -> int:
+    return -(-items // BATCH)
 
 
 def _delivery(incoming: Incoming) -> Delivery:

@@ -196,16 +196,16 @@ class SqliteInstanceStore:
     # Jobs -----------------------------------------------------------------------------------------------------
 
     async def _read(self, operation: str, job: Callable[[sqlite3.Connection], T]) -> T:
-        self._calls.add("store", operation)
-        return await self._file.run(job)
+        with self._calls.counted("store", operation):
+            return await self._file.run(job)
 
     async def _write(self, operation: str, job: Callable[[sqlite3.Connection], T]) -> T:
         def whole(connection: sqlite3.Connection) -> T:
             with transaction(connection):
                 return job(connection)
 
-        self._calls.add("store", operation)
-        result = await self._file.run(whole)
+        with self._calls.counted("store", operation):
+            result = await self._file.run(whole)
         # Where the caller was cancelled meanwhile, the next look finds the write by its token.
         self._watch.nudge()
         return result

@@ -104,7 +104,7 @@ async def _bury(context: Context, instance: Instance, *, why: str) -> None:
     )
     try:
         await context.store.apply(tombstone(stone, by=Actor.PROVISION, now=now, why=why))
-        context.journal.note("tombstone", why, instance_id=instance.instance_id)
+        context.journal.note("tombstone", why, instance_id=instance.instance_id, cause=Cause.UNRECORDED.value)
     except Conflict as conflict:
         current = conflict.current
         if not isinstance(current, Instance) or current.owner != instance.owner or current.state is not State.CREATED:

@@ -105,7 +105,7 @@ class MachineSweep:
         )
         why = "a machine of this pool without a record"
         await self._context.store.apply(tombstone(stone, by=Actor.REFRESH, now=now, why=why))
-        self._context.journal.note("tombstone", why, instance_id=view.instance_id)
+        self._context.journal.note("tombstone", why, instance_id=view.instance_id, cause=Cause.UNRECORDED.value)
         self._tally.retired[view.instance_id] = why
 
     async def _terminate(self, machines: Mapping[str, MachineView], known: Mapping[str, Instance]) -> None:

@@ -27,6 +27,8 @@ class RefreshResult:
     dropped: int
     forgotten: int
     errors: tuple[str, ...]
+    #: Live instances by state, as the sweeps found them; None where they could not be read.
+    fleet: Mapping[str, int] | None = None
     seconds: float
     calls: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -45,6 +47,7 @@ class Tally:
         self.removed: list[str] = []
         self.dropped = 0
         self.forgotten = 0
+        self.fleet: dict[str, int] | None = None
         self.errors: list[str] = []
 
     def error(self, what: str) -> None:
@@ -66,6 +69,7 @@ class Tally:
             dropped=self.dropped,
             forgotten=self.forgotten,
             errors=tuple(self.errors),
+            fleet=self.fleet,
             seconds=round(context.clock.monotonic() - started, 4),
             calls=context.calls.by_service(),
         )

@@ -6,6 +6,7 @@ disowned. Each sweep stands alone; one that fails is reported, and the others go
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -48,6 +49,8 @@ class Sweep:
         sightings = Sightings(await context.store.get_sightings(), now=context.clock.now())
         await self._guarded("provisions", ProvisionSweep(context, config, tally).run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
+        counts = Counter(item.state for item in records.values())
+        tally.fleet = {state.value: counts[state] for state in State if state in LIVE}
         wanted = [key for key, item in records.items() if item.state not in ABSORBING]
         reports, _ = await readable(context.store.get_reports(wanted), tally.error)
         await self._guarded("records", lambda: self._sweep_records(records, reports))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.dynamodb.items import PK, SK, Item
-from remuda.adapters.aws.errors import CONDITION_FAILED, DYNAMODB, attempts_of, code_of, item_of, translated
+from remuda.adapters.aws.errors import CONDITION_FAILED, DYNAMODB, FAILURES, attempts_of, code_of, item_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain.errors import Throttled
 from remuda.ports.calls import CallCounter
@@ -59,21 +59,23 @@ class Table:
 
     async def call(self, operation: str, method: Callable[..., Awaitable[T]], prefix: str = "", **arguments: Any) -> T:
         """One call. A failed condition raises `Refused`."""
-        attempts = 1
+        attempts, failed = 1, 0
         try:
             with translated(DYNAMODB, self.name):
                 try:
                     answer = await method(**arguments)
-                except ClientError as error:
-                    attempts = attempts_of(error.response)
-                    if code_of(error) == CONDITION_FAILED:
+                except FAILURES as error:
+                    attempts = failed = attempts_of(error.response) if isinstance(error, ClientError) else 1
+                    if isinstance(error, ClientError) and code_of(error) == CONDITION_FAILED:
+                        failed -= 1
                         raise Refused(item_of(error), repeated=attempts > 1) from None
                     raise
                 attempts = attempts_of(answer)
+                failed = attempts - 1
                 return answer
         finally:
-            for _ in range(attempts):
-                self._calls.add(SERVICE, f"{prefix}{operation}")
+            self._calls.add(SERVICE, f"{prefix}{operation}", attempts)
+            self._calls.fail(SERVICE, f"{prefix}{operation}", failed)
 
     # One item -------------------------------------------------------------------------------------------------
 

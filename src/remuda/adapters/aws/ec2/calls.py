@@ -63,6 +63,7 @@ class Ec2Calls:
             except FAILURES as error:
                 if isinstance(error, ClientError) and code_of(error) in passes:
                     raise
+                self._calls.fail(SERVICE, operation)
                 translated = translate(error, EC2, operation)
                 # What was throttled was not done: that may be repeated, whatever it was.
                 again = isinstance(translated, Throttled) or (repeat and isinstance(translated, Unavailable))

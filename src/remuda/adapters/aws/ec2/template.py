@@ -39,6 +39,7 @@ def template_data(options: Options, user_data: str) -> RequestLaunchTemplateData
         "MetadataOptions": {
             "HttpEndpoint": "enabled",
             "HttpTokens": "required",
+            "HttpProtocolIpv6": "disabled",
             # Not from inside a container.
             "HttpPutResponseHopLimit": 1,
             "InstanceMetadataTags": "enabled",

@@ -1,0 +1,102 @@
+"""CloudWatch's embedded metric format as AWS documents it: its schema, and what a schema cannot say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema_rs
+
+MAX_LINE = 256 * 1024
+UNITS = [
+    "Seconds",
+    "Microseconds",
+    "Milliseconds",
+    "Bytes",
+    "Kilobytes",
+    "Megabytes",
+    "Gigabytes",
+    "Terabytes",
+    "Bits",
+    "Kilobits",
+    "Megabits",
+    "Gigabits",
+    "Terabits",
+    "Percent",
+    "Count",
+    "Bytes/Second",
+    "Kilobytes/Second",
+    "Megabytes/Second",
+    "Gigabytes/Second",
+    "Terabytes/Second",
+    "Bits/Second",
+    "Kilobits/Second",
+    "Megabits/Second",
+    "Gigabits/Second",
+    "Terabits/Second",
+    "Count/Second",
+    "None",
+]
+NAME = {"type": "string", "minLength": 1, "maxLength": 1_024}
+METRIC = {
+    "type": "object",
+    "required": ["Name"],
+    "additionalProperties": False,
+    "properties": {"Name": NAME, "Unit": {"enum": UNITS}, "StorageResolution": {"enum": [1, 60]}},
+}
+DIRECTIVE = {
+    "type": "object",
+    "required": ["Namespace", "Dimensions", "Metrics"],
+    "additionalProperties": False,
+    "properties": {
+        "Namespace": {"type": "string", "pattern": "^[^:][0-9A-Za-z.\\-_/#:\\s]*$", "minLength": 1, "maxLength": 1_024},
+        "Dimensions": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 30,
+                "items": {"type": "string", "minLength": 1, "maxLength": 250},
+            },
+        },
+        "Metrics": {"type": "array", "minItems": 1, "maxItems": 100, "items": METRIC},
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "required": ["_aws"],
+    "properties": {
+        "_aws": {
+            "type": "object",
+            "required": ["Timestamp", "CloudWatchMetrics"],
+            "properties": {
+                "Timestamp": {"type": "integer", "minimum": 0},
+                "CloudWatchMetrics": {"type": "array", "minItems": 1, "items": DIRECTIVE},
+            },
+        }
+    },
+}
+_VALIDATOR = jsonschema_rs.validator_for(SCHEMA)
+
+
+def check_emf(line: dict[str, Any]) -> None:
+    _VALIDATOR.validate(line)
+    assert len(json.dumps(line).encode()) <= MAX_LINE
+    for directive in line["_aws"]["CloudWatchMetrics"]:
+        names = [item["Name"] for item in directive["Metrics"]]
+        assert len(set(names)) == len(names)
+        for name in names:
+            value = line[name]
+            assert isinstance(value, int | float), f"{name} is {value!r}"
+            assert not isinstance(value, bool)
+            assert abs(value) <= 2**360
+        for dimension in {each for group in directive["Dimensions"] for each in group}:
+            # ASCII, something of it that can be seen, and no colon first.
+            value = line[dimension]
+            assert isinstance(value, str)
+            assert 1 <= len(value) <= 1_024
+            assert value.isascii()
+            assert value.isprintable()
+            assert value.strip()
+            assert not value.startswith(":")
