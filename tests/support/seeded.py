@@ -102,12 +102,15 @@ def write(file: Path, lives: Iterable[Life], provisions: Iterable[Provision] = (
 def fleet(count: int, transitions: int, *, now: datetime, seed: int = 1, ended: float = 0.25) -> Iterator[Life]:
     """So many lives with so many transitions in all, each as the lifecycle allows it."""
     chance = random.Random(seed)  # noqa: S311 - lives, not secrets
-    each, more = divmod(transitions, count)
+    left = transitions
     for number in range(count):
-        yield _life(number, each + (number < more), now=now, chance=chance, ends=chance.random() < ended)
+        mean = left / (count - number)
+        steps = left if number == count - 1 else max(min(round(mean * chance.uniform(0.6, 1.4)), left), 4)
+        left -= steps
+        yield _life(steps, now=now, chance=chance, ends=chance.random() < ended)
 
 
-def _life(number: int, steps: int, *, now: datetime, chance: random.Random, ends: bool) -> Life:
+def _life(steps: int, *, now: datetime, chance: random.Random, ends: bool) -> Life:
     name = f"i-{chance.getrandbits(68):017x}"
     kind = chance.choices(tuple(_TYPES), (5, 3, 1))[0]
     usage = chance.choices((UsageClass.ON_DEMAND, UsageClass.SPOT), (3, 2))[0]

@@ -432,6 +432,12 @@ def run_workflow(
 
 @app.command()
 def demo(
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show it live on a page; at a terminal it stays open until Ctrl-C.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --dashboard: the page stays open without a terminal, too.")
+    ] = False,
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     config: opt.Config = None,
@@ -440,10 +446,10 @@ def demo(
     quiet: opt.Quiet = False,
 ) -> int:
     """The whole story in under two minutes, on this machine; verifies its own claims."""
-    flags = _flags(locals())
+    flags = _flags({key: value for key, value in locals().items() if key not in {"dashboard", "keep"}})
     from remuda.entrypoints.commands import run_demo
 
-    return run_demo(flags, config, Output(as_json=as_json, quiet=quiet))
+    return run_demo(flags, config, Output(as_json=as_json, quiet=quiet), dashboard=dashboard, keep=keep)
 
 
 @app.command()

@@ -314,14 +314,16 @@ def run_workflow_file(flags: Flags, config: str | None, output: Output, *, file:
     return run_async(lambda: run_workflow(settings, output, file=file))
 
 
-def run_demo(flags: Flags, config: str | None, output: Output) -> int:
+def run_demo(flags: Flags, config: str | None, output: Output, *, dashboard: bool = False, keep: bool = False) -> int:
     loaded = load_settings(flags, config)
+    if keep and not dashboard:
+        raise UserError("--keep is given, without --dashboard", field="--keep", fix="add --dashboard, or leave it out")
     check_local(loaded.settings)
     from remuda.entrypoints.demo import run_demo_story  # noqa: PLC0415 - only the demo needs it
 
     folder = loaded.settings.dir if loaded.given("dir") else None
     try:
-        return run_async(lambda: run_demo_story(output, folder))
+        return run_async(lambda: run_demo_story(output, folder, dashboard=dashboard, keep=keep))
     except Unavailable as error:
         output.error(error)
         return error.exit_code

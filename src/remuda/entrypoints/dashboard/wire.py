@@ -20,6 +20,8 @@ from remuda.entrypoints.status_view import status_document
 PHASES = tuple(Phase)
 #: Of a long reason, so much is shown in lists; stories have all of it.
 MAX_TEXT = 300
+#: A page with more would be read by nobody; how many there are is told.
+MAX_WARNINGS = 100
 _ACTS = ("retire", "quarantine")
 
 
@@ -138,6 +140,6 @@ def status_texts(status: Status) -> dict[str, str]:
     document = status_document(status)
     return {
         "pools": encode(document["pools"]),
-        "warnings": encode(document["warnings"]),
+        "warnings": encode({"count": len(document["warnings"]), "shown": document["warnings"][:MAX_WARNINGS]}),
         "open": encode([{key: opening[key] for key in ("run_id", "held")} for opening in document["open"]]),
     }

@@ -110,7 +110,8 @@ function refilter() {
   model.stale = true;
   rows = ROWS;
   chartsAt = 0;
-  refresh();
+  timeline.ask();
+  panels();
 }
 
 function restore() {

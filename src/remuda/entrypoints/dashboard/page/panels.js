@@ -82,10 +82,10 @@ export function showMachines(model, most) {
       cells(row, [
         [(cell) => teller(cell, machine.id), "whole"],
         [(cell) => stateCell(cell, phaseOf(machine)), "whole"],
-        (cell) => teller(cell, machine.run, machine.run || (machine.last ? `(${machine.last})` : "")),
-        machine.class,
-        machine.type,
-        machine.usage,
+        [(cell) => teller(cell, machine.run, machine.run || (machine.last ? `(${machine.last})` : "")), "long"],
+        [machine.class, "long"],
+        [machine.type, "whole"],
+        [machine.usage, "whole"],
         [String(machine.uses), "n"],
         [over ? "" : left >= 0 ? duration(left) : `over by ${duration(-left)}`, "n"],
         held + (machine.retire || (machine.busy ? "a job runs" : "")),
@@ -103,8 +103,9 @@ function stateCell(cell, phase) {
 }
 
 export function showWarnings(model) {
-  const warnings = model.facts.get("warnings") ?? [];
-  say(find("warnings-count"), warnings.length ? String(warnings.length) : "");
+  const { count, shown: warnings } = model.facts.get("warnings") ?? { count: 0, shown: [] };
+  const more = count > warnings.length ? `, the first ${warnings.length} here` : "";
+  say(find("warnings-count"), count ? `${count}${more}` : "");
   find("warnings-empty").hidden = warnings.length > 0;
   keep(find("warnings"), warnings, {
     key: (item) => `${item.kind} ${item.subject} ${item.kind === "unreadable" ? item.text : ""}`,
@@ -142,7 +143,7 @@ export function showClasses(model) {
       // A class has one queue, whatever its machines' usage.
       const hints = group.class === before ? "" : String(pools[group.class]?.hints ?? "");
       before = group.class;
-      cells(row, [group.class, group.usage, ...[group.live, group.running, group.idle, group.live - group.running - group.idle].map((count) => [String(count), "n"]), [hints, "n"]]);
+      cells(row, [[group.class, "long"], [group.usage, "whole"], ...[group.live, group.running, group.idle, group.live - group.running - group.idle].map((count) => [String(count), "n"]), [hints, "n"]]);
     },
   });
 }
@@ -190,9 +191,9 @@ export function showRuns(model) {
       const status = item.status === "open" ? `open: ${so.join(", ") || "nothing yet"}` : item.kind === "failed" ? `failed: ${item.why}` : item.status;
       const took = item.status === "open" ? `${duration(Math.max(now - item.at, 0))} so far` : seconds(item.seconds);
       cells(row, [
-        (cell) => teller(cell, item.run, item.attempt > 1 ? `${item.run} (${item.attempt})` : item.run),
+        [(cell) => teller(cell, item.run, item.attempt > 1 ? `${item.run} (${item.attempt})` : item.run), "long"],
         [when(item.at, now), "whole"],
-        item.class,
+        [item.class, "long"],
         [String(item.count), "n"],
         [(cell) => kindCell(cell, item.kind), "whole"],
         [took, "n"],
