@@ -75,6 +75,11 @@ class Dashboard:
                 return document
         raise AssertionError(f"the dashboard ended: {text} {self._process.communicate()[1]}")
 
+    def cpu_s(self) -> float:
+        """What it has used of a core so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def interrupt(self) -> tuple[int, str]:
         """As Ctrl-C does; its exit code, and what it said."""
         self._process.send_signal(signal.SIGINT)

@@ -51,6 +51,7 @@ _LASTS = {
     State.RELEASING: (2, 12),
     State.IDLE: (5, 200),
 }
+_SHORT = frozenset({State.CLAIMED, State.RELEASING})
 
 
 def prepare(folder: Path, *, pool: str = "default", lifetimes: Lifetimes | None = None) -> Path:
@@ -106,8 +107,9 @@ def fleet(count: int, transitions: int, *, now: datetime, seed: int = 1, ended: 
     for number in range(count):
         mean = left / (count - number)
         steps = left if number == count - 1 else max(min(round(mean * chance.uniform(0.6, 1.4)), left), 4)
-        left -= steps
-        yield _life(steps, now=now, chance=chance, ends=chance.random() < ended)
+        life = _life(steps, now=now, chance=chance, ends=chance.random() < ended)
+        left -= len(life[1])
+        yield life
 
 
 def _life(steps: int, *, now: datetime, chance: random.Random, ends: bool) -> Life:
@@ -118,7 +120,11 @@ def _life(steps: int, *, now: datetime, chance: random.Random, ends: bool) -> Li
     for _ in range(steps - 1 - (2 if ends else 0)):
         waits.append(chance.uniform(*_LASTS[states[-1]]))
         states.append(_STEPS[states[-1]][1])
-    tail = chance.uniform(0, 60)
+    if states[-1] in _SHORT and len(states) > 2 and chance.random() < 0.9:
+        # Seldom seen, for they do not last.
+        states.pop()
+        waits.pop()
+    tail = chance.uniform(0, _LASTS[states[-1]][0])
     over = sum(waits) + tail + (chance.uniform(0, 1_800) if ends else 0)
     at = born = to_milliseconds(now - timedelta(seconds=over))
     epoch, run = 1, str(chance.randrange(4_000_000, 4_009_999))

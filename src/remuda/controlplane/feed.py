@@ -102,7 +102,9 @@ class FleetReader:
             records, unreadable = await readable(context.store.get_many(missed), _say_nothing)
             current.update(records)
             gone |= {name for name in missed if name not in records and name not in unreadable}
-        changed = {name for name, item in current.items() if self._instances.get(name) != item}
+        # A store may give the very same record again: that is told quickest.
+        known = self._instances
+        changed = {name for name, item in current.items() if known.get(name) is not item and known.get(name) != item}
         # The newest first: they are what people look at.
         for name in sorted(changed, key=lambda name: current[name].created_at, reverse=True):
             self._instances[name] = current[name]

@@ -14,7 +14,7 @@ from remuda.domain.ledger import is_end, times_of
 from remuda.domain.provision import Provision
 from remuda.domain.spans import Phase, spans_of
 from remuda.domain.story import entry_line
-from remuda.entrypoints.status_view import status_document
+from remuda.entrypoints.views import record_document
 
 #: A lane names phases by their place here.
 PHASES = tuple(Phase)
@@ -136,10 +136,10 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
 
 
 def status_texts(status: Status) -> dict[str, str]:
-    """What a thorough look adds, by name: as `remuda status --json` has it."""
-    document = status_document(status)
+    """What a thorough look adds, by name: pools, warnings, and what open launches hold so far."""
+    warnings = [record_document(item) for item in status.concerns[:MAX_WARNINGS]]
     return {
-        "pools": encode(document["pools"]),
-        "warnings": encode({"count": len(document["warnings"]), "shown": document["warnings"][:MAX_WARNINGS]}),
-        "open": encode([{key: opening[key] for key in ("run_id", "held")} for opening in document["open"]]),
+        "pools": encode({name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()}),
+        "warnings": encode({"count": len(status.concerns), "shown": warnings}),
+        "open": encode({item.provision.provision_id: dict(item.held) for item in status.openings}),
     }

@@ -10,7 +10,7 @@ export const phaseOf = (machine) => PHASE_OF[machine.state] ?? (PHASES.includes(
 export class Model {
   constructor() {
     this.reset();
-    this.filter = { states: new Set(), class: "", usage: "", text: "", window: 0 };
+    this.filter = { states: new Set(), class: "", usage: "", text: "", window: 3600 };
     this.offset = 0;
     this.good = 0;
   }
@@ -74,13 +74,12 @@ export class Model {
     return this.shown;
   }
 
-  // From when on things are drawn: what was asked for, or all there is.
+  // From when on things are drawn: as far back as was asked for, and no further than there is something.
   span() {
     const until = this.now();
     const { window } = this.filter;
-    if (window) return { since: until - window * 1000, until };
     const about = this.facts.get("about");
-    const oldest = about ? until - about.since_s * 1000 : 0;
+    const oldest = until - (window || (about?.since_s ?? 3600)) * 1000;
     let first = until - 60_000;
     for (const machine of this.lanes()) if (machine.born < first) first = machine.born;
     return { since: Math.max(first, oldest) - 1000, until };

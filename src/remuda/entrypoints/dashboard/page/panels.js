@@ -177,7 +177,7 @@ export function showDecisions(model) {
 export function showRuns(model) {
   const now = model.now();
   const { text } = model.filter;
-  const held = new Map((model.facts.get("open") ?? []).map((item) => [item.run_id, item.held]));
+  const held = model.facts.get("open") ?? {};
   const runs = [...model.provisions.values()]
     .filter((item) => model.matchesKind(item) && (!text || item.run.toLowerCase().includes(text.toLowerCase())))
     .sort((one, other) => other.at - one.at || (one.id < other.id ? 1 : -1))
@@ -187,7 +187,7 @@ export function showRuns(model) {
     key: (item) => item.id,
     create: () => make("tr"),
     update: (row, item) => {
-      const so = Object.entries(held.get(item.run) ?? {}).map(([state, count]) => `${count} ${state}`);
+      const so = Object.entries(held[item.id] ?? {}).map(([state, count]) => `${count} ${state}`);
       const status = item.status === "open" ? `open: ${so.join(", ") || "nothing yet"}` : item.kind === "failed" ? `failed: ${item.why}` : item.status;
       const took = item.status === "open" ? `${duration(Math.max(now - item.at, 0))} so far` : seconds(item.seconds);
       cells(row, [
