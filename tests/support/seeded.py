@@ -195,7 +195,7 @@ def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> It
             seconds=seconds,
             reused=wanted - created,
             created=created,
-            taken=(Taken(instance_id="i-00000000000000001", source=Source.POOL, seconds=seconds),),
+            taken=tuple(_taken(place, created=place < created, seconds=seconds) for place in range(wanted)),
             error="no capacity for c6i.large in any zone" if failed else "",
         )
         yield Provision(
@@ -212,6 +212,11 @@ def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> It
             released_at=began + timedelta(seconds=600) if number < count - 12 else None,
             settled=number < count - 12,
         )
+
+
+def _taken(place: int, *, created: bool, seconds: float) -> Taken:
+    source = Source.CREATED if created else Source.POOL
+    return Taken(instance_id=f"i-{place:017x}", source=source, seconds=seconds if created else min(seconds, 2.0))
 
 
 def moved(record: Instance, *, now: datetime) -> Life:

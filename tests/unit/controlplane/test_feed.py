@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.feed import FleetReader
-from remuda.controlplane.status import status
+from remuda.controlplane.status import Status
+from remuda.controlplane.status import status as read_status
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.provision import Provision
 from remuda.entrypoints.dashboard.feed import Feed
 from support.world import World
 
@@ -47,13 +49,13 @@ async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
     await page.look(everything=True)
     await world.warm(2)
     told = await page.look()
-    assert told == set(page.instances) == {item.instance_id for item in (await status(context)).instances}
+    assert told == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
     await world.provision("7", count=3)
     await page.look()
     # Histories are read once more after a change, and then nothing is left to tell.
     await page.look()
     assert await page.look() == set()
-    everything = await status(context, everything=True)
+    everything = await read_status(context, everything=True)
     assert page.instances == {item.instance_id: item for item in everything.instances}
     assert page.runs == {item.provision_id: item for item in everything.runs}
     assert page.histories == dict(await context.store.histories(list(page.instances)))
@@ -81,18 +83,48 @@ async def test_ends_are_seen_and_go_out_of_sight_in_time(world: World) -> None:
     assert await page.look(everything=True) == set()
 
 
-def make_feed(world: World, context: Context, failures: list[str]) -> Feed:
+class Counting:
+    """An observer, as metrics are one."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.pools: list[str] = []
+        self.runs: set[str] = set()
+        self.steps: set[tuple[str, str, int]] = set()
+
+    def look(self, status: Status) -> None:
+        self.pools.append(status.pool)
+
+    def look_failed(self) -> None:
+        self.failures += 1
+
+    def add_provisions(self, provisions: Iterable[Provision]) -> None:
+        self.runs |= {item.run_id for item in provisions}
+
+    def add_histories(self, histories: Mapping[str, Sequence[HistoryEntry]]) -> None:
+        self.steps |= {(name, item.transition, item.epoch) for name, each in histories.items() for item in each}
+
+
+def make_feed(context: Context, failures: list[str], *observers: Counting) -> Feed:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Context]:
         if failures:
             raise Unavailable(failures.pop(0))
         yield context
 
-    return Feed(open_context=opened, backend="local", every_s=0.25, since_s=DAY_S, clock=context.clock, ids=SystemIds())
+    return Feed(
+        open_context=opened,
+        backend="local",
+        every_s=0.25,
+        since_s=DAY_S,
+        clock=context.clock,
+        ids=SystemIds(),
+        observers=observers,
+    )
 
 
 async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> None:
-    feed = make_feed(world, world.process(), ["the disk is full", "the disk is full"])
+    feed = make_feed(world.process(), ["the disk is full", "the disk is full"])
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(0.1)
     assert json.loads(feed.board.snapshot())["facts"]["trouble"] == "the disk is full"
@@ -105,7 +137,7 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> No
 
 async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(world: World) -> None:
     context = world.process()
-    feed = make_feed(world, context, [])
+    feed = make_feed(context, [])
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(1)
 
@@ -126,8 +158,29 @@ async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(worl
     running.cancel()
 
 
+async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(world: World) -> None:
+    context = world.process()
+    heard = Counting()
+    feed = make_feed(context, ["the disk is full"], heard)
+    running = asyncio.create_task(feed.run())
+    await asyncio.sleep(2)
+    assert (heard.failures, set(heard.pools)) == (1, {context.pool_name})
+    (instance_id,) = await world.warm(1)
+    await world.provision("7")
+    await asyncio.sleep(5)
+    began = context.clock.now()
+    await feed.recent(age_s=1.0, timeout_s=5.0)
+    assert feed.status is not None
+    assert (began - feed.status.at).total_seconds() <= 1.0
+    assert (context.clock.now() - began).total_seconds() < 1.0
+    assert "7" in heard.runs
+    assert {(instance_id, "claim", 2), (instance_id, "commit", 2)} <= heard.steps
+    running.cancel()
+    await world.release("7")
+
+
 async def test_one_that_reads_slowly_gets_the_newest_and_holds_up_nobody(world: World) -> None:
-    feed = make_feed(world, world.process(), [])
+    feed = make_feed(world.process(), [])
     running = asyncio.create_task(feed.run())
     with feed.watched():
         await feed.first_look(5)

@@ -50,7 +50,7 @@ def build_app(feed: Feed, *, token: Token | None, loopback: bool, more: Sequence
 
 
 def _routes(feed: Feed, token: Token | None) -> list[BaseRoute]:
-    """Whoever adds one here has it behind the guard, too. /metrics belongs here: made from `feed.status`."""
+    """All of them stand behind the guard. What others add comes by `more`: a page of metrics made by an `Observer`."""
     pages = {f"/{name}": file for name, file in _page_files().items()}
     pages["/"] = pages.pop("/index.html")
     pages[LOGIN] = pages.pop("/login.html")

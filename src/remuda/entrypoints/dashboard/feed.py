@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from datetime import datetime
 from heapq import nlargest
+from typing import Protocol
 
 from remuda.controlplane.context import Context
 from remuda.controlplane.feed import Changes, FleetReader, Seen
 from remuda.controlplane.status import GHOSTS_EVERY_S, Status, with_ghosts
 from remuda.domain.errors import RemudaError, Unavailable
+from remuda.domain.instance import HistoryEntry
 from remuda.domain.provision import Provision
 from remuda.entrypoints.dashboard import wire
 from remuda.entrypoints.dashboard.board import Board
@@ -32,10 +34,37 @@ ALIVE_S = 5.0
 Open = Callable[[], AbstractAsyncContextManager[Context]]
 
 
+class Observer(Protocol):
+    """Is told what each look found, before the pages are: metrics count it."""
+
+    def look(self, status: Status) -> None:
+        """A thorough one."""
+        ...
+
+    def look_failed(self) -> None: ...
+
+    def add_provisions(self, provisions: Iterable[Provision]) -> None:
+        """Those that are new or have changed; the same one may come again."""
+        ...
+
+    def add_histories(self, histories: Mapping[str, Sequence[HistoryEntry]]) -> None:
+        """Whole ones, of instances that have changed: most of it was told before."""
+        ...
+
+
 class Feed:
     def __init__(
-        self, *, open_context: Open, backend: str, every_s: float, since_s: float, clock: Clock, ids: Ids
+        self,
+        *,
+        open_context: Open,
+        backend: str,
+        every_s: float,
+        since_s: float,
+        clock: Clock,
+        ids: Ids,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        self._observers = observers
         self._open = open_context
         self._backend = backend
         self._every_s = every_s
@@ -54,6 +83,7 @@ class Feed:
         self._news = asyncio.Event()
         self._wanted = asyncio.Event()
         self._first = asyncio.Event()
+        self._looked = asyncio.Event()
         self._busy: frozenset[str] = frozenset()
         self._seen: dict[str, Seen] = {}
         self._decided: dict[str, datetime] = {}
@@ -84,21 +114,24 @@ class Feed:
 
     async def first_look(self, timeout_s: float) -> None:
         """Wait for something to show, but not for long."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._first.wait()
-        except TimeoutError:
-            return
+
+    async def recent(self, *, age_s: float, timeout_s: float) -> None:
+        """Wait for a thorough look that is not older, but not for long: for who asks now and then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.status is None or (self.now - self.status.at).total_seconds() > age_s:
+                    self._wanted.set()
+                    await self._looked.wait()
 
     async def newer_than(self, version: int) -> bool:
         """Whether there is a newer version, waited for; False as a sign of life. At the feed's end at once."""
         if self.board.version <= version and not self.closed:
-            news = self._news
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(ALIVE_S):
-                    await news.wait()
-            except TimeoutError:
-                pass
+                    await self._news.wait()
         return self.board.version > version
 
     def close(self) -> None:
@@ -136,11 +169,9 @@ class Feed:
             await self._clock.sleep(self._every_s)
             return
         self._wanted.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(UNWATCHED_S[self._backend]):
                 await self._wanted.wait()
-        except TimeoutError:
-            return
 
     async def _look(self, context: Context) -> None:
         began = self._clock.monotonic()
@@ -157,7 +188,18 @@ class Feed:
                 self._ghosts_at = ended + GHOSTS_EVERY_S
         if everything:
             self._everything_at = ended + EVERYTHING_S[self._backend]
+        self._observe(changes)
         self._show(context, changes)
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
+
+    def _observe(self, changes: Changes) -> None:
+        read = {name: seen.history for name, seen in changes.instances.items() if seen.history is not None}
+        for observer in self._observers:
+            if changes.status is not None and self.status is not None:
+                observer.look(self.status)
+            observer.add_provisions(changes.provisions)
+            observer.add_histories(read)
 
     def _show(self, context: Context, changes: Changes) -> None:
         now = self._clock.now()
@@ -210,6 +252,8 @@ class Feed:
         self._decided = {name: times[name] for name in kept}
 
     def _fail(self, sentence: str) -> None:
+        for observer in self._observers:
+            observer.look_failed()
         self.trouble = sentence
         self.board.put("facts", "trouble", wire.encode(sentence))
         if self.board.commit():

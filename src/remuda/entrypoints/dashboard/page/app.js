@@ -10,7 +10,7 @@ import { Timeline } from "./timeline.js";
 
 const PANELS_MS = 250;
 const CHARTS_MS = 500;
-const HOUR_S = 3600;
+const USUAL_S = 1800;
 
 const model = new Model();
 const timeline = new Timeline(model, tellStory);
@@ -104,7 +104,7 @@ function refilter() {
   if (kind) wanted.set("class", kind);
   if (usage) wanted.set("usage", usage);
   if (text) wanted.set("text", text);
-  if (span !== HOUR_S) wanted.set("time", String(span));
+  if (span !== USUAL_S) wanted.set("time", String(span));
   if (!find("table").hidden) wanted.set("view", "table");
   const query = wanted.toString();
   history.replaceState(null, "", location.pathname + (query ? `?${query}` : "") + location.hash);
@@ -122,11 +122,11 @@ function restore() {
     class: wanted.get("class") ?? "",
     usage: wanted.get("usage") ?? "",
     text: wanted.get("text") ?? "",
-    window: Number(wanted.get("time") ?? HOUR_S),
+    window: Number(wanted.get("time") ?? USUAL_S),
   };
   find("text").value = model.filter.text;
   find("window").value = String(model.filter.window);
-  if (find("window").selectedIndex < 0) find("window").value = String((model.filter.window = HOUR_S));
+  if (find("window").selectedIndex < 0) find("window").value = String((model.filter.window = USUAL_S));
   view(wanted.get("view") === "table");
 }
 

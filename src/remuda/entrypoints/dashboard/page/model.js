@@ -10,7 +10,7 @@ export const phaseOf = (machine) => PHASE_OF[machine.state] ?? (PHASES.includes(
 export class Model {
   constructor() {
     this.reset();
-    this.filter = { states: new Set(), class: "", usage: "", text: "", window: 3600 };
+    this.filter = { states: new Set(), class: "", usage: "", text: "", window: 1800 };
     this.offset = 0;
     this.good = 0;
   }
