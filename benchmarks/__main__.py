@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import cold, warm
+from benchmarks import claims, cold, fleet, footprint, idle_agent, sweeps, warm
 from benchmarks.figures import Results
 from benchmarks.floor import Floor, floor
 from benchmarks.world import FULL, QUICK, TINY, Size, World, open_world
@@ -17,7 +17,7 @@ from support.aws_servers import aws_servers
 
 Measure = Callable[[World, Floor], Awaitable[Results]]
 
-MEASURES: Mapping[str, Measure] = {"warm": warm.run, "cold": cold.run}
+MEASURES: Mapping[str, Measure] = {"warm": warm.run, "cold": cold.run, "sweeps": sweeps.run, "claims": claims.run, "idle": idle_agent.run, "fleet": fleet.run, "footprint": footprint.run}
 
 
 async def measure(names, servers, size):

@@ -115,6 +115,9 @@ class Pool:
     #: How new machines behave.
     boot_s: float = 0.0
     registration_s: float = 0.0
+    #: In place of the world's.
+    ec2: Any = None
+    forge: Callable[[CallCounter], GithubForge] | None = None
 
     @property
     def table(self) -> str:
@@ -125,9 +128,9 @@ class Pool:
         """As a new process has it: nothing is known yet, but the clients exist."""
         clock, ids, calls, world = SystemClock(), SystemIds(), CallCounter(), self.world
         store = self.store(calls)
-        compute = BootingCompute(client=world.ec2, pool=self.name, clock=clock, ids=ids, calls=calls)
+        compute = BootingCompute(client=self.ec2 or world.ec2, pool=self.name, clock=clock, ids=ids, calls=calls)
         compute.heard = self.follow
-        forge = world.forge(calls) if credentialed else None
+        forge = (self.forge or world.forge)(calls) if credentialed else None
         try:
             yield Context(
                 pool_name=self.name,

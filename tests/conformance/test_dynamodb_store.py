@@ -15,7 +15,7 @@ from aiobotocore.session import AioSession
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.pace import CONTROL, LONG_IDLE, REPORT, RUNNING, WARM_FOR_S, Paces
+from remuda.adapters.aws.dynamodb.pace import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -24,7 +24,7 @@ from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
-from remuda.domain.signals import Signal
+from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Guard
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, pool_config, provision
@@ -400,14 +400,19 @@ class SetClock(SystemClock):
 def test_the_pace_follows_the_state() -> None:
     clock = SetClock()
     paces = Paces(clock=clock)
-    assert paces.for_report() is REPORT
-    assert paces.for_control(ID, None) is CONTROL
-    assert paces.for_control(ID, instance(state=State.RUNNING)) is RUNNING
-    assert paces.for_control(ID, instance(state=State.RELEASING)) is CONTROL
-    assert paces.for_control(ID, instance()) is CONTROL
+    running = instance(state=State.RUNNING)
+    assert paces.for_report(None) is REPORT
+    assert paces.for_report(Report(instance_id=ID)) is REPORT
+    assert paces.for_report(Report(instance_id=ID, busy=True)) is BUSY_REPORT
+    assert paces.for_control(ID, None, urgent=True) is CONTROL
+    assert paces.for_control(ID, running, urgent=False) is BUSY
+    assert paces.for_control(ID, running, urgent=True) is CONTROL, "it may be released at any moment"
+    assert paces.for_control(ID, instance(state=State.RELEASING), urgent=True) is CONTROL
+    assert paces.for_control(ID, instance(), urgent=True) is CONTROL
     clock.at_s = WARM_FOR_S
-    assert paces.for_control(ID, instance()) is LONG_IDLE
-    assert paces.for_control(ID, instance(epoch=2)) is CONTROL, "idle anew"
+    assert paces.for_control(ID, instance(), urgent=True) is LONG_IDLE
+    assert paces.for_control(ID, running, urgent=True) is LONG_IDLE
+    assert paces.for_control(ID, instance(epoch=2), urgent=True) is CONTROL, "idle anew"
 
 
 def test_the_pace_rises_to_its_end() -> None:

@@ -65,8 +65,12 @@ class InstanceStore(Protocol):
         """How many instances are not terminated. May lag."""
         ...
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
-        """Returns the record as soon as it differs from `since`, else what is there after `timeout_s`."""
+    async def wait_for_control(
+        self, instance_id: str, since: Instance | None, timeout_s: float, *, urgent: bool = True
+    ) -> Instance | None:
+        """Returns the record as soon as it differs from `since`, else what is there after `timeout_s`. A store that
+        has to look for changes looks less often where it is not `urgent`.
+        """
         ...
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:

@@ -165,11 +165,11 @@ class StoreWire(Wire):
         return call
 
     def _wait(self, inner: Call) -> Call:
-        async def call(instance_id: str, since: Any, timeout_s: float) -> Any:
+        async def call(instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
             self._throttle([instance_id])
             if self._strikes(Fault.READ_FAILED, RARE / 2, [instance_id]):
                 raise Unavailable("the store did not answer a read")
-            return await inner(instance_id, since, timeout_s)
+            return await inner(instance_id, since, timeout_s, **named)
 
         return call
 

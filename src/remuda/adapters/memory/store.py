@@ -132,7 +132,14 @@ class MemoryInstanceStore:
         self._count("count_live")
         return sum(record.state is not State.TERMINATED for record in self._database.instances.values())
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
+    async def wait_for_control(
+        self,
+        instance_id: str,
+        since: Instance | None,
+        timeout_s: float,
+        *,
+        urgent: bool = True,  # noqa: ARG002 - changes are told of here
+    ) -> Instance | None:
         return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:

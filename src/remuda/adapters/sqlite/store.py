@@ -87,7 +87,14 @@ class SqliteInstanceStore:
     async def count_live(self) -> int:
         return await self._read("count_live", tables.count_live)
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
+    async def wait_for_control(
+        self,
+        instance_id: str,
+        since: Instance | None,
+        timeout_s: float,
+        *,
+        urgent: bool = True,  # noqa: ARG002 - changes are told of here
+    ) -> Instance | None:
         return await self._wait(Instance, instance_id, since, timeout_s)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:

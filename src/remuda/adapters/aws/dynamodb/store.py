@@ -164,8 +164,10 @@ class DynamoInstanceStore:
 
         return sum(await gathered(count(number) for number in range(items.SHARDS)))
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
-        pace = self._paces.for_control(instance_id, since)
+    async def wait_for_control(
+        self, instance_id: str, since: Instance | None, timeout_s: float, *, urgent: bool = True
+    ) -> Instance | None:
+        pace = self._paces.for_control(instance_id, since, urgent=urgent)
         key = (await self._keys_of(instance_id)).control(instance_id)
         return await self._wait(Instance, key, since, pace, timeout_s)
 
@@ -217,7 +219,7 @@ class DynamoInstanceStore:
         self._watch.nudge(key_of(key))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
-        pace = self._paces.for_report()
+        pace = self._paces.for_report(since)
         key = (await self._keys_of(instance_id)).report(instance_id)
         return await self._wait(Report, key, since, pace, timeout_s)
 
