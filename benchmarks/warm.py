@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks import floor as floors
 from benchmarks.figures import Figure, Kind, Results, middle
 from benchmarks.floor import Floor
 from benchmarks.world import Pool, World
-from remuda.controlplane.provision import ProvisionResult
 
 #: By how many machines are asked for.
 PROVISION_MOST_S = {1: 0.35, 10: 0.5, 50: 0.9}
@@ -19,6 +18,7 @@ MOST_FLOORS = 3.0
 #: On top of the registration itself.
 REGISTRATION_OVERHEAD_S = 0.4
 DYNAMODB_MOST = 160
+DYNAMODB_MACHINES = 50
 
 
 @dataclass
@@ -37,10 +37,14 @@ async def run(world: World, floor: Floor) -> Results:
     results = Results()
     for machines in world.size.counts:
         await world.clear()
+        # Nobody else is at the servers.
+        provision_floor = await floor.seconds(floors.warm_provision(machines))
+        release_floor = await floor.seconds(floors.release(machines))
         pool = await world.pool()
         await pool.fill(machines)
         rounds = await play(world, pool, machines, world.size.samples)
-        results += Results(figures=tuple(await figures(rounds, machines, floor)))
+        made = figures(rounds, machines, provision_floor=provision_floor, release_floor=release_floor)
+        results += Results(figures=tuple(made))
     return results + await registering(world)
 
 
@@ -53,20 +57,18 @@ async def play(world: World, pool: Pool, machines: int, times: int) -> Rounds:
         rounds.missing += made.created
         rounds.provisions.append(made.seconds)
         rounds.calls.append(counted.of("dynamodb"))
-        rounds.polls.append(polls(made))
+        rounds.polls.append(polls(made.calls))
         rounds.told = counted.told()
         rounds.releases.append((await pool.release(made.run_id)).seconds)
     return rounds
 
 
-def polls(made: ProvisionResult) -> int:
-    counts = made.calls["dynamodb"]
-    return sum(count for name, count in counts.items() if name.startswith("poll:"))
+def polls(calls: Mapping[str, Mapping[str, int]]) -> int:
+    """Looks while it waited."""
+    return sum(count for name, count in calls["dynamodb"].items() if name.startswith("poll:"))
 
 
-async def figures(rounds: Rounds, machines: int, floor: Floor) -> Sequence[Figure]:
-    provision_floor = await floor.seconds(floors.warm_provision(machines))
-    release_floor = await floor.seconds(floors.release(machines))
+def figures(rounds: Rounds, machines: int, *, provision_floor: float, release_floor: float) -> Sequence[Figure]:
     wait_s = floors.poll_wait_s(machines)
     made = [
         Figure(
@@ -101,7 +103,7 @@ async def figures(rounds: Rounds, machines: int, floor: Floor) -> Sequence[Figur
             kind=Kind.COUNT,
         ),
     ]
-    if machines == max(DYNAMODB_COUNTS):
+    if machines == DYNAMODB_MACHINES:
         made.append(
             Figure(
                 name=f"DynamoDB calls, warm provision, N = {machines}",
@@ -115,9 +117,6 @@ async def figures(rounds: Rounds, machines: int, floor: Floor) -> Sequence[Figur
             )
         )
     return made
-
-
-DYNAMODB_COUNTS = (50,)
 
 
 def _limit(limits: dict[int, float], machines: int) -> float:
