@@ -105,7 +105,9 @@ def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
             f"<title>{bar.ours:g}{unit}</title></rect>"
         )
         at = x(bar.limit)
-        parts.append(f'<line stroke="currentColor" class="l1" x1="{at:.1f}" x2="{at:.1f}" y1="{y:.1f}" y2="{y + 19:.1f}"/>')
+        parts.append(
+            f'<line stroke="currentColor" class="l1" x1="{at:.1f}" x2="{at:.1f}" y1="{y:.1f}" y2="{y + 19:.1f}"/>'
+        )
     return _svg(WIDTH, height, title, parts)
 
 

@@ -158,9 +158,7 @@ class Floor:
         await self._world.sqs.delete_message_batch(QueueUrl=self._queue, Entries=entries)
 
     async def _depth(self) -> None:
-        await self._world.sqs.get_queue_attributes(
-            QueueUrl=self._queue, AttributeNames=["ApproximateNumberOfMessages"]
-        )
+        await self._world.sqs.get_queue_attributes(QueueUrl=self._queue, AttributeNames=["ApproximateNumberOfMessages"])
 
     async def _create_fleet(self, machines: int) -> list[str]:
         """One call for all of them."""

@@ -176,9 +176,7 @@ class GrowingHerd:
         forge = _forge(self.around.github_url, calls)
         context = FleetContext(
             environment=self.pool.name,
-            fleet=Ec2RunnerFleet(
-                client=self.pool.ec2, environment=self.pool.name, clock=clock, ids=ids, calls=calls
-            ),
+            fleet=Ec2RunnerFleet(client=self.pool.ec2, environment=self.pool.name, clock=clock, ids=ids, calls=calls),
             forge=forge,
             clock=clock,
             journal=SilentJournal(),

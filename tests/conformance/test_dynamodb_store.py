@@ -16,7 +16,7 @@ from aiobotocore.session import AioSession
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.pace import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
-from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.store import TOGETHER, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import each
@@ -346,6 +346,30 @@ async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, betwee
         "UpdateItem": 2,
         "PutItem": 1,
     }
+
+
+async def test_ends_are_confirmed_in_one_call(
+    store: DynamoInstanceStore, client: Any, table_name: str, between: Wire
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(TOGETHER)]
+    for record in records:
+        await store.beat(record.instance_id, **BEAT)
+    between.requests.clear()
+    over = {"state": State.TERMINATED, "forget_at": at(600)}
+    assert await store.apply_all([change(record, **over) for record in records]) == [None] * TOGETHER
+    assert between.requests["TransactWriteItems"] == 1
+    assert "UpdateItem" not in between.requests
+    report = await client.get_item(TableName=table_name, Key=items.Keys(prefix=PREFIX).report(ID))
+    assert report["Item"]["ttl"] == items.seconds(at(600)), "a report goes with its record"
+    assert await store.count_live() == 0
+
+
+async def test_a_machine_that_never_reported_does_not_stop_the_others(store: DynamoInstanceStore) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(3)]
+    await store.beat(records[0].instance_id, **BEAT)
+    over = {"state": State.TERMINATED, "forget_at": at(600)}
+    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 3
+    assert await store.count_live() == 0
 
 
 async def test_histories_share_calls(store: DynamoInstanceStore, between: Wire) -> None:

@@ -153,6 +153,19 @@ async def test_only_what_the_change_sets_is_written(store: InstanceStore, other:
     assert await other.get(ID) == cleared
 
 
+async def test_many_changes_at_once_are_each_judged_alone(store: InstanceStore, other: InstanceStore) -> None:
+    records = [await store.apply(birth(instance(number, uses=1))) for number in range(1, 5)]
+    moved = await other.apply(change(records[2], epoch=2))
+    wanted = [*(change(record, uses=7) for record in records), change(instance(9), uses=7)]
+    refused = await store.apply_all(wanted)
+    assert [conflict is None for conflict in refused] == [True, True, False, True, False]
+    assert [conflict.current for conflict in refused if conflict is not None] == [moved, None]
+    uses = {name: record.uses for name, record in (await other.get_many(map(instance_id, range(1, 10)))).items()}
+    assert uses == {instance_id(1): 7, instance_id(2): 7, instance_id(3): 1, instance_id(4): 7}
+    assert len(await store.history(instance_id(1))) == 2
+    assert await store.apply_all([]) == []
+
+
 async def test_concurrent_claims_have_one_winner(stores: Stores, store: InstanceStore) -> None:
     idle = await store.apply(birth(instance()))
     contenders = [stores.open() for _ in range(6)]

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
+from remuda.domain.errors import Conflict
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -44,6 +45,12 @@ class InstanceStore(Protocol):
         written in the same step, or soon after it and at the latest by `close`. A history that cannot be written fails
         nothing: it is told of, and records never rest on it.
         Raises `Conflict(current=record or None)` where the guard does not hold; then nothing was written.
+        """
+        ...
+
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        """`apply` of changes to different instances, in fewer calls where the store can: for each change its
+        `Conflict`, or None where it was applied. After `Unavailable` some may have been applied and some not.
         """
         ...
 

@@ -345,7 +345,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "an end that was asked for counts as confirmed",
         (
             _MACHINES,
-            "        if view is not None and view.state is not MachineState.TERMINATED:\n            return\n",
+            "        if view is not None and view.state is not MachineState.TERMINATED:\n            return False\n",
             "",
         ),
     ),

@@ -80,7 +80,7 @@ class Wire:
 
 _SEARCHES = frozenset({"find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions"})
 _WAITS = frozenset({"wait_for_control", "wait_for_report"})
-_RECORD_WRITES = frozenset({"apply", "write_signal", "beat", "put_provision", "replace_provision"})
+_RECORD_WRITES = frozenset({"apply", "apply_all", "write_signal", "beat", "put_provision", "replace_provision"})
 _WRITES = _RECORD_WRITES | {"put_config", "put_sightings", "forget", "prepare"}
 
 
@@ -245,7 +245,7 @@ class StoreWire(Wire):
         if isinstance(first, Change):
             return [first.instance_id]
         if isinstance(first, Collection) and not isinstance(first, Mapping):
-            return sorted(first)
+            return sorted(item.instance_id if isinstance(item, Change) else item for item in first)
         return []
 
 

@@ -104,6 +104,17 @@ class MemoryInstanceStore:
         self._database.changes.tell((Instance, change.instance_id))
         return record
 
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        refused: list[Conflict | None] = []
+        for change in changes:
+            try:
+                await self.apply(change)
+            except Conflict as conflict:
+                refused.append(conflict)
+            else:
+                refused.append(None)
+        return refused
+
     async def get(self, instance_id: str) -> Instance | None:
         self._count("get")
         return self._database.instances.get(instance_id)

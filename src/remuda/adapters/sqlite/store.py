@@ -61,14 +61,29 @@ class SqliteInstanceStore:
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        def job(connection: sqlite3.Connection) -> str:
-            current = self._one(connection, Instance, change.instance_id)
-            if not change.guard.admits(current):
-                raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
-            return tables.write_instance(connection, change.applied_to(current), change.entry)
-
         # Parsed again, so that the caller holds exactly what readers will see.
-        return self._there(Instance, await self._write("apply", job), change.instance_id)
+        written = await self._write("apply", partial(self._change, change=change))
+        return self._there(Instance, written, change.instance_id)
+
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        def job(connection: sqlite3.Connection) -> list[Conflict | None]:
+            refused: list[Conflict | None] = []
+            for change in changes:
+                try:
+                    self._change(connection, change)
+                except Conflict as conflict:
+                    refused.append(conflict)
+                else:
+                    refused.append(None)
+            return refused
+
+        return await self._write("apply_all", job)
+
+    def _change(self, connection: sqlite3.Connection, change: Change) -> str:
+        current = self._one(connection, Instance, change.instance_id)
+        if not change.guard.admits(current):
+            raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
+        return tables.write_instance(connection, change.applied_to(current), change.entry)
 
     async def get(self, instance_id: str) -> Instance | None:
         return await self._read("get", lambda connection: self._one(connection, Instance, instance_id))
