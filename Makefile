@@ -12,8 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The Lambda function's platform: x86_64 or arm64, and the version of its runtime.
 LAMBDA_ARCH ?= x86_64
 LAMBDA_PYTHON ?= 3.13
+# What `make bench` is told.
+BENCH ?= --docs
 
-.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate docs lambda clean
+.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate bench docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +56,11 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 	$(BIN)/remuda simulate --seeds 20000 --first-seed 0
 	$(BIN)/python benchmarks/simulation.py
 	$(BIN)/python -m remuda.simulation.report
+
+# BENCH=--quick: less of everything, and the docs stay as they are.
+bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## What it costs, against the floor: tables, JSON, plots in the docs
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks $(BENCH)
+	@$(BIN)/python benchmarks/simulation.py
 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py

@@ -1,4 +1,4 @@
-"""All agents of a benchmark as coroutines in one process of their own: the real agent loop, on machines that do nothing.
+"""All agents of a benchmark as coroutines in one process: the real agent loop, on machines that do nothing.
 
 Told what to do by one JSON document a line on its standard input; answers with one a line.
 """

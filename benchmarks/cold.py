@@ -26,7 +26,7 @@ async def cold(world: World, floor: Floor) -> Results:
     """New machines: as soon as the agents are there, it goes on."""
     figures = []
     for boot_s in world.size.boots_s:
-        for machines in (1, min(10, max(world.size.counts))):
+        for machines in sorted({1, min(10, max(world.size.counts))}):
             await world.clear()
             pool = await world.pool()
             pool.boot_s = boot_s

@@ -7,7 +7,7 @@ from datetime import timedelta
 from benchmarks.figures import Figure, Kind, Results
 from benchmarks.floor import Floor
 from benchmarks.world import World
-from remuda.adapters.aws.clients import AwsClients
+from remuda.adapters.aws.clients import open_session
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
 from remuda.adapters.github.client import GithubForge
@@ -39,21 +39,18 @@ async def run(world: World, _floor: Floor) -> Results:
     fleet = busy_fleet(number)
     clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
     with serve(fleet) as served:
-        async with AwsClients() as clients:
-            settings = client_config()
-            made = clients._session.create_client("ec2", config=settings, endpoint_url=served.ec2_url)  # noqa: SLF001
-            async with made as client:
-                forge = GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
-                context = FleetContext(
-                    environment=ENVIRONMENT,
-                    fleet=Ec2RunnerFleet(client=client, environment=ENVIRONMENT, clock=clock, ids=ids, calls=calls),
-                    forge=forge,
-                    clock=clock,
-                    journal=SilentJournal(),
-                    calls=calls,
-                )
-                done = await scale_down(context, Settings().scale_down_policy)
-                await forge.close()
+        async with open_session().create_client("ec2", config=client_config(), endpoint_url=served.ec2_url) as client:
+            forge = GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
+            context = FleetContext(
+                environment=ENVIRONMENT,
+                fleet=Ec2RunnerFleet(client=client, environment=ENVIRONMENT, clock=clock, ids=ids, calls=calls),
+                forge=forge,
+                clock=clock,
+                journal=SilentJournal(),
+                calls=calls,
+            )
+            done = await scale_down(context, Settings().scale_down_policy)
+            await forge.close()
     if done.errors or fleet.did.terminated:
         raise RuntimeError(f"a scale-down went wrong: {done.errors}")
     return Results(

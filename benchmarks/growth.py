@@ -19,6 +19,7 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.items import Item, Keys
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.gathering import chunks
 from remuda.adapters.github.client import GithubForge
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.refresh import refresh
@@ -39,6 +40,8 @@ ASKED = 10
 EXPIRED = 10
 #: Of the old records, so many are instances, and as many lines of history; the rest are provisions.
 OLD_INSTANCES_PART = 0.4
+#: Records that are written before the next are made.
+PART = 2_000
 #: What a call more may be, for what hangs on chance: polls, pages that end elsewhere.
 SLACK_CALLS = 5
 
@@ -106,11 +109,10 @@ class GrowingHerd:
         """What has been: instances, their histories, provisions."""
         keys, now = Keys(prefix=self.pool.prefix), to_milliseconds(SystemClock().now())
         instances = int(old * OLD_INSTANCES_PART)
-        made: list[Item] = []
-        for number in range(instances):
-            made += _ended(keys, 10_000_000 + number, now)
-        made += [items.provision_item(_settled(number, now)) for number in range(old - 2 * instances)]
-        await self.pool.put(made)
+        for part in chunks(range(instances), PART):
+            await self.pool.put([item for number in part for item in _ended(keys, 10_000_000 + number, now)])
+        for part in chunks(range(old - 2 * instances), PART):
+            await self.pool.put([items.provision_item(_settled(number, now)) for number in part])
 
     async def grow(self, live: int) -> None:
         """A few are idle and have agents; a run has the others."""

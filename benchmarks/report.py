@@ -130,8 +130,10 @@ def markdown(run: Run) -> str:
     found = run.results.figures
     met = sum(figure.met for figure in found)
     lines = [
-        f"Measured on {run.at:%d %B %Y}, {kind['system']} {kind['processor']} with {kind['cores']} cores, Python "
-        f"{kind['python']}, in {run.seconds / 60:.0f} minutes: {met} of {len(found)} limits are met.",
+        (
+            f"Measured on {run.at:%d %B %Y}, {kind['system']} {kind['processor']} with {kind['cores']} cores, Python "
+            f"{kind['python']}, in {run.seconds / 60:.0f} minutes: {met} of {len(found)} limits are met."
+        ),
         "",
         "| figure | the seeds' system | limit | ours | floor | × floor | × with waits | |",
         "|---|---|---|---|---|---|---|---|",

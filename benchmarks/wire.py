@@ -13,11 +13,11 @@ class WireCount:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def watch(self, client: Any) -> None:
-        """botocore tells of each request just before it is sent."""
+        """Each request is told of just before it is sent."""
         client.meta.events.register("before-send", self._sent)
 
     def _sent(self, event_name: str, **_: Any) -> None:
-        _, service, operation = event_name.split(".")
+        service, operation = event_name.split(".")[1:]
         self._seen[service.lower(), operation] += 1
 
     @contextmanager

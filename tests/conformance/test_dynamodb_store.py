@@ -355,7 +355,7 @@ async def test_ends_are_confirmed_in_one_call(
     for record in records:
         await store.beat(record.instance_id, **BEAT)
     between.requests.clear()
-    over = {"state": State.TERMINATED, "forget_at": at(600)}
+    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
     assert await store.apply_all([change(record, **over) for record in records]) == [None] * TOGETHER
     assert between.requests["TransactWriteItems"] == 1
     assert "UpdateItem" not in between.requests
@@ -367,7 +367,7 @@ async def test_ends_are_confirmed_in_one_call(
 async def test_a_machine_that_never_reported_does_not_stop_the_others(store: DynamoInstanceStore) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(3)]
     await store.beat(records[0].instance_id, **BEAT)
-    over = {"state": State.TERMINATED, "forget_at": at(600)}
+    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
     assert await store.apply_all([change(record, **over) for record in records]) == [None] * 3
     assert await store.count_live() == 0
 

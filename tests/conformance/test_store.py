@@ -160,7 +160,10 @@ async def test_many_changes_at_once_are_each_judged_alone(store: InstanceStore, 
     refused = await store.apply_all(wanted)
     assert [conflict is None for conflict in refused] == [True, True, False, True, False]
     assert [conflict.current for conflict in refused if conflict is not None] == [moved, None]
-    uses = {name: record.uses for name, record in (await other.get_many(map(instance_id, range(1, 10)))).items()}
+    uses = {
+        name: record.uses
+        for name, record in (await other.get_many([instance_id(number) for number in range(1, 10)])).items()
+    }
     assert uses == {instance_id(1): 7, instance_id(2): 7, instance_id(3): 1, instance_id(4): 7}
     assert len(await store.history(instance_id(1))) == 2
     assert await store.apply_all([]) == []
