@@ -397,6 +397,23 @@ async def test_reports_by_id(store: InstanceStore) -> None:
 # Provisions -------------------------------------------------------------------------------------------------------
 
 
+async def test_trouble_is_found(store: InstanceStore, other: InstanceStore) -> None:
+    """A failed signal or a notice, until it is over."""
+    quiet: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "version": "1"}
+    for number in range(1, 5):
+        await store.beat(instance_id(number), **quiet, notice="")
+    assert not await other.troubled_reports()
+    await store.write_signal(instance_id(1), epoch=1, signal=Signal.UD_REG_FAILED)
+    await store.beat(instance_id(2), **quiet, notice="terminate")
+    await store.write_signal(instance_id(3), epoch=1, signal=Signal.UD_REG_OK)
+    found = sorted(await other.troubled_reports(), key=lambda report: report.instance_id)
+    assert found == [await store.get_report(instance_id(1)), await store.get_report(instance_id(2))]
+    await store.write_signal(instance_id(1), epoch=2, signal=Signal.UD_REG_OK)
+    await store.write_signal(instance_id(2), epoch=2, signal=Signal.UD_REG_OK)
+    await store.beat(instance_id(2), **quiet, notice="terminate")
+    assert [report.instance_id for report in await other.troubled_reports()] == [instance_id(2)]
+
+
 async def test_a_provision_is_put_once(store: InstanceStore, other: InstanceStore) -> None:
     first = provision()
     await store.put_provision(first)

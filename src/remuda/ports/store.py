@@ -102,6 +102,10 @@ class InstanceStore(Protocol):
         """As `get_many`."""
         ...
 
+    async def troubled_reports(self) -> Sequence[Report]:
+        """Those that are `troubled`, for the sweeps. May lag, and may show some of instances that have ended."""
+        ...
+
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         """Conditional on (epoch, rank) not falling (equal is allowed and rewrites); else `Conflict`.
 

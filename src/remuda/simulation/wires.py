@@ -78,7 +78,9 @@ class Wire:
         self._world.trace.add(self._party.name, f"{operation} {' '.join(subjects)}")
 
 
-_SEARCHES = frozenset({"find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions"})
+_SEARCHES = frozenset(
+    {"find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions", "troubled_reports"}
+)
 _WAITS = frozenset({"wait_for_control", "wait_for_report"})
 _RECORD_WRITES = frozenset({"apply", "apply_all", "write_signal", "beat", "put_provision", "replace_provision"})
 _WRITES = _RECORD_WRITES | {"put_config", "put_sightings", "forget", "prepare"}

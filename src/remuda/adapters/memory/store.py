@@ -190,6 +190,10 @@ class MemoryInstanceStore:
         self._count("get_reports")
         return _those(self._database.reports, instance_ids)
 
+    async def troubled_reports(self) -> Sequence[Report]:
+        self._count("troubled_reports")
+        return [report for report in self._database.reports.values() if report.troubled]
+
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         self._count("write_signal")
         current = self._database.reports.get(instance_id)

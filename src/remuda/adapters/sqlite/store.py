@@ -134,6 +134,10 @@ class SqliteInstanceStore:
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
         return await self._get_many("get_reports", Report, instance_ids)
 
+    async def troubled_reports(self) -> Sequence[Report]:
+        found = self._readable(Report, await self._read("troubled_reports", tables.all_reports))
+        return [report for report in found if report.troubled]
+
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         def job(connection: sqlite3.Connection) -> None:
             current = self._one(connection, Report, instance_id)

@@ -48,8 +48,7 @@ class Sweep:
         sightings = Sightings(await context.store.get_sightings(), now=context.clock.now())
         await self._guarded("provisions", ProvisionSweep(context, config, tally).run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
-        wanted = [key for key, item in records.items() if item.state not in ABSORBING]
-        reports, _ = await readable(context.store.get_reports(wanted), tally.error)
+        reports = await self._reports(records)
         await self._guarded("records", lambda: self._sweep_records(records, reports))
         if outside.machines is not None:
             machines = MachineSweep(context, config, tally, sightings)
@@ -58,7 +57,8 @@ class Sweep:
         hints = HintSweep(context, config, tally, sightings)
         await self._guarded("stale hints", lambda: hints.run(self._still_idle(records)))
         ghosts = GhostSweep(context, config, tally, sightings)
-        await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners))
+        untouched = {key: item for key, item in records.items() if key not in tally.retired}
+        await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners, untouched))
         await self._guarded("sightings", lambda: sightings.save(context.store))
         await self._guarded("old records", self._forget)
         for name, why in context.store.malformed_records.items():
@@ -86,6 +86,13 @@ class Sweep:
             except RemudaError as error:
                 self._tally.error(f"runners of {scope}: {error.message}")
         return Outside(listed_at=listed_at, machines=machines, runners=runners)
+
+    async def _reports(self, records: Mapping[str, Instance]) -> Mapping[str, Report]:
+        """Those on which something hangs: of the others a sweep would learn that all is well."""
+        releasing = [key for key, item in records.items() if item.state is State.RELEASING]
+        troubled = {report.instance_id: report for report in await self._context.store.troubled_reports()}
+        waited_for, _ = await readable(self._context.store.get_reports(releasing), self._tally.error)
+        return {**troubled, **waited_for}
 
     async def _sweep_records(self, records: Mapping[str, Instance], reports: Mapping[str, Report]) -> None:
         """Expired, failed, interrupted, to be announced: one decision for each record."""

@@ -224,6 +224,10 @@ class DynamoInstanceStore:
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
         return await self._get_many(Report, Keys.report, instance_ids)
 
+    async def troubled_reports(self) -> Sequence[Report]:
+        arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.TROUBLED))
+        return self._readable(Report, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
+
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         arguments = expressions.signal_arguments(
             instance_id, epoch=epoch, signal=signal, detail=detail, now=self._clock.now()
