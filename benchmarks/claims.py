@@ -74,7 +74,7 @@ async def _measure(
             Figure(
                 name=f"{what}: not claimed",
                 unit="machines",
-                seeds="—",
+                before="—",
                 most=0,
                 ours=claims - reused,
                 kind=Kind.COUNT,
@@ -83,7 +83,7 @@ async def _measure(
             Figure(
                 name=f"{what}: p99 of a claim",
                 unit="s",
-                seeds="—",
+                before="—",
                 most=P99_MOST_S,
                 ours=round(percentile(journal.won_s, 0.99), 4),
                 kind=Kind.TIME,
@@ -92,7 +92,7 @@ async def _measure(
             Figure(
                 name=f"{what}: conflicts",
                 unit="%",
-                seeds="—",
+                before="—",
                 most=CONFLICTS_MOST_PERCENT,
                 ours=round(100 * journal.lost / tried, 2),
                 kind=Kind.COUNT,

@@ -36,7 +36,7 @@ async def cold(world: World, floor: Floor) -> Results:
                 Figure(
                     name=f"cold provision, N = {machines}, agent ready after {boot_s:g} s",
                     unit="s",
-                    seeds="10·⌈t/10⌉ s",
+                    before="10·⌈t/10⌉ s",
                     most=boot_s + COLD_OVERHEAD_S,
                     ours=made.seconds,
                     kind=Kind.TIME,
@@ -68,7 +68,7 @@ async def mixed(world: World) -> Results:
             Figure(
                 name=f"mixed: pool {half}, asked {2 * half}, agents ready after {boot_s:g} s",
                 unit="s",
-                seeds="11.1–14.8 s",
+                before="11.1–14.8 s",
                 most=round(slower + MIXED_OVERHEAD_S, 4),
                 ours=seconds["mixed"],
                 kind=Kind.TIME,
@@ -92,7 +92,7 @@ async def sharing(world: World) -> Results:
             Figure(
                 name=f"{name}: warm machines left out",
                 unit="machines",
-                seeds="5–8 of 10 provisions create",
+                before="5–8 of 10 provisions create",
                 most=0,
                 ours=warm - sum(item.reused for item in made),
                 kind=Kind.COUNT,
@@ -100,11 +100,11 @@ async def sharing(world: World) -> Results:
             Figure(
                 name=f"{name}: created",
                 unit="machines",
-                seeds="",
+                before="",
                 most=provisions * each - warm,
                 ours=sum(item.created for item in made),
                 kind=Kind.COUNT,
-                note=f"the slowest took {max(item.seconds for item in made):.2f} s (the seeds' system: 11.5 s)",
+                note=f"the slowest took {max(item.seconds for item in made):.2f} s (its predecessor: 11.5 s)",
             ),
         )
     )
@@ -128,7 +128,7 @@ async def misfits(world: World) -> Results:
             Figure(
                 name=f"{number} misfits in the pool, N = 1: SQS calls",
                 unit="calls",
-                seeds="1,503",
+                before="1,503",
                 most=MISFIT_CALLS_MOST,
                 ours=max(calls),
                 kind=Kind.COUNT,
@@ -137,7 +137,7 @@ async def misfits(world: World) -> Results:
             Figure(
                 name=f"{number} misfits in the pool, N = 1",
                 unit="s",
-                seeds="34–106 s",
+                before="34–106 s",
                 most=MISFIT_MOST_S,
                 ours=middle(seconds),
                 kind=Kind.TIME,

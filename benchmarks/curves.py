@@ -21,7 +21,7 @@ _DARK = ("#4aa3df", "#f0763a", "#2fbf93", "#cc79a7", "#e69f00")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2")
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#57606a}.t{font-weight:600;fill:#1b1f24}.g{stroke:#d8dee4}"
-    ".e{text-anchor:end}.m{text-anchor:middle}.old{opacity:.55}.miss{fill:#c2500a}.seed{fill:#8b949e}"
+    ".e{text-anchor:end}.m{text-anchor:middle}.old{opacity:.55}.miss{fill:#c2500a}.past{fill:#8b949e}"
     + "".join(f".l{n}{{stroke:{c};fill:none;stroke-width:2}}.f{n}{{fill:{c}}}" for n, c in enumerate(_COLOURS))
     + "@media(prefers-color-scheme:dark){text{fill:#9198a1}.t{fill:#e6edf3}.g{stroke:#30363d}"
     + "".join(f".l{n}{{stroke:{c}}}.f{n}{{fill:{c}}}" for n, c in enumerate(_DARK))
@@ -35,7 +35,7 @@ class Bar:
     ours: float
     limit: float
     #: None where nothing was measured.
-    seeds: float | None = None
+    before: float | None = None
 
 
 def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
@@ -78,8 +78,8 @@ def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, ac
 
 
 def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
-    """Ours, the limit as a mark, and the seeds' system behind; ten times as much is one step."""
-    values = [value for bar in shown for value in (bar.ours, bar.limit, bar.seeds) if value]
+    """Ours, the limit as a mark, and its predecessor behind; ten times as much is one step."""
+    values = [value for bar in shown for value in (bar.ours, bar.limit, bar.before) if value]
     low, high = _decades(values)
     left, right, top = 300.0, WIDTH - 60.0, TITLE + 12.0
     height = top + GAP * len(shown) + 26.0
@@ -95,9 +95,9 @@ def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
     for number, bar in enumerate(shown):
         y = top + GAP * number
         parts.append(f'<text class="e" x="{left - 8:g}" y="{y + 12:.1f}">{escape(bar.name)}</text>')
-        if bar.seeds:
-            wide = x(bar.seeds) - left
-            parts.append(f'<rect class="seed" x="{left:g}" y="{y + 13:.1f}" width="{wide:.1f}" height="5"/>')
+        if bar.before:
+            wide = x(bar.before) - left
+            parts.append(f'<rect class="past" x="{left:g}" y="{y + 13:.1f}" width="{wide:.1f}" height="5"/>')
         kind = "f0" if bar.ours <= bar.limit else "miss"
         wide = max(1.0, x(bar.ours) - left)
         parts.append(

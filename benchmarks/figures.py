@@ -20,8 +20,8 @@ class Kind(Enum):
 class Figure:
     name: str
     unit: str
-    #: What was measured for the system in the seeds, on two cores.
-    seeds: str
+    #: What was measured for its predecessor, on two cores.
+    before: str
     #: What ours may be at most.
     most: float
     ours: float

@@ -58,7 +58,7 @@ async def run(world: World, _floor: Floor) -> Results:
             Figure(
                 name=f"scale-down of {number:,} busy runners: GitHub calls",
                 unit="calls",
-                seeds="1,012, in 23 s",
+                before="1,012, in 23 s",
                 most=GITHUB_CALLS_MOST,
                 ours=fleet.did.of_github(),
                 kind=Kind.COUNT,

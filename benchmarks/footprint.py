@@ -36,7 +36,7 @@ def starts(times: int) -> list[Figure]:
             Figure(
                 name=name,
                 unit="s",
-                seeds="—",
+                before="—",
                 most=HELP_MOST_S,
                 ours=middle([_seconds([str(COMMAND), *arguments]) for _ in range(times)]),
                 kind=Kind.TIME,
@@ -48,7 +48,7 @@ def starts(times: int) -> list[Figure]:
             Figure(
                 name=f"{name}: AWS modules imported",
                 unit="modules",
-                seeds="—",
+                before="—",
                 most=0,
                 ours=_aws_modules(arguments),
                 kind=Kind.COUNT,
@@ -101,7 +101,7 @@ async def memory(world: World) -> Figure:
     return Figure(
         name="memory of an agent process",
         unit="MB",
-        seeds="—",
+        before="—",
         most=AGENT_MOST_MB,
         ours=held,
         kind=Kind.COUNT,

@@ -38,8 +38,9 @@ from support.records import entry, instance_id
 ASKED = 10
 #: What has expired at each refresh.
 EXPIRED = 10
-#: Of the old records, so many are instances, and as many lines of history; the rest are provisions.
-OLD_INSTANCES_PART = 0.4
+#: Of the old records, so many are instances, and as many lines of history; the rest are provisions. Few: to find the
+#: newest ones, the test server sorts them all, which DynamoDB does not.
+OLD_INSTANCES_PART = 0.495
 #: Records that are written before the next are made.
 PART = 2_000
 #: What a call more may be, for what hangs on chance: polls, pages that end elsewhere.
@@ -247,7 +248,7 @@ def verdicts(points: Sequence[Point]) -> list[Figure]:
         Figure(
             name=f"{name}: calls more with {old:,} old records, {many:,} live",
             unit="calls",
-            seeds="—",
+            before="—",
             most=SLACK_CALLS,
             ours=calls[name, many, old] - calls[name, many, 0],
             kind=Kind.COUNT,
@@ -259,7 +260,7 @@ def verdicts(points: Sequence[Point]) -> list[Figure]:
         Figure(
             name=f"refresh: DynamoDB calls more with {many:,} live than with {few:,}",
             unit="calls",
-            seeds="—",
+            before="—",
             most=SLACK_CALLS,
             ours=store[many] - store[few],
             kind=Kind.COUNT,

@@ -73,11 +73,11 @@ async def minutes(world: World) -> Results:
     return Results(figures=tuple(figures))
 
 
-def _figure(what: str, seeds: str, most: float, counts: list[int]) -> Figure:
+def _figure(what: str, before: str, most: float, counts: list[int]) -> Figure:
     return Figure(
         name=f"idle agent: {what}",
         unit="calls",
-        seeds=seeds,
+        before=before,
         most=most,
         ours=max(counts),
         kind=Kind.COUNT,
@@ -182,7 +182,7 @@ async def reactions(world: World) -> Results:
             Figure(
                 name="idle agent: reaction to a claim, p95",
                 unit="s",
-                seeds="~1 s",
+                before="~1 s",
                 most=REACTION_MOST_S,
                 ours=round(percentile(samples, 0.95), 4),
                 kind=Kind.TIME,

@@ -59,7 +59,7 @@ def machine() -> dict[str, Any]:
 
 def show(results: Results, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, title="Figures", title_justify="left")
-    for name in ("figure", "the seeds' system"):
+    for name in ("figure", "its predecessor"):
         table.add_column(name, overflow="fold")
     for name in ("limit", "ours", "floor", "× floor", "× with waits"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -94,7 +94,7 @@ def _cells(figure: Figure) -> tuple[str, ...]:
         limit += f", {figure.most_floors:g} ×"
     return (
         figure.name,
-        figure.seeds,
+        figure.before,
         limit,
         _shown(figure.ours, figure),
         "" if figure.floor is None else _shown(figure.floor, figure),
@@ -135,7 +135,7 @@ def markdown(run: Run) -> str:
             f"{kind['python']}, in {run.seconds / 60:.0f} minutes: {met} of {len(found)} limits are met."
         ),
         "",
-        "| figure | the seeds' system | limit | ours | floor | × floor | × with waits | |",
+        "| figure | its predecessor | limit | ours | floor | × floor | × with waits | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**not met**'} |" for figure in found]
@@ -153,12 +153,12 @@ def _growth_line(point: Point) -> str:
 
 def plots(results: Results) -> dict[str, str]:
     """By file name."""
-    timed = [figure for figure in results.figures if figure.kind is Kind.TIME and first_number(figure.seeds)]
+    timed = [figure for figure in results.figures if figure.kind is Kind.TIME and first_number(figure.before)]
     drawn: dict[str, str] = {}
     if timed:
         shown = [_bar(figure) for figure in timed]
         drawn["against.svg"] = curves.bars(
-            shown, title="Seconds: ours, the limit (line), the seeds' system (grey)", unit=" s"
+            shown, title="Seconds: ours, the limit (line), its predecessor (grey)", unit=" s"
         )
     old = max((point.old for point in results.points), default=0)
     for file, what, unit, value in (
@@ -182,10 +182,10 @@ def plots(results: Results) -> dict[str, str]:
 
 
 def _bar(figure: Figure) -> Bar:
-    return Bar(name=figure.name, ours=figure.ours, limit=figure.most, seeds=first_number(figure.seeds))
+    return Bar(name=figure.name, ours=figure.ours, limit=figure.most, before=first_number(figure.before))
 
 
 def first_number(text: str) -> float | None:
-    """Of what was measured for the seeds' system: the smaller, where there is a range."""
+    """Of what was measured for its predecessor: the smaller, where there is a range."""
     found = _NUMBER.search(text)
     return float(found[0].replace(",", "")) if found and "·" not in text else None

@@ -13,7 +13,7 @@ from benchmarks.world import Pool, World
 #: By how many machines are asked for.
 PROVISION_MOST_S = {1: 0.35, 10: 0.5, 50: 0.9}
 RELEASE_MOST_S = {1: 0.5, 10: 0.6, 50: 1.2}
-PROVISION_SEEDS = {1: "0.9 s", 10: "1.15 s", 50: "2.0 s"}
+PROVISION_BEFORE = {1: "0.9 s", 10: "1.15 s", 50: "2.0 s"}
 MOST_FLOORS = 3.0
 #: On top of the registration itself.
 REGISTRATION_OVERHEAD_S = 0.4
@@ -74,7 +74,7 @@ def figures(rounds: Rounds, machines: int, *, provision_floor: float, release_fl
         Figure(
             name=f"warm provision, N = {machines}, registration 0",
             unit="s",
-            seeds=PROVISION_SEEDS.get(machines, ""),
+            before=PROVISION_BEFORE.get(machines, ""),
             most=_limit(PROVISION_MOST_S, machines),
             ours=middle(rounds.provisions),
             kind=Kind.TIME,
@@ -86,7 +86,7 @@ def figures(rounds: Rounds, machines: int, *, provision_floor: float, release_fl
         Figure(
             name=f"release, N = {machines}, deregistration 0",
             unit="s",
-            seeds="10–11 s",
+            before="10–11 s",
             most=_limit(RELEASE_MOST_S, machines),
             ours=middle(rounds.releases),
             kind=Kind.TIME,
@@ -97,7 +97,7 @@ def figures(rounds: Rounds, machines: int, *, provision_floor: float, release_fl
         Figure(
             name=f"not claimable right after a release, N = {machines}",
             unit="machines",
-            seeds="all, for 3 s",
+            before="all, for 3 s",
             most=0,
             ours=rounds.missing,
             kind=Kind.COUNT,
@@ -108,7 +108,7 @@ def figures(rounds: Rounds, machines: int, *, provision_floor: float, release_fl
             Figure(
                 name=f"DynamoDB calls, warm provision, N = {machines}",
                 unit="calls",
-                seeds="227–585",
+                before="227–585",
                 most=DYNAMODB_MOST,
                 ours=max(rounds.calls),
                 kind=Kind.COUNT,
@@ -136,7 +136,7 @@ async def registering(world: World) -> Results:
             Figure(
                 name=f"warm provision, N = {machines}, registration {registration_s:g} s",
                 unit="s",
-                seeds="3.6 s (5.0 s with its real agent)",
+                before="3.6 s (5.0 s with its real agent)",
                 most=registration_s + REGISTRATION_OVERHEAD_S,
                 ours=middle(rounds.provisions),
                 kind=Kind.TIME,
