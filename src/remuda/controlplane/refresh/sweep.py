@@ -6,6 +6,7 @@ disowned. Each sweep stands alone; one that fails is reported, and the others go
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -71,21 +72,26 @@ class Sweep:
             self._tally.error(f"{what}: {error.message}")
 
     async def _look_outside(self) -> Outside:
-        machines: Sequence[MachineView] | None = None
         listed_at = self._context.clock.now()
+        machines, runners = await asyncio.gather(self._list_machines(), self._list_runners())
+        return Outside(listed_at=listed_at, machines=machines, runners=runners)
+
+    async def _list_machines(self) -> Sequence[MachineView] | None:
         try:
-            machines = await self._context.compute.list_pool()
+            return await self._context.compute.list_pool()
         except RemudaError as error:
             self._tally.error(f"machines: {error.message}")
+            return None
+
+    async def _list_runners(self) -> Mapping[str, Sequence[ForgeRunner]]:
         runners: dict[str, Sequence[ForgeRunner]] = {}
         forge = self._context.forge
-        scopes = [item.scope for item in self._config.tokens] if forge is not None else []
-        for scope in scopes:
+        for scope in [item.scope for item in self._config.tokens] if forge is not None else []:
             try:
                 runners[scope] = await forge.list_runners(scope) if forge is not None else ()
             except RemudaError as error:
                 self._tally.error(f"runners of {scope}: {error.message}")
-        return Outside(listed_at=listed_at, machines=machines, runners=runners)
+        return runners
 
     async def _reports(self, records: Mapping[str, Instance]) -> Mapping[str, Report]:
         """Those on which something hangs: of the others a sweep would learn that all is well."""
