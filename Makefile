@@ -12,8 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The Lambda function's platform: x86_64 or arm64, and the version of its runtime.
 LAMBDA_ARCH ?= x86_64
 LAMBDA_PYTHON ?= 3.13
+# What `make bench` is told.
+BENCH ?= --docs
 
-.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate screenshots docs lambda clean
+.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate bench screenshots docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +60,11 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium ## Take the docs' pictures of the dashboard and the report again
 	@PYTHONPATH=tests $(BIN)/python docs/screenshots.py
+
+# BENCH=--quick: less of everything, and the docs stay as they are.
+bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## What it costs, against the floor: tables, JSON, plots in the docs
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks $(BENCH)
+	@$(BIN)/python benchmarks/simulation.py
 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py

@@ -15,8 +15,8 @@ from aiobotocore.session import AioSession
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.pace import CONTROL, LONG_IDLE, REPORT, RUNNING, WARM_FOR_S, Paces
-from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.pace import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
+from remuda.adapters.aws.dynamodb.store import TOGETHER, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import each
@@ -24,7 +24,7 @@ from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
-from remuda.domain.signals import Signal
+from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Guard
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, pool_config, provision
@@ -348,6 +348,30 @@ async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, betwee
     }
 
 
+async def test_ends_are_confirmed_in_one_call(
+    store: DynamoInstanceStore, client: Any, table_name: str, between: Wire
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(TOGETHER)]
+    for record in records:
+        await store.beat(record.instance_id, **BEAT)
+    between.requests.clear()
+    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
+    assert await store.apply_all([change(record, **over) for record in records]) == [None] * TOGETHER
+    assert between.requests["TransactWriteItems"] == 1
+    assert "UpdateItem" not in between.requests
+    report = await client.get_item(TableName=table_name, Key=items.Keys(prefix=PREFIX).report(ID))
+    assert report["Item"]["ttl"] == items.seconds(at(600)), "a report goes with its record"
+    assert await store.count_live() == 0
+
+
+async def test_a_machine_that_never_reported_does_not_stop_the_others(store: DynamoInstanceStore) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(3)]
+    await store.beat(records[0].instance_id, **BEAT)
+    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
+    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 3
+    assert await store.count_live() == 0
+
+
 async def test_histories_share_calls(store: DynamoInstanceStore, between: Wire) -> None:
     record = await store.apply(birth(instance()))
     await asyncio.gather(*(store.apply(change(record, uses=number)) for number in range(2 * WRITE_BATCH)))
@@ -400,14 +424,19 @@ class SetClock(SystemClock):
 def test_the_pace_follows_the_state() -> None:
     clock = SetClock()
     paces = Paces(clock=clock)
-    assert paces.for_report() is REPORT
-    assert paces.for_control(ID, None) is CONTROL
-    assert paces.for_control(ID, instance(state=State.RUNNING)) is RUNNING
-    assert paces.for_control(ID, instance(state=State.RELEASING)) is CONTROL
-    assert paces.for_control(ID, instance()) is CONTROL
+    running = instance(state=State.RUNNING)
+    assert paces.for_report(None) is REPORT
+    assert paces.for_report(Report(instance_id=ID)) is REPORT
+    assert paces.for_report(Report(instance_id=ID, busy=True)) is BUSY_REPORT
+    assert paces.for_control(ID, None, urgent=True) is CONTROL
+    assert paces.for_control(ID, running, urgent=False) is BUSY
+    assert paces.for_control(ID, running, urgent=True) is CONTROL, "it may be released at any moment"
+    assert paces.for_control(ID, instance(state=State.RELEASING), urgent=True) is CONTROL
+    assert paces.for_control(ID, instance(), urgent=True) is CONTROL
     clock.at_s = WARM_FOR_S
-    assert paces.for_control(ID, instance()) is LONG_IDLE
-    assert paces.for_control(ID, instance(epoch=2)) is CONTROL, "idle anew"
+    assert paces.for_control(ID, instance(), urgent=True) is LONG_IDLE
+    assert paces.for_control(ID, running, urgent=True) is LONG_IDLE
+    assert paces.for_control(ID, instance(epoch=2), urgent=True) is CONTROL, "idle anew"
 
 
 def test_the_pace_rises_to_its_end() -> None:

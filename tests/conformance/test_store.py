@@ -153,6 +153,22 @@ async def test_only_what_the_change_sets_is_written(store: InstanceStore, other:
     assert await other.get(ID) == cleared
 
 
+async def test_many_changes_at_once_are_each_judged_alone(store: InstanceStore, other: InstanceStore) -> None:
+    records = [await store.apply(birth(instance(number, uses=1))) for number in range(1, 5)]
+    moved = await other.apply(change(records[2], epoch=2))
+    wanted = [*(change(record, uses=7) for record in records), change(instance(9), uses=7)]
+    refused = await store.apply_all(wanted)
+    assert [conflict is None for conflict in refused] == [True, True, False, True, False]
+    assert [conflict.current for conflict in refused if conflict is not None] == [moved, None]
+    uses = {
+        name: record.uses
+        for name, record in (await other.get_many([instance_id(number) for number in range(1, 10)])).items()
+    }
+    assert uses == {instance_id(1): 7, instance_id(2): 7, instance_id(3): 1, instance_id(4): 7}
+    assert len(await store.history(instance_id(1))) == 2
+    assert await store.apply_all([]) == []
+
+
 async def test_concurrent_claims_have_one_winner(stores: Stores, store: InstanceStore) -> None:
     idle = await store.apply(birth(instance()))
     contenders = [stores.open() for _ in range(6)]
@@ -379,6 +395,23 @@ async def test_reports_by_id(store: InstanceStore) -> None:
 
 
 # Provisions -------------------------------------------------------------------------------------------------------
+
+
+async def test_trouble_is_found(store: InstanceStore, other: InstanceStore) -> None:
+    """A failed signal or a notice, until it is over."""
+    quiet: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "version": "1"}
+    for number in range(1, 5):
+        await store.beat(instance_id(number), **quiet, notice="")
+    assert not await other.troubled_reports()
+    await store.write_signal(instance_id(1), epoch=1, signal=Signal.UD_REG_FAILED)
+    await store.beat(instance_id(2), **quiet, notice="terminate")
+    await store.write_signal(instance_id(3), epoch=1, signal=Signal.UD_REG_OK)
+    found = sorted(await other.troubled_reports(), key=lambda report: report.instance_id)
+    assert found == [await store.get_report(instance_id(1)), await store.get_report(instance_id(2))]
+    await store.write_signal(instance_id(1), epoch=2, signal=Signal.UD_REG_OK)
+    await store.write_signal(instance_id(2), epoch=2, signal=Signal.UD_REG_OK)
+    await store.beat(instance_id(2), **quiet, notice="terminate")
+    assert [report.instance_id for report in await other.troubled_reports()] == [instance_id(2)]
 
 
 async def test_a_provision_is_put_once(store: InstanceStore, other: InstanceStore) -> None:

@@ -23,7 +23,6 @@ from remuda.domain.fleet import GHR_ORPHAN_TAG
 
 TOKEN = "github_pat_scale_down"
 PER_PAGE = 100
-#: How many machines one DescribeInstances shows.
 EC2_PAGE = 100
 HANG_S = 60.0
 _RUNNERS = re.compile(r"/(?:orgs/(?P<org>[^/]+)|repos/(?P<repo>[^/]+/[^/]+))/actions/runners(?:/(?P<id>\d+))?")
@@ -80,6 +79,8 @@ class FleetWorld:
         self.github_faults: list[dict[str, Any]] = []
         self.ec2_faults: list[dict[str, Any]] = []
         self.did = Did()
+        #: How many machines one DescribeInstances shows.
+        self.ec2_page = EC2_PAGE
         self.lock = threading.RLock()
         self.closing = threading.Event()
         self._seen: Counter[int] = Counter()
@@ -137,8 +138,8 @@ class FleetWorld:
     def describe(self, filters: Mapping[str, list[str]]) -> list[Machine]:
         def fits(machine: Machine) -> bool:
             for name, values in filters.items():
-                seen = machine.state if name == "instance-state-name" else machine.tags.get(name.removeprefix("tag:"))
-                if seen not in values:
+                own = {"instance-state-name": machine.state, "instance-id": machine.instance_id}
+                if own.get(name, machine.tags.get(name.removeprefix("tag:"))) not in values:
                     return False
             return True
 
@@ -272,8 +273,9 @@ class _Ec2(_Handler):
     def _DescribeInstances(self, form: dict[str, str], _: list[str], filters: dict[str, list[str]]) -> str:  # noqa: N802
         start = int(form.get("NextToken") or 0)
         found = self.world.describe(filters)
-        more = f"<nextToken>{start + EC2_PAGE}</nextToken>" if start + EC2_PAGE < len(found) else ""
-        shown = "".join(f"<item><instancesSet>{_xml(item)}</instancesSet></item>" for item in found[start:][:EC2_PAGE])
+        page = self.world.ec2_page
+        more = f"<nextToken>{start + page}</nextToken>" if start + page < len(found) else ""
+        shown = "".join(f"<item><instancesSet>{_xml(item)}</instancesSet></item>" for item in found[start:][:page])
         return f"<reservationSet>{shown}</reservationSet>{more}"
 
     def _TerminateInstances(self, _: dict[str, str], names: list[str], __: Any) -> str:  # noqa: N802

@@ -168,7 +168,10 @@ class Agent:
         if self._pause_s:
             timeout_s, self._pause_s = min(timeout_s, self._pause_s), 0.0
         self._vital.works_for(timeout_s + WAIT_GRACE_S)
-        control = asyncio.create_task(self._store.wait_for_control(identity.instance_id, record, timeout_s))
+        control = asyncio.create_task(
+            # While a job runs nothing that the record may say can be done; its end is the runner's news.
+            self._store.wait_for_control(identity.instance_id, record, timeout_s, urgent=not runner.busy)
+        )
         local = asyncio.create_task(self._runner.wait_for_change(runner, timeout_s))
         try:
             await asyncio.wait({control, local}, return_when=asyncio.FIRST_COMPLETED)

@@ -99,18 +99,55 @@ async def transition(context: Context, instance: Instance, event: Event, *, by: 
     """Advance an instance by one row and tell the journal. `Conflict` where somebody else was first."""
     change = advance(instance, event, by=by, now=context.clock.now(), why=why)
     after = await apply_surely(context, change)
-    if change.entry.source != change.entry.target:
-        context.journal.note(
-            change.entry.transition,
-            why,
-            instance_id=instance.instance_id,
-            source=change.entry.source,
-            target=change.entry.target,
-            run_id=change.entry.run_id,
-            epoch=change.entry.epoch,
-            cause=change.entry.cause,
-        )
+    _tell(context, change)
     return after
+
+
+async def transition_all(
+    context: Context, instances: Sequence[Instance], event: Event, *, by: Actor, why: str
+) -> Sequence[RemudaError | None]:
+    """`transition` of many by the same row, in as few calls as the store can. One that fails leaves the others
+    untouched; its error is returned in its place.
+    """
+    if not instances:
+        return []
+    now = context.clock.now()
+    changes = [advance(instance, event, by=by, now=now, why=why) for instance in instances]
+    results: list[RemudaError | None]
+    try:
+        results = [
+            _unless_made(change, refused)
+            for change, refused in zip(changes, await context.store.apply_all(changes), strict=True)
+        ]
+    except Unavailable as error:
+        # Some may have been applied: of each alone it can be told.
+        context.journal.note("write-unsure", error.message, instances=len(changes))
+        done = await each(changes, lambda change: apply_surely(context, change))
+        results = [result if isinstance(result, RemudaError) else None for result in done]
+    for change, result in zip(changes, results, strict=True):
+        if result is None:
+            _tell(context, change)
+    return results
+
+
+def _unless_made(change: Change, refused: Conflict | None) -> Conflict | None:
+    made = refused is not None and isinstance(refused.current, Instance) and made_by(change, refused.current)
+    return None if made else refused
+
+
+def _tell(context: Context, change: Change) -> None:
+    entry = change.entry
+    if entry.source != entry.target:
+        context.journal.note(
+            entry.transition,
+            entry.why,
+            instance_id=change.instance_id,
+            source=entry.source,
+            target=entry.target,
+            run_id=entry.run_id,
+            epoch=entry.epoch,
+            cause=entry.cause,
+        )
 
 
 async def apply_surely(context: Context, change: Change) -> Instance:

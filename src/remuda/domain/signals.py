@@ -91,6 +91,11 @@ class Report:
     def rank(self) -> int:
         return self.signal.rank if self.signal else 0
 
+    @property
+    def troubled(self) -> bool:
+        """It says something that a sweep has to look into, whatever it waits for."""
+        return bool(self.notice) or (self.signal is not None and self.signal.failed)
+
     def may_become(self, epoch: int, signal: Signal) -> bool:
         """Whether a signal may be written over this report: (epoch, rank) must not fall."""
         return (epoch, signal.rank) >= (self.epoch, self.rank)

@@ -19,6 +19,8 @@ app = typer.Typer(
     help="A herd of warm machines for GitHub Actions: provision, run, release, reuse.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: drawing boxes around it would cost as much as all the rest of a start.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

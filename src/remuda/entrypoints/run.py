@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -37,6 +36,7 @@ def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, farewell: str = "in
 
     A SIGTERM after a SIGINT is no impatience: GitHub sends both to a cancelled step, and leaves time after each.
     """
+    import asyncio  # noqa: PLC0415 - help does without an event loop
 
     async def main() -> T:
         task = asyncio.ensure_future(work())

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
+from remuda.domain.errors import Conflict
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -47,6 +48,12 @@ class InstanceStore(Protocol):
         """
         ...
 
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        """`apply` of changes to different instances, in fewer calls where the store can: for each change its
+        `Conflict`, or None where it was applied. After `Unavailable` some may have been applied and some not.
+        """
+        ...
+
     async def get(self, instance_id: str) -> Instance | None: ...
 
     async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
@@ -65,8 +72,12 @@ class InstanceStore(Protocol):
         """How many instances are not terminated. May lag."""
         ...
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
-        """Returns the record as soon as it differs from `since`, else what is there after `timeout_s`."""
+    async def wait_for_control(
+        self, instance_id: str, since: Instance | None, timeout_s: float, *, urgent: bool = True
+    ) -> Instance | None:
+        """Returns the record as soon as it differs from `since`, else what is there after `timeout_s`. A store that
+        has to look for changes looks less often where it is not `urgent`.
+        """
         ...
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
@@ -89,6 +100,10 @@ class InstanceStore(Protocol):
 
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
         """As `get_many`."""
+        ...
+
+    async def troubled_reports(self) -> Sequence[Report]:
+        """Those that are `troubled`, for the sweeps. May lag, and may show some of instances that have ended."""
         ...
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:

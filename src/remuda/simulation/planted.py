@@ -345,7 +345,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "an end that was asked for counts as confirmed",
         (
             _MACHINES,
-            "        if view is not None and view.state is not MachineState.TERMINATED:\n            return\n",
+            "        if view is not None and view.state is not MachineState.TERMINATED:\n            return False\n",
             "",
         ),
     ),
@@ -387,16 +387,11 @@ MUTANTS: tuple[Mutant, ...] = (
                 "        outside = await self._look_outside()\n"
             ),
         ),
-        (_SWEEP, "lambda: ghosts.run(outside.runners))", "lambda: ghosts.run(outside.runners, early))"),
-        (
-            _GHOSTS,
-            "    async def run(self, runners: Mapping[str, Sequence[ForgeRunner]]) -> None:\n",
-            "    async def run(self, runners, records) -> None:\n",
-        ),
+        (_SWEEP, "lambda: ghosts.run(outside.runners, untouched))", "lambda: ghosts.run(outside.runners, early))"),
         (
             _GHOSTS,
             "        records, unreadable = await readable(read, self._tally.error)\n",
-            "        _, unreadable = await readable(read, self._tally.error)\n",
+            "        records, (_, unreadable) = live, await readable(read, self._tally.error)\n",
         ),
         (_GHOSTS, "            grace_s=self._config.lifetimes.ghost_grace_s,\n", "            grace_s=0.0,\n"),
     ),

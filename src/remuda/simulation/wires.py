@@ -85,9 +85,11 @@ class Wire:
         self._world.trace.add(self._party.name, f"{operation} {' '.join(subjects)}")
 
 
-_SEARCHES = frozenset({"find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions"})
+_SEARCHES = frozenset(
+    {"find", "find_by_provision", "count_live", "unsettled_provisions", "recent_provisions", "troubled_reports"}
+)
 _WAITS = frozenset({"wait_for_control", "wait_for_report"})
-_RECORD_WRITES = frozenset({"apply", "write_signal", "beat", "put_provision", "replace_provision"})
+_RECORD_WRITES = frozenset({"apply", "apply_all", "write_signal", "beat", "put_provision", "replace_provision"})
 _WRITES = _RECORD_WRITES | {"put_config", "put_sightings", "forget", "prepare"}
 
 
@@ -173,11 +175,11 @@ class StoreWire(Wire):
         return call
 
     def _wait(self, inner: Call) -> Call:
-        async def call(instance_id: str, since: Any, timeout_s: float) -> Any:
+        async def call(instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
             self._throttle([instance_id])
             if self._strikes(Fault.READ_FAILED, RARE / 2, [instance_id]):
                 raise Unavailable("the store did not answer a read")
-            return await inner(instance_id, since, timeout_s)
+            return await inner(instance_id, since, timeout_s, **named)
 
         return call
 
@@ -253,7 +255,7 @@ class StoreWire(Wire):
         if isinstance(first, Change):
             return [first.instance_id]
         if isinstance(first, Collection) and not isinstance(first, Mapping):
-            return sorted(first)
+            return sorted(item.instance_id if isinstance(item, Change) else item for item in first)
         return []
 
 

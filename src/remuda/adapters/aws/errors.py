@@ -25,6 +25,10 @@ RETRY_AFTER_S = 2.0
 DYNAMODB, SQS, EC2 = "DynamoDB", "SQS", "EC2"
 
 CONDITION_FAILED = "ConditionalCheckFailedException"
+#: A condition of one of its parts did not hold, or somebody else wrote at the same time: nothing was written.
+TRANSACTION_REFUSED = frozenset(
+    {"TransactionCanceledException", "TransactionConflictException", "TransactionInProgressException"}
+)
 TABLE_MISSING = "ResourceNotFoundException"
 TABLE_BUSY = "ResourceInUseException"
 VALIDATION = "ValidationException"

@@ -104,6 +104,17 @@ class MemoryInstanceStore:
         self._database.changes.tell((Instance, change.instance_id))
         return record
 
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        refused: list[Conflict | None] = []
+        for change in changes:
+            try:
+                await self.apply(change)
+            except Conflict as conflict:
+                refused.append(conflict)
+            else:
+                refused.append(None)
+        return refused
+
     async def get(self, instance_id: str) -> Instance | None:
         self._count("get")
         return self._database.instances.get(instance_id)
@@ -132,7 +143,14 @@ class MemoryInstanceStore:
         self._count("count_live")
         return sum(record.state is not State.TERMINATED for record in self._database.instances.values())
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
+    async def wait_for_control(
+        self,
+        instance_id: str,
+        since: Instance | None,
+        timeout_s: float,
+        *,
+        urgent: bool = True,  # noqa: ARG002 - changes are told of here
+    ) -> Instance | None:
         return await self._wait(Instance, self._database.instances, instance_id, since, timeout_s)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
@@ -171,6 +189,10 @@ class MemoryInstanceStore:
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
         self._count("get_reports")
         return _those(self._database.reports, instance_ids)
+
+    async def troubled_reports(self) -> Sequence[Report]:
+        self._count("troubled_reports")
+        return [report for report in self._database.reports.values() if report.troubled]
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         self._count("write_signal")

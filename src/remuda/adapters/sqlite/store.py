@@ -63,14 +63,29 @@ class SqliteInstanceStore:
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        def job(connection: sqlite3.Connection) -> str:
-            current = self._one(connection, Instance, change.instance_id)
-            if not change.guard.admits(current):
-                raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
-            return tables.write_instance(connection, change.applied_to(current), change.entry)
-
         # Parsed again, so that the caller holds exactly what readers will see.
-        return self._there(Instance, await self._write("apply", job), change.instance_id)
+        written = await self._write("apply", partial(self._change, change=change))
+        return self._there(Instance, written, change.instance_id)
+
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        def job(connection: sqlite3.Connection) -> list[Conflict | None]:
+            refused: list[Conflict | None] = []
+            for change in changes:
+                try:
+                    self._change(connection, change)
+                except Conflict as conflict:
+                    refused.append(conflict)
+                else:
+                    refused.append(None)
+            return refused
+
+        return await self._write("apply_all", job)
+
+    def _change(self, connection: sqlite3.Connection, change: Change) -> str:
+        current = self._one(connection, Instance, change.instance_id)
+        if not change.guard.admits(current):
+            raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
+        return tables.write_instance(connection, change.applied_to(current), change.entry)
 
     async def get(self, instance_id: str) -> Instance | None:
         return await self._read("get", lambda connection: self._one(connection, Instance, instance_id))
@@ -89,7 +104,14 @@ class SqliteInstanceStore:
     async def count_live(self) -> int:
         return await self._read("count_live", tables.count_live)
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
+    async def wait_for_control(
+        self,
+        instance_id: str,
+        since: Instance | None,
+        timeout_s: float,
+        *,
+        urgent: bool = True,  # noqa: ARG002 - changes are told of here
+    ) -> Instance | None:
         return await self._wait(Instance, instance_id, since, timeout_s)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
@@ -113,6 +135,10 @@ class SqliteInstanceStore:
 
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
         return await self._get_many("get_reports", Report, instance_ids)
+
+    async def troubled_reports(self) -> Sequence[Report]:
+        found = self._readable(Report, await self._read("troubled_reports", tables.all_reports))
+        return [report for report in found if report.troubled]
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         def job(connection: sqlite3.Connection) -> None:

@@ -112,6 +112,11 @@ def in_states(
     )
 
 
+def all_reports(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """One for each machine of this computer: few."""
+    return _named(connection.execute("SELECT instance_id, doc FROM reports"))
+
+
 def of_provision(connection: sqlite3.Connection, provision_id: str) -> list[tuple[str, str]]:
     return _named(
         connection.execute(

@@ -22,8 +22,10 @@ class GhostSweep:
         self._tally = tally
         self._sightings = sightings
 
-    async def run(self, runners: Mapping[str, Sequence[ForgeRunner]]) -> None:
-        """`runners` were listed before: the records are read now."""
+    async def run(self, runners: Mapping[str, Sequence[ForgeRunner]], live: Mapping[str, Instance]) -> None:
+        """`runners` were listed before `live` was searched for. A search may lag: it may clear one for now, but
+        those that it does not clear are judged by their records, read now.
+        """
         ours = [
             (scope, runner, parsed[1])
             for scope, listed in runners.items()
@@ -32,6 +34,7 @@ class GhostSweep:
             # The prefix of pool `ci` also begins the names of a pool `ci-2`: the rest must be an instance.
             and is_instance_id(parsed[1])
         ]
+        ours = [item for item in ours if not self._is_cleared(item[1], live.get(item[2]))]
         read = self._context.store.get_many({instance_id for _, _, instance_id in ours})
         records, unreadable = await readable(read, self._tally.error)
         ghosts = [
@@ -42,6 +45,9 @@ class GhostSweep:
         for result in await each(ghosts, lambda ghost: self._remove(*ghost)):
             if isinstance(result, RemudaError):
                 self._tally.error(f"ghost registrations: {result.message}")
+
+    def _is_cleared(self, runner: ForgeRunner, record: Instance | None) -> bool:
+        return record is not None and self._why(runner, record) is None
 
     def _why(self, runner: ForgeRunner, record: Instance | None) -> str | None:
         since = self._sightings.since(f"ghost:{runner.name}") if record is None else None

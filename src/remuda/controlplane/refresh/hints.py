@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from math import inf
 
-from remuda.controlplane.context import Context, readable
+from remuda.controlplane.context import Context, each, readable
 from remuda.controlplane.refresh.machines import Sightings
 from remuda.controlplane.refresh.result import Tally
-from remuda.domain.errors import NotFound
+from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.timestamps import to_milliseconds
@@ -34,13 +34,15 @@ class HintSweep:
 
     async def run(self, idle_instances: Iterable[Instance]) -> None:
         idle = Counter(item.resource_class for item in idle_instances)
-        for resource_class in self._config.classes:
+        names = [resource_class.name for resource_class in self._config.classes]
+        for name, depth in zip(names, await each(names, self._context.pool.depth), strict=True):
             try:
-                depth = await self._context.pool.depth(resource_class.name)
-                if depth > idle[resource_class.name] and self._again(resource_class.name):
-                    await self._clean(resource_class.name, min(depth, MAX_LOOKS))
+                if isinstance(depth, RemudaError):
+                    raise depth
+                if depth > idle[name] and self._again(name):
+                    await self._clean(name, min(depth, MAX_LOOKS))
             except NotFound:
-                self._tally.error(f"class {resource_class.name} has no queue; run remuda refresh")
+                self._tally.error(f"class {name} has no queue; run remuda refresh")
 
     def _again(self, name: str) -> bool:
         """A message that is being claimed is counted too: only what was too much at the last sweep as well is stale."""

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 
-from remuda.controlplane.context import Context, each, readable, transition
+from remuda.controlplane.context import Context, each, readable, transition, transition_all
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
@@ -125,13 +125,19 @@ class MachineSweep:
         views = await self._context.compute.describe(sorted(ending))
         records, _ = await readable(self._context.store.get_many(sorted(ending)), self._tally.error)
         waiting = [item for item in records.values() if item.state is State.TERMINATING]
-        await self._each(waiting, lambda item: self._confirm(item, views.get(item.instance_id), described_at))
+        await self._confirm([item for item in waiting if self._ended(item, views.get(item.instance_id), described_at)])
 
-    async def _confirm(self, instance: Instance, view: MachineView | None, described_at: datetime) -> None:
+    def _ended(self, instance: Instance, view: MachineView | None, described_at: datetime) -> bool:
         if view is not None and view.state is not MachineState.TERMINATED:
-            return
-        if view is None and not self._is_missing(instance, described_at):
-            return
+            return False
+        return view is not None or self._is_missing(instance, described_at)
+
+    async def _confirm(self, ended: Sequence[Instance]) -> None:
+        """Nobody waits for it and nothing follows: all of them in one go."""
         event = Confirm(keep_records_s=self._config.lifetimes.keep_records_s)
-        await transition(self._context, instance, event, by=Actor.REFRESH, why="the machine has ended")
-        self._tally.terminated.append(instance.instance_id)
+        results = await transition_all(self._context, ended, event, by=Actor.REFRESH, why="the machine has ended")
+        for instance, error in zip(ended, results, strict=True):
+            if error is None:
+                self._tally.terminated.append(instance.instance_id)
+            elif not isinstance(error, Conflict):
+                self._tally.error(f"machines: {error.message}")

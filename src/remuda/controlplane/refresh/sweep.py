@@ -6,6 +6,7 @@ disowned. Each sweep stands alone; one that fails is reported, and the others go
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,7 @@ class Sweep:
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
         counts = Counter(item.state for item in records.values())
         tally.fleet = {state.value: counts[state] for state in State if state in LIVE}
-        wanted = [key for key, item in records.items() if item.state not in ABSORBING]
-        reports, _ = await readable(context.store.get_reports(wanted), tally.error)
+        reports = await self._reports(records)
         await self._guarded("records", lambda: self._sweep_records(records, reports))
         if outside.machines is not None:
             machines = MachineSweep(context, config, tally, sightings)
@@ -61,7 +61,8 @@ class Sweep:
         hints = HintSweep(context, config, tally, sightings)
         await self._guarded("stale hints", lambda: hints.run(self._still_idle(records)))
         ghosts = GhostSweep(context, config, tally, sightings)
-        await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners))
+        untouched = {key: item for key, item in records.items() if key not in tally.retired}
+        await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners, untouched))
         await self._guarded("sightings", lambda: sightings.save(context.store))
         await self._guarded("old records", self._forget)
         for name, why in context.store.malformed_records.items():
@@ -74,21 +75,33 @@ class Sweep:
             self._tally.error(f"{what}: {error.message}")
 
     async def _look_outside(self) -> Outside:
-        machines: Sequence[MachineView] | None = None
         listed_at = self._context.clock.now()
+        machines, runners = await asyncio.gather(self._list_machines(), self._list_runners())
+        return Outside(listed_at=listed_at, machines=machines, runners=runners)
+
+    async def _list_machines(self) -> Sequence[MachineView] | None:
         try:
-            machines = await self._context.compute.list_pool()
+            return await self._context.compute.list_pool()
         except RemudaError as error:
             self._tally.error(f"machines: {error.message}")
+            return None
+
+    async def _list_runners(self) -> Mapping[str, Sequence[ForgeRunner]]:
         runners: dict[str, Sequence[ForgeRunner]] = {}
         forge = self._context.forge
-        scopes = [item.scope for item in self._config.tokens] if forge is not None else []
-        for scope in scopes:
+        for scope in [item.scope for item in self._config.tokens] if forge is not None else []:
             try:
                 runners[scope] = await forge.list_runners(scope) if forge is not None else ()
             except RemudaError as error:
                 self._tally.error(f"runners of {scope}: {error.message}")
-        return Outside(listed_at=listed_at, machines=machines, runners=runners)
+        return runners
+
+    async def _reports(self, records: Mapping[str, Instance]) -> Mapping[str, Report]:
+        """Those on which something hangs: of the others a sweep would learn that all is well."""
+        releasing = [key for key, item in records.items() if item.state is State.RELEASING]
+        troubled = {report.instance_id: report for report in await self._context.store.troubled_reports()}
+        waited_for, _ = await readable(self._context.store.get_reports(releasing), self._tally.error)
+        return {**troubled, **waited_for}
 
     async def _sweep_records(self, records: Mapping[str, Instance], reports: Mapping[str, Report]) -> None:
         """Expired, failed, interrupted, to be announced: one decision for each record."""

@@ -132,6 +132,8 @@ def signal_arguments(instance_id: str, *, epoch: int, signal: Signal, detail: st
     expression.set("signal", signal)
     expression.set("rank", signal.rank)
     expression.set("detail", detail[:MAX_DETAIL])
+    # A notice that it was there for comes back with the next beat.
+    _set_troubled(expression, instance_id, troubled=signal.failed)
     expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
     stored_epoch, stored_rank = expression.name("epoch"), expression.name("rank")
     return expression.arguments(
@@ -146,13 +148,22 @@ def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime
     for name, value in fields.items():
         expression.set(camel(name), value)
     expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
+    if fields.get("notice"):
+        _set_troubled(expression, instance_id, troubled=True)
     expression.add("beat", 1)
     return expression.arguments()
 
 
+def _set_troubled(expression: Expression, instance_id: str, *, troubled: bool) -> None:
+    expression.set(items.LIVE_PK, items.TROUBLED if troubled else None)
+    expression.set(items.LIVE_SK, instance_id if troubled else None)
+
+
 def report_end(at: datetime) -> dict[str, Any]:
-    """A report goes with its record."""
+    """A report goes with its record, and is no trouble any more."""
     expression = Expression()
+    expression.remove(items.LIVE_PK)
+    expression.remove(items.LIVE_SK)
     expression.set_raw(items.TTL, items.seconds(at))
     return expression.arguments(f"attribute_exists({expression.name(items.PK)})")
 

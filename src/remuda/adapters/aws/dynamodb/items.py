@@ -3,7 +3,7 @@
 | item | pk | sk | `live` index | `by_provision` index |
 |---|---|---|---|---|
 | control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold, until terminated | its provision, id |
-| report | `report#<role's id>:<id>` | `report` | | |
+| report | `report#<role's id>:<id>` | `report` | `troubled`, id, where it tells of trouble | |
 | history | `history#<id>` | time, epoch, sequence | | |
 | provision | `run#<run id>` | provision id | `unsettled`, deadline, or first once released | `provisions`, creation |
 | configuration, sightings, prefixes of keys | `pool` | `config`, `sightings`, `prefixes` | | |
@@ -36,6 +36,8 @@ PROVISION_INDEX, PROVISION_PK, PROVISION_SK = "by_provision", "gsi2pk", "gsi2sk"
 #: every count of the live ones is a query to each.
 SHARDS = 4
 UNSETTLED = "unsettled"
+#: Reports that a sweep has to look into.
+TROUBLED = "troubled"
 PROVISIONS = "provisions"
 #: Sorts before every time: a released provision is always due.
 ALWAYS_DUE = "0"

@@ -12,7 +12,7 @@ from remuda.adapters.aws.dynamodb.history import HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, Keys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, SharedKeys
 from remuda.adapters.aws.dynamodb.pace import Paces
-from remuda.adapters.aws.dynamodb.table import POLL, Refused, Table, key_of
+from remuda.adapters.aws.dynamodb.table import POLL, TRANSACTION, Refused, Table, key_of
 from remuda.adapters.aws.dynamodb.watch import Pace, Watch
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import timestamps
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: How many histories are read at a time: a query each.
 HISTORIES_AT_ONCE = 64
+#: How many changes share a transaction: each may end a report, too.
+TOGETHER = TRANSACTION // 2
 
 T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
@@ -102,9 +104,37 @@ class DynamoInstanceStore:
         self._unsure.pop(change.instance_id, None)
         self._history.add(change.instance_id, change.entry)
         self._watch.nudge(key_of(key))
-        if change.sets.get("state") is State.TERMINATED:
-            await self._end_report(change)
+        if ends_at := _report_ends_at(change):
+            await self._end_report(change.instance_id, ends_at)
         return self._there(Instance, item, change.instance_id)
+
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        parts = await gathered(self._apply_together(part) for part in chunks(changes, TOGETHER))
+        return [refused for part in parts for refused in part]
+
+    async def _apply_together(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+        """In one transaction; where that is refused one by one, which tells who was."""
+        keys = await self._keys.of([change.instance_id for change in changes])
+        updates: list[tuple[Item, Mapping[str, Any]]] = []
+        for change in changes:
+            of = keys[change.instance_id]
+            updates.append((of.control(change.instance_id), expressions.change_arguments(change)))
+            if ends_at := _report_ends_at(change):
+                updates.append((of.report(change.instance_id), expressions.report_end(ends_at)))
+        if len(changes) == 1 or not await self._table.update_together(updates):
+            return [refused for (refused,) in await gathered(map(self._refusal, changes))]
+        for change in changes:
+            self._unsure.pop(change.instance_id, None)
+            self._history.add(change.instance_id, change.entry)
+            self._watch.nudge(key_of(keys[change.instance_id].control(change.instance_id)))
+        return [None] * len(changes)
+
+    async def _refusal(self, change: Change) -> tuple[Conflict | None]:
+        try:
+            await self.apply(change)
+        except Conflict as conflict:
+            return (conflict,)
+        return (None,)
 
     def _settle_unsure(self, change: Change, current: Instance | None, *, repeated: bool) -> None:
         """A refusal that shows the very change whose answer was lost: it was made, and has its line in the history."""
@@ -113,18 +143,15 @@ class DynamoInstanceStore:
         if unsure and current is not None and replace(current, **change.sets) == current:
             self._history.add(change.instance_id, change.entry)
 
-    async def _end_report(self, change: Change) -> None:
+    async def _end_report(self, instance_id: str, ends_at: datetime) -> None:
         """The record is written: what goes wrong here leaves the report to its own end."""
-        forget_at = change.sets.get("forget_at")
-        if forget_at is None:
-            return
         try:
-            key = (await self._keys_of(change.instance_id)).report(change.instance_id)
-            await self._table.update(key, expressions.report_end(forget_at))
+            key = (await self._keys_of(instance_id)).report(instance_id)
+            await self._table.update(key, expressions.report_end(ends_at))
         except Refused:
             return  # there is none
         except RemudaError as error:
-            self._journal.note("report-kept", error.message, instance_id=change.instance_id)
+            self._journal.note("report-kept", error.message, instance_id=instance_id)
 
     async def get(self, instance_id: str) -> Instance | None:
         key = (await self._keys_of(instance_id)).control(instance_id)
@@ -164,8 +191,10 @@ class DynamoInstanceStore:
 
         return sum(await gathered(count(number) for number in range(items.SHARDS)))
 
-    async def wait_for_control(self, instance_id: str, since: Instance | None, timeout_s: float) -> Instance | None:
-        pace = self._paces.for_control(instance_id, since)
+    async def wait_for_control(
+        self, instance_id: str, since: Instance | None, timeout_s: float, *, urgent: bool = True
+    ) -> Instance | None:
+        pace = self._paces.for_control(instance_id, since, urgent=urgent)
         key = (await self._keys_of(instance_id)).control(instance_id)
         return await self._wait(Instance, key, since, pace, timeout_s)
 
@@ -195,6 +224,10 @@ class DynamoInstanceStore:
     async def get_reports(self, instance_ids: Collection[str]) -> Mapping[str, Report]:
         return await self._get_many(Report, Keys.report, instance_ids)
 
+    async def troubled_reports(self) -> Sequence[Report]:
+        arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.TROUBLED))
+        return self._readable(Report, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
+
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         arguments = expressions.signal_arguments(
             instance_id, epoch=epoch, signal=signal, detail=detail, now=self._clock.now()
@@ -217,7 +250,7 @@ class DynamoInstanceStore:
         self._watch.nudge(key_of(key))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
-        pace = self._paces.for_report()
+        pace = self._paces.for_report(since)
         key = (await self._keys_of(instance_id)).report(instance_id)
         return await self._wait(Report, key, since, pace, timeout_s)
 
@@ -350,3 +383,9 @@ class DynamoInstanceStore:
     @property
     def _where(self) -> str:
         return f"table {self._table.name}"
+
+
+def _report_ends_at(change: Change) -> datetime | None:
+    """A report goes with the record of an ended instance."""
+    forget_at: datetime | None = change.sets.get("forget_at") if change.sets.get("state") is State.TERMINATED else None
+    return forget_at

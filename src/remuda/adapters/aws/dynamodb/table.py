@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.dynamodb.items import PK, SK, Item
-from remuda.adapters.aws.errors import CONDITION_FAILED, DYNAMODB, FAILURES, attempts_of, code_of, item_of, translated
+from remuda.adapters.aws.errors import (
+    CONDITION_FAILED,
+    DYNAMODB,
+    FAILURES,
+    TRANSACTION_REFUSED,
+    attempts_of,
+    code_of,
+    item_of,
+    translated,
+)
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain.errors import Throttled
 from remuda.ports.calls import CallCounter
@@ -23,6 +32,8 @@ SERVICE = "dynamodb"
 #: What one BatchGetItem and one BatchWriteItem may carry.
 READ_BATCH = 100
 WRITE_BATCH = 25
+#: And one TransactWriteItems.
+TRANSACTION = 100
 #: How often the rest of a batch that was not processed is asked for again, and how long before.
 BATCH_TRIES = 6
 BATCH_PAUSE_S = 0.05
@@ -97,6 +108,21 @@ class Table:
             **arguments,
         )
         return answer["Attributes"]
+
+    async def update_together(self, updates: Sequence[tuple[Item, Mapping[str, Any]]]) -> bool:
+        """All of these updates, at most `TRANSACTION` of them; False where nothing was written."""
+        parts: list[Any] = [{"Update": {"TableName": self.name, "Key": key, **arguments}} for key, arguments in updates]
+
+        async def write(**arguments: Any) -> Any:
+            try:
+                return await self.client.transact_write_items(**arguments)
+            except ClientError as error:
+                if code_of(error) in TRANSACTION_REFUSED:
+                    return {**error.response, "Refused": True}
+                raise
+
+        answer = await self.call("TransactWriteItems", write, TransactItems=parts)
+        return not answer.get("Refused")
 
     async def put(self, item: Item, arguments: Mapping[str, Any]) -> None:
         await self.call(

@@ -1,0 +1,102 @@
+"""Very many claims at once from a warm pool, by as many provisions, and by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.figures import Figure, Kind, Results, percentile
+from benchmarks.floor import Floor
+from benchmarks.world import Pool, World, beating, idle
+from remuda.adapters.system.clock import SystemClock
+from remuda.controlplane.provision import ProvisionResult, provision
+
+P99_MOST_S = 5.0
+CONFLICTS_MOST_PERCENT = 10.0
+
+
+class ClaimJournal:
+    """Hears of claims as they are won and lost."""
+
+    def __init__(self) -> None:
+        self._clock = SystemClock()
+        self.started = self._clock.monotonic()
+        self.won_s: list[float] = []
+        self.lost = 0
+
+    def note(self, action: str, why: str = "", **facts: Any) -> None:  # noqa: ARG002 - the port's
+        if action == "claim-won":
+            self.won_s.append(self._clock.monotonic() - self.started)
+        elif action == "claim-lost":
+            self.lost += 1
+
+
+async def run(world: World, _floor: Floor) -> Results:
+    claims = world.size.claims
+
+    async def many(pool: Pool, journal: ClaimJournal) -> list[ProvisionResult]:
+        return await asyncio.gather(*(_provision(pool, 1, journal) for _ in range(claims)))
+
+    async def one(pool: Pool, journal: ClaimJournal) -> list[ProvisionResult]:
+        return [await _provision(pool, claims, journal)]
+
+    return await _measure(world, f"{claims} provisions of 1", many) + await _measure(
+        world, f"one provision of {claims}", one
+    )
+
+
+async def _provision(pool: Pool, number: int, journal: ClaimJournal) -> ProvisionResult:
+    async with pool.context() as context:
+        return await provision(replace(context, journal=journal), pool.order(number))
+
+
+async def _measure(
+    world: World, name: str, work: Callable[[Pool, ClaimJournal], Awaitable[list[ProvisionResult]]]
+) -> Results:
+    claims, warm = world.size.claims, world.size.warm
+    await world.clear()
+    pool = await world.pool()
+    herd = [idle(number) for number in range(warm)]
+    await pool.write(herd, [beating(record) for record in herd])
+    # So many agents with a store each would be more than this computer carries.
+    await pool.follow([record.instance_id for record in herd], shared=True)
+    async with pool.context() as context:
+        await context.pool.send([record.message() for record in herd])
+    journal = ClaimJournal()
+    made = await work(pool, journal)
+    reused = sum(item.reused for item in made)
+    tried = len(journal.won_s) + journal.lost
+    what = f"{name} at once, {warm} warm"
+    return Results(
+        figures=(
+            Figure(
+                name=f"{what}: not claimed",
+                unit="machines",
+                before="—",
+                most=0,
+                ours=claims - reused,
+                kind=Kind.COUNT,
+                note=f"all running after {max(item.seconds for item in made):.2f} s",
+            ),
+            Figure(
+                name=f"{what}: p99 of a claim",
+                unit="s",
+                before="—",
+                most=P99_MOST_S,
+                ours=round(percentile(journal.won_s, 0.99), 4),
+                kind=Kind.TIME,
+                samples=len(journal.won_s),
+            ),
+            Figure(
+                name=f"{what}: conflicts",
+                unit="%",
+                before="—",
+                most=CONFLICTS_MOST_PERCENT,
+                ours=round(100 * journal.lost / tried, 2),
+                kind=Kind.COUNT,
+                samples=tried,
+            ),
+        )
+    )

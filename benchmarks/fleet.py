@@ -1,0 +1,68 @@
+"""Scale-down of a fleet whose runners are all busy: lists, and nothing else."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from benchmarks.figures import Figure, Kind, Results
+from benchmarks.floor import Floor
+from benchmarks.world import World
+from remuda.adapters.aws.clients import open_session
+from remuda.adapters.aws.ec2.calls import client_config
+from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
+from remuda.adapters.github.client import GithubForge
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.scale_down import FleetContext, scale_down
+from remuda.ports.calls import CallCounter
+from remuda.ports.journal import SilentJournal
+from remuda.settings import Settings
+from support.fleet_world import TOKEN, FleetWorld, Machine, serve
+from support.fleets import ENVIRONMENT, ORG, tags
+from support.records import instance_id
+
+GITHUB_CALLS_MOST = 13
+
+
+def busy_fleet(number: int) -> FleetWorld:
+    world = FleetWorld()
+    world.owners.add(ORG)
+    launched_at = SystemClock().now() - timedelta(hours=1)
+    for each in range(number):
+        name = instance_id(each)
+        world.add_machine(Machine(name, launched_at, "running", tags()))
+        world.add_runner({"id": each + 1, "name": f"runner-{name}", "owner": ORG, "busy": True})
+    return world
+
+
+async def run(world: World, _floor: Floor) -> Results:
+    number = world.size.busy_runners
+    fleet = busy_fleet(number)
+    clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
+    with serve(fleet) as served:
+        async with open_session().create_client("ec2", config=client_config(), endpoint_url=served.ec2_url) as client:
+            forge = GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
+            context = FleetContext(
+                environment=ENVIRONMENT,
+                fleet=Ec2RunnerFleet(client=client, environment=ENVIRONMENT, clock=clock, ids=ids, calls=calls),
+                forge=forge,
+                clock=clock,
+                journal=SilentJournal(),
+                calls=calls,
+            )
+            done = await scale_down(context, Settings().scale_down_policy)
+            await forge.close()
+    if done.errors or fleet.did.terminated:
+        raise RuntimeError(f"a scale-down went wrong: {done.errors}")
+    return Results(
+        figures=(
+            Figure(
+                name=f"scale-down of {number:,} busy runners: GitHub calls",
+                unit="calls",
+                before="1,012, in 23 s",
+                most=GITHUB_CALLS_MOST,
+                ours=fleet.did.of_github(),
+                kind=Kind.COUNT,
+                note=f"{done.seconds:.2f} s",
+            ),
+        )
+    )

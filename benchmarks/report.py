@@ -1,0 +1,191 @@
+"""What a run found, for people, for programs and for the docs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import curves
+from benchmarks.curves import Bar
+from benchmarks.figures import Figure, Kind, Point, Results
+
+BEGIN = "<!-- generated: figures -->"
+END = "<!-- end of figures -->"
+_NUMBER = re.compile(r"[\d.,]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run of all benchmarks."""
+
+    at: datetime
+    seconds: float
+    results: Results
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "at": self.at.isoformat(timespec="seconds"),
+            "seconds": round(self.seconds, 1),
+            "machine": machine(),
+            "figures": [figure.document() for figure in self.results.figures],
+            "growth": [point.document() for point in self.results.points],
+        }
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "system": platform.system(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+
+def show(results: Results, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, title="Figures", title_justify="left")
+    for name in ("figure", "its predecessor"):
+        table.add_column(name, overflow="fold")
+    for name in ("limit", "ours", "floor", "× floor", "× with waits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for figure in results.figures:
+        verdict = Text("met", style="green") if figure.met else Text("not met", style="bold red")
+        table.add_row(*_cells(figure), verdict)
+    if results.figures:
+        console.print(table)
+    if results.points:
+        console.print(_growth_table(results.points))
+
+
+def _growth_table(points: Sequence[Point]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Growth", title_justify="left")
+    table.add_column("operation")
+    for name in ("live", "old records", "seconds", "calls"):
+        table.add_column(name, justify="right")
+    table.add_column("by service")
+    for point in points:
+        by_service = ", ".join(f"{service} {number}" for service, number in point.calls.items())
+        total = sum(point.calls.values())
+        table.add_row(
+            point.operation, f"{point.live:,}", f"{point.old:,}", f"{point.seconds:.2f}", f"{total:,}", by_service
+        )
+    return table
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    limit = f"≤ {_shown(figure.most, figure)}"
+    if figure.most_floors is not None:
+        limit += f", {figure.most_floors:g} ×"
+    return (
+        figure.name,
+        figure.before,
+        limit,
+        _shown(figure.ours, figure),
+        "" if figure.floor is None else _shown(figure.floor, figure),
+        "" if figure.ratio is None else f"{figure.ratio:.1f}",
+        "" if figure.ratio_with_waits is None else f"{figure.ratio_with_waits:.1f}",
+    )
+
+
+def _shown(value: float, figure: Figure) -> str:
+    if figure.unit == "s":
+        return f"{value:.2f} s"
+    number = f"{value:,.1f}".removesuffix(".0")
+    return f"{number} {figure.unit}" if figure.unit in {"MB", "%"} else number
+
+
+# The docs ---------------------------------------------------------------------------------------------------------
+
+
+def write_docs(run: Run, docs: Path) -> None:
+    folder = docs / "benchmarks"
+    folder.mkdir(exist_ok=True)
+    (folder / "figures.json").write_text(json.dumps(run.document(), indent=1) + "\n", encoding="utf-8")
+    for name, drawing in plots(run.results).items():
+        (folder / name).write_text(drawing, encoding="utf-8")
+    page = docs / "benchmarks.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{markdown(run)}\n{END}{after}", encoding="utf-8")
+
+
+def markdown(run: Run) -> str:
+    kind = machine()
+    found = run.results.figures
+    met = sum(figure.met for figure in found)
+    lines = [
+        (
+            f"Measured on {run.at:%d %B %Y}, {kind['system']} {kind['processor']} with {kind['cores']} cores, Python "
+            f"{kind['python']}, in {run.seconds / 60:.0f} minutes: {met} of {len(found)} limits are met."
+        ),
+        "",
+        "| figure | its predecessor | limit | ours | floor | × floor | × with waits | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**not met**'} |" for figure in found]
+    if run.results.points:
+        lines += ["", "| operation | live | old records | seconds | calls | by service |", "|---|--:|--:|--:|--:|---|"]
+        lines += [_growth_line(point) for point in run.results.points]
+    return "\n".join(lines)
+
+
+def _growth_line(point: Point) -> str:
+    by_service = ", ".join(f"{service} {number}" for service, number in point.calls.items())
+    total = sum(point.calls.values())
+    return f"| {point.operation} | {point.live:,} | {point.old:,} | {point.seconds:.2f} | {total:,} | {by_service} |"
+
+
+def plots(results: Results) -> dict[str, str]:
+    """By file name."""
+    timed = [figure for figure in results.figures if figure.kind is Kind.TIME and first_number(figure.before)]
+    drawn: dict[str, str] = {}
+    if timed:
+        shown = [_bar(figure) for figure in timed]
+        drawn["against.svg"] = curves.bars(
+            shown, title="Seconds: ours, the limit (line), its predecessor (grey)", unit=" s"
+        )
+    old = max((point.old for point in results.points), default=0)
+    for file, what, unit, value in (
+        ("growth-calls.svg", "Calls", "", lambda point: float(sum(point.calls.values()))),
+        ("growth-seconds.svg", "Seconds", " s", lambda point: point.seconds),
+    ):
+        for number in (0, old) if old else ():
+            suffix = "" if number == 0 else "-old"
+            chosen = [point for point in results.points if point.old == number]
+            title = f"{what} by live instances, {number:,} old records"
+            drawn[file.replace(".svg", f"{suffix}.svg")] = curves.lines(
+                {
+                    name: [(float(point.live), value(point)) for point in chosen if point.operation == name]
+                    for name in dict.fromkeys(point.operation for point in chosen)
+                },
+                title=title,
+                across="live instances",
+                unit=unit,
+            )
+    return drawn
+
+
+def _bar(figure: Figure) -> Bar:
+    return Bar(name=figure.name, ours=figure.ours, limit=figure.most, before=first_number(figure.before))
+
+
+def first_number(text: str) -> float | None:
+    """Of what was measured for its predecessor: the smaller, where there is a range."""
+    found = _NUMBER.search(text)
+    return float(found[0].replace(",", "")) if found and "·" not in text else None

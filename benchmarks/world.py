@@ -1,0 +1,331 @@
+"""What every benchmark runs on: the servers, the real control plane with adapters for AWS, and agents beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.agents import AgentsProcess, Following, agents_process
+from benchmarks.wire import WireCount
+from remuda.adapters.aws.clients import AwsClients, config
+from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.items import Item, Keys
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.ec2.calls import client_config
+from remuda.adapters.aws.ec2.compute import Ec2Compute
+from remuda.adapters.aws.gathering import chunks, gathered
+from remuda.adapters.aws.identity import key_prefix_of
+from remuda.adapters.aws.sqs import SqsResourcePool
+from remuda.adapters.github.client import GithubForge
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.bootstrap import desired
+from remuda.controlplane.context import Context
+from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
+from remuda.controlplane.refresh import RefreshResult, refresh
+from remuda.controlplane.release import Fate, ReleaseResult, release
+from remuda.domain.instance import Instance, State
+from remuda.domain.resources import Tier, TypePatterns, UsageClass
+from remuda.domain.signals import Report
+from remuda.domain.timestamps import to_milliseconds, to_text
+from remuda.ports.calls import CallCounter
+from remuda.ports.compute import LaunchRequest, LaunchResult
+from remuda.ports.journal import SilentJournal
+from remuda.settings import Settings, load
+from support.aws_servers import AwsServers
+from support.records import instance, instance_id
+
+SCOPE = "octo/repo"
+CLASS = "large"
+WRITE_BATCH = 25
+#: How many batches are under way while a table is filled.
+WRITERS = 8
+#: Long enough for every benchmark; nothing expires that is not meant to.
+SETTINGS: dict[str, Any] = {"idle_time_sec": 3_000, "margin_sec": 1, "max_instances": 10_000}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much is measured: all of it, less of it, or just enough to see that it runs."""
+
+    #: Of each timing.
+    samples: int = 5
+    #: Machines asked for at once.
+    counts: tuple[int, ...] = (1, 10, 50)
+    registration_s: float = 2.5
+    #: When the agent of a new machine is there.
+    boots_s: tuple[float, ...] = (2.0, 7.3)
+    reaped: int = 50
+    misfits: int = 100
+    claims: int = 256
+    warm: int = 300
+    busy_runners: int = 1_000
+    reactions: int = 120
+    #: Of an idle agent's life, in a time that runs faster.
+    idle_min: float = 13.0
+    live: tuple[int, ...] = (10, 100, 1_000, 5_000)
+    old: int = 100_000
+    starts: int = 9
+
+
+FULL = Size()
+QUICK = Size(samples=3, boots_s=(2.0,), reactions=40, live=(10, 100, 1_000), old=10_000, starts=3)
+TINY = Size(
+    samples=1,
+    counts=(1,),
+    registration_s=0.1,
+    boots_s=(0.1,),
+    reaped=2,
+    misfits=12,
+    claims=3,
+    warm=4,
+    busy_runners=120,
+    reactions=2,
+    idle_min=0.2,
+    live=(2, 4),
+    old=30,
+    starts=1,
+)
+
+
+class BootingCompute(Ec2Compute):
+    """EC2, and somebody who hears of new machines as soon as it has them."""
+
+    heard: Callable[[Sequence[str]], Awaitable[None]]
+
+    async def launch(self, request: LaunchRequest) -> LaunchResult:
+        result = await super().launch(request)
+        await self.heard([launched.instance_id for launched in result.instances])
+        return result
+
+
+@dataclass(kw_only=True)
+class Pool:
+    """A pool of its own for each benchmark: a table, queues, a launch template."""
+
+    name: str
+    world: World
+    settings: Settings
+    prefix: str = ""
+    #: How new machines behave.
+    boot_s: float = 0.0
+    registration_s: float = 0.0
+    #: In place of the world's.
+    ec2: Any = None
+    forge: Callable[[CallCounter], GithubForge] | None = None
+
+    @property
+    def table(self) -> str:
+        return f"remuda-{self.name}"
+
+    @asynccontextmanager
+    async def context(self, *, credentialed: bool = False) -> AsyncIterator[Context]:
+        """As a new process has it: nothing is known yet, but the clients exist."""
+        clock, ids, calls, world = SystemClock(), SystemIds(), CallCounter(), self.world
+        store = self.store(calls)
+        compute = BootingCompute(client=self.ec2 or world.ec2, pool=self.name, clock=clock, ids=ids, calls=calls)
+        compute.heard = self.follow
+        forge = (self.forge or world.forge)(calls) if credentialed else None
+        try:
+            yield Context(
+                pool_name=self.name,
+                store=store,
+                pool=SqsResourcePool(client=world.sqs, prefix=self.table, clock=clock, ids=ids, calls=calls),
+                compute=compute,
+                forge=forge,
+                clock=clock,
+                ids=ids,
+                journal=SilentJournal(),
+                calls=calls,
+            )
+        finally:
+            await store.close()
+            if forge is not None:
+                await forge.close()
+
+    def store(self, calls: CallCounter) -> DynamoInstanceStore:
+        async def newest_prefix() -> str:
+            return await key_prefix_of(self.world.iam, self.settings.launch_options(), calls)
+
+        return DynamoInstanceStore(
+            client=self.world.dynamodb,
+            table=self.table,
+            clock=SystemClock(),
+            ids=SystemIds(),
+            calls=calls,
+            newest_prefix=newest_prefix,
+        )
+
+    async def refresh(self, *, sweep_only: bool = False) -> RefreshResult:
+        async with self.context(credentialed=True) as context:
+            done = await refresh(context, None if sweep_only else desired(self.settings, pool=self.name))
+        if done.errors:
+            raise RuntimeError(f"a refresh went wrong: {done.errors}")
+        if not self.prefix:
+            self.prefix = await key_prefix_of(self.world.iam, self.settings.launch_options(), CallCounter())
+        return done
+
+    def order(self, number: int, **changed: Any) -> ProvisionOrder:
+        values: dict[str, Any] = {
+            "run_id": self.world.next_run(),
+            "attempt": 1,
+            "count": number,
+            "resource_class": CLASS,
+            "usage_class": UsageClass.ON_DEMAND,
+            "patterns": TypePatterns.parse("*"),
+            "scope": SCOPE,
+            "tier": Tier.TRUSTED,
+        }
+        return ProvisionOrder(**{**values, **changed})
+
+    async def provision(self, number: int, **changed: Any) -> ProvisionResult:
+        async with self.context() as context:
+            return await provision(context, self.order(number, **changed))
+
+    async def release(self, run_id: str) -> ReleaseResult:
+        async with self.context() as context:
+            done = await release(context, run_id=run_id, attempt=1)
+        if done.errors or len(done.of(Fate.RELEASED)) != len(done.outcomes):
+            raise RuntimeError(f"a release went wrong: {done.errors or done.outcomes}")
+        return done
+
+    async def fill(self, number: int) -> list[Instance]:
+        """So many warm machines, by the way that they all come: created, used, released."""
+        made = await self.provision(number)
+        await self.release(made.run_id)
+        return [item.instance for item in made.instances]
+
+    async def follow(self, instance_ids: Sequence[str], *, shared: bool = False) -> None:
+        await self.world.agents.follow(
+            Following(
+                pool=self.name,
+                prefix=self.prefix,
+                instance_ids=instance_ids,
+                ready_after_s=self.boot_s,
+                registration_s=self.registration_s,
+                shared=shared,
+            )
+        )
+
+    async def write(self, records: Collection[Instance], reports: Collection[Report] = ()) -> None:
+        """Many records at once, as changes one by one would have left them."""
+        keys = Keys(prefix=self.prefix)
+        await self.put([control_item(keys, record) for record in records])
+        await self.put(
+            [items.document_item(keys.report(report.instance_id), report) for report in reports],
+        )
+
+    async def put(self, made: Sequence[Item]) -> None:
+        requests: list[Any] = [{"PutRequest": {"Item": present(item)}} for item in made]
+        batches = list(chunks(requests, WRITE_BATCH))
+        for part in chunks(batches, WRITERS):
+            await gathered(self.world.dynamodb.batch_write_item(RequestItems={self.table: batch}) for batch in part)
+
+
+def present(item: Item) -> Item:
+    """An attribute that a record does not have is absent."""
+    return {name: value for name, value in item.items() if "NULL" not in value}
+
+
+def control_item(keys: Keys, record: Instance) -> Item:
+    item = {**items.document_item(keys.control(record.instance_id), record)}
+    if record.provision_id:
+        item[items.PROVISION_PK] = items.attribute(items.provision_partition(record.provision_id))
+        item[items.PROVISION_SK] = items.attribute(record.instance_id)
+    if record.state is not State.TERMINATED:
+        item[items.LIVE_PK] = items.attribute(items.shard_of(record.instance_id))
+        item[items.LIVE_SK] = items.attribute(to_text(record.threshold))
+    if record.forget_at is not None:
+        item[items.TTL] = items.seconds(record.forget_at)
+    return item
+
+
+def idle(number: int, **changed: Any) -> Instance:
+    """A warm machine whose time is not up, and that the pool was told of."""
+    now = to_milliseconds(SystemClock().now())
+    warm = instance(number, created_at=now, threshold=now + timedelta(hours=1), announced_at=now, scope=SCOPE)
+    return replace(warm, **changed)
+
+
+def beating(record: Instance) -> Report:
+    now = to_milliseconds(SystemClock().now())
+    return Report(instance_id=record.instance_id, beat=1, beat_at=now)
+
+
+@dataclass(kw_only=True)
+class World:
+    servers: AwsServers
+    size: Size
+    clients: AwsClients
+    agents: AgentsProcess
+    wire: WireCount
+    dynamodb: Any
+    sqs: Any
+    ec2: Any
+    iam: Any
+    _runs: Any = None
+    _pools: Any = None
+
+    def __post_init__(self) -> None:
+        self._runs = count(7_001)
+        self._pools = count(1)
+
+    def next_run(self) -> str:
+        return str(next(self._runs))
+
+    def new_pool(self, **changed: Any) -> Pool:
+        """Nothing is there of it yet."""
+        name = f"bench{next(self._pools)}"
+        flags = {"backend": "aws", "pool": name, "github_scope": SCOPE, **SETTINGS, **changed}
+        flags |= {key.replace("-", "_"): value for key, value in self.servers.launch.items()}
+        return Pool(name=name, world=self, settings=load(flags, environ=self.servers.environment()).settings)
+
+    async def pool(self, **changed: Any) -> Pool:
+        made = self.new_pool(**changed)
+        await made.refresh()
+        return made
+
+    def forge(self, calls: CallCounter) -> GithubForge:
+        return GithubForge(
+            api_url=self.servers.github.url,
+            token=self.servers.github.token,
+            clock=SystemClock(),
+            ids=SystemIds(),
+            calls=calls,
+        )
+
+    async def clear(self) -> None:
+        """Nobody polls any more. Machines of the benchmark before are of another pool."""
+        await self.agents.end()
+
+
+@asynccontextmanager
+async def open_world(servers: AwsServers, size: Size) -> AsyncIterator[World]:
+    os.environ.update(servers.environment())
+    async with AsyncExitStack() as stack:
+        clients = await stack.enter_async_context(AwsClients())
+        agents = await stack.enter_async_context(agents_process())
+        wire = WireCount()
+        world = World(
+            servers=servers,
+            size=size,
+            clients=clients,
+            agents=agents,
+            wire=wire,
+            dynamodb=await clients.dynamodb(),
+            sqs=await clients.sqs(),
+            ec2=await clients.client("ec2", "EC2", client_config()),
+            iam=await clients.client("iam", "IAM", config()),
+        )
+        for client in (world.dynamodb, world.sqs, world.ec2, world.iam):
+            wire.watch(client)
+        yield world
+
+
+ROOT = Path(__file__).parents[1]
+__all__ = ["CLASS", "FULL", "QUICK", "ROOT", "SCOPE", "TINY", "Pool", "Size", "World", "idle", "instance_id"]
