@@ -21,7 +21,7 @@ WORLDS = (
     Bounds(instances=2, runs=3),
     Bounds(instances=2, runs=3, expiry=True),
     Bounds(instances=2, runs=3, lost_answer=True),
-    Bounds(instances=2, runs=3, crash=False, operator=True),
+    Bounds(instances=2, runs=3, operator=True),
     Bounds(instances=1, runs=3, expiry=True, lost_answer=True),
     Bounds(instances=1, runs=2, expiry=True, lost_answer=True, operator=True),
 )
