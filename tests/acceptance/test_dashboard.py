@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 from support.dashboard import LIMIT_S, Dashboard, Records, environment, living, remuda
-from support.seeded import Life
+from support.seeded import Life, with_store
 
 TOKEN = "a-token-of-the-tests"
 
@@ -119,6 +120,25 @@ def test_changes_come_by_themselves_and_a_stream_is_resumed(
     for unknown in ("", "of-another-life-3", "nonsense"):
         with client.stream("GET", "/api/events", headers={"last-event-id": unknown}) as response:
             assert next(events(response))[0] == "reset"
+
+
+def test_a_record_that_cannot_be_read_hides_no_others(tmp_path: Path) -> None:
+    records = Records(tmp_path / "state")
+    (bad_history, _), (bad_record, _), *others = records.fleet(6, 60)
+
+    def spoil(connection: sqlite3.Connection) -> None:
+        connection.execute("UPDATE history SET doc = '{' WHERE instance_id = ?", (bad_history.instance_id,))
+        connection.execute(
+            "UPDATE instances SET doc = '{}', state = 'idle' WHERE instance_id = ?", (bad_record.instance_id,)
+        )
+
+    with_store(records.file, spoil)
+    with Dashboard(records.folder) as dashboard, httpx.Client(base_url=dashboard.url, timeout=LIMIT_S) as client:
+        document = snapshot(client, 5)
+    assert set(document["instances"]) == {bad_history.instance_id, *(record.instance_id for record, _ in others)}
+    assert document["instances"][bad_history.instance_id]["state"] == bad_history.state.value
+    assert [item["kind"] for item in document["facts"]["warnings"]["shown"]] == ["unreadable"]
+    assert bad_record.instance_id in document["facts"]["warnings"]["shown"][0]["text"]
 
 
 def test_only_reading_by_this_machines_name_is_answered(client: httpx.Client, dashboard: Dashboard) -> None:

@@ -145,9 +145,7 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 - only where there is a browser
 
     with sync_playwright() as playwright:
-        # As root, as in a container, chromium has no sandbox of its own; the pages are ours.
-        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=[*flags, "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM))
         try:
             yield browser
         finally:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import islice
 
-from remuda.controlplane.context import Context, readable
+from remuda.controlplane.context import Context, each, readable
 from remuda.controlplane.status import Status, status
+from remuda.domain.errors import RemudaError, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
 
@@ -53,6 +54,9 @@ class FleetReader:
         self._provisions: dict[str, Provision] = {}
         #: Whose history is to be read, and how often still.
         self._unread: dict[str, int] = {}
+        #: What was found and not told yet: a look may fail after it.
+        self._changed: set[str] = set()
+        self._gone: set[str] = set()
 
     @property
     def histories(self) -> Mapping[str, Sequence[HistoryEntry]]:
@@ -76,13 +80,14 @@ class FleetReader:
         if not self._provisions or everything:
             since = context.clock.now() - self._since
             newest = await context.store.recent_provisions(PROVISIONS, since=since)
-        changed, gone = await self._records(context, live)
-        read = await self._read_histories(context)
-        touched = {name for name in {*changed, *read} if name in self._instances}
+        await self._read_records(context, live)
+        await self._read_histories(context)
         provisions, lapsed = self._of_runs(newest)
+        changed, self._changed = self._changed, set()
+        gone, self._gone = self._gone, set()
         return Changes(
-            instances={name: self._seen(name) for name in touched},
-            gone=frozenset(gone),
+            instances={name: self._seen(name) for name in changed if name in self._instances},
+            gone=frozenset(name for name in gone if name not in self._instances),
             provisions=provisions,
             lapsed=lapsed,
             status=found,
@@ -91,7 +96,7 @@ class FleetReader:
     def _seen(self, name: str) -> Seen:
         return Seen(instance=self._instances[name], history=self._histories.get(name))
 
-    async def _records(self, context: Context, found: Sequence[Instance]) -> tuple[set[str], set[str]]:
+    async def _read_records(self, context: Context, found: Sequence[Instance]) -> None:
         """Which records are new or different, and which are out of sight."""
         horizon = context.clock.now() - self._since
         current = {item.instance_id: item for item in found if not _is_past(item, horizon)}
@@ -112,21 +117,20 @@ class FleetReader:
         for name in gone:
             for kept in (self._instances, self._histories, self._unread):
                 kept.pop(name, None)
-        return changed, gone
+        self._changed |= changed
+        self._gone |= gone
 
-    async def _read_histories(self, context: Context) -> set[str]:
-        """Those that were read and are different now."""
+    async def _read_histories(self, context: Context) -> None:
         names = list(islice(self._unread, HISTORIES_A_LOOK))
         if not names:
-            return set()
-        read = await context.store.histories(names)
+            return
+        read = await _histories(context, names)
         for name in names:
             self._unread[name] -= 1
             if not self._unread[name]:
                 del self._unread[name]
-        changed = {name for name in names if self._histories.get(name) != read.get(name, ())}
+        self._changed |= {name for name in names if self._histories.get(name) != read.get(name, ())}
         self._histories |= {name: read.get(name, ()) for name in names}
-        return changed
 
     def _of_runs(self, newest: Sequence[Provision]) -> tuple[list[Provision], frozenset[str]]:
         changed = [item for item in newest if self._provisions.get(item.provision_id) != item]
@@ -136,6 +140,15 @@ class FleetReader:
         for name in lapsed:
             del self._provisions[name]
         return [item for item in changed if item.provision_id not in lapsed], lapsed
+
+
+async def _histories(context: Context, names: Sequence[str]) -> Mapping[str, Sequence[HistoryEntry]]:
+    """One that cannot be parsed hides no others."""
+    try:
+        return await context.store.histories(names)
+    except Unreadable:
+        read = await each(names, context.store.history)
+        return {name: () if isinstance(found, RemudaError) else found for name, found in zip(names, read, strict=True)}
 
 
 def _is_past(instance: Instance, horizon: datetime) -> bool:

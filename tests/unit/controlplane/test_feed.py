@@ -6,7 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import Context
@@ -81,6 +83,25 @@ async def test_ends_are_seen_and_go_out_of_sight_in_time(world: World) -> None:
     assert instance_id in await page.look()
     assert instance_id not in page.instances
     assert await page.look(everything=True) == set()
+
+
+async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = world.process()
+    page = Page(context)
+    await page.look(everything=True)
+    (instance_id,) = await world.warm(1)
+
+    async def fail(_: object) -> NoReturn:
+        raise Unavailable("the line is cut")
+
+    with monkeypatch.context() as cut:
+        cut.setattr(context.store, "histories", fail)
+        with pytest.raises(Unavailable):
+            await page.look()
+    assert await page.look() == {instance_id}
+    assert page.histories[instance_id]
 
 
 class Counting:

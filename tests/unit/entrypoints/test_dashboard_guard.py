@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,11 @@ def test_how_far_back_it_goes_is_a_duration(text: str) -> None:
     with pytest.raises(UserError, match="--since"):
         parse_window(text)
     assert parse_window("90m") == 5_400
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "starlette.datastructures", None)
+    monkeypatch.delitem(sys.modules, "remuda.entrypoints.dashboard.guard")
+    with pytest.raises(UserError, match="not installed: starlette") as refused:
+        find_place("127.0.0.1", 0, None, {})
+    assert refused.value.fix == "install starlette and uvicorn"

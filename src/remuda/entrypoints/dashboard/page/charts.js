@@ -34,7 +34,7 @@ function line(context, y, words, width) {
 export function drawLevel(model) {
   const canvas = find("level");
   const span = model.span();
-  const { context, width, height, x } = frame(canvas, span);
+  const { context, width, height } = frame(canvas, span);
   const steps = Math.max(Math.min(Math.floor((width - LEFT - RIGHT) / 2), 600), 10);
   const machines = [...model.instances.values()].filter((machine) => model.matchesKind(machine));
   const counts = levels(machines, span, steps);
@@ -73,7 +73,7 @@ export function drawLevel(model) {
   const peak = Math.max(...counts.idle);
   say(find("level-note"), `${idle} idle now, ${peak} at most; idle at the bottom`);
   canvas.setAttribute("aria-label", `Machines by state over time: ${idle} idle now, ${peak} idle at most, ${most} machines at most`);
-  if (find("level-details").open) levelTable(machines, span, x);
+  if (find("level-details").open) levelTable(machines, span);
 }
 
 function levelTable(machines, span) {

@@ -82,7 +82,7 @@ export function showMachines(model, most) {
       cells(row, [
         [(cell) => teller(cell, machine.id), "whole"],
         [(cell) => stateCell(cell, phaseOf(machine)), "whole"],
-        [(cell) => teller(cell, machine.run, machine.run || (machine.last ? `(${machine.last})` : "")), "long"],
+        [(cell) => teller(cell, machine.run || machine.last, machine.run || (machine.last ? `(${machine.last})` : "")), "long"],
         [machine.class, "long"],
         [machine.type, "whole"],
         [machine.usage, "whole"],

@@ -20,10 +20,10 @@ async function read(subject) {
   if (!dialog.open) dialog.showModal();
   try {
     const response = await fetch(`/api/story?of=${encodeURIComponent(subject)}`);
-    const document_ = await response.json();
+    const answer = await response.json();
     if (turn !== asked) return;
-    if (response.ok) show(document_, "");
-    else show({ title: subject, lines: [], next: [] }, [document_.error.message, document_.error.fix].filter(Boolean).join("; "));
+    if (response.ok) show(answer, "");
+    else show({ title: subject, lines: [], next: [] }, [answer.error.message, answer.error.fix].filter(Boolean).join("; "));
   } catch {
     if (turn === asked) show({ title: subject, lines: [], next: [] }, "The server cannot be reached.");
   }

@@ -2,6 +2,7 @@
 
 const SILENT_MS = 12_000;
 const AGAIN_MS = 1_000;
+const PATIENCE_MS = 20_000;
 
 export class Stream {
   constructor(model, { changed, state }) {
@@ -27,7 +28,7 @@ export class Stream {
 
   async snapshot() {
     this.waiting = [];
-    const response = await fetch("/api/snapshot", { cache: "no-cache" });
+    const response = await fetch("/api/snapshot", { cache: "no-cache", signal: AbortSignal.timeout(PATIENCE_MS) });
     if (response.status === 401) location.assign("/login");
     if (!response.ok) throw new Error(`snapshot: ${response.status}`);
     const board = await response.json();

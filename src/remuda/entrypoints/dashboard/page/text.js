@@ -60,7 +60,7 @@ export function keep(parent, items, { key, create, update }) {
   for (const element of old.values()) element.remove();
 }
 
-// A row of cells: each entry is words, or [words, class], or a function that fills the cell once and returns its updater.
+// A row of cells: each entry is words, or a function that fills its cell, or one of them with a class.
 export function cells(row, values) {
   values.forEach((value, place) => {
     const cell = row.children[place] ?? row.appendChild(make("td"));
