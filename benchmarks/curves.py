@@ -21,9 +21,9 @@ _DARK = ("#4aa3df", "#f0763a", "#2fbf93", "#cc79a7", "#e69f00")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2")
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#57606a}.t{font-weight:600;fill:#1b1f24}.g{stroke:#d8dee4}"
-    ".e{text-anchor:end}.m{text-anchor:middle}.old{opacity:.55}.miss{fill:#c2500a}.past{fill:#8b949e}"
+    ".e{text-anchor:end}.m{text-anchor:middle}.miss{fill:#c2500a}.lim{stroke:#1b1f24;stroke-width:2}.past{fill:#8b949e}"
     + "".join(f".l{n}{{stroke:{c};fill:none;stroke-width:2}}.f{n}{{fill:{c}}}" for n, c in enumerate(_COLOURS))
-    + "@media(prefers-color-scheme:dark){text{fill:#9198a1}.t{fill:#e6edf3}.g{stroke:#30363d}"
+    + "@media(prefers-color-scheme:dark){text{fill:#9198a1}.t{fill:#e6edf3}.g{stroke:#30363d}.lim{stroke:#e6edf3}"
     + "".join(f".l{n}{{stroke:{c}}}.f{n}{{fill:{c}}}" for n, c in enumerate(_DARK))
     + "}"
 )
@@ -81,7 +81,7 @@ def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
     """Ours, the limit as a mark, and its predecessor behind; ten times as much is one step."""
     values = [value for bar in shown for value in (bar.ours, bar.limit, bar.before) if value]
     low, high = _decades(values)
-    left, right, top = 300.0, WIDTH - 60.0, TITLE + 12.0
+    left, right, top = 350.0, WIDTH - 60.0, TITLE + 12.0
     height = top + GAP * len(shown) + 26.0
 
     def x(value: float) -> float:
@@ -105,9 +105,7 @@ def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
             f"<title>{bar.ours:g}{unit}</title></rect>"
         )
         at = x(bar.limit)
-        parts.append(
-            f'<line stroke="currentColor" class="l1" x1="{at:.1f}" x2="{at:.1f}" y1="{y:.1f}" y2="{y + 19:.1f}"/>'
-        )
+        parts.append(f'<line class="lim" x1="{at:.1f}" x2="{at:.1f}" y1="{y:.1f}" y2="{y + 19:.1f}"/>')
     return _svg(WIDTH, height, title, parts)
 
 

@@ -87,7 +87,7 @@ TINY = Size(
     busy_runners=120,
     reactions=2,
     idle_min=0.2,
-    live=(2, 4),
+    live=(3,),
     old=30,
     starts=1,
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import random
-import secrets
 import time
 from datetime import UTC, datetime
 
@@ -23,7 +23,7 @@ class SystemClock:
 
 class SystemIds:
     def new(self, prefix: str) -> str:
-        return prefix + secrets.token_hex(8)
+        return prefix + os.urandom(8).hex()
 
     def jitter(self) -> float:
         return random.random()
