@@ -137,7 +137,7 @@ class SqliteInstanceStore:
         return await self._get_many("get_reports", Report, instance_ids)
 
     async def troubled_reports(self) -> Sequence[Report]:
-        found = self._readable(Report, await self._read("troubled_reports", tables.all_reports))
+        found = self._readable(Report, await self._read("troubled_reports", tables.all_reports), "troubled_reports")
         return [report for report in found if report.troubled]
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
