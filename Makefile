@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 LAMBDA_ARCH ?= x86_64
 LAMBDA_PYTHON ?= 3.13
 
-.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate docs lambda clean
+.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate screenshots docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,7 +44,7 @@ unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
-acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## The installed command, with real processes
+acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium ## The installed command, with real processes
 	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile
 
 simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
@@ -54,6 +54,9 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 	$(BIN)/remuda simulate --seeds 20000 --first-seed 0
 	$(BIN)/python benchmarks/simulation.py
 	$(BIN)/python -m remuda.simulation.report
+
+screenshots: $(VENV)/.tools | /usr/bin/chromium ## Take the docs' pictures of the dashboard and the report again
+	@PYTHONPATH=tests $(BIN)/python docs/screenshots.py
 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
 	$(BIN)/python docs/generate.py
@@ -110,6 +113,13 @@ $(NPM)/.installed: requirements/package.json
 	  echo 'installing shellcheck'; apt-get install -y -qq shellcheck >/dev/null \
 	    || { apt-get update -qq && apt-get install -y -qq shellcheck >/dev/null; } || true; \
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
+
+# The browser of the dashboard's tests; they say why where they are skipped. Playwright brings none and gets none.
+/usr/bin/chromium:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing chromium'; apt-get install -y -qq --no-install-recommends chromium >/dev/null \
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || true; \
+	else echo 'chromium is not installed (Debian: apt-get install chromium): the tests of the page will be skipped'; fi
 
 clean: ## Remove what was generated
 	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from remuda.controlplane.context import Context, readable
@@ -20,6 +20,9 @@ from remuda.ports.forge import ForgeRunner
 
 #: How many provisions a status shows.
 RECENT_PROVISIONS = 50
+#: GitHub counts requests: who looks again and again looks for ghosts only so often.
+GHOSTS_EVERY_S = 60.0
+FROM_GITHUB = frozenset({"ghost", "github"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +102,12 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
         ),
         unreadable=tuple(unreadable),
     )
+
+
+def with_ghosts(fresh: Status, before: Status | None) -> Status:
+    """With what GitHub said at the last look that asked it."""
+    kept = [item for item in before.concerns if item.kind in FROM_GITHUB] if before else []
+    return replace(fresh, concerns=(*fresh.concerns, *kept))
 
 
 async def _depth(context: Context, resource_class: str) -> int:

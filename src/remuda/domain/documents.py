@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from remuda.domain import timestamps
@@ -49,23 +49,27 @@ def from_document(cls: type[T], document: Mapping[str, Any]) -> T:
     if not isinstance(document, Mapping):
         raise ValueError(f"{cls.__name__} must be an object, not {type(document).__name__}")
     values: dict[str, Any] = {}
-    for name, kind, required in _fields(typing.cast("Any", cls)):
-        key = camel(name)
-        if key not in document:
-            if required:
-                raise ValueError(f"{cls.__name__} lacks {key}")
-            continue
-        values[name] = parse(kind, document[key], f"{cls.__name__}.{key}")
+    for name, key, where, parser, required in _fields(typing.cast("Any", cls)):
+        if key in document:
+            values[name] = parser(document[key], where)
+        elif required:
+            raise ValueError(f"{cls.__name__} lacks {key}")
     return cls(**values)
 
 
+#: Takes a JSON value, and says where it stood if it is wrong.
+_Parser = Callable[[Any, str], Any]
+
+
 @cache
-def _fields(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
+def _fields(cls: Any) -> tuple[tuple[str, str, str, _Parser, bool], ...]:
     hints = typing.get_type_hints(cls)
     return tuple(
         (
             field.name,
-            hints[field.name],
+            camel(field.name),
+            f"{cls.__name__}.{camel(field.name)}",
+            _parser(hints[field.name]),
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(cls)
@@ -74,42 +78,53 @@ def _fields(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
 
 def parse(kind: Any, value: Any, where: str) -> Any:
     """A JSON value as the type that an annotation names."""
+    return _parser(kind)(value, where)
+
+
+@cache
+def _parser(kind: Any) -> _Parser:
+    """Annotations are looked into once: stores hold many records of few types."""
     origin = typing.get_origin(kind)
     if origin in {types.UnionType, typing.Union}:
-        return _parse_optional(kind, value, where)
+        return _optional_parser(kind)
     if origin is tuple:
-        return _parse_tuple(kind, value, where)
+        return _tuple_parser(kind)
     if origin in {Mapping, dict}:
-        return _parse_mapping(kind, value, where)
+        return _mapping_parser(kind)
     if dataclasses.is_dataclass(kind):
-        return from_document(typing.cast("type[Any]", kind), value)
+        return lambda value, _: from_document(typing.cast("type[Any]", kind), value)
     if kind is datetime:
-        return _parse_time(value, where)
+        return _parse_time
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _parse_enum(kind, value, where)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return _typed(kind, value, where)
+        return partial(_parse_enum, kind, {member.value: member for member in kind})
+    return _parse_float if kind is float else partial(_typed, kind)
 
 
-def _parse_optional(kind: Any, value: Any, where: str) -> Any:
-    if value is None:
-        return None
-    (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
-    return parse(inner, value, where)
+def _optional_parser(kind: Any) -> _Parser:
+    (inner,) = (_parser(arg) for arg in typing.get_args(kind) if arg is not type(None))
+    return lambda value, where: None if value is None else inner(value, where)
 
 
-def _parse_tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{where} must be a list, not {type(value).__name__}")
-    return tuple(parse(typing.get_args(kind)[0], item, where) for item in value)
+def _tuple_parser(kind: Any) -> _Parser:
+    inner = _parser(typing.get_args(kind)[0])
+
+    def parse_tuple(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} must be a list, not {type(value).__name__}")
+        return tuple(inner(item, where) for item in value)
+
+    return parse_tuple
 
 
-def _parse_mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be an object, not {type(value).__name__}")
-    inner = typing.get_args(kind)[1]
-    return {_typed(str, key, where): parse(inner, item, f"{where}.{key}") for key, item in value.items()}
+def _mapping_parser(kind: Any) -> _Parser:
+    inner = _parser(typing.get_args(kind)[1])
+
+    def parse_mapping(value: Any, where: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be an object, not {type(value).__name__}")
+        return {_typed(str, key, where): inner(item, f"{where}.{key}") for key, item in value.items()}
+
+    return parse_mapping
 
 
 def _parse_time(value: Any, where: str) -> datetime:
@@ -119,12 +134,20 @@ def _parse_time(value: Any, where: str) -> datetime:
         raise ValueError(f"{where} is not a time of the form 2025-05-31T12:00:00.000Z") from None
 
 
-def _parse_enum(kind: type[Enum], value: Any, where: str) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
+def _parse_enum(kind: type[Enum], members: Mapping[Any, Enum], value: Any, where: str) -> Enum:
+    # A value that cannot be looked up is no member either.
+    member = members.get(value) if isinstance(value, str | int) else None
+    if member is None:
         known = ", ".join(str(member.value) for member in kind)
-        raise ValueError(f"{where} is not one of {known}") from None
+        raise ValueError(f"{where} is not one of {known}")
+    return member
+
+
+def _parse_float(value: Any, where: str) -> float:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    number: float = _typed(float, value, where)
+    return number
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:

@@ -140,7 +140,7 @@ def ledger(
         kinds=dict(Counter(item.course.kind if item.course else "untold" for item in provisions)),
         reused=sum(item.course.reused for item in told if item.course and not item.course.error),
         created=sum(item.course.created for item in told if item.course and not item.course.error),
-        times=_times((item.course.kind, item.course.seconds) for item in told if item.course),
+        times=times_of((item.course.kind, item.course.seconds) for item in told if item.course),
         ready=ready,
         hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
         costs=costs,
@@ -162,7 +162,7 @@ def quantile(values: Sequence[float], part: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def _times(pairs: Iterable[tuple[str, float]]) -> dict[str, Times]:
+def times_of(pairs: Iterable[tuple[str, float]]) -> dict[str, Times]:
     groups: dict[str, list[float]] = defaultdict(list)
     for name, seconds in pairs:
         groups[name].append(seconds)
@@ -173,7 +173,7 @@ def _times(pairs: Iterable[tuple[str, float]]) -> dict[str, Times]:
 
 
 def _ready(told: Sequence[Provision]) -> dict[str, Times]:
-    return _times(
+    return times_of(
         (taken.source.value, taken.seconds) for item in told if item.course is not None for taken in item.course.taken
     )
 
@@ -237,12 +237,14 @@ def _savings(
 
 def _retirements(histories: Mapping[str, Sequence[HistoryEntry]], since: datetime, until: datetime) -> dict[str, int]:
     ends = (
-        entry
-        for entries in histories.values()
-        for entry in entries
-        if entry.transition.startswith(("end-", "tombstone")) and since <= entry.at <= until
+        entry for entries in histories.values() for entry in entries if is_end(entry) and since <= entry.at <= until
     )
     return dict(Counter(f"{entry.source or 'unrecorded'}: {_kind_of_end(entry.why)}" for entry in ends))
+
+
+def is_end(entry: HistoryEntry) -> bool:
+    """Whether it is the decision that a machine ends."""
+    return entry.transition.startswith(("end-", "tombstone"))
 
 
 def _kind_of_end(why: str) -> str:

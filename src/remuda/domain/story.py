@@ -91,11 +91,11 @@ def run_story(run_id: str, provisions: Sequence[Provision], evidence: Evidence) 
     ]
     # Sorted by time, below; what happened in the same millisecond stays in the order of cause and effect.
     lines = [line for provision in provisions for line in _beginning(provision)]
-    lines += [_entry_line(instance_id, entry) for instance_id, entry in entries if entry.transition in _TAKEN]
+    lines += [entry_line(instance_id, entry) for instance_id, entry in entries if entry.transition in _TAKEN]
     lines += [line for provision in provisions for line in _registrations(provision)]
-    lines += [_entry_line(instance_id, entry) for instance_id, entry in entries if entry.transition == "commit"]
+    lines += [entry_line(instance_id, entry) for instance_id, entry in entries if entry.transition == "commit"]
     lines += [line for provision in provisions for line in _ending(provision)]
-    lines += [_entry_line(instance_id, entry) for instance_id, entry in entries if entry.transition not in _KNOWN]
+    lines += [entry_line(instance_id, entry) for instance_id, entry in entries if entry.transition not in _KNOWN]
     last = provisions[-1]
     attempts = "" if len(provisions) == 1 else f", {len(provisions)} provisions"
     return Story(
@@ -109,7 +109,7 @@ def run_story(run_id: str, provisions: Sequence[Provision], evidence: Evidence) 
 
 def instance_story(instance: Instance, evidence: Evidence) -> Story:
     entries = evidence.histories.get(instance.instance_id, ())
-    lines = [_entry_line(instance.instance_id, entry, with_run=True) for entry in entries]
+    lines = [entry_line(instance.instance_id, entry, with_run=True) for entry in entries]
     if not entries or entries[0].transition not in _BIRTHS:
         gone = "launched" if entries else "launched; its history is not kept any more"
         why = "what came between is not kept any more" if entries else ""
@@ -137,7 +137,8 @@ def _in_order(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(sorted(lines, key=lambda line: line.at))
 
 
-def _entry_line(instance_id: str, entry: HistoryEntry, *, with_run: bool = False) -> Line:
+def entry_line(instance_id: str, entry: HistoryEntry, *, with_run: bool = False) -> Line:
+    """One step of an instance, in a person's words."""
     if entry.transition.startswith("end-"):
         what, tone = f"terminating, was {entry.source}", Tone.BAD
     else:

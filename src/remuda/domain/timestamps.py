@@ -17,7 +17,7 @@ def to_text(at: datetime) -> str:
 def from_text(text: str) -> datetime:
     if not _SHAPE.fullmatch(text):
         raise ValueError(f"{text!r} is not a time of the form 2025-05-31T12:00:00.000Z")
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+    return datetime.fromisoformat(text)
 
 
 def to_milliseconds(at: datetime) -> datetime:

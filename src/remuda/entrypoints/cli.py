@@ -269,6 +269,36 @@ def report(
 
 
 @app.command()
+def dashboard(
+    host: Annotated[str, typer.Option("--host", help="Where to listen; elsewhere only with a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="0 takes a free one.")] = 8421,
+    token_file: Annotated[
+        str | None,
+        typer.Option("--token-file", help="Ask for the token in this file. (default: REMUDA_DASHBOARD_TOKEN)"),
+    ] = None,
+    since: Annotated[str, typer.Option("--since", help="How far back it goes: 90m, 12h, 7d.")] = "24h",
+    every: Annotated[
+        float | None,
+        typer.Option("--every", min=0.02, max=3_600, help="Seconds between looks (local 0.25, aws 5)."),
+    ] = None,
+    backend: opt.Backend = None,
+    dir: opt.Dir = None,
+    pool: opt.Pool = None,
+    config: opt.Config = None,
+    log_format: opt.LogFormat = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> int:
+    """Show the fleet on a web page, as it changes. Read-only."""
+    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    from remuda.entrypoints.commands import run_dashboard
+
+    output = Output(as_json=as_json, quiet=quiet)
+    chosen = {"host": host, "port": port, "token_file": token_file, "since": since, "every": every}
+    return run_dashboard(flags, config, output, **chosen)
+
+
+@app.command()
 def drain(
     instances: opt.Instances = None,
     all_: Annotated[bool, typer.Option("--all", help="Every instance of the pool.")] = False,
@@ -402,6 +432,12 @@ def run_workflow(
 
 @app.command()
 def demo(
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show it live on a page; at a terminal it stays open until Ctrl-C.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --dashboard: the page stays open without a terminal, too.")
+    ] = False,
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     config: opt.Config = None,
@@ -410,10 +446,10 @@ def demo(
     quiet: opt.Quiet = False,
 ) -> int:
     """The whole story in under two minutes, on this machine; verifies its own claims."""
-    flags = _flags(locals())
+    flags = _flags({key: value for key, value in locals().items() if key not in {"dashboard", "keep"}})
     from remuda.entrypoints.commands import run_demo
 
-    return run_demo(flags, config, Output(as_json=as_json, quiet=quiet))
+    return run_demo(flags, config, Output(as_json=as_json, quiet=quiet), dashboard=dashboard, keep=keep)
 
 
 @app.command()

@@ -199,19 +199,27 @@ def run_scale_down_command(
     return EXIT_PARTIAL if result.errors else EXIT_OK
 
 
+def _silent(settings: Settings) -> list[str]:
+    """What of the local backend does not run."""
+    if settings.backend != "local":
+        return []
+    from remuda.entrypoints.local_backend import missing  # noqa: PLC0415 - only the local backend needs it
+
+    return missing(settings)
+
+
+def _asks(settings: Settings) -> bool:
+    """On AWS the caller's own credential is used where there is one; the local GitHub's is at hand while it runs."""
+    return settings.backend == "local" and not _silent(settings)
+
+
 def run_status(
     flags: Flags, config: str | None, output: Output, *, everything: bool, watch: bool, every: float | None
 ) -> int:
     settings = load_settings(flags, config).settings
     if every is not None and not watch:
         raise UserError(f"--every is {every:g}, without --watch", field="--every", fix="add --watch, or leave it out")
-    silent: list[str] = []
-    if settings.backend == "local":
-        from remuda.entrypoints.local_backend import missing  # noqa: PLC0415 - only the local backend needs it
-
-        silent = missing(settings)
-    # On AWS the caller's own credential is used where there is one; the local GitHub's is at hand while it runs.
-    asks = settings.backend == "local" and not silent
+    silent, asks = _silent(settings), _asks(settings)
     if watch:
         from remuda.entrypoints.watching import watch as go_on  # noqa: PLC0415 - only where it is asked for
 
@@ -252,6 +260,13 @@ def run_report(flags: Flags, config: str | None, output: Output, *, since: str, 
     from remuda.entrypoints import reporting  # noqa: PLC0415 - only where a report is made
 
     return reporting.run_report(settings, output, since=since, html=html)
+
+
+def run_dashboard(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
+    settings = load_settings(flags, config).settings
+    from remuda.entrypoints.dashboard import command  # noqa: PLC0415 - a web server only where there is a page
+
+    return command.run_dashboard(settings, output, asks=_asks(settings), **chosen)
 
 
 def run_drain(flags: Flags, config: str | None, output: Output, **chosen: Any) -> int:
@@ -299,14 +314,16 @@ def run_workflow_file(flags: Flags, config: str | None, output: Output, *, file:
     return run_async(lambda: run_workflow(settings, output, file=file))
 
 
-def run_demo(flags: Flags, config: str | None, output: Output) -> int:
+def run_demo(flags: Flags, config: str | None, output: Output, *, dashboard: bool = False, keep: bool = False) -> int:
     loaded = load_settings(flags, config)
+    if keep and not dashboard:
+        raise UserError("--keep is given, without --dashboard", field="--keep", fix="add --dashboard, or leave it out")
     check_local(loaded.settings)
     from remuda.entrypoints.demo import run_demo_story  # noqa: PLC0415 - only the demo needs it
 
     folder = loaded.settings.dir if loaded.given("dir") else None
     try:
-        return run_async(lambda: run_demo_story(output, folder))
+        return run_async(lambda: run_demo_story(output, folder, dashboard=dashboard, keep=keep))
     except Unavailable as error:
         output.error(error)
         return error.exit_code

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ LEASE_S = 3.0
 LIMIT_S = 30.0
 PAUSE_S = 0.05
 CHUNK = 64 * 1024
+#: How far back its live page goes.
+PAGE_SHOWS_S = 3_600.0
 
 _WORKFLOW = """\
 name: {name}
@@ -86,19 +88,24 @@ class _Told:
         self.claims.append(Claim(text=text, holds=holds, detail=detail))
 
 
-async def run_demo_story(output: Output, folder: Path | None) -> int:
+async def run_demo_story(output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False) -> int:
     root = folder or Path(tempfile.mkdtemp(prefix="remuda-demo-"))
     story = Story(output, root)
     try:
-        report = await story.tell()
-        page = await story.write_page(_page(folder))
+        async with story.shown_live() if dashboard else contextlib.nullcontext():
+            try:
+                report = await story.tell()
+                page = await story.write_page(_page(folder))
+            finally:
+                await asyncio.shield(story.clean_up())
+            show(output, report)
+            output.say(f"the report of it all: {page}", style="bold")
+            output.result({**report.document(), "report_page": str(page)})
+            if dashboard and (keep or (sys.stdin.isatty() and sys.stdout.isatty())):
+                await story.stay()
     finally:
-        await asyncio.shield(story.clean_up())
         if folder is None:
             shutil.rmtree(root, ignore_errors=True)
-    show(output, report)
-    output.say(f"the report of it all: {page}", style="bold")
-    output.result({**report.document(), "report_page": str(page)})
     return 0 if report.holds else 1
 
 
@@ -120,6 +127,7 @@ class Story:
         self._began = self._clock.monotonic()
         self._told = _Told()
         self._cleaned = False
+        self._page_url = ""
 
     async def tell(self) -> DemoReport:
         self._root.mkdir(parents=True, exist_ok=True)
@@ -133,6 +141,28 @@ class Story:
         await self._crash()
         await self._self_termination()
         return await self._last_look()
+
+    @contextlib.asynccontextmanager
+    async def shown_live(self) -> AsyncIterator[None]:
+        """On a page of this machine alone, from before the beginning."""
+        from remuda.entrypoints.dashboard import server  # noqa: PLC0415 - a web server only where there is a page
+
+        place = server.find_place("127.0.0.1", 0, None, {})
+        listener = server.listen(place)
+        self._page_url = server.address(place, listener)
+        self._output.say(f"live on {self._page_url}", style="bold")
+        async with server.serving(self._settings, place, listener, every_s=None, since_s=PAGE_SHOWS_S, asks=False):
+            yield
+
+    async def stay(self) -> None:
+        """Until Ctrl-C, which is how it ends and no failure."""
+        self._output.say(f"the page stays open until Ctrl-C: {self._page_url}", style="bold")
+        task = asyncio.current_task()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if task is not None:
+                task.uncancel()
 
     async def write_page(self, page: Path) -> Path:
         self._title("The report: reuse, waiting times, machine hours, cost")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from typing import Any, Self
 
 from remuda.bootstrap import open_context
-from remuda.controlplane.status import Status, status
+from remuda.controlplane.status import GHOSTS_EVERY_S, Status, status, with_ghosts
 from remuda.domain.errors import RemudaError, UserError
 from remuda.entrypoints import status_view
 from remuda.entrypoints.output import Output
@@ -17,9 +16,6 @@ from remuda.settings import Settings
 
 #: How often it looks, unless told otherwise. On AWS each look costs some calls.
 EVERY_S = {"local": 1.0, "aws": 5.0}
-#: GitHub counts requests: ghosts are looked for only so often.
-GHOSTS_EVERY_S = 60.0
-FROM_GITHUB = frozenset({"ghost", "github"})
 #: Lines of a screen that instances do not get: titles, pools, runs.
 RESERVED_ROWS = 22
 
@@ -84,12 +80,6 @@ def _plain(text: str) -> Any:
     return Text(text)
 
 
-def _with_ghosts(fresh: Status, before: Status | None) -> Status:
-    """What GitHub said at the last look that asked it."""
-    kept = [item for item in before.concerns if item.kind in FROM_GITHUB] if before else []
-    return replace(fresh, concerns=(*fresh.concerns, *kept))
-
-
 async def watch(settings: Settings, output: Output, *, everything: bool, every_s: float | None, asks: bool) -> int:
     """Until interrupted. `asks`: ghosts are looked for."""
     interval_s = every_s or EVERY_S[settings.backend]
@@ -105,7 +95,7 @@ async def watch(settings: Settings, output: Output, *, everything: bool, every_s
                     ghosts_at = clock.monotonic() + GHOSTS_EVERY_S
                 try:
                     fresh = await status(context, everything=everything, ghosts=due)
-                    found = fresh if due else _with_ghosts(fresh, found)
+                    found = fresh if due else with_ghosts(fresh, found)
                     shown.show(found)
                 except UserError:
                     raise

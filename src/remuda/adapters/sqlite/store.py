@@ -39,6 +39,8 @@ class SqliteInstanceStore:
         self._ids = ids
         self._calls = calls
         self._malformed: dict[str, str] = {}
+        # What a search found the last time, by operation: who looks again and again parses what has changed.
+        self._parsed_before: dict[str, dict[str, tuple[str, Any]]] = {}
         self._watch: Watch[Key, str | None] = Watch(look=self._look, clock=clock, ids=ids)
         # What the watch has seen: a file without commits, and documents without changes, are not looked at twice.
         self._seen: Token | None = None
@@ -78,11 +80,11 @@ class SqliteInstanceStore:
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
         docs = await self._read("find", partial(tables.in_states, states=states, before=threshold_before))
-        return self._readable(Instance, docs)
+        return self._readable(Instance, docs, "find")
 
     async def find_by_provision(self, provision_id: str) -> Sequence[Instance]:
         docs = await self._read("find_by_provision", partial(tables.of_provision, provision_id=provision_id))
-        return self._readable(Instance, docs)
+        return self._readable(Instance, docs, "find_by_provision")
 
     async def count_live(self) -> int:
         return await self._read("count_live", tables.count_live)
@@ -164,11 +166,11 @@ class SqliteInstanceStore:
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         docs = await self._read("unsettled_provisions", partial(tables.unsettled, deadline_before=deadline_before))
-        return self._readable(Provision, docs)
+        return self._readable(Provision, docs, "unsettled_provisions")
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
         docs = await self._read("recent_provisions", partial(tables.recent, limit=limit, since=since))
-        return self._readable(Provision, docs)
+        return self._readable(Provision, docs, "recent_provisions")
 
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 
@@ -270,19 +272,25 @@ class SqliteInstanceStore:
             raise Unreadable(str(self._file.path), unreadable, records=records)
         return records
 
-    def _readable(self, record: type[T], texts: Iterable[tuple[str, str]]) -> Sequence[T]:
-        records, unreadable = _sorted_out(record, texts)
+    def _readable(self, record: type[T], texts: Sequence[tuple[str, str]], operation: str) -> Sequence[T]:
+        before = self._parsed_before.get(operation, {})
+        records, unreadable = _sorted_out(record, texts, before)
         self._malformed |= unreadable
+        self._parsed_before[operation] = {name: (text, records[name]) for name, text in texts if name in records}
         return list(records.values())
 
 
-def _sorted_out(record: type[T], texts: Iterable[tuple[str, str]]) -> tuple[dict[str, T], dict[str, str]]:
-    """By name: what can be parsed, and why the others cannot."""
+def _sorted_out(
+    record: type[T], texts: Iterable[tuple[str, str]], before: Mapping[str, tuple[str, T]] | None = None
+) -> tuple[dict[str, T], dict[str, str]]:
+    """By name: what can be parsed, and why the others cannot. `before`: texts that were parsed, with their records."""
     records: dict[str, T] = {}
     unreadable: dict[str, str] = {}
+    known = before or {}
     for name, text in texts:
+        past = known.get(name)
         try:
-            records[name] = decode(record, text)
+            records[name] = past[1] if past is not None and past[0] == text else decode(record, text)
         except ValueError as error:
             unreadable[name] = str(error)
     return records, unreadable

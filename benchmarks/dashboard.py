@@ -1,0 +1,229 @@
+"""The dashboard with 2,000 instances and 50,000 transitions: its first view, and 30 updates a second.
+
+A real `remuda dashboard` on a real store; a process that writes transitions; a real HTTP client; and the real page,
+where chromium is there. Counts are of updates: written, sent, merged, and how many the readers were behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from remuda.adapters.sqlite import tables
+from remuda.adapters.sqlite.connection import transaction
+from remuda.adapters.sqlite.schema import connect
+from remuda.adapters.system.clock import SystemClock
+from remuda.domain.instance import Instance, State
+from support import seeded
+from support.dashboard import CHROMIUM, Dashboard, chromium
+
+INSTANCES = 2_000
+TRANSITIONS = 50_000
+PROVISIONS = 500
+RATE = 30
+LIMIT_S = 120.0
+
+
+@dataclass(kw_only=True)
+class Follower:
+    """One stream: which instance's epoch and state it has heard of, and when."""
+
+    updates: int = 0
+    merged: int = 0
+    heard: dict[str, tuple[int, str]] = field(default_factory=dict)
+    #: How many transitions were written and not heard of, each time that an update came.
+    lags: list[int] = field(default_factory=list)
+
+
+class Writer:
+    """Thirty transitions a second, one transaction each, at their times and not after one another."""
+
+    def __init__(self, file: Path, records: list[Instance]) -> None:
+        self._file = file
+        self._records = records
+        self.written: dict[str, tuple[int, str]] = {}
+        self.count = 0
+        self.late_s = 0.0
+
+    def run(self, seconds: float) -> None:
+        connection = connect(self._file, busy_timeout_s=10.0)
+        clock = SystemClock()
+        began = clock.monotonic()
+        for number in range(int(seconds * RATE)):
+            pause = began + number / RATE - clock.monotonic()
+            if pause > 0:
+                threading.Event().wait(pause)
+            self.late_s = max(self.late_s, -pause)
+            place = number % len(self._records)
+            record, (entry,) = seeded.moved(self._records[place], now=clock.now())
+            with transaction(connection):
+                tables.write_instance(connection, record, entry)
+            self._records[place] = record
+            self.written[record.instance_id] = (record.epoch, record.state.value)
+            self.count += 1
+        connection.close()
+
+
+def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    for line in response.iter_lines():
+        what, _, value = line.partition(": ")
+        if what == "event":
+            name = value
+        elif what == "data":
+            yield name, json.loads(value)
+
+
+def follow(url: str, tag: str, follower: Follower, writer: Writer, done: threading.Event) -> None:
+    with (
+        httpx.Client(base_url=url, timeout=LIMIT_S) as client,
+        client.stream("GET", "/api/events", params={"since": tag}) as response,
+    ):
+        for name, data in events(response):
+            if name == "change":
+                follower.updates += 1
+                follower.merged += data["board"]["version"] - data["since"] - 1
+                for instance_id, item in (data["board"].get("instances") or {}).items():
+                    follower.heard[instance_id] = (item["epoch"], item["state"])
+                behind = sum(follower.heard.get(key) != value for key, value in list(writer.written.items()))
+                follower.lags.append(behind)
+            if done.is_set() and all(follower.heard.get(key) == value for key, value in writer.written.items()):
+                return
+
+
+@contextmanager
+def pages(url: str, *, wanted: bool) -> Iterator[Any]:
+    if not wanted:
+        yield None
+        return
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(url)
+        page.wait_for_selector("html[data-ready] #link[data-state=live]")
+        yield page
+
+
+def first_views(dashboard: Dashboard) -> dict[str, Any]:
+    """The snapshot and the page's files, as a browser asks for them."""
+    clock = SystemClock()
+    with httpx.Client(base_url=dashboard.url, timeout=LIMIT_S) as client:
+        began, used_s = clock.monotonic(), dashboard.cpu_s()
+        first = client.get("/api/snapshot")
+        first_s, first_cpu_s = clock.monotonic() - began, dashboard.cpu_s() - used_s
+        lanes = -1
+        while lanes < INSTANCES:
+            document = client.get("/api/snapshot").json()
+            lanes = sum(item["lane"] is not None for item in document["instances"].values())
+        complete_s, complete_cpu_s = clock.monotonic() - began, dashboard.cpu_s() - used_s
+        again = []
+        size = 0
+        for _ in range(5):
+            began = clock.monotonic()
+            with client.stream("GET", "/api/snapshot") as response:
+                size = len(b"".join(response.iter_raw()))
+            again.append(clock.monotonic() - began)
+    return {
+        "first_answer_s": round(first_s, 3),
+        "first_answer_cpu_s": round(first_cpu_s, 3),
+        "first_answer_instances": len(first.json()["instances"]),
+        "all_histories_s": round(complete_s, 3),
+        "all_histories_cpu_s": round(complete_cpu_s, 3),
+        "later_answer_s": round(sorted(again)[2], 3),
+        "bytes_sent": size,
+        "bytes_unpacked": len(json.dumps(document, separators=(",", ":"))),
+        "tag": document["tag"],
+    }
+
+
+def page_view(page: Any, url: str) -> dict[str, Any]:
+    clock = SystemClock()
+    began = clock.monotonic()
+    page.goto(url)
+    page.wait_for_selector("html[data-ready] #link[data-state=live]")
+    return {"page_shown_s": round(clock.monotonic() - began, 3)}
+
+
+def stats(page: Any) -> dict[str, int]:
+    words = page.inner_text("#stats").replace(".", "").replace(",", "").split()
+    return {name: int(words[words.index(name) - back]) for name, back in (("received", 2), ("merged", 1), ("drawn", 2))}
+
+
+def held(url: str, tag: str, writer: Writer, page: Any, *, seconds: float) -> dict[str, Any]:
+    follower, done = Follower(), threading.Event()
+    reading = threading.Thread(target=follow, args=(url, tag, follower, writer, done))
+    reading.start()
+    before = stats(page) if page else {}
+    clock = SystemClock()
+    began = clock.monotonic()
+    writing = threading.Thread(target=writer.run, args=(seconds,))
+    writing.start()
+    while writing.is_alive():
+        if page:
+            page.wait_for_timeout(200)
+        else:
+            writing.join(0.2)
+    wrote_s = clock.monotonic() - began
+    done.set()
+    reading.join(LIMIT_S)
+    caught_up_s = clock.monotonic() - began - wrote_s
+    lags = sorted(follower.lags)
+    found = {
+        "written": writer.count,
+        "written_a_second": round(writer.count / wrote_s, 1),
+        "updates_received": follower.updates,
+        "updates_merged": follower.merged,
+        "lag_p50": lags[len(lags) // 2],
+        "lag_most": lags[-1],
+        "left_behind": sum(follower.heard.get(key) != value for key, value in writer.written.items()),
+        "caught_up_s": round(caught_up_s, 3),
+    }
+    if page:
+        page.wait_for_timeout(500)
+        after = stats(page)
+        found |= {f"page_{name}": after[name] - before[name] for name in after}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one document in place of a table")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long updates come")
+    parser.add_argument("--no-page", action="store_true", help="without the browser")
+    given = parser.parse_args()
+    now = SystemClock().now()
+    with tempfile.TemporaryDirectory(prefix="remuda-dashboard-") as name:
+        folder = Path(name) / "state"
+        file = seeded.prepare(folder)
+        lives = list(seeded.fleet(INSTANCES, TRANSITIONS, now=now, ended=0.2))
+        seeded.write(file, lives, seeded.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
+        moving = [record for record, _ in lives if record.state in {State.RUNNING, State.RELEASING, State.IDLE}]
+        with Dashboard(folder, "--every", str(1 / RATE)) as dashboard:
+            found: dict[str, Any] = {"instances": INSTANCES, "transitions": TRANSITIONS, **first_views(dashboard)}
+            tag = found.pop("tag")
+            with pages(dashboard.url, wanted=CHROMIUM.exists() and not given.no_page) as page:
+                if page:
+                    found |= page_view(page, dashboard.url)
+                used_s = dashboard.cpu_s()
+                found |= held(dashboard.url, tag, Writer(file, moving), page, seconds=given.seconds)
+                found["server_cpu_share"] = round((dashboard.cpu_s() - used_s) / given.seconds, 2)
+    if given.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        sys.stdout.writelines(f"{name.replace('_', ' '):<24} {value:>12}\n" for name, value in found.items())
+    return 0 if found["left_behind"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Takes the pictures of the dashboard and the report that the docs show, from a fleet that is always the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from remuda.adapters.system.clock import SystemClock
+from support import seeded
+from support.dashboard import Dashboard, chromium, environment
+
+PICTURES = Path(__file__).parent / "pictures"
+MOST_BYTES = 200_000
+MACHINES, TRANSITIONS = 90, 1_900
+WIDE = {"viewport": {"width": 1280, "height": 880}}
+PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
+
+
+def main() -> int:
+    PICTURES.mkdir(exist_ok=True)
+    now = SystemClock().now()
+    with tempfile.TemporaryDirectory(prefix="remuda-pictures-") as name:
+        folder = Path(name) / "state"
+        file = seeded.prepare(folder, pool="ci")
+        lives = list(seeded.fleet(MACHINES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
+        runs = list(seeded.provisions(120, now=now, span_s=5_000))
+        seeded.write(file, lives, runs, now=now)
+        with Dashboard(folder) as dashboard, chromium() as browser:
+            shoot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
+            shoot(browser, dashboard.url, "dashboard-dark", color_scheme="dark", **WIDE)
+            shoot(browser, dashboard.url, "dashboard-phone", color_scheme="light", **PHONE)
+            ended = next(record for record, _ in lives if record.retire)
+            story = f"{dashboard.url}#of={ended.instance_id}"
+            shoot(browser, story, "dashboard-story", color_scheme="light", viewport={"width": 1080, "height": 720})
+            report = Path(name) / "report.html"
+            command = [sys.executable, "-m", "remuda", "report", "--dir", str(folder), "--html", str(report), "--quiet"]
+            subprocess.run(command, check=True, env={**environment(), "PATH": os.environ["PATH"]})
+            shoot(browser, report.as_uri(), "report", wait="main", color_scheme="light", **WIDE)
+    return 0
+
+
+def shoot(browser: Any, url: str, name: str, *, wait: str = "html[data-ready]", **options: Any) -> None:
+    context = browser.new_context(**options)
+    page = context.new_page()
+    page.goto(url)
+    page.wait_for_selector(wait)
+    # Until every lane is there and drawn.
+    page.wait_for_timeout(2_500)
+    file = PICTURES / f"{name}.png"
+    page.screenshot(path=file)
+    context.close()
+    size = file.stat().st_size
+    sys.stdout.write(f"{file.name}: {size} bytes\n")
+    if size > MOST_BYTES:
+        raise SystemExit(f"{file.name} is larger than {MOST_BYTES} bytes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`remuda dashboard`: the fleet on a page, as it changes. Read-only."""

@@ -1,0 +1,141 @@
+// How many machines there were, and how long runs waited.
+import { PHASES, levels } from "./model.js";
+import { colour, fill, prepare, shape, tickWords, ticks } from "./paint.js";
+import { clock, find, keep, make, say, cells } from "./text.js";
+
+const LEFT = 40;
+const BOTTOM = 20;
+const TOP = 8;
+const RIGHT = 8;
+const ROWS = 12;
+const ORDER = ["idle", "running", "claimed", "releasing", "booting", "ending", "unknown"];
+
+function frame(canvas, span) {
+  const { context, width, height } = prepare(canvas);
+  const x = (at) => LEFT + ((at - span.since) / (span.until - span.since)) * (width - LEFT - RIGHT);
+  const { step, found } = ticks(span, Math.max((width - LEFT) / 90, 2));
+  context.fillStyle = colour("soft");
+  context.textAlign = "center";
+  for (const at of found) if (x(at) > LEFT + 20 && x(at) < width - 24) context.fillText(tickWords(at, step), x(at), height - BOTTOM / 2 + 2);
+  return { context, width, height, x };
+}
+
+function line(context, y, words, width) {
+  context.strokeStyle = colour("rule");
+  context.beginPath();
+  context.moveTo(LEFT, Math.round(y) + 0.5);
+  context.lineTo(width - RIGHT, Math.round(y) + 0.5);
+  context.stroke();
+  context.fillStyle = colour("soft");
+  context.textAlign = "right";
+  context.fillText(words, LEFT - 6, y);
+}
+
+export function drawLevel(model) {
+  const canvas = find("level");
+  const span = model.span();
+  const { context, width, height } = frame(canvas, span);
+  const steps = Math.max(Math.min(Math.floor((width - LEFT - RIGHT) / 2), 600), 10);
+  const machines = [...model.instances.values()].filter((machine) => model.matchesKind(machine));
+  const counts = levels(machines, span, steps);
+  let most = 1;
+  for (let step = 0; step < steps; step += 1) {
+    let sum = 0;
+    for (const phase of PHASES) sum += counts[phase][step];
+    if (sum > most) most = sum;
+  }
+  const rise = niceStep(most);
+  const top = Math.ceil(most / rise) * rise;
+  const y = (value) => height - BOTTOM - (value / top) * (height - BOTTOM - TOP);
+  for (let value = 0; value <= top; value += rise) line(context, y(value), String(value), width);
+  const base = new Float64Array(steps);
+  const wide = (width - LEFT - RIGHT) / steps;
+  for (const phase of ORDER) {
+    const each = counts[phase];
+    if (!each.some((value) => value > 0)) continue;
+    context.beginPath();
+    context.moveTo(LEFT, y(base[0]));
+    for (let step = 0; step < steps; step += 1) {
+      const level = y(base[step] + each[step]);
+      context.lineTo(LEFT + step * wide, level);
+      context.lineTo(LEFT + (step + 1) * wide, level);
+    }
+    for (let step = steps - 1; step >= 0; step -= 1) {
+      context.lineTo(LEFT + (step + 1) * wide, y(base[step]));
+      context.lineTo(LEFT + step * wide, y(base[step]));
+      base[step] += each[step];
+    }
+    context.closePath();
+    context.fillStyle = fill(context, phase);
+    context.fill();
+  }
+  const idle = counts.idle[steps - 1];
+  const peak = Math.max(...counts.idle);
+  say(find("level-note"), `${idle} idle now, ${peak} at most; idle at the bottom`);
+  canvas.setAttribute("aria-label", `Machines by state over time: ${idle} idle now, ${peak} idle at most, ${most} machines at most`);
+  if (find("level-details").open) levelTable(machines, span);
+}
+
+function levelTable(machines, span) {
+  const counts = levels(machines, span, ROWS);
+  const used = ORDER.filter((phase) => counts[phase].some((value) => value > 0));
+  keep(find("level-head"), ["time", ...used], { key: (name) => name, create: (name) => make("th", name === "time" ? "" : "n", name), update: () => {} });
+  const width = (span.until - span.since) / ROWS;
+  const rows = Array.from({ length: ROWS }, (_, step) => ROWS - 1 - step);
+  keep(find("level-rows"), rows, {
+    key: String,
+    create: () => make("tr"),
+    update: (row, step) => {
+      while (row.children.length > used.length + 1) row.lastElementChild.remove();
+      cells(row, [clock(span.since + (step + 0.5) * width), ...used.map((phase) => [String(counts[phase][step]), "n"])]);
+    },
+  });
+}
+
+function niceStep(most) {
+  const rough = most / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return Math.max([1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough) ?? power, 1);
+}
+
+export function drawTimes(model) {
+  const span = model.span();
+  const told = [...model.provisions.values()].filter((item) => item.seconds !== null && item.at >= span.since && model.matchesKind(item));
+  const values = told.map((item) => Math.max(item.seconds, 0.05));
+  const low = Math.floor(Math.log10(Math.min(...values, 1)));
+  const high = Math.max(Math.ceil(Math.log10(Math.max(...values, 10))), low + 1);
+  const { context, width, height, x } = frame(find("times"), span);
+  const y = (value) => height - BOTTOM - ((Math.log10(value) - low) / (high - low)) * (height - BOTTOM - TOP - 4);
+  for (let power = low; power <= high; power += 1) line(context, y(10 ** power), `${Number((10 ** power).toFixed(2))} s`, width);
+  for (const item of told) shape(context, item.kind, x(item.at), y(Math.max(item.seconds, 0.05)));
+}
+
+const KINDS = ["warm", "mixed", "cold", "failed"];
+
+export function showKinds(model) {
+  const times = model.facts.get("times") ?? {};
+  keep(find("kinds"), KINDS.filter((kind) => times[kind]), {
+    key: (kind) => kind,
+    create: () => make("tr"),
+    update: (row, kind) => {
+      const { count, p50, p95 } = times[kind];
+      cells(row, [[(cell) => kindCell(cell, kind), "whole"], [String(count), "n"], [`${p50.toFixed(2)} s`, "n"], [`${p95.toFixed(2)} s`, "n"]]);
+    },
+  });
+}
+
+export function kindCell(cell, kind) {
+  if (cell.dataset.kind === kind && cell.dataset.dark === String(matchMedia("(prefers-color-scheme: dark)").matches)) return;
+  cell.dataset.kind = kind;
+  cell.dataset.dark = String(matchMedia("(prefers-color-scheme: dark)").matches);
+  cell.replaceChildren();
+  if (!kind) return;
+  const mark = cell.appendChild(make("canvas", "shape"));
+  mark.setAttribute("aria-hidden", "true");
+  cell.append(kind);
+  const scale = window.devicePixelRatio || 1;
+  mark.width = mark.height = 12 * scale;
+  const context = mark.getContext("2d");
+  context.scale(scale, scale);
+  shape(context, kind, 6, 6);
+}

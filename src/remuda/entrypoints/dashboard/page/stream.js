@@ -1,0 +1,105 @@
+// A snapshot, then changes as they come. A lost server is waited for; what came meanwhile is caught up with.
+
+const SILENT_MS = 12_000;
+const AGAIN_MS = 1_000;
+const PATIENCE_MS = 20_000;
+
+export class Stream {
+  constructor(model, { changed, state }) {
+    this.model = model;
+    this.changed = changed;
+    this.state = state;
+    this.received = 0;
+    this.merged = 0;
+    this.waiting = null;
+    setInterval(() => this.watch(), 2_000);
+  }
+
+  async start() {
+    try {
+      await this.snapshot();
+    } catch {
+      this.lose();
+      setTimeout(() => this.start(), AGAIN_MS);
+      return;
+    }
+    this.open();
+  }
+
+  async snapshot() {
+    this.waiting = [];
+    const response = await fetch("/api/snapshot", { cache: "no-cache", signal: AbortSignal.timeout(PATIENCE_MS) });
+    if (response.status === 401) location.assign("/login");
+    if (!response.ok) throw new Error(`snapshot: ${response.status}`);
+    const board = await response.json();
+    this.model.reset();
+    this.model.apply(board);
+    const held = this.waiting;
+    this.waiting = null;
+    for (const change of held) this.take(change);
+    this.changed();
+  }
+
+  open() {
+    this.source?.close();
+    this.heard = performance.now();
+    const source = (this.source = new EventSource(`/api/events?since=${encodeURIComponent(this.model.tag)}`));
+    const on = (name, act) => source.addEventListener(name, (event) => source === this.source && act(JSON.parse(event.data)));
+    on("look", (look) => this.look(look));
+    on("reset", () => this.again());
+    on("change", (change) => {
+      this.look(change.look);
+      if (this.waiting) this.waiting.push(change);
+      else this.take(change);
+    });
+    source.onerror = () => {
+      if (source !== this.source) return;
+      this.lose();
+      // A refusal ends it for good: then it is begun anew, and a sign-in asked for where that is what is missing.
+      if (source.readyState === EventSource.CLOSED) setTimeout(() => source === this.source && this.start(), AGAIN_MS);
+    };
+  }
+
+  look(look) {
+    this.heard = performance.now();
+    this.model.heard(look);
+    this.state("live");
+  }
+
+  take(change) {
+    const { board, since } = change;
+    if (board.version <= this.model.version) return;
+    if (since > this.model.version) {
+      this.again();
+      return;
+    }
+    this.received += 1;
+    this.merged += board.version - this.model.version - 1;
+    this.model.apply(board);
+    this.changed();
+  }
+
+  async again() {
+    if (this.waiting) return;
+    try {
+      await this.snapshot();
+    } catch {
+      this.waiting = null;
+      this.lose();
+      this.source.close();
+      setTimeout(() => this.start(), AGAIN_MS);
+    }
+  }
+
+  lose() {
+    this.state("lost");
+  }
+
+  // A connection can die without a word.
+  watch() {
+    if (this.source && performance.now() - this.heard > SILENT_MS) {
+      this.lose();
+      this.open();
+    }
+  }
+}

@@ -1,0 +1,180 @@
+"""The dashboard's process: where it listens, who may come in, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.bootstrap import open_context
+from remuda.domain.errors import UserError
+from remuda.ports.journal import SilentJournal
+from remuda.settings import Settings
+
+if TYPE_CHECKING:
+    from remuda.entrypoints.dashboard.guard import Token
+
+VARIABLE = "REMUDA_DASHBOARD_TOKEN"
+PORT = 8421
+LEAST_TOKEN = 16
+MOST_TOKEN = 1_024
+#: Between looks while somebody watches. On AWS each look costs some calls.
+EVERY_S = {"local": 0.25, "aws": 5.0}
+#: Streams end when they are told to; nothing else lasts.
+GRACE_S = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where it listens, checked."""
+
+    host: str
+    port: int
+    token: Token | None
+
+    @property
+    def is_loopback(self) -> bool:
+        from remuda.entrypoints.dashboard.guard import is_loopback  # noqa: PLC0415 - as below
+
+        return is_loopback(self.host)
+
+
+def find_place(host: str, port: int, token_file: str | None, environ: Mapping[str, str]) -> Place:
+    """Before anything is opened: on another address than this machine's own, only with a token."""
+    with web_libraries():
+        from remuda.entrypoints.dashboard.guard import Token, is_loopback  # noqa: PLC0415 - only where it is served
+    try:
+        loopback = is_loopback(host)
+    except ValueError:
+        raise UserError(
+            f"--host is {host[:80]!r}", field="--host", fix="give an address such as 127.0.0.1, ::1 or 0.0.0.0"
+        ) from None
+    text = _token_text(token_file, environ)
+    if text is None and not loopback:
+        raise UserError(
+            f"--host {host} is open to others, and there is no token",
+            field="--host",
+            fix=f"give --token-file or set {VARIABLE}, or stay on 127.0.0.1",
+        )
+    return Place(host=host, port=port, token=Token(text) if text is not None else None)
+
+
+def _token_text(token_file: str | None, environ: Mapping[str, str]) -> str | None:
+    if token_file is not None:
+        text, field = _read_token(token_file), "--token-file"
+    elif VARIABLE in environ:
+        text, field = environ[VARIABLE].strip(), VARIABLE
+    else:
+        return None
+    if not LEAST_TOKEN <= len(text) <= MOST_TOKEN or not (text.isascii() and text.isprintable()) or " " in text:
+        raise UserError(
+            f"{field} holds no token that will do",
+            field=field,
+            fix=f"give one line of {LEAST_TOKEN} to {MOST_TOKEN} letters, digits and signs: openssl rand -hex 32",
+        )
+    return text
+
+
+def _read_token(name: str) -> str:
+    try:
+        path = Path(name)
+        if stat.S_IMODE(path.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+            raise UserError(
+                f"--token-file {name[:80]!r} can be read by others", field="--token-file", fix="chmod 600 it"
+            )
+        with path.open(encoding="utf-8") as file:
+            return file.read(MOST_TOKEN + 2).strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(
+            f"--token-file {name[:80]!r} cannot be read: {reason}",
+            field="--token-file",
+            fix="name a file of yours that holds the token alone",
+        ) from None
+
+
+@contextlib.contextmanager
+def web_libraries() -> Iterator[None]:
+    """Around their import."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"the dashboard needs a library that is not installed: {error.name}",
+            field="dashboard",
+            fix="install starlette and uvicorn",
+        ) from None
+
+
+def listen(place: Place) -> socket.socket:
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((place.host, place.port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        taken = error.errno == errno.EADDRINUSE
+        raise UserError(
+            f"--port {place.port} of {place.host} cannot be used: {os.strerror(error.errno or 0).lower()}",
+            field="--port" if taken or error.errno == errno.EACCES else "--host",
+            fix="--port 0 takes a free one" if taken else "give an address of this machine and a port above 1023",
+        ) from None
+    return listener
+
+
+def address(place: Place, listener: socket.socket) -> str:
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"http://{host}:{listener.getsockname()[1]}/"
+
+
+@asynccontextmanager
+async def serving(
+    settings: Settings, place: Place, listener: socket.socket, *, every_s: float | None, since_s: float, asks: bool
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Serves from here on; gives the task that ends when the server does. At the end every stream is closed at once."""
+    with web_libraries():
+        import uvicorn  # noqa: PLC0415 - only where it is served
+
+        from remuda.entrypoints.dashboard.app import build_app  # noqa: PLC0415 - as above
+        from remuda.entrypoints.dashboard.feed import Feed  # noqa: PLC0415 - as above
+    feed = Feed(
+        open_context=lambda: open_context(settings, SilentJournal(), credentialed=asks, alive=False),
+        backend=settings.backend,
+        every_s=every_s or EVERY_S[settings.backend],
+        since_s=since_s,
+        clock=SystemClock(),
+        ids=SystemIds(),
+    )
+    config = uvicorn.Config(
+        build_app(feed, token=place.token, loopback=place.is_loopback),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = uvicorn.Server(config)
+    # The command has its own way with signals.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    looking = asyncio.create_task(feed.run())
+    serve = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield serve
+    finally:
+        feed.close()
+        server.should_exit = True
+        looking.cancel()
+        await asyncio.gather(serve, looking, return_exceptions=True)

@@ -1,0 +1,145 @@
+"""Records as the page reads them: short documents, encoded once for all clients. Nothing that opens a door."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from remuda.controlplane.feed import Seen
+from remuda.controlplane.status import Status
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.ledger import is_end, times_of
+from remuda.domain.provision import Provision
+from remuda.domain.spans import Phase, spans_of
+from remuda.domain.story import entry_line
+from remuda.entrypoints.views import record_document
+
+#: A lane names phases by their place here.
+PHASES = tuple(Phase)
+#: Of a long reason, so much is shown in lists; stories have all of it.
+MAX_TEXT = 300
+#: A page with more would be read by nobody; how many there are is told.
+MAX_WARNINGS = 100
+_ACTS = ("retire", "quarantine")
+
+
+def encode(document: Any) -> str:
+    return json.dumps(document, separators=(",", ":"))
+
+
+def milliseconds(at: datetime | None) -> int:
+    return 0 if at is None else round(at.timestamp() * 1_000)
+
+
+def instance_text(seen: Seen, *, now: datetime, busy: bool) -> str:
+    instance = seen.instance
+    lane, runs, end = _lane(instance, seen.history, now)
+    return encode(
+        {
+            "state": instance.state.value,
+            "class": instance.resource_class,
+            "type": instance.instance_type,
+            "usage": instance.usage_class.value,
+            "born": milliseconds(instance.created_at),
+            "until": milliseconds(instance.threshold),
+            "run": instance.run_id,
+            "last": instance.last_run_id,
+            "uses": instance.uses,
+            "epoch": instance.epoch,
+            "retire": instance.retire[:MAX_TEXT],
+            "held": milliseconds(instance.held_until) if instance.is_held(now) else 0,
+            "busy": busy,
+            "end": end,
+            "lane": lane,
+            "runs": runs,
+        }
+    )
+
+
+def _lane(
+    instance: Instance, history: Sequence[HistoryEntry] | None, now: datetime
+) -> tuple[list[int] | None, list[str], int]:
+    """Spans as three numbers each: milliseconds after the birth, the phase, and whose of `runs` it was (-1: nobody's).
+
+    The last one lasts until the end, or still.
+    """
+    over = instance.state is State.TERMINATED
+    if history is None:
+        return None, [], milliseconds(instance.threshold) if over else 0
+    # Clocks differ: what was written last has begun, whatever time this one has.
+    until = max([now, instance.created_at, *(entry.at for entry in history[-1:])]) + timedelta(milliseconds=1)
+    spans = spans_of(instance, history, now=until)
+    born = milliseconds(instance.created_at)
+    runs: dict[str, int] = {}
+    lane: list[int] = []
+    for span in spans:
+        run = runs.setdefault(span.run_id, len(runs)) if span.run_id else -1
+        lane += (milliseconds(span.begin) - born, PHASES.index(span.phase), run)
+    return lane, list(runs), milliseconds(spans[-1].end) if over and spans else 0
+
+
+def provision_text(provision: Provision) -> str:
+    course = provision.course
+    return encode(
+        {
+            "run": provision.run_id,
+            "attempt": provision.attempt,
+            "class": provision.resource_class,
+            "count": provision.count,
+            "at": milliseconds(provision.created_at),
+            "deadline": milliseconds(provision.deadline),
+            "status": provision.status.value,
+            "why": (course.error if course and course.error else provision.why)[:MAX_TEXT],
+            "kind": course.kind if course else "",
+            "seconds": round(course.seconds, 3) if course else None,
+            "reused": course.reused if course else 0,
+            "created": course.created if course else 0,
+        }
+    )
+
+
+def times_text(provisions: Sequence[Provision]) -> str:
+    """Of the provisions in sight, by kind."""
+    times = times_of((item.course.kind, item.course.seconds) for item in provisions if item.course)
+    return encode(
+        {
+            kind: {"count": item.count, "p50": round(item.p50, 3), "p95": round(item.p95, 3)}
+            for kind, item in times.items()
+        }
+    )
+
+
+def decisions(seen: Seen) -> list[tuple[datetime, str, str]]:
+    """Why an instance was retired, ended or held: time, name and text of each."""
+    name = seen.instance.instance_id
+    return [
+        (entry.at, f"{name}/{milliseconds(entry.at)}/{entry.transition}", _decision(seen.instance, entry))
+        for entry in seen.history or ()
+        if is_end(entry) or entry.transition in _ACTS
+    ]
+
+
+def _decision(instance: Instance, entry: HistoryEntry) -> str:
+    return encode(
+        {
+            "at": milliseconds(entry.at),
+            "instance": instance.instance_id,
+            "class": instance.resource_class,
+            "run": entry.run_id,
+            "what": entry_line(instance.instance_id, entry).what,
+            "why": entry.why[:MAX_TEXT],
+            "by": entry.by,
+        }
+    )
+
+
+def status_texts(status: Status) -> dict[str, str]:
+    """What a thorough look adds, by name: pools, warnings, and what open launches hold so far."""
+    warnings = [record_document(item) for item in status.concerns[:MAX_WARNINGS]]
+    return {
+        "pools": encode({name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()}),
+        "warnings": encode({"count": len(status.concerns), "shown": warnings}),
+        "open": encode({item.provision.provision_id: dict(item.held) for item in status.openings}),
+    }

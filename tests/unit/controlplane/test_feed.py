@@ -1,0 +1,201 @@
+"""The feed: who looks again and again knows what one thorough look would say, and pays little where nobody watches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from remuda.adapters.system.clock import SystemIds
+from remuda.controlplane.context import Context
+from remuda.controlplane.feed import FleetReader
+from remuda.controlplane.status import Status
+from remuda.controlplane.status import status as read_status
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.provision import Provision
+from remuda.entrypoints.dashboard.feed import Feed
+from support.world import World
+
+DAY_S = 86_400.0
+
+
+class Page:
+    """What somebody knows who was told all changes."""
+
+    def __init__(self, context: Context, since_s: float = DAY_S) -> None:
+        self.context = context
+        self.reader = FleetReader(since_s=since_s)
+        self.instances: dict[str, Instance] = {}
+        self.histories: dict[str, Any] = {}
+        self.runs: dict[str, Any] = {}
+
+    async def look(self, *, everything: bool = False) -> set[str]:
+        found = await self.reader.look(self.context, thorough=False, everything=everything, ghosts=False)
+        for name, seen in found.instances.items():
+            self.instances[name] = seen.instance
+            self.histories[name] = seen.history
+        for name in found.gone:
+            del self.instances[name]
+        self.runs |= {item.provision_id: item for item in found.provisions}
+        return set(found.instances) | found.gone
+
+
+async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
+    context = world.process()
+    page = Page(context)
+    await page.look(everything=True)
+    await world.warm(2)
+    told = await page.look()
+    assert told == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
+    await world.provision("7", count=3)
+    await page.look()
+    # Histories are read once more after a change, and then nothing is left to tell.
+    await page.look()
+    assert await page.look() == set()
+    everything = await read_status(context, everything=True)
+    assert page.instances == {item.instance_id: item for item in everything.instances}
+    assert page.runs == {item.provision_id: item for item in everything.runs}
+    assert page.histories == dict(await context.store.histories(list(page.instances)))
+    await world.release("7")
+
+
+async def test_ends_are_seen_and_go_out_of_sight_in_time(world: World) -> None:
+    context = world.process()
+    page = Page(context, since_s=3_600.0)
+    await page.look(everything=True)
+    (instance_id,) = await world.warm(1)
+    await page.look()
+    world.hosts[instance_id].power_off()
+    for _ in range(200):
+        await world.sweep()
+        await page.look()
+        if page.instances[instance_id].state is State.TERMINATED:
+            break
+        await asyncio.sleep(10)
+    history: list[HistoryEntry] = page.histories[instance_id]
+    assert history[-1].target == "terminated"
+    await asyncio.sleep(3_700)
+    assert instance_id in await page.look()
+    assert instance_id not in page.instances
+    assert await page.look(everything=True) == set()
+
+
+class Counting:
+    """An observer, as metrics are one."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.pools: list[str] = []
+        self.runs: set[str] = set()
+        self.steps: set[tuple[str, str, int]] = set()
+
+    def look(self, status: Status) -> None:
+        self.pools.append(status.pool)
+
+    def look_failed(self) -> None:
+        self.failures += 1
+
+    def add_provisions(self, provisions: Iterable[Provision]) -> None:
+        self.runs |= {item.run_id for item in provisions}
+
+    def add_histories(self, histories: Mapping[str, Sequence[HistoryEntry]]) -> None:
+        self.steps |= {(name, item.transition, item.epoch) for name, each in histories.items() for item in each}
+
+
+def make_feed(context: Context, failures: list[str], *observers: Counting) -> Feed:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Context]:
+        if failures:
+            raise Unavailable(failures.pop(0))
+        yield context
+
+    return Feed(
+        open_context=opened,
+        backend="local",
+        every_s=0.25,
+        since_s=DAY_S,
+        clock=context.clock,
+        ids=SystemIds(),
+        observers=observers,
+    )
+
+
+async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> None:
+    feed = make_feed(world.process(), ["the disk is full", "the disk is full"])
+    running = asyncio.create_task(feed.run())
+    await asyncio.sleep(0.1)
+    assert json.loads(feed.board.snapshot())["facts"]["trouble"] == "the disk is full"
+    assert feed.last_good is None
+    await asyncio.sleep(5)
+    assert json.loads(feed.board.snapshot())["facts"]["trouble"] == ""
+    assert feed.last_good is not None
+    running.cancel()
+
+
+async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(world: World) -> None:
+    context = world.process()
+    feed = make_feed(context, [])
+    running = asyncio.create_task(feed.run())
+    await asyncio.sleep(1)
+
+    def searches() -> int:
+        return context.calls.by_service()["store"]["find"]
+
+    before = searches()
+    await asyncio.sleep(60)
+    unwatched = searches() - before
+    assert unwatched <= 5
+    version = feed.board.version
+    with feed.watched():
+        await world.warm(1)
+        assert await feed.newer_than(version)
+        before = searches()
+        await asyncio.sleep(10)
+        assert searches() - before >= 30
+    running.cancel()
+
+
+async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(world: World) -> None:
+    context = world.process()
+    heard = Counting()
+    feed = make_feed(context, ["the disk is full"], heard)
+    running = asyncio.create_task(feed.run())
+    await asyncio.sleep(2)
+    assert (heard.failures, set(heard.pools)) == (1, {context.pool_name})
+    (instance_id,) = await world.warm(1)
+    await world.provision("7")
+    await asyncio.sleep(5)
+    began = context.clock.now()
+    await feed.recent(age_s=1.0, timeout_s=5.0)
+    assert feed.status is not None
+    assert (began - feed.status.at).total_seconds() <= 1.0
+    assert (context.clock.now() - began).total_seconds() < 1.0
+    assert "7" in heard.runs
+    assert {(instance_id, "claim", 2), (instance_id, "commit", 2)} <= heard.steps
+    running.cancel()
+    await world.release("7")
+
+
+async def test_one_that_reads_slowly_gets_the_newest_and_holds_up_nobody(world: World) -> None:
+    feed = make_feed(world.process(), [])
+    running = asyncio.create_task(feed.run())
+    with feed.watched():
+        await feed.first_look(5)
+        slow = feed.board.version
+        (instance_id,) = await world.warm(1)
+        for number in range(5):
+            await world.provision(str(number))
+            await world.release(str(number))
+            assert await feed.newer_than(slow)
+        await asyncio.sleep(1)
+        document = json.loads(feed.board.changes(slow))
+        assert document["version"] - slow > 5
+        assert document["instances"][instance_id]["state"] == "idle"
+        assert document["instances"][instance_id]["uses"] == 6
+        assert len(document["instances"]) == 1
+    feed.close()
+    assert not await feed.newer_than(feed.board.version)
+    running.cancel()
