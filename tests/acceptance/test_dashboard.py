@@ -6,13 +6,16 @@ import json
 import sqlite3
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from remuda.domain.instance import State
 from support.dashboard import LIMIT_S, Dashboard, Records, environment, living, remuda
 from support.seeded import Life, with_store
 
@@ -60,6 +63,37 @@ def snapshot(client: httpx.Client, wanted: int = 0) -> dict[str, Any]:
         document: dict[str, Any] = client.get("/api/snapshot").raise_for_status().json()
         if sum(item["lane"] is not None for item in document["instances"].values()) >= wanted:
             return document
+
+
+def scraped(client: httpx.Client) -> dict[tuple[str, str], float]:
+    """Of each metric, by the value of one label that tells."""
+    answer = client.get("/metrics").raise_for_status()
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for family in parse_text(answer.text):
+        for sample in family.samples:
+            label = sample.labels.get("transition") or sample.labels.get("state") or ""
+            found[sample.name, label] += sample.value
+    return found
+
+
+def test_metrics_say_what_status_says_and_count_what_happens(
+    client: httpx.Client, records: Records, lives: list[Life]
+) -> None:
+    found = scraped(client)
+    states = Counter(item["state"] for item in remuda(records.folder, "status")["instances"])
+    assert {name: found["remuda_instances", name] for name in states} == states
+    assert found["remuda_api_calls_total", ""] > 0
+    claims = ("remuda_transitions_total", "claim")
+    assert found[claims] == 0, "what is on record from before does not count"
+    # One with little history: other tests look at the longest.
+    idle, _ = min((life for life in lives if life[0].state is State.IDLE), key=lambda life: len(life[1]))
+    assert records.move(idle.instance_id).state is State.CLAIMED
+    while not (found := scraped(client))[claims]:
+        pass
+    assert found[claims] == 1
+    again = scraped(client)
+    assert all(again[key] >= value for key, value in found.items() if key[0].endswith("_total"))
 
 
 def test_what_is_shown_is_what_the_commands_say(client: httpx.Client, records: Records, lives: list[Life]) -> None:

@@ -172,15 +172,16 @@ def test_it_gives_up_in_time(trees: list[Tree]) -> None:
 
 def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
     program = tmp_path / "pro gram"
-    program.write_text("#!/bin/sh\nsleep 1000\n")
+    # It waits by itself: a child would look like it until it has become another program.
+    program.write_text("#!/bin/sh\nread line\n")
     program.chmod(0o755)
-    process = subprocess.Popen([program, "run"], start_new_session=True)
+    process = subprocess.Popen([program, "run"], start_new_session=True, stdin=subprocess.PIPE)
     try:
         found = list(processes.running(program, procfs.table().values()))
         assert [candidate.pid for candidate in found] == [process.pid]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
 
 
 async def test_the_end_of_a_process_is_an_event() -> None:

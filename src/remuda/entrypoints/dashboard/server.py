@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.bootstrap import open_context
 from remuda.domain.errors import UserError
+from remuda.ports.calls import CallCounter
 from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings
 
@@ -29,6 +30,9 @@ LEAST_TOKEN = 16
 MOST_TOKEN = 1_024
 #: Between looks while somebody watches. On AWS each look costs some calls.
 EVERY_S = {"local": 0.25, "aws": 5.0}
+#: A scrape shows a look that is not older, and waits for it no longer: scrapers give up after ten seconds.
+SCRAPE_AGE_S = {"local": 5.0, "aws": 15.0}
+SCRAPE_WAIT_S = 5.0
 #: Streams end when they are told to; nothing else lasts.
 GRACE_S = 1
 
@@ -148,16 +152,26 @@ async def serving(
 
         from remuda.entrypoints.dashboard.app import build_app  # noqa: PLC0415 - as above
         from remuda.entrypoints.dashboard.feed import Feed  # noqa: PLC0415 - as above
+        from remuda.entrypoints.metrics import Meters  # noqa: PLC0415 - as above
+        from remuda.entrypoints.metrics_route import metrics_route  # noqa: PLC0415 - as above
+    clock = SystemClock()
+    # One for the process: ports are opened anew after a failure, and a counter must not fall.
+    calls = CallCounter()
+    meters = Meters(began=clock.now())
     feed = Feed(
-        open_context=lambda: open_context(settings, SilentJournal(), credentialed=asks, alive=False),
+        open_context=lambda: open_context(settings, SilentJournal(), credentialed=asks, alive=False, calls=calls),
         backend=settings.backend,
         every_s=every_s or EVERY_S[settings.backend],
         since_s=since_s,
-        clock=SystemClock(),
+        clock=clock,
         ids=SystemIds(),
+        observers=[meters],
+    )
+    scraped = metrics_route(
+        meters, calls, freshen=lambda: feed.recent(age_s=SCRAPE_AGE_S[settings.backend], timeout_s=SCRAPE_WAIT_S)
     )
     config = uvicorn.Config(
-        build_app(feed, token=place.token, loopback=place.is_loopback),
+        build_app(feed, token=place.token, loopback=place.is_loopback, more=[lambda _: [scraped]]),
         log_config=None,
         access_log=False,
         server_header=False,
