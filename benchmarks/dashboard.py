@@ -183,6 +183,7 @@ def held(url: str, tag: str, writer: Writer, page: Any, *, seconds: float) -> di
         "written": writer.count,
         "written_a_second": round(writer.count / wrote_s, 1),
         "updates_received": follower.updates,
+        "updates_a_second": round(follower.updates / wrote_s, 1),
         "updates_merged": follower.merged,
         "lag_p50": lags[len(lags) // 2],
         "lag_most": lags[-1],

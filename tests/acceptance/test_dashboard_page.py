@@ -214,6 +214,27 @@ def test_a_store_that_cannot_be_read_is_a_banner(browser: Browser, tmp_path: Pat
         wait(page, "document.getElementById('banner').hidden")
 
 
+def test_a_page_that_nobody_sees_gives_its_connection_back(
+    browser: Browser, dashboard: Dashboard, records: Records, lives: list[Life]
+) -> None:
+    def turn(page: Page, hidden: str) -> None:
+        page.evaluate(
+            f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+
+    with opened(browser, dashboard.url + "?view=table") as page:
+        ready(page)
+        turn(page, "true")
+        page.wait_for_selector("#link[data-state=paused]")
+        name = living(lives)[-1].instance_id
+        moved = records.move(name)
+        turn(page, "false")
+        page.wait_for_selector("#link[data-state=live]")
+        state = f"#machines [data-key='{name}'] td:nth-child(2)"
+        wait(page, f"document.querySelector(\"{state}\").textContent.endsWith('{moved.state.value}')")
+
+
 # Names from outside ---------------------------------------------------------------------------------------------------
 
 

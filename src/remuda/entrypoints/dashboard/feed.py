@@ -149,9 +149,10 @@ class Feed:
                 async with self._open() as context:
                     self._context = context
                     while True:
+                        began = self._clock.monotonic()
                         await self._look(context)
                         failures = 0
-                        await self._pause()
+                        await self._pause(self._clock.monotonic() - began)
             except RemudaError as error:
                 self._fail(error.message)
             except Exception as error:  # noqa: BLE001 - the page must go on, and say so
@@ -161,12 +162,13 @@ class Feed:
             failures += 1
             await self._clock.sleep(min(RETRY_S * 2 ** (failures - 1), RETRY_MOST_S))
 
-    async def _pause(self) -> None:
+    async def _pause(self, took_s: float) -> None:
+        """Until the next look: they begin so often, but a store that is slow is not asked without a pause."""
         if self._reader.is_behind:
             await self._clock.sleep(0)
             return
         if self.watching:
-            await self._clock.sleep(self._every_s)
+            await self._clock.sleep(max(self._every_s - took_s, took_s / 4))
             return
         self._wanted.clear()
         with suppress(TimeoutError):

@@ -69,7 +69,7 @@ function setLink(state) {
   if (state !== link) {
     link = state;
     find("link").dataset.state = state;
-    say(find("link-text"), state === "live" ? "live" : "connection lost");
+    say(find("link-text"), state === "lost" ? "connection lost" : state);
   }
   banner();
 }

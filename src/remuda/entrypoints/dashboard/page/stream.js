@@ -3,6 +3,7 @@
 const SILENT_MS = 12_000;
 const AGAIN_MS = 1_000;
 const PATIENCE_MS = 20_000;
+const UNSEEN_MS = 5_000;
 
 export class Stream {
   constructor(model, { changed, state }) {
@@ -13,6 +14,25 @@ export class Stream {
     this.merged = 0;
     this.waiting = null;
     setInterval(() => this.watch(), 2_000);
+    document.addEventListener("visibilitychange", () => this.turn());
+  }
+
+  // A browser opens six connections to a server: a page that nobody sees gives its own back after a while.
+  turn() {
+    clearTimeout(this.leaving);
+    if (document.hidden) this.leaving = setTimeout(() => this.pause(), UNSEEN_MS);
+    else if (this.paused) {
+      this.paused = false;
+      this.open();
+    }
+  }
+
+  pause() {
+    if (!this.source || this.waiting) return;
+    this.paused = true;
+    this.source.close();
+    this.source = null;
+    this.state("paused");
   }
 
   async start() {
@@ -86,7 +106,7 @@ export class Stream {
     } catch {
       this.waiting = null;
       this.lose();
-      this.source.close();
+      this.source?.close();
       setTimeout(() => this.start(), AGAIN_MS);
     }
   }

@@ -6,6 +6,8 @@ import { duration, find, say, when } from "./text.js";
 const LANE = 18;
 const BAR = 12;
 const AXIS = 22;
+const LEAST = 150;
+const MOST = 368;
 
 export class Timeline {
   constructor(model, tellStory) {
@@ -38,6 +40,7 @@ export class Timeline {
 
   draw() {
     const lanes = this.model.lanes();
+    this.fit(lanes.length);
     const view = this.box.clientHeight;
     this.space.style.height = `${Math.max(lanes.length * LANE + AXIS - view, 0)}px`;
     find("lanes-empty").hidden = lanes.length > 0;
@@ -62,6 +65,12 @@ export class Timeline {
     }
     context.restore();
     this.drawn += 1;
+  }
+
+  // As tall as there are lanes, within bounds.
+  fit(count) {
+    const height = `${Math.min(Math.max(count * LANE + AXIS + 4, LEAST), MOST)}px`;
+    if (this.box.style.height !== height) this.box.style.height = height;
   }
 
   axis(context, width, view) {
