@@ -96,7 +96,7 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
         runs=runs,
         concerns=(
             *concerns(config, instances, reports, runs, now=now),
-            *(await _ghosts(context, config, runners) if config and runners else ()),
+            *(await _ghosts(context, config, runners, instances) if config and runners else ()),
             *troubles,
             *(Concern(kind="unreadable", subject="", text=sentence) for sentence in unreadable),
         ),
@@ -132,34 +132,44 @@ async def _runners(
 
 
 async def _ghosts(
-    context: Context, config: PoolConfig, runners: Mapping[str, Sequence[ForgeRunner]]
+    context: Context,
+    config: PoolConfig,
+    runners: Mapping[str, Sequence[ForgeRunner]],
+    instances: Sequence[Instance],
 ) -> Sequence[Concern]:
-    """Registrations that no assignment owns. The records are read now, after the list."""
+    """Registrations that no assignment owns. What was searched for after the list clears most of them; the records of
+    the others are read now.
+    """
+    now, known = context.clock.now(), {item.instance_id: item for item in instances}
+
+    def why(name: str, record: Instance | None, since: datetime | None) -> str | None:
+        return ghost_reason(
+            name,
+            record,
+            pool=config.pool,
+            unrecorded_since=since,
+            now=now,
+            grace_s=config.lifetimes.ghost_grace_s,
+        )
+
     ours = [
         (scope, runner.name, parsed[1])
         for scope, listed in runners.items()
         for runner in listed
         if (parsed := parse_runner_name(config.pool, runner.name)) is not None
+        and (parsed[1] not in known or why(runner.name, known[parsed[1]], None) is not None)
     ]
     (records, unknown), sightings = await asyncio.gather(
         readable(context.store.get_many({instance_id for _, _, instance_id in ours}), _say_nothing),
         context.store.get_sightings(),
     )
-    now = context.clock.now()
     found = []
     for scope, name, instance_id in ours:
         if instance_id in unknown:
             continue
-        why = ghost_reason(
-            name,
-            records.get(instance_id),
-            pool=config.pool,
-            unrecorded_since=sightings.get(f"ghost:{name}"),
-            now=now,
-            grace_s=config.lifetimes.ghost_grace_s,
-        )
-        if why is not None:
-            text = f"a registration in {scope} that nobody owns: {why}; refresh removes it"
+        reason = why(name, records.get(instance_id), sightings.get(f"ghost:{name}"))
+        if reason is not None:
+            text = f"a registration in {scope} that nobody owns: {reason}; refresh removes it"
             found.append(Concern(kind="ghost", subject=name, text=text))
     return found
 
