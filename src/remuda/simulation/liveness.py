@@ -113,7 +113,9 @@ class Liveness:
         now = world.clock.now()
         patience = timedelta(seconds=world.lifetimes.reannounce_s + SWEEP_S + WORK_S) + SKEW
         for record in world.database.instances.values():
-            if record.state is not State.IDLE or record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
+            if record.state is not State.IDLE or record.retire:
+                continue
+            if record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
                 continue
             self.checks += 1
             hints = [item.message for item in world.queues.named(record.resource_class).messages]

@@ -16,6 +16,7 @@ from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavaila
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
+from remuda.domain.signals import Signal
 from remuda.domain.transitions import Change
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineView
 from remuda.ports.forge import Deletion, ForgeRunner
@@ -34,6 +35,8 @@ RARE, SOME, OFTEN = 0.01, 0.04, 0.15
 LATENCY_S = 0.06
 SLOW_S = 25.0
 BURST_S = 20.0
+#: So soon a message may be shown again although somebody has it.
+EARLY_S = 0.6
 #: How many of the writes whose answer is lost are applied later still, and how much later.
 LATE, LATE_S = 0.3, 15.0
 
@@ -92,6 +95,8 @@ class StoreWire(Wire):
             return self._wait(inner)
         if operation == "beat":
             return self._beat(inner)
+        if operation == "write_signal":
+            return self._signal(self._write(operation, inner, SOME))
         return self._write(operation, inner, SOME) if operation in _WRITES else self._read(operation, inner)
 
     def _write(self, operation: str, inner: Call, likely: float) -> Call:
@@ -130,6 +135,15 @@ class StoreWire(Wire):
             await inner(instance_id, **named)
             self._party.touching = (instance_id,)
             self._world.trace.add(self._party.name, "beat")
+
+        return call
+
+    def _signal(self, write: Call) -> Call:
+        """What is said is judged when it is said: it may land much later."""
+
+        async def call(instance_id: str, *, epoch: int, signal: Signal, detail: str) -> Any:
+            self._world.safety.signal_sent(instance_id, epoch, signal)
+            return await write(instance_id, epoch=epoch, signal=signal, detail=detail)
 
         return call
 
@@ -309,14 +323,15 @@ class PoolWire(Wire):
                     return []
             # Now and then a message is shown again although somebody has it.
             again = self._chance.random() < 0.1 and self._strikes(Fault.MESSAGE_TWICE, 1.0)
+            early_s = self._chance.random() * EARLY_S
             taken: Sequence[Delivery] = await inner(
-                resource_class, limit=limit, visibility_s=0.5 if again else visibility_s, wait_s=wait_s
+                resource_class, limit=limit, visibility_s=early_s if again else visibility_s, wait_s=wait_s
             )
             ids = [item.message.id for item in taken if item.message]
             self._tell("receive", ids)
             for instance_id in ids if again else ():
                 self._faults.cover(Fault.MESSAGE_TWICE, instance_id)
-                self._world.shown_early.add(instance_id)
+                self._party.shown_early.add(instance_id)
             if len(taken) > 1 and self._strikes(Fault.MESSAGE_REORDERED, OFTEN, ids):
                 taken = taken[: len(taken) // 2]
             await self._world.called(self._party, "receive")
@@ -339,6 +354,8 @@ class PoolWire(Wire):
                 return
             await inner(resource_class, receipts)
             if operation == "delete":
+                # As SQS does: the latest receipt serves although its time is over, until the message is shown again.
+                queue.messages[:] = [item for item in queue.messages if item.receipt not in receipts]
                 self._world.safety.hints_deleted(resource_class, held)
                 await self._world.called(self._party, operation)
 
