@@ -6,6 +6,7 @@ import pytest
 
 from remuda.domain.transitions import TRANSITIONS
 from remuda.simulation.campaign import Settings, run_many
+from remuda.simulation.coverage import IMPOSSIBLE, wonders
 from remuda.simulation.faults import Fault
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
@@ -35,6 +36,8 @@ def test_no_invariant_is_violated_in_the_short_campaign():
     assert not missing, f"these faults never happened: {missing}"
     unused = [row.name for row in TRANSITIONS if not summary.stats[f"row {row.name}"]]
     assert not unused, f"these transitions never happened: {unused}"
+    seen = [f"{fault} while {state}: {IMPOSSIBLE[fault, state]}" for fault, state in wonders(summary.coverage)]
+    assert not seen, f"these cannot happen, and did: {seen}"
 
 
 @pytest.mark.parametrize("seed", ONCE_BROKEN)

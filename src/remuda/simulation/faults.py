@@ -217,5 +217,10 @@ class Faults:
             self._tell(f"fault {strike} {' '.join(subjects)}".rstrip())
         return True
 
+    def cover_all(self, fault: Fault, instance_ids: Iterable[str]) -> None:
+        """These it concerned as well."""
+        for instance_id in instance_ids:
+            self.cover(fault, instance_id)
+
     def cover(self, fault: Fault, instance_id: str) -> None:
         self.coverage[fault, self._state_of(instance_id)] += 1

@@ -138,6 +138,8 @@ class Host:
 
     async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002 - none takes so long
         await asyncio.sleep(self._chance.uniform(0.5, 5.0))
+        if not self._script.ok:
+            self._world.faults.cover(Fault.SCRIPT_FAILED, self.instance_id)
         return self._script
 
     async def reset(self) -> Outcome:
@@ -192,6 +194,7 @@ class Host:
 
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
+            self._world.faults.cover(Fault.LISTENER_DIES, self.instance_id)
             self._world.github.disconnect(self._runner_id)
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
 

@@ -319,6 +319,7 @@ class PoolWire(Wire):
                 raise Unavailable("the queue did not answer a receive")
             if self._strikes(Fault.RECEIVE_SHORT, OFTEN):
                 limit = self._chance.randint(0, limit)
+                self._faults.cover_all(Fault.RECEIVE_SHORT, self._waiting_in(resource_class))
                 if not limit:
                     return []
             # Now and then a message is shown again although somebody has it.
@@ -340,6 +341,11 @@ class PoolWire(Wire):
             return taken
 
         return receive
+
+    def _waiting_in(self, resource_class: str) -> list[str]:
+        """Whose hints could be received now."""
+        found = self._world.queues.named(resource_class).visible(self._world.clock.now(), BATCH)
+        return [item.message.id for item in found if item.message is not None]
 
     def _settle(self, operation: str, inner: Call) -> Call:
         async def settle(resource_class: str, receipts: Collection[str]) -> None:
@@ -403,6 +409,8 @@ class ComputeWire(Wire):
             await self._travel()
             self._tell(operation)
             if self._strikes(Fault.COMPUTE_FAILED, SOME):
+                hosts = self._world.hosts.items()
+                self._faults.cover_all(Fault.COMPUTE_FAILED, [key for key, host in hosts if host.alive])
                 raise Unavailable(f"EC2 did not answer {operation}")
             lags = self._strikes(Fault.DESCRIBE_LAGS, 2 * OFTEN)
             lag_s = self._chance.random() * MAX_DESCRIBE_LAG_S if lags else 0.0
@@ -482,10 +490,15 @@ class ForgeWire(Wire):
         async def listed(scope: str) -> Sequence[ForgeRunner]:
             await self._travel()
             self._tell("list_runners")
-            self._refuse()
-            if self._strikes(Fault.GITHUB_404, RARE):
+            listed = self._registered
+            self._refuse(listed)
+            if self._strikes(Fault.GITHUB_404, RARE, listed):
                 raise UserError("GitHub does not know the scope: 404", field="github-scope")
+            if self._strikes(Fault.GITHUB_422, RARE, listed):
+                raise Unavailable("GitHub answered 422")
             found: Sequence[ForgeRunner] = await inner(scope)
+            if self._strikes(Fault.GITHUB_UNSURE, RARE, listed):
+                raise Unavailable("GitHub's answer was lost")
             if self._strikes(Fault.LIST_OLD, 2 * OFTEN):
                 found = self._old(found)
             if found and self._strikes(Fault.BUSY_WRONG, OFTEN):
@@ -496,6 +509,12 @@ class ForgeWire(Wire):
             return found
 
         return listed
+
+    @property
+    def _registered(self) -> list[str]:
+        """The instances whose runners are on the list."""
+        found = (runner_of(runner.name) for runner in self._world.github.runners.values())
+        return [parsed[1] for parsed in found if parsed is not None]
 
     def _old(self, now: Sequence[ForgeRunner]) -> Sequence[ForgeRunner]:
         at = self._world.loop.time() - self._chance.random() * MAX_LIST_LAG_S

@@ -185,7 +185,8 @@ class Workload:
         if self._ending.is_set():
             return
         self._others += 1
-        every = list(self._world.database.instances)
+        running = [key for key, host in self._world.hosts.items() if host.alive]
+        every = list(dict.fromkeys([*self._world.database.instances, *running]))
         if item.config is not None:
             self._world.faults.happens(Fault.CONFIG_CHANGE, every)
         self._start_refresh(f"refresh {self._others}a", item.config)
@@ -289,8 +290,8 @@ class Workload:
         await asyncio.sleep(max(0.0, at - self._world.loop.time()))
 
     def _of_run(self, run_id: str) -> list[str]:
-        records = self._world.database.instances.values()
-        return [item.instance_id for item in records if run_id in {item.run_id, item.last_run_id}]
+        provisions = self._world.database.provisions.values()
+        return self._world.of_provisions({item.provision_id for item in provisions if item.run_id == run_id})
 
 
 def _fleet_context(context: Context) -> FleetContext:

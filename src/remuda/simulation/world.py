@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -34,7 +34,7 @@ from remuda.ports.forge import Deletion, ForgeRunner
 from remuda.simulation.faults import MAX_SKEW_S, NO_RECORD, Fault, Faults
 from remuda.simulation.host import Host
 from remuda.simulation.invariants import Safety, Violation
-from remuda.simulation.loop import Cut, Process, SeededIds, VirtualClock, VirtualLoop
+from remuda.simulation.loop import Cut, Process, SeededIds, VirtualClock, VirtualLoop, current_process
 from remuda.simulation.names import POOL, SCOPE, runner_of
 from remuda.simulation.plan import Interrupt, Plan, ProcessCut
 from remuda.simulation.trace import Trace
@@ -455,6 +455,9 @@ class World:
             said = f"{instance_id} {record.state} epoch {record.epoch} run {record.run_id or record.last_run_id}"
             self.trace.add("record", f"{said} until {record.threshold:%H:%M:%S}")
         self.safety.record_written(instance_id)
+        writer = self.acting or current_process()
+        if writer is not None and writer.skew_s:
+            self.faults.cover(Fault.CLOCK_SKEW, instance_id)
 
     def skew(self, chance: random.Random) -> float:
         drawn = chance.uniform(-MAX_SKEW_S, MAX_SKEW_S)
@@ -473,7 +476,18 @@ class World:
         return self._tiers.get(run_id)
 
     def held_by(self, party: Party) -> list[str]:
-        return [item.instance_id for item in self.database.instances.values() if item.provision_id in party.provisions]
+        return self.of_provisions(party.provisions)
+
+    def of_provisions(self, provision_ids: Collection[str]) -> list[str]:
+        """Their instances, and the machines that were launched for them and have no record yet."""
+        recorded = self.database.instances
+        held = [item.instance_id for item in recorded.values() if item.provision_id in provision_ids]
+        launched = [
+            key
+            for key, host in self.hosts.items()
+            if host.alive and key not in recorded and self.cloud.machines[key].request.provision_id in provision_ids
+        ]
+        return [*held, *launched]
 
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
         found = [(runner, runner_of(runner.name)) for runner in self.github.runners.values()]
