@@ -43,11 +43,6 @@ IMPOSSIBLE: Mapping[Cell, str] = {
     **_cells("nothing is launched: there is no instance", [Fault.NO_CAPACITY], *STATES),
     **_cells("a machine has no record before its launch has answered", _OF_LAUNCHES, *_RECORDED),
     **_cells("the first hint about an instance is sent when it is idle", _OF_HINTS, State.CREATED),
-    **_cells(
-        "a hint is sent by a record that was read just now, and kept for a quarter of an hour after its end",
-        [Fault.MESSAGE_LOST, Fault.MESSAGE_LATE],
-        NO_RECORD,
-    ),
     **_cells("only what has a record is in the list", [Fault.SHORT_PAGES], NO_RECORD),
     **_cells("EC2 has confirmed its end: nothing runs on it any more", _OF_MACHINES, State.TERMINATED),
     **_cells(

@@ -104,7 +104,7 @@ class Liveness:
                 self._ghosts.pop(runner.runner_id, None)
                 continue
             since = self._ghosts.setdefault(runner.runner_id, now)
-            grace_s = world.lifetimes.ghost_grace_s if record is None else 0.0
+            grace_s = world.most("ghost_grace_s") if record is None else 0.0
             if now > since + timedelta(seconds=2 * SWEEP_S + WORK_S + grace_s):
                 yield "L3", f"{runner.name} is nobody's and still registered", parsed[1]
 

@@ -312,8 +312,13 @@ class _Draft:
 
     def _scale_downs(self) -> list[Operation]:
         made: list[Operation] = []
-        for number in range(1, 1 + max(1, round(self._seconds / SCALE_DOWN_S))):
-            at = (number - self._chance.random()) * SCALE_DOWN_S
-            made.append(ScaleDown(at=at, number=number, idle_count=self._chance.choice((0, 1, 2, 4))))
-            made += self._cuts(f"scale-down {number}", 30)
+        for turn in range(max(1, round(self._seconds / SCALE_DOWN_S))):
+            at = (turn + self._chance.random()) * SCALE_DOWN_S
+            # Whoever starts it by the clock does so at least once.
+            times = 2 if self._chance.random() < 0.3 else 1
+            for _ in range(times):
+                number = 1 + sum(isinstance(item, ScaleDown) for item in made)
+                made.append(ScaleDown(at=at, number=number, idle_count=self._chance.choice((0, 1, 2, 4))))
+                made += self._cuts(f"scale-down {number}", 30)
+                at += self._chance.uniform(0, 40)
         return made

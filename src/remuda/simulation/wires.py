@@ -304,6 +304,8 @@ class PoolWire(Wire):
             return
         if self._strikes(Fault.MESSAGE_LATE, OFTEN, about):
             delay_s += self._chance.uniform(1.0, 60.0)
+            loop = self._world.loop
+            loop.call_later(delay_s, self._faults.cover, Fault.MESSAGE_LATE, message.id, context=loop.outside)
         await inner([message], delay_s=delay_s)
         if self._strikes(Fault.MESSAGE_TWICE, OFTEN, about):
             await inner([message], delay_s=delay_s + self._chance.uniform(0.0, 90.0))

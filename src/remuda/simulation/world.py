@@ -50,20 +50,20 @@ LIFETIMES = Lifetimes(
     max_uses=6,
     margin_s=60.0,
     unrecorded_grace_s=300.0,
-    ghost_grace_s=300.0,
+    # The grace of a ghost is for people's peace of mind: nothing may hang on it.
+    ghost_grace_s=1.0,
     gone_after_s=60.0,
     reannounce_s=120.0,
-    keep_records_s=900.0,
+    keep_records_s=300.0,
 )
 #: As the lifetimes, shorter than real ones: some credentials run out while they are held.
 TOKEN_LIFE_S = 400.0
 #: What people change the configuration to, in flight.
 CONFIGURATIONS = (
     LIFETIMES,
-    # The grace of a ghost is for people's peace of mind: nothing may hang on it.
-    replace(LIFETIMES, idle_time_s=120.0, max_uses=2, ghost_grace_s=1.0),
-    replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, reannounce_s=60.0, ghost_grace_s=1.0),
-    replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0),
+    replace(LIFETIMES, idle_time_s=120.0, max_uses=2, ghost_grace_s=300.0, keep_records_s=60.0),
+    replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, reannounce_s=60.0),
+    replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0, keep_records_s=60.0),
 )
 #: How many versions of a record a lagging index can show.
 VERSIONS = 12
