@@ -526,7 +526,9 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
         case Announce():
             return alive, {"announced_at": now}
         case Renew():
-            return replace(alive, not_retired=True), {"threshold": after(now, event.idle_time_s)}
+            until = after(now, event.idle_time_s)
+            # One that comes late must not cut short what was renewed since.
+            return replace(alive, not_retired=True, expired_at=until), {"threshold": until}
         case Retire():
             return alive, {"retire": event.reason[:MAX_WHY]}
         case Quarantine():
@@ -586,7 +588,12 @@ def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
     until = to_milliseconds(event.until)
     kept = {"retire": event.reason[:MAX_WHY], "held_until": until}
     # A run that has it keeps its own limit; the others would end before anybody had a look.
-    return {**kept, "threshold": until} if instance.state in {State.IDLE, State.RELEASING} else kept
+    if instance.state is State.IDLE:
+        return {**kept, "threshold": until}
+    if instance.state is State.RELEASING:
+        # A job may still run on it: a short look does not cost it its time.
+        return {**kept, "threshold": max(instance.threshold, until)}
+    return kept
 
 
 def _held(instance: Instance, threshold: datetime) -> datetime:

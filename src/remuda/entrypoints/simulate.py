@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from remuda.domain.errors import InvariantViolated, UserError
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK
-from remuda.simulation.campaign import COUNTED, STATES, Settings, Summary, run_many
+from remuda.simulation.campaign import COUNTED, Settings, Summary, run_many
+from remuda.simulation.coverage import IMPOSSIBLE, STATES, empty_cells
 from remuda.simulation.faults import Fault, parse_faults
 from remuda.simulation.plan import draw
 from remuda.simulation.run import Outcome, simulate
@@ -80,7 +81,8 @@ def _run_many(request: Request, settings: Settings, output: Output) -> int:
         tales.append(_tale(simulate(plan), output))
     document = {**_document(summary, settings, seconds), "first_seed": first, "workers": workers, "tales": tales}
     output.result(document)
-    output.answer(f"seeds {first} to {first + request.seeds - 1}", *_story(summary, seconds), _coverage(summary))
+    told = [*_story(summary, seconds), _coverage(summary), *_unfilled(summary)]
+    output.answer(f"seeds {first} to {first + request.seeds - 1}", *told)
     return InvariantViolated.exit_code if summary.violations else EXIT_OK
 
 
@@ -152,5 +154,26 @@ def _coverage(summary: Summary) -> Table:
         table.add_column(state, justify="right")
     for fault in Fault:
         if any(summary.coverage[fault, state] for state in STATES):
-            table.add_row(fault.value, *(str(summary.coverage[fault, state] or "") for state in STATES))
+            table.add_row(fault.value, *(_cell(summary, fault, state) for state in STATES))
     return table
+
+
+def _cell(summary: Summary, fault: Fault, state: str) -> str:
+    count = summary.coverage[fault, state]
+    return str(count) if count else "-" if (fault, state) in IMPOSSIBLE else ""
+
+
+def _unfilled(summary: Summary) -> list[str]:
+    """What is empty, and why it cannot be otherwise, or that it could."""
+    empty = empty_cells(summary.coverage)
+    reasons: dict[str, list[Fault]] = {}
+    for (fault, _), reason in IMPOSSIBLE.items():
+        faults = reasons.setdefault(reason, [])
+        if fault not in faults:
+            faults.append(fault)
+    return [
+        *(f"- {', '.join(faults)}: {reason}" for reason, faults in reasons.items()),
+        f"{len(empty)} cells that could be filled are empty: " + ", ".join(f"{fault} {state}" for fault, state in empty)
+        if empty
+        else "no cell that could be filled is empty",
+    ]

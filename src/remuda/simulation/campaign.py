@@ -11,8 +11,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 from typing import Any
 
-from remuda.domain.instance import State
-from remuda.simulation.faults import NO_RECORD, Fault
+from remuda.simulation.coverage import STATES, empty_cells
+from remuda.simulation.faults import Fault
 from remuda.simulation.invariants import Violation
 from remuda.simulation.plan import draw
 from remuda.simulation.run import Outcome, simulate
@@ -82,14 +82,12 @@ class Summary:
             **{name: self.stats[note] for name, note in COUNTED.items()},
             "faults": {fault.value: self.faults[fault] for fault in Fault},
             "coverage": {fault.value: {state: self.coverage[fault, state] for state in STATES} for fault in Fault},
+            "empty": [[fault.value, state] for fault, state in empty_cells(self.coverage)],
             "violations": [
                 {"seed": seed, "invariant": found.invariant, "what": str(found), "instance_id": found.instance_id}
                 for seed, found in sorted(self.violations.items())
             ],
         }
-
-
-STATES = (NO_RECORD, *(state.value for state in State))
 
 
 def run_batch(seeds: Sequence[int], settings: Settings) -> Summary:

@@ -69,6 +69,9 @@ class Fault(StrEnum):
     RELEASE_NEVER = "release-never"
     REFRESH_TWICE = "refresh-twice"
     CONFIG_CHANGE = "config-change"
+    DRAIN = "drain"
+    QUARANTINE = "quarantine"
+    TERMINATE = "terminate"
 
 
 MEANING: dict[Fault, str] = {
@@ -102,13 +105,13 @@ MEANING: dict[Fault, str] = {
     Fault.GITHUB_5XX: "GitHub fails",
     Fault.GITHUB_UNSURE: "GitHub does it and its answer is lost",
     Fault.CRASH: "a command is killed between any two steps",
-    Fault.PAUSE: "a command stands still for up to five minutes",
+    Fault.PAUSE: "a command stands still for up to ten minutes",
     Fault.AGENT_CRASH: "an agent is killed between any two steps, and started again",
     Fault.AGENT_PAUSE: "an agent stands still for up to five minutes",
     Fault.CLOCK_SKEW: "wall clocks are off by up to 30 s",
     Fault.SPOT_NOTICE: "a machine is announced to be taken, and taken two minutes later",
     Fault.POWER_CUT: "a machine is gone without a word",
-    Fault.NEVER_BOOTS: "a machine is launched and its agent never starts",
+    Fault.NEVER_BOOTS: "a machine is launched and nothing on it ever starts, not even its dead-man timer",
     Fault.SCRIPT_FAILED: "the pre-runner script fails",
     Fault.REGISTRATION_FAILED: "the runner cannot be configured",
     Fault.RESET_FAILED: "the machine cannot be reset",
@@ -120,6 +123,9 @@ MEANING: dict[Fault, str] = {
     Fault.RELEASE_NEVER: "a run is never released",
     Fault.REFRESH_TWICE: "two refreshes run at once",
     Fault.CONFIG_CHANGE: "the configuration is changed in flight",
+    Fault.DRAIN: "an operator drains an instance, whatever it does",
+    Fault.QUARANTINE: "an operator puts an instance into quarantine",
+    Fault.TERMINATE: "an operator ends an instance, jobs or not",
 }
 
 #: The largest error of a wall clock.
@@ -210,6 +216,11 @@ class Faults:
         if fault is not Fault.CLOCK_SKEW:
             self._tell(f"fault {strike} {' '.join(subjects)}".rstrip())
         return True
+
+    def cover_all(self, fault: Fault, instance_ids: Iterable[str]) -> None:
+        """These it concerned as well."""
+        for instance_id in instance_ids:
+            self.cover(fault, instance_id)
 
     def cover(self, fault: Fault, instance_id: str) -> None:
         self.coverage[fault, self._state_of(instance_id)] += 1

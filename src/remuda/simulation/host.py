@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 NOTICE_S = 120.0
 #: How long whoever starts the agent again waits.
 RESTART_S = (1.0, 6.0)
+NEVER = timedelta(days=365)
 
 
 class Host:
@@ -59,7 +60,11 @@ class Host:
         sick = world.faults.strikes_now
         about = [self.instance_id]
         self._script = Outcome(ok=not sick(Fault.SCRIPT_FAILED, 0.03, about), detail="exit 1")
-        if not sick(Fault.NEVER_BOOTS, 0.04, about):
+        if sick(Fault.NEVER_BOOTS, 0.04, about):
+            # Its timer is set by what never ran.
+            self._dead_man.cancel()
+            world.cloud.arm(self.instance_id, machine.launched_at + NEVER)
+        else:
             self._later(self._chance.uniform(10.0, 70.0), self._start_agent)
 
     # Power
@@ -133,6 +138,8 @@ class Host:
 
     async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002 - none takes so long
         await self._loop.rest(self._chance.uniform(0.5, 5.0))
+        if not self._script.ok:
+            self._world.faults.cover(Fault.SCRIPT_FAILED, self.instance_id)
         return self._script
 
     async def reset(self) -> Outcome:
@@ -187,6 +194,7 @@ class Host:
 
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
+            self._world.faults.cover(Fault.LISTENER_DIES, self.instance_id)
             self._world.github.disconnect(self._runner_id)
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.memory.compute import MemoryMachine
 from remuda.adapters.memory.forge import MemoryJob
+from remuda.controlplane.levers import Lever
 from remuda.domain.errors import InvariantViolated, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus
@@ -55,6 +56,8 @@ SLACK = timedelta(seconds=1)
 SKEW = timedelta(seconds=MAX_SKEW_S)
 #: So long after a record was written its agent has surely read it, unless something hinders it.
 NEWS_S = 60.0
+#: How long scale-down lets a machine of its fleet boot: younger ones without a record are not its own.
+BOOT_MIN = 5.0
 _SECRETS = ("AREGISTRATION", "AREMOVAL", "github_pat_")
 
 
@@ -79,8 +82,8 @@ class Safety:
         self._ran: set[tuple[str, int]] = set()
         self._ran_for: set[tuple[str, str]] = set()
         self._released: set[tuple[str, int]] = set()
-        #: What was signalled, by instance and epoch: whoever acts on it has read it a moment ago.
-        self._said: set[tuple[str, int, Signal]] = set()
+        #: What was signalled, by instance and epoch, and when something else took its place (None: nothing did).
+        self._said: dict[tuple[str, int, Signal], float | None] = {}
         #: Which provision was told that it has this instance at this epoch.
         self._given: dict[tuple[str, int], str] = {}
         self.checks = 0
@@ -169,12 +172,38 @@ class Safety:
             (after.instance_id, after.epoch) not in party.sent
         ):
             yield "L4", f"{party} says that the pool was told, and has not told it"
-        if before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold > before.threshold:
-            yield "S6", f"the time of a {before.state} instance was extended"
+        if before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold != before.threshold:
+            yield "S6", f"the time of a {before.state} instance was changed"
+        yield from self._taken_out(before, after, party)
+        if before.state is State.IDLE and after.threshold != before.threshold:
+            yield from self._renewed(before, after, party)
         if before.state is State.RELEASING and before.run_deadline and after.threshold > before.threshold:
-            latest = max(before.run_deadline, before.threshold)
+            latest = max(before.run_deadline, before.threshold, after.held_until or before.threshold)
             if after.threshold > latest:
                 yield "S6", "a release was extended beyond its run's deadline"
+        if before.state is State.RELEASING and after.threshold < before.threshold:
+            host = self._world.hosts[after.instance_id]
+            if host.job is not None:
+                yield "S6", f"{party} cut the time of a release while a job runs"
+
+    def _taken_out(self, before: Instance, after: Instance, party: Party) -> Iterable[tuple[str, str]]:
+        """Drained, in quarantine, or announced to be taken: never taken back, and for no other reason."""
+        if (before.retire, before.held_until) == (after.retire, after.held_until):
+            return
+        report = self._world.database.reports.get(after.instance_id)
+        noticed = report is not None and bool(report.notice) and before.held_until == after.held_until
+        ordered = party.lever is Lever.QUARANTINE or (
+            party.lever is Lever.DRAIN and before.held_until == after.held_until and not before.retire
+        )
+        if not after.retire or not (ordered or noticed):
+            yield "S6", f"{party} made {before.retire!r} to {after.retire!r} until {after.held_until}"
+
+    def _renewed(self, before: Instance, after: Instance, party: Party) -> Iterable[tuple[str, str]]:
+        if party.lever is Lever.QUARANTINE:
+            return
+        latest = before.created_at + timedelta(seconds=self._world.most("max_age_s")) + 2 * SKEW + SLACK
+        if party.kind != "scale-down" or before.retire or not before.threshold < after.threshold <= latest:
+            yield "S6", f"{party} moved the time of an idle instance from {before.threshold} to {after.threshold}"
 
     def _claim(self, before: Instance, after: Instance, party: Party) -> Iterable[tuple[str, str]]:
         if before.state is not State.IDLE:
@@ -195,11 +224,19 @@ class Safety:
         if after.assignment is None or self._epoch_of(after.assignment.runner_name) != after.epoch:
             yield "S4", "its runner's name is not of this epoch"
 
-    def _commit(self, before: Instance, after: Instance, _: Party) -> Iterable[tuple[str, str]]:
+    def _may_have_read(self, record: Instance, signal: Signal, party: Party) -> bool:
+        """Whether it was said of this epoch, and not taken back before the process even began. Reports are read a
+        while before they are acted on, and no write can hang on both items.
+        """
+        key = (record.instance_id, record.epoch, signal)
+        replaced_at = self._said.get(key)
+        return key in self._said and (replaced_at is None or party.started_at <= replaced_at)
+
+    def _commit(self, before: Instance, after: Instance, party: Party) -> Iterable[tuple[str, str]]:
         if before.state not in {State.CREATED, State.CLAIMED}:
             yield "S5", f"{before.state} became running"
         report = self._world.database.reports.get(after.instance_id)
-        if (after.instance_id, after.epoch, Signal.UD_REG_OK) not in self._said:
+        if not self._may_have_read(after, Signal.UD_REG_OK, party):
             yield "S4", f"running by {report and report.signal} of epoch {report and report.epoch}"
         host = self._world.hosts[after.instance_id]
         if host.alive and self._epoch_of(host.state().configured_as) != after.epoch:
@@ -216,13 +253,13 @@ class Safety:
         if party.kind == "release" and provision is not None and not party.may_release(provision):
             yield "S1", f"{party} took it from attempt {provision.attempt} of run {provision.run_id}"
 
-    def _pool(self, before: Instance, after: Instance, _: Party) -> Iterable[tuple[str, str]]:
+    def _pool(self, before: Instance, after: Instance, party: Party) -> Iterable[tuple[str, str]]:
         if before.state is not State.RELEASING:
             yield "S3", f"{before.state} became idle"
         report = self._world.database.reports.get(after.instance_id)
-        if (after.instance_id, after.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK) not in self._said:
+        if not self._may_have_read(after, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, party):
             yield "S4", f"idle by {report and report.signal} of epoch {report and report.epoch}"
-        if after.retire:
+        if after.retire and not self._is_held(after, slack=SKEW + SLACK):
             yield "S6", f"idle although {after.retire}"
         yield from self._idle(after)
 
@@ -235,7 +272,7 @@ class Safety:
             yield "S3", f"idle, and the machine is not clean: {host.state()}, dirty: {host.dirty}"
 
     def _end(self, before: Instance, after: Instance, party: Party) -> Iterable[tuple[str, str]]:
-        if self._world.cloud.state(before.instance_id) in OVER:
+        if self._world.cloud.state(before.instance_id) in OVER or party.lever is Lever.TERMINATE:
             return
         late = self._world.clock.now() >= before.threshold + self._margin - SKEW - SLACK
         if late:
@@ -253,10 +290,16 @@ class Safety:
             or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire)),
             State.IDLE: self._may_retire(before, report),
         }[before.state]
+        if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-SKEW - SLACK):
+            fine = False
         if not fine:
             left = (before.threshold - self._world.clock.now()).total_seconds()
             rule = "S6" if before.state in {State.RUNNING, State.RELEASING} else "S13"
             yield rule, f"{before.state} was ended by {party} {left:.0f} s before its time, on {signal}"
+
+    def _is_held(self, record: Instance, *, slack: timedelta) -> bool:
+        """In quarantine: for sure, or perhaps, as the clocks have it."""
+        return record.held_until is not None and self._world.clock.now() < record.held_until + slack
 
     def _may_retire(self, record: Instance, report: Report | None) -> bool:
         age = self._world.clock.now() - record.created_at
@@ -288,22 +331,31 @@ class Safety:
         if before is not None and (before.epoch, before.signal) == (after.epoch, after.signal):
             return
         self.checks += 1
+        if before is not None and before.signal is not None:
+            self._said[instance_id, before.epoch, before.signal] = self._world.loop.time()
         if after.signal is not None:
-            self._said.add((instance_id, after.epoch, after.signal))
+            self._said[instance_id, after.epoch, after.signal] = None
         if before is not None and (after.epoch, after.rank) < (before.epoch, before.rank):
             self.violated("S4", f"{instance_id}: {before.signal} fell back to {after.signal}", instance_id)
         if is_secret(after.detail):
             self.violated("S12", f"{instance_id}: a credential in its report", instance_id)
+        if after.signal is not None and self._world.acting is None:
+            # One that lands late was judged when it was sent.
+            self.signal_sent(instance_id, after.epoch, after.signal)
+
+    def signal_sent(self, instance_id: str, epoch: int, signal: Signal) -> None:
+        """It tells the truth, and nothing that nobody asked for."""
+        self.checks += 1
         host = self._world.hosts.get(instance_id)
-        signal = after.signal
-        if host is None or not host.alive or signal is None or self._world.acting is not None:
-            # A signal that lands late was true when it was sent.
+        if host is None or not host.alive:
             return
         state = host.state()
-        if signal is Signal.UD_REG_OK and self._epoch_of(state.configured_as) != after.epoch:
-            self.violated("S4", f"{instance_id} says {signal} of epoch {after.epoch}, and it is {state}", instance_id)
-        if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and (instance_id, after.epoch) not in self._released:
+        if signal is Signal.UD_REG_OK and self._epoch_of(state.configured_as) != epoch:
+            self.violated("S4", f"{instance_id} says {signal} of epoch {epoch}, and it is {state}", instance_id)
+        if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and (instance_id, epoch) not in self._released:
             self.violated("S4", f"{instance_id} says {signal} before it was released", instance_id)
+        if signal is Signal.UD_REMOVE_REG_OK and (state.configured_as or state.listening):
+            self.violated("S4", f"{instance_id} says {signal}, and it is {state}", instance_id)
         if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and (state.configured_as or state.listening or host.dirty):
             self.violated("S3", f"{instance_id} says {signal}, and it is {state}, dirty: {host.dirty}", instance_id)
 
@@ -351,8 +403,16 @@ class Safety:
             record = self._world.database.instances.get(instance_id)
             if record is not None and record.state not in ABSORBING:
                 self.violated("S6", f"EC2 was asked to end {instance_id}, which is {record.state}", instance_id)
-            if record is None and machine is not None and self._world.cloud.state(instance_id) not in OVER:
+            if record is None and machine is not None and not self._may_end_unrecorded(machine):
                 self.violated("S6", f"EC2 was asked to end {instance_id}, which has no record", instance_id)
+
+    def _may_end_unrecorded(self, machine: MemoryMachine) -> bool:
+        """What has no record is scale-down's own, once it has had its time to boot and to register."""
+        if self._world.cloud.state(machine.instance_id) in OVER:
+            return True
+        boot = timedelta(minutes=BOOT_MIN)
+        age = self._world.clock.now() - machine.launched_at
+        return self._party().kind == "scale-down" and age >= boot - SKEW - SLACK
 
     def ends_itself(self, host: Host, reason: str) -> None:
         """An agent ends its machine when its record says so, or when its time is up."""
@@ -440,14 +500,18 @@ class Safety:
     # Hints
 
     def hints_deleted(self, resource_class: str, messages: Iterable[PoolMessage]) -> None:
-        """A hint has served once its instance is claimed; another copy will do as well."""
+        """A hint has served once its instance is claimed, or to be retired; another copy will do as well."""
+        party = self._party()
         for message in messages:
             self.checks += 1
             record = self._world.database.instances.get(message.id)
-            if record is None or (record.state, record.epoch) != (State.IDLE, message.epoch):
+            if record is None or record.retire or (record.state, record.epoch) != (State.IDLE, message.epoch):
+                continue
+            if party.kind == "refresh" and message.id in party.shown_early:
+                # To a sweep that was shown it twice, the only hint looks like two.
                 continue
             copies = [item.message for item in self._world.queues.named(resource_class).messages]
-            if message not in copies and message.id not in self._world.shown_early:
+            if message not in copies:
                 self.violated("L4", f"the hint about {message.id} was deleted while it is idle", message.id)
 
     # Processes

@@ -104,7 +104,7 @@ class Liveness:
                 self._ghosts.pop(runner.runner_id, None)
                 continue
             since = self._ghosts.setdefault(runner.runner_id, now)
-            grace_s = world.lifetimes.ghost_grace_s if record is None else 0.0
+            grace_s = world.most("ghost_grace_s") if record is None else 0.0
             if now > since + timedelta(seconds=2 * SWEEP_S + WORK_S + grace_s):
                 yield "L3", f"{runner.name} is nobody's and still registered", parsed[1]
 
@@ -113,7 +113,9 @@ class Liveness:
         now = world.clock.now()
         patience = timedelta(seconds=world.lifetimes.reannounce_s + SWEEP_S + WORK_S) + SKEW
         for record in world.database.instances.values():
-            if record.state is not State.IDLE or record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
+            if record.state is not State.IDLE or record.retire:
+                continue
+            if record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
                 continue
             self.checks += 1
             hints = [item.message for item in world.queues.named(record.resource_class).messages]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from remuda.controlplane.levers import Lever
 from remuda.domain.resources import Tier, UsageClass
 from remuda.simulation.faults import Fault, Strike, draw_half
 
@@ -17,7 +18,14 @@ CALLS = {
     "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
     "release": ("replace_provision", "apply", "apply", "send"),
     "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_sightings", "delete_runner"),
+    "operator": ("apply", "terminate"),
+    "scale-down": ("apply",),
 }
+#: Of these, calls that a command makes once, mostly.
+ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_sightings"})
+#: How often scale-down runs, about.
+SCALE_DOWN_S = 300.0
+MAX_AGENT_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +116,33 @@ class Loss:
         return "a spot notice" if self.announced else "a power cut"
 
 
-Operation = Run | Refresh | ExtraRelease | ProcessCut | Interrupt | Loss
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pull:
+    """An operator pulls a lever; `pick` says for which of the instances that have a record then."""
+
+    at: float
+    number: int
+    lever: Lever
+    pick: float
+    #: How long a quarantine lasts.
+    for_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"an operator's {self.lever}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleDown:
+    at: float
+    number: int
+    #: How many idle instances of each class it keeps.
+    idle_count: int
+
+    def __str__(self) -> str:
+        return f"scale-down to {self.idle_count} idle ones"
+
+
+Operation = Run | Refresh | ExtraRelease | ProcessCut | Interrupt | Loss | Pull | ScaleDown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +187,8 @@ class _Draft:
         made += self._losses()
         made += self._refreshes()
         made += self._agent_cuts()
+        made += self._pulls()
+        made += self._scale_downs()
         return made
 
     def _run(self, run_id: str, at: float) -> list[Operation]:
@@ -205,15 +241,24 @@ class _Draft:
             step = 1 + int(self._chance.random() ** 1.5 * steps)
             made.append(ProcessCut(party=party, step=step, pause_s=self._pause_s()))
         call = self._chance.choice(CALLS[party.split(maxsplit=1)[0]])
+        nth = 1 if call in ONCE else self._chance.randint(1, 4)
         if self._sometimes(Fault.CRASH, 0.2):
-            made.append(ProcessCut(party=party, call=call, step=self._chance.randint(1, 4)))
+            made.append(ProcessCut(party=party, call=call, step=nth))
         if self._sometimes(Fault.PAUSE, 0.1):
-            made.append(ProcessCut(party=party, call=call, step=self._chance.randint(1, 4), pause_s=self._pause_s()))
+            made.append(ProcessCut(party=party, call=call, step=nth, pause_s=self._pause_s()))
         return made
 
     def _pause_s(self) -> float:
         return self._chance.choice(
-            (self._chance.uniform(1, 30), self._chance.uniform(20, 120), self._chance.uniform(60, 300))
+            (
+                self._chance.uniform(1, 30),
+                self._chance.uniform(1, 30),
+                self._chance.uniform(20, 120),
+                self._chance.uniform(20, 120),
+                self._chance.uniform(60, 300),
+                # As a laptop that sleeps: longer than a provision has, and than any grace.
+                self._chance.uniform(240, 600),
+            )
         )
 
     def _losses(self) -> list[Operation]:
@@ -247,7 +292,33 @@ class _Draft:
                 if self._sometimes(Fault.AGENT_CRASH, 0.6):
                     made.append(ProcessCut(party=party, step=pick()))
                 if self._sometimes(Fault.AGENT_PAUSE, 0.3):
-                    made.append(ProcessCut(party=party, step=pick(), pause_s=self._pause_s()))
+                    pause_s = min(MAX_AGENT_PAUSE_S, self._pause_s())
+                    made.append(ProcessCut(party=party, step=pick(), pause_s=pause_s))
                 if self._sometimes(Fault.AGENT_CRASH, 0.5):
                     made.append(ProcessCut(party=party, call="write_signal", step=self._chance.randint(1, 8)))
+        return made
+
+    def _pulls(self) -> list[Operation]:
+        made: list[Operation] = []
+        for number in range(1, 2 + self._instances // 2):
+            at, pick = self._chance.random() * self._seconds, self._chance.random()
+            for_s = self._chance.choice((self._chance.uniform(5, 60), self._chance.uniform(60, 400)))
+            lever = self._chance.choice(tuple(Lever))
+            if Fault(lever.value) not in self._on:
+                continue
+            made.append(Pull(at=at, number=number, lever=lever, pick=pick, for_s=for_s))
+            made += self._cuts(f"operator {number}", 30)
+        return made
+
+    def _scale_downs(self) -> list[Operation]:
+        made: list[Operation] = []
+        for turn in range(max(1, round(self._seconds / SCALE_DOWN_S))):
+            at = (turn + self._chance.random()) * SCALE_DOWN_S
+            # Whoever starts it by the clock does so at least once.
+            times = 2 if self._chance.random() < 0.3 else 1
+            for _ in range(times):
+                number = 1 + sum(isinstance(item, ScaleDown) for item in made)
+                made.append(ScaleDown(at=at, number=number, idle_count=self._chance.choice((0, 1, 2, 4))))
+                made += self._cuts(f"scale-down {number}", 30)
+                at += self._chance.uniform(0, 40)
         return made

@@ -292,6 +292,37 @@ MUTANTS: tuple[Mutant, ...] = (
             '    return {"threshold": max(instance.threshold, wanted)}\n',
         ),
     ),
+    # Scale-down and operators
+    _mutant(
+        "renew-with-a-new-epoch",
+        "the renewal of an idle instance raises its epoch",
+        (
+            _TRANSITIONS,
+            'expired_at=until), {"threshold": until}\n',
+            'expired_at=until), {"threshold": until, "epoch": instance.epoch + 1}\n',
+        ),
+    ),
+    _mutant(
+        "renewal-that-comes-late",
+        "a renewal that was held up cuts a later one short",
+        (_TRANSITIONS, "replace(alive, not_retired=True, expired_at=until)", "replace(alive, not_retired=True)"),
+    ),
+    _mutant(
+        "quarantine-without-patience",
+        "a short quarantine cuts the time of a release whose job still runs",
+        (_TRANSITIONS, '"threshold": max(instance.threshold, until)}', '"threshold": until}'),
+    ),
+    _mutant(
+        "quarantined-and-retired",
+        "a machine in quarantine is ended before anybody had a look",
+        ("domain/instance.py", '    if instance.is_held(now):\n        return ""\n', ""),
+    ),
+    _mutant(
+        "drained-and-pooled",
+        "a drained instance goes back to the pool after its run",
+        ("domain/instance.py", "    if instance.retire:\n        return instance.retire\n", ""),
+        (_TRANSITIONS, "    if instance.retire and not instance.is_held(now):\n", "    if not instance.epoch:\n"),
+    ),
     # Sweeps
     _mutant(
         "sweep-without-created",
@@ -378,7 +409,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "ghosts-by-old-records",
-        "the ghost sweep reads the records first, and trusts them at once",
+        "the ghost sweep reads the records first, then lists the runners",
         (
             _SWEEP,
             "        outside = await self._look_outside()\n",
@@ -393,7 +424,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "        records, unreadable = await readable(read, self._tally.error)\n",
             "        records, (_, unreadable) = live, await readable(read, self._tally.error)\n",
         ),
-        (_GHOSTS, "            grace_s=self._config.lifetimes.ghost_grace_s,\n", "            grace_s=0.0,\n"),
     ),
     _mutant(
         "ghosts-of-the-present",

@@ -15,6 +15,7 @@ from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavaila
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
+from remuda.domain.signals import Signal
 from remuda.domain.transitions import Change
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineView
 from remuda.ports.forge import Deletion, ForgeRunner
@@ -38,6 +39,8 @@ SLOW_S = 25.0
 BURST_S = 20.0
 #: How many of the heartbeats take the way of other writes, with all that may happen to them there.
 BEATS_AT_RISK = 0.08
+#: So soon a message may be shown again although somebody has it.
+EARLY_S = 0.6
 #: How many of the writes whose answer is lost are applied later still, and how much later.
 LATE, LATE_S = 0.3, 15.0
 
@@ -101,6 +104,8 @@ class StoreWire(Wire):
             return self._wait(inner)
         if operation == "beat":
             return self._beat(inner)
+        if operation == "write_signal":
+            return self._signal(self._write(operation, inner, SOME))
         return self._write(operation, inner, SOME) if operation in _WRITES else self._read(operation, inner)
 
     def _write(self, operation: str, inner: Call, likely: float) -> Call:
@@ -137,6 +142,15 @@ class StoreWire(Wire):
             await inner(instance_id, **named)
             self._party.touching = (instance_id,)
             world.trace.add(name, "beat")
+
+        return call
+
+    def _signal(self, write: Call) -> Call:
+        """What is said is judged when it is said: it may land much later."""
+
+        async def call(instance_id: str, *, epoch: int, signal: Signal, detail: str) -> Any:
+            self._world.safety.signal_sent(instance_id, epoch, signal)
+            return await write(instance_id, epoch=epoch, signal=signal, detail=detail)
 
         return call
 
@@ -300,6 +314,8 @@ class PoolWire(Wire):
             return
         if self._strikes(Fault.MESSAGE_LATE, OFTEN, about):
             delay_s += self._chance.uniform(1.0, 60.0)
+            loop = self._world.loop
+            loop.call_later(delay_s, self._faults.cover, Fault.MESSAGE_LATE, message.id, context=loop.outside)
         await inner([message], delay_s=delay_s)
         if self._strikes(Fault.MESSAGE_TWICE, OFTEN, about):
             await inner([message], delay_s=delay_s + self._chance.uniform(0.0, 90.0))
@@ -315,18 +331,20 @@ class PoolWire(Wire):
                 raise Unavailable("the queue did not answer a receive")
             if self._strikes(Fault.RECEIVE_SHORT, OFTEN):
                 limit = self._chance.randint(0, limit)
+                self._faults.cover_all(Fault.RECEIVE_SHORT, self._waiting_in(resource_class))
                 if not limit:
                     return []
             # Now and then a message is shown again although somebody has it.
             again = self._chance.random() < 0.1 and self._strikes(Fault.MESSAGE_TWICE, 1.0)
+            early_s = self._chance.random() * EARLY_S
             taken: Sequence[Delivery] = await inner(
-                resource_class, limit=limit, visibility_s=0.5 if again else visibility_s, wait_s=wait_s
+                resource_class, limit=limit, visibility_s=early_s if again else visibility_s, wait_s=wait_s
             )
             ids = [item.message.id for item in taken if item.message]
             self._tell("receive", ids)
             for instance_id in ids if again else ():
                 self._faults.cover(Fault.MESSAGE_TWICE, instance_id)
-                self._world.shown_early.add(instance_id)
+                self._party.shown_early.add(instance_id)
             if len(taken) > 1 and self._strikes(Fault.MESSAGE_REORDERED, OFTEN, ids):
                 taken = taken[: len(taken) // 2]
             await self._world.called(self._party, "receive")
@@ -335,6 +353,11 @@ class PoolWire(Wire):
             return taken
 
         return receive
+
+    def _waiting_in(self, resource_class: str) -> list[str]:
+        """Whose hints could be received now."""
+        found = self._world.queues.named(resource_class).visible(self._world.clock.now(), BATCH)
+        return [item.message.id for item in found if item.message is not None]
 
     def _settle(self, operation: str, inner: Call) -> Call:
         async def settle(resource_class: str, receipts: Collection[str]) -> None:
@@ -349,6 +372,8 @@ class PoolWire(Wire):
                 return
             await inner(resource_class, receipts)
             if operation == "delete":
+                # As SQS does: the latest receipt serves although its time is over, until the message is shown again.
+                queue.messages[:] = [item for item in queue.messages if item.receipt not in receipts]
                 self._world.safety.hints_deleted(resource_class, held)
                 await self._world.called(self._party, operation)
 
@@ -396,6 +421,8 @@ class ComputeWire(Wire):
             await self._travel()
             self._tell(operation)
             if self._strikes(Fault.COMPUTE_FAILED, SOME):
+                hosts = self._world.hosts.items()
+                self._faults.cover_all(Fault.COMPUTE_FAILED, [key for key, host in hosts if host.alive])
                 raise Unavailable(f"EC2 did not answer {operation}")
             lags = self._strikes(Fault.DESCRIBE_LAGS, 2 * OFTEN)
             lag_s = self._chance.random() * MAX_DESCRIBE_LAG_S if lags else 0.0
@@ -475,10 +502,15 @@ class ForgeWire(Wire):
         async def listed(scope: str) -> Sequence[ForgeRunner]:
             await self._travel()
             self._tell("list_runners")
-            self._refuse()
-            if self._strikes(Fault.GITHUB_404, RARE):
+            listed = self._registered
+            self._refuse(listed)
+            if self._strikes(Fault.GITHUB_404, RARE, listed):
                 raise UserError("GitHub does not know the scope: 404", field="github-scope")
+            if self._strikes(Fault.GITHUB_422, RARE, listed):
+                raise Unavailable("GitHub answered 422")
             found: Sequence[ForgeRunner] = await inner(scope)
+            if self._strikes(Fault.GITHUB_UNSURE, RARE, listed):
+                raise Unavailable("GitHub's answer was lost")
             if self._strikes(Fault.LIST_OLD, 2 * OFTEN):
                 found = self._old(found)
             if found and self._strikes(Fault.BUSY_WRONG, OFTEN):
@@ -489,6 +521,12 @@ class ForgeWire(Wire):
             return found
 
         return listed
+
+    @property
+    def _registered(self) -> list[str]:
+        """The instances whose runners are on the list."""
+        found = (runner_of(runner.name) for runner in self._world.github.runners.values())
+        return [parsed[1] for parsed in found if parsed is not None]
 
     def _old(self, now: Sequence[ForgeRunner]) -> Sequence[ForgeRunner]:
         at = self._world.loop.time() - self._chance.random() * MAX_LIST_LAG_S

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from datetime import UTC
 from typing import Any
 
 from remuda.adapters.memory.forge import MemoryJob
+from remuda.controlplane import levers
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionOrder, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import release
+from remuda.controlplane.scale_down import FleetContext, scale_down
+from remuda.domain.cron import parse_cron
+from remuda.domain.idle_config import IdleWindow
 from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.scale_down import Policy
 from remuda.ports.compute import LaunchRequest
 from remuda.simulation.faults import Fault
+from remuda.simulation.fleet import CloudFleet
+from remuda.simulation.invariants import ABSORBING, BOOT_MIN
 from remuda.simulation.liveness import SWEEP_S, Liveness
-from remuda.simulation.names import SCOPE, STRANGERS
-from remuda.simulation.plan import ExtraRelease, Loss, Refresh, Run
+from remuda.simulation.names import POOL, SCOPE, STRANGERS
+from remuda.simulation.plan import ExtraRelease, Loss, Pull, Refresh, Run, ScaleDown
 from remuda.simulation.world import CONFIGURATIONS, LIFETIMES, Party, World
 
 #: The longest that a world may take to come to rest.
 REST_S = 3_600.0
 #: How often a workflow looks whether its jobs are over.
 LOOK_S = 12.0
+#: How many of an operator's orders are about an instance that is not ending already.
+LIVE_PULLS = 0.8
+_ALWAYS = parse_cron("* * * * *")
 
 
 class Workload:
@@ -48,6 +60,10 @@ class Workload:
                     self._spawn(self._extra_release(item))
                 case Loss():
                     self._spawn(self._lose(item))
+                case Pull():
+                    self._spawn(self._pull(item))
+                case ScaleDown():
+                    self._spawn(self._scale_down(item))
                 case _:
                     # Cuts and interrupts belong to their processes.
                     continue
@@ -170,7 +186,8 @@ class Workload:
         if self._ending.is_set():
             return
         self._others += 1
-        every = list(self._world.database.instances)
+        running = [key for key, host in self._world.hosts.items() if host.alive]
+        every = list(dict.fromkeys([*self._world.database.instances, *running]))
         if item.config is not None:
             self._world.faults.happens(Fault.CONFIG_CHANGE, every)
         self._start_refresh(f"refresh {self._others}a", item.config)
@@ -190,6 +207,41 @@ class Workload:
         else:
             self._world.faults.happens(Fault.POWER_CUT, [host.instance_id])
             self._world.cut_power(host.instance_id, "power cut")
+
+    async def _pull(self, item: Pull) -> None:
+        await self._until(item.at)
+        records = self._world.database.instances
+        live = [key for key, record in records.items() if record.state not in ABSORBING]
+        # Some come too late.
+        among = live if item.pick < LIVE_PULLS else list(records)
+        if not among or self._ending.is_set():
+            return
+        instance_id = among[int(item.pick * 1_000) % len(among)]
+        self._world.faults.happens(Fault(item.lever.value), [instance_id])
+
+        async def work(context: Context) -> levers.LeverResult:
+            chosen = await levers.choose(context, levers.Choice(instance_ids=(instance_id,)))
+            match item.lever:
+                case levers.Lever.DRAIN:
+                    return await levers.drain(context, chosen, reason="to be renewed", dry_run=False)
+                case levers.Lever.QUARANTINE:
+                    return await levers.quarantine(context, chosen, for_s=item.for_s, reason="odd", dry_run=False)
+                case levers.Lever.TERMINATE:
+                    return await levers.terminate(context, chosen, reason="in the way", dry_run=False)
+
+        self._world.command(f"operator {item.number}", "operator", work, lever=item.lever)
+
+    async def _scale_down(self, item: ScaleDown) -> None:
+        await self._until(item.at)
+        if self._ending.is_set():
+            return
+        window = IdleWindow(cron=_ALWAYS, zone=UTC, zone_name="UTC", idle_count=item.idle_count)
+        policy = Policy(windows=(window,), boot_min=BOOT_MIN)
+
+        async def work(context: Context) -> Any:
+            return await scale_down(_fleet_context(context), policy)
+
+        self._world.command(f"scale-down {item.number}", "scale-down", work, credentialed=True)
 
     def _start_refresh(self, name: str, config: int | None) -> Party:
         desired = None if config is None else self._world.desired(CONFIGURATIONS[config])
@@ -239,5 +291,24 @@ class Workload:
         await self._world.loop.rest(max(0.0, at - self._world.loop.time()))
 
     def _of_run(self, run_id: str) -> list[str]:
-        records = self._world.database.instances.values()
-        return [item.instance_id for item in records if run_id in {item.run_id, item.last_run_id}]
+        provisions = self._world.database.provisions.values()
+        return self._world.of_provisions({item.provision_id for item in provisions if item.run_id == run_id})
+
+
+def _fleet_context(context: Context) -> FleetContext:
+    assert context.forge is not None  # noqa: S101 - scale-down is always started with a credential
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Context]:
+        yield context
+
+    return FleetContext(
+        environment=POOL,
+        fleet=CloudFleet(context.compute),
+        forge=context.forge,
+        clock=context.clock,
+        journal=context.journal,
+        calls=context.calls,
+        open_pool=opened,
+        has_pool=True,
+    )

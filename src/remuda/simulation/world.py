@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -20,6 +20,7 @@ from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
 from remuda.adapters.memory.store import Changes, MemoryDatabase, MemoryInstanceStore
 from remuda.agent.loop import Agent
 from remuda.controlplane.context import Context
+from remuda.controlplane.levers import Lever
 from remuda.controlplane.provision import ProvisionOrder
 from remuda.controlplane.refresh import Desired
 from remuda.domain.instance import Instance
@@ -33,7 +34,7 @@ from remuda.ports.forge import Deletion, ForgeRunner
 from remuda.simulation.faults import MAX_SKEW_S, NO_RECORD, Fault, Faults
 from remuda.simulation.host import Host
 from remuda.simulation.invariants import Safety, Violation
-from remuda.simulation.loop import Cut, Process, SeededIds, VirtualClock, VirtualLoop
+from remuda.simulation.loop import Cut, Process, SeededIds, VirtualClock, VirtualLoop, current_process
 from remuda.simulation.names import POOL, SCOPE, runner_of
 from remuda.simulation.plan import Interrupt, Plan, ProcessCut
 from remuda.simulation.trace import Trace
@@ -49,19 +50,20 @@ LIFETIMES = Lifetimes(
     max_uses=6,
     margin_s=60.0,
     unrecorded_grace_s=300.0,
-    ghost_grace_s=300.0,
+    # The grace of a ghost is for people's peace of mind: nothing may hang on it.
+    ghost_grace_s=1.0,
     gone_after_s=60.0,
     reannounce_s=120.0,
-    keep_records_s=900.0,
+    keep_records_s=300.0,
 )
 #: As the lifetimes, shorter than real ones: some credentials run out while they are held.
 TOKEN_LIFE_S = 400.0
 #: What people change the configuration to, in flight.
 CONFIGURATIONS = (
     LIFETIMES,
-    replace(LIFETIMES, idle_time_s=120.0, max_uses=2),
+    replace(LIFETIMES, idle_time_s=120.0, max_uses=2, ghost_grace_s=300.0, keep_records_s=60.0),
     replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, reannounce_s=60.0),
-    replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0),
+    replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0, keep_records_s=60.0),
 )
 #: How many versions of a record a lagging index can show.
 VERSIONS = 12
@@ -85,12 +87,16 @@ class Party(Process):
         order: ProvisionOrder | None = None,
         run_id: str = "",
         attempt: int = 0,
+        lever: Lever | None = None,
     ) -> None:
         super().__init__(loop, name, skew_s=skew_s, cuts=cuts)
         self.kind = kind
         self.order = order
         self.run_id = run_id
         self.attempt = attempt
+        #: What an operator pulls.
+        self.lever = lever
+        self.started_at = loop.time()
         #: Those whose intent it wrote.
         self.provisions: set[str] = set()
         #: Faults that it met, and when the last.
@@ -101,6 +107,8 @@ class Party(Process):
         self.pause_s = 0.0
         #: Hints that it sent: instance and epoch.
         self.sent: set[tuple[str, int]] = set()
+        #: Instances whose hint was shown to it, and might be shown again at once.
+        self.shown_early: set[str] = set()
         #: The instances that its last call was about.
         self.touching: Sequence[str] = ()
         #: Set when it ends.
@@ -253,8 +261,6 @@ class World:
         self.database.provisions = _Provisions(self)
         #: What records looked like, for indexes that lag.
         self.versions: dict[str, deque[tuple[float, Instance | None]]] = {}
-        #: Whose hint was shown to two at once: whoever deletes it then deletes the only one.
-        self.shown_early: set[str] = set()
         self.queues = MemoryQueues(clock=self.clock)
         self.cloud = MemoryCloud(clock=self.clock, ending_s=20.0, remembers_s=600.0)
         self.cloud.watchers.append(self)
@@ -347,9 +353,11 @@ class World:
         order: ProvisionOrder | None = None,
         run_id: str = "",
         attempt: int = 0,
+        lever: Lever | None = None,
     ) -> Party:
         """Start one; it is told when it has ended."""
-        party = self._party(name, kind=kind, skew_s=self.skew(self._skews), order=order, run_id=run_id, attempt=attempt)
+        who = {"order": order, "run_id": run_id, "attempt": attempt, "lever": lever}
+        party = self._party(name, kind=kind, skew_s=self.skew(self._skews), **who)
         if order is not None:
             self._tiers[order.run_id] = order.tier
         party.on_end = lambda: self._ended(party)
@@ -447,6 +455,9 @@ class World:
             said = f"{instance_id} {record.state} epoch {record.epoch} run {record.run_id or record.last_run_id}"
             self.trace.add("record", f"{said} until {record.threshold:%H:%M:%S}")
         self.safety.record_written(instance_id)
+        writer = self.acting or current_process()
+        if writer is not None and writer.skew_s:
+            self.faults.cover(Fault.CLOCK_SKEW, instance_id)
 
     def skew(self, chance: random.Random) -> float:
         drawn = chance.uniform(-MAX_SKEW_S, MAX_SKEW_S)
@@ -458,11 +469,25 @@ class World:
     def least(self, name: str) -> float:
         return min(float(getattr(item, name)) for item in CONFIGURATIONS)
 
+    def most(self, name: str) -> float:
+        return max(float(getattr(item, name)) for item in CONFIGURATIONS)
+
     def tier_of(self, run_id: str) -> Tier | None:
         return self._tiers.get(run_id)
 
     def held_by(self, party: Party) -> list[str]:
-        return [item.instance_id for item in self.database.instances.values() if item.provision_id in party.provisions]
+        return self.of_provisions(party.provisions)
+
+    def of_provisions(self, provision_ids: Collection[str]) -> list[str]:
+        """Their instances, and the machines that were launched for them and have no record yet."""
+        recorded = self.database.instances
+        held = [item.instance_id for item in recorded.values() if item.provision_id in provision_ids]
+        launched = [
+            key
+            for key, host in self.hosts.items()
+            if host.alive and key not in recorded and self.cloud.machines[key].request.provision_id in provision_ids
+        ]
+        return [*held, *launched]
 
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
         found = [(runner, runner_of(runner.name)) for runner in self.github.runners.values()]

@@ -102,6 +102,7 @@ async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: World) -> 
     assert [item.instance_id for item in result.done] == [machine]
     made = await world.provision("7")
     assert machine not in {item.instance.instance_id for item in made.instances}
+    assert machine not in world.hints(), "nobody can claim it: its message would only come again and again"
     await world.release("7")
     # Idle machines of this pool last ninety seconds: this one lasts as long as it was told to.
     await world.pass_time(120)

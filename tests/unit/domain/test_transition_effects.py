@@ -23,6 +23,7 @@ from remuda.domain.transitions import (
     Event,
     Extend,
     Pool,
+    Quarantine,
     Release,
     Renew,
     RenewCredential,
@@ -253,3 +254,16 @@ def test_a_message_is_enough_to_claim_by() -> None:
     by_record = advance(record, claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test")
     assert by_message.guard == by_record.guard
     assert by_message.applied_to(record) == by_record.applied_to(record)
+
+
+@pytest.mark.parametrize(
+    ("state", "for_s", "until"),
+    [(State.IDLE, 10, 10), (State.IDLE, 900, 900), (State.RELEASING, 10, None), (State.RELEASING, 900, 900)],
+)
+def test_a_quarantine_sets_the_time_of_what_no_job_runs_on(state: State, for_s: int, until: int | None):
+    record = in_state(state)
+    event = Quarantine(reason="quarantined: odd", until=at(for_s))
+    change = advance(record, event, by=Actor.OPERATOR, now=NOW, why="odd")
+    after = change.applied_to(record)
+    assert after.held_until == at(for_s)
+    assert after.threshold == (at(until) if until else record.threshold)

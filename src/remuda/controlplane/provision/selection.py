@@ -190,7 +190,9 @@ class Selection:
 
 def _is_still_idle(current: object, message: PoolMessage) -> bool:
     """Refused for its threshold alone: its time may be renewed, so the hint stays and comes back by itself."""
-    return isinstance(current, Instance) and (current.state, current.epoch) == (State.IDLE, message.epoch)
+    if not isinstance(current, Instance) or current.retire:
+        return False
+    return (current.state, current.epoch) == (State.IDLE, message.epoch)
 
 
 def _why_lost(current: object, message: PoolMessage) -> str:

@@ -1,0 +1,25 @@
+"""The table of faults and states: what is empty, what cannot be filled, and what was thought so."""
+
+from __future__ import annotations
+
+from remuda.domain.instance import State
+from remuda.simulation.coverage import IMPOSSIBLE, STATES, empty_cells, wonders
+from remuda.simulation.faults import NO_RECORD, Fault
+
+
+def test_every_reason_is_about_a_cell_of_the_table():
+    assert {state for _, state in IMPOSSIBLE} <= set(STATES)
+    assert all(reason for reason in IMPOSSIBLE.values())
+
+
+def test_what_is_empty_is_told_unless_it_cannot_be_filled():
+    empty = empty_cells({(Fault.CRASH, State.IDLE): 3})
+    assert (Fault.CRASH, State.RUNNING) in empty
+    assert (Fault.CRASH, State.IDLE) not in empty
+    assert (Fault.NO_CAPACITY, State.IDLE) not in empty
+    assert len(empty) + len(IMPOSSIBLE) + 1 == len(Fault) * len(STATES)
+
+
+def test_what_happens_although_it_cannot_is_told():
+    assert wonders({(Fault.DRAIN, NO_RECORD): 1, (Fault.DRAIN, State.IDLE): 1}) == [(Fault.DRAIN, NO_RECORD)]
+    assert not wonders({})
