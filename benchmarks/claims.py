@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from benchmarks import floor as floors
 from benchmarks.figures import Figure, Kind, Results, percentile
 from benchmarks.floor import Floor
 from benchmarks.world import Pool, World, beating, idle
 from remuda.adapters.system.clock import SystemClock
+from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionResult, provision
 
 P99_MOST_S = 5.0
@@ -33,39 +35,38 @@ class ClaimJournal:
             self.lost += 1
 
 
-async def run(world: World, _floor: Floor) -> Results:
+async def run(world: World, floor: Floor) -> Results:
     claims = world.size.claims
 
-    async def many(pool: Pool, journal: ClaimJournal) -> list[ProvisionResult]:
-        return await asyncio.gather(*(_provision(pool, 1, journal) for _ in range(claims)))
+    async def many(context: Context, pool: Pool) -> list[ProvisionResult]:
+        return await asyncio.gather(*(provision(context, pool.order(1)) for _ in range(claims)))
 
-    async def one(pool: Pool, journal: ClaimJournal) -> list[ProvisionResult]:
-        return [await _provision(pool, claims, journal)]
+    async def one(context: Context, pool: Pool) -> list[ProvisionResult]:
+        return [await provision(context, pool.order(claims))]
 
-    return await _measure(world, f"{claims} provisions of 1", many) + await _measure(
-        world, f"one provision of {claims}", one
+    await world.clear()
+    apart = await floor.seconds(floors.claims(claims, 1))
+    together = await floor.seconds(floors.claims(1, claims))
+    return await _measure(world, f"{claims} provisions of 1", many, apart) + await _measure(
+        world, f"one provision of {claims}", one, together
     )
 
 
-async def _provision(pool: Pool, number: int, journal: ClaimJournal) -> ProvisionResult:
-    async with pool.context() as context:
-        return await provision(replace(context, journal=journal), pool.order(number))
-
-
 async def _measure(
-    world: World, name: str, work: Callable[[Pool, ClaimJournal], Awaitable[list[ProvisionResult]]]
+    world: World, name: str, work: Callable[[Context, Pool], Awaitable[list[ProvisionResult]]], least: float
 ) -> Results:
     claims, warm = world.size.claims, world.size.warm
     await world.clear()
     pool = await world.pool()
     herd = [idle(number) for number in range(warm)]
     await pool.write(herd, [beating(record) for record in herd])
-    # So many agents with a store each would be more than this computer carries.
-    await pool.follow([record.instance_id for record in herd], shared=True)
+    await pool.follow([record.instance_id for record in herd])
     async with pool.context() as context:
         await context.pool.send([record.message() for record in herd])
-    journal = ClaimJournal()
-    made = await work(pool, journal)
+    # One process makes them all: its looks for reports are shared, as they are within one provision.
+    async with pool.context() as context:
+        journal = ClaimJournal()
+        made = await work(replace(context, journal=journal), pool)
     reused = sum(item.reused for item in made)
     tried = len(journal.won_s) + journal.lost
     what = f"{name} at once, {warm} warm"
@@ -87,6 +88,8 @@ async def _measure(
                 most=P99_MOST_S,
                 ours=round(percentile(journal.won_s, 0.99), 4),
                 kind=Kind.TIME,
+                floor=least,
+                floor_with_waits=least,
                 samples=len(journal.won_s),
             ),
             Figure(

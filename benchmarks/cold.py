@@ -19,7 +19,7 @@ MISFIT_MOST_S = 1.0
 
 
 async def run(world: World, floor: Floor) -> Results:
-    return await cold(world, floor) + await mixed(world) + await sharing(world) + await misfits(world)
+    return await cold(world, floor) + await mixed(world, floor) + await sharing(world) + await misfits(world, floor)
 
 
 async def cold(world: World, floor: Floor) -> Results:
@@ -47,11 +47,13 @@ async def cold(world: World, floor: Floor) -> Results:
     return Results(figures=tuple(figures))
 
 
-async def mixed(world: World) -> Results:
+async def mixed(world: World, floor: Floor) -> Results:
     """Half of it warm, half created: no slower than the slower half."""
     half = min(5, max(world.size.counts))
     boot_s = min(MIXED_BOOT_S, *world.size.boots_s)
     seconds: dict[str, float] = {}
+    await world.clear()
+    least = boot_s + await floor.seconds(floors.cold_provision(half))
     for name, warm, asked in (("warm", half, half), ("cold", 0, half), ("mixed", half, 2 * half)):
         await world.clear()
         pool = await world.pool()
@@ -72,6 +74,8 @@ async def mixed(world: World) -> Results:
                 most=round(slower + MIXED_OVERHEAD_S, 4),
                 ours=seconds["mixed"],
                 kind=Kind.TIME,
+                floor=round(least, 4),
+                floor_with_waits=round(least, 4),
                 note=f"the cold half alone {seconds['cold']:.2f} s, the warm half alone {seconds['warm']:.2f} s",
             ),
         )
@@ -110,9 +114,11 @@ async def sharing(world: World) -> Results:
     )
 
 
-async def misfits(world: World) -> Results:
+async def misfits(world: World, floor: Floor) -> Results:
     """A pool that is full of machines of the wrong kind."""
     number, calls, seconds = world.size.misfits, [], []
+    await world.clear()
+    least = await floor.seconds(floors.misfits(number))
     for _ in range(min(3, world.size.samples)):
         await world.clear()
         pool = await world.pool()
@@ -141,6 +147,8 @@ async def misfits(world: World) -> Results:
                 most=MISFIT_MOST_S,
                 ours=middle(seconds),
                 kind=Kind.TIME,
+                floor=least,
+                floor_with_waits=least,
                 samples=len(seconds),
                 note="the machine is created: its agent is ready at once",
             ),

@@ -9,10 +9,12 @@ from typing import Any
 
 from benchmarks.figures import middle
 from benchmarks.world import CLASS, SCOPE, Pool, World, control_item, idle, present
-from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb import items, schema
 from remuda.adapters.aws.dynamodb.items import Keys
 from remuda.adapters.aws.dynamodb.pace import CONTROL
+from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.ports.calls import CallCounter
 
 #: How often the calls of a small operation are timed.
@@ -20,6 +22,9 @@ REPEATS = 3
 #: A call of this much machines is timed once.
 MANY = 20
 BATCH = 10
+
+#: A queue each.
+CLASSES = len(DEFAULT_CLASSES)
 
 Calls = Mapping[str, int]
 
@@ -62,13 +67,39 @@ def release(machines: int) -> Calls:
     }
 
 
+def misfits(machines: int) -> Calls:
+    """All of them are looked at and handed back; then one is created."""
+    batches = math.ceil(machines / BATCH)
+    return {**cold_provision(1), "receive": batches + 1, "hand_back": batches}
+
+
+def claims(provisions: int, machines: int) -> Calls:
+    """Up to the claims themselves."""
+    receives = provisions * math.ceil(machines / BATCH)
+    return {"get": provisions, "put": provisions, "receive": receives, "update": provisions * machines}
+
+
+def first_refresh() -> Calls:
+    """A table, seven queues, a template, two tokens; and what the next ones do, too."""
+    return {
+        "create_table": 1,
+        "create_queue": CLASSES,
+        "create_template": 1,
+        "token": 2,
+        "put": 2,
+        "describe": 1,
+        "runners": 1,
+        "query": 5,
+    }
+
+
 def next_refresh() -> Calls:
     """What tells that all is as it should be."""
-    return {"get": 2, "query": 5, "describe": 1, "runners": 1, "describe_table": 1, "template": 1, "depth": 7}
+    return {"get": 2, "query": 5, "describe": 1, "runners": 1, "describe_table": 1, "template": 1, "depth": CLASSES}
 
 
 def reaping(machines: int) -> Calls:
-    return {"get": 2, "query": 5, "describe": 3, "runners": 1, "update": 2 * machines, "terminate": 1, "depth": 7}
+    return {"get": 2, "query": 5, "describe": 3, "runners": 1, "update": 2 * machines, "terminate": 1, "depth": CLASSES}
 
 
 def poll_wait_s(machines: int) -> float:
@@ -157,6 +188,45 @@ class Floor:
         entries = [{"Id": str(number), "ReceiptHandle": f"gone-{number}"} for number in range(BATCH)]
         await self._world.sqs.delete_message_batch(QueueUrl=self._queue, Entries=entries)
 
+    async def _hand_back(self) -> None:
+        entries = [
+            {"Id": str(number), "ReceiptHandle": f"gone-{number}", "VisibilityTimeout": 0} for number in range(BATCH)
+        ]
+        await self._world.sqs.change_message_visibility_batch(QueueUrl=self._queue, Entries=entries)
+
+    async def _create_queue(self) -> None:
+        await self._world.sqs.create_queue(QueueName=SystemIds().new("floor-"), Attributes=ATTRIBUTES)
+
+    async def _create_table(self) -> None:
+        """With an index for the sweeps alone, and its expiry."""
+        name = SystemIds().new("floor-")
+        keys = [*schema.KEYS, items.LIVE_PK, items.LIVE_SK]
+        await self._world.dynamodb.create_table(
+            TableName=name,
+            BillingMode="PAY_PER_REQUEST",
+            AttributeDefinitions=[{"AttributeName": key, "AttributeType": "S"} for key in keys],
+            KeySchema=_schema(schema.KEYS),
+            GlobalSecondaryIndexes=[
+                {
+                    "IndexName": items.LIVE_INDEX,
+                    "KeySchema": _schema(schema.INDEXES[items.LIVE_INDEX]),
+                    "Projection": {"ProjectionType": "ALL"},
+                }
+            ],
+        )
+        await self._world.dynamodb.update_time_to_live(
+            TableName=name, TimeToLiveSpecification={"Enabled": True, "AttributeName": items.TTL}
+        )
+
+    async def _create_template(self) -> None:
+        await self._world.ec2.create_launch_template(
+            LaunchTemplateName=SystemIds().new("floor-"),
+            LaunchTemplateData={"ImageId": self._world.servers.launch["ami"]},
+        )
+
+    async def _token(self) -> None:
+        await self._forge.registration_token(SCOPE)
+
     async def _depth(self) -> None:
         await self._world.sqs.get_queue_attributes(QueueUrl=self._queue, AttributeNames=["ApproximateNumberOfMessages"])
 
@@ -193,6 +263,10 @@ class Floor:
 
     async def _runners(self) -> None:
         await self._forge.list_runners(SCOPE)
+
+
+def _schema(keys: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"AttributeName": name, "KeyType": kind} for name, kind in keys.items()]
 
 
 @asynccontextmanager

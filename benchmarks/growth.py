@@ -26,7 +26,7 @@ from remuda.controlplane.refresh import refresh
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.controlplane.status import status
 from remuda.domain.instance import Instance, State
-from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision import Provision, ProvisionStatus, settled
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.journal import SilentJournal
@@ -43,7 +43,8 @@ EXPIRED = 10
 OLD_INSTANCES_PART = 0.495
 #: Records that are written before the next are made.
 PART = 2_000
-#: What a call more may be, for what hangs on chance: polls, pages that end elsewhere.
+#: What calls more may be: a second page of each of the four shards that hold what lives, and where history goes in
+#: one batch more.
 SLACK_CALLS = 5
 
 
@@ -89,6 +90,7 @@ class GrowingHerd:
 
     async def measure(self, name: str, work: Callable[[], Awaitable[float]], old: int) -> Point:
         if name == "refresh":
+            await self._settle()
             await self._expire(EXPIRED)
         with self.world.wire.during() as counted:
             self._github = self._polls = 0
@@ -133,6 +135,13 @@ class GrowingHerd:
             async with self.pool.context() as context:
                 await context.pool.send([record.message() for record in warm])
         self.live = live
+
+    async def _settle(self) -> None:
+        """As a minute later: else each refresh would look after the run that was released a moment ago, too."""
+        forget_at = to_milliseconds(SystemClock().now() + timedelta(days=1))
+        async with self.pool.context() as context:
+            for item in await context.store.provisions_of_run(self.run_id):
+                await context.store.replace_provision(item, settled(item, forget_at=forget_at))
 
     async def _expire(self, number: int) -> None:
         past = to_milliseconds(SystemClock().now() - timedelta(hours=1))

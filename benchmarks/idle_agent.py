@@ -21,7 +21,7 @@ from benchmarks.figures import Figure, Kind, Results, percentile
 from benchmarks.floor import Floor
 from benchmarks.world import SCOPE, Pool, World, beating, idle
 from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.dynamodb.pace import WARM_FOR_S
+from remuda.adapters.aws.dynamodb.pace import CONTROL, WARM_FOR_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.errors import DYNAMODB
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -41,14 +41,14 @@ REACTION_MOST_S = 0.3
 SPEED = 20.0
 MINUTE_S = 60.0
 #: Agents that are watched at the same time for their reactions, and how long they wait at most for a claim.
-GROUP = 12
+GROUP = 10
 WAIT_S = 0.6
 READS = frozenset({"GetItem", "BatchGetItem"})
 WRITES = frozenset({"UpdateItem", "PutItem"})
 
 
-async def run(world: World, _floor: Floor) -> Results:
-    return await minutes(world) + await reactions(world)
+async def run(world: World, floor: Floor) -> Results:
+    return await minutes(world) + await reactions(world, floor)
 
 
 # A life in minutes ------------------------------------------------------------------------------------------------
@@ -92,7 +92,12 @@ async def _fast_life(pool: Pool, instance_id: str, minutes: float) -> list[dict[
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ),
     )
-    said, _ = await process.communicate()
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode:
         raise RuntimeError("the agent whose time runs faster has failed")
     found: list[dict[str, int]] = json.loads(said)
@@ -170,9 +175,10 @@ async def live(pool: str, prefix: str, instance_id: str, minutes: float) -> list
 # Reactions --------------------------------------------------------------------------------------------------------
 
 
-async def reactions(world: World) -> Results:
+async def reactions(world: World, floor: Floor) -> Results:
     """From a claim that is written to an agent that begins with it."""
     await world.clear()
+    least = await floor.seconds({"get": 1})
     pool = await world.pool()
     samples: list[float] = []
     while len(samples) < world.size.reactions:
@@ -186,6 +192,8 @@ async def reactions(world: World) -> Results:
                 most=REACTION_MOST_S,
                 ours=round(percentile(samples, 0.95), 4),
                 kind=Kind.TIME,
+                floor=least,
+                floor_with_waits=least + CONTROL.first_s,
                 samples=len(samples),
             ),
         )

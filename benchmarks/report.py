@@ -139,6 +139,7 @@ def markdown(run: Run) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**not met**'} |" for figure in found]
+    lines += ["", *(f"- {figure.name}: {figure.note}." for figure in found if figure.note)]
     if run.results.points:
         lines += ["", "| operation | live | old records | seconds | calls | by service |", "|---|--:|--:|--:|--:|---|"]
         lines += [_growth_line(point) for point in run.results.points]

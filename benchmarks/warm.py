@@ -45,7 +45,7 @@ async def run(world: World, floor: Floor) -> Results:
         rounds = await play(world, pool, machines, world.size.samples)
         made = figures(rounds, machines, provision_floor=provision_floor, release_floor=release_floor)
         results += Results(figures=tuple(made))
-    return results + await registering(world)
+    return results + await registering(world, floor)
 
 
 async def play(world: World, pool: Pool, machines: int, times: int) -> Rounds:
@@ -124,9 +124,10 @@ def _limit(limits: dict[int, float], machines: int) -> float:
     return min((most for number, most in limits.items() if number >= machines), default=max(limits.values()))
 
 
-async def registering(world: World) -> Results:
+async def registering(world: World, floor: Floor) -> Results:
     machines, registration_s = min(10, max(world.size.counts)), world.size.registration_s
     await world.clear()
+    least = registration_s + await floor.seconds(floors.warm_provision(machines))
     pool = await world.pool()
     pool.registration_s = registration_s
     await pool.fill(machines)
@@ -140,6 +141,8 @@ async def registering(world: World) -> Results:
                 most=registration_s + REGISTRATION_OVERHEAD_S,
                 ours=middle(rounds.provisions),
                 kind=Kind.TIME,
+                floor=round(least, 4),
+                floor_with_waits=round(least + floors.poll_wait_s(machines), 4),
                 samples=len(rounds.provisions),
             ),
         )

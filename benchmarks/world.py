@@ -45,6 +45,8 @@ CLASS = "large"
 WRITE_BATCH = 25
 #: How many batches are under way while a table is filled.
 WRITERS = 8
+#: More agents than these share a store, and so their looks: one server on one core could not serve them otherwise.
+OWN_STORES = 10
 #: Long enough for every benchmark; nothing expires that is not meant to.
 SETTINGS: dict[str, Any] = {"idle_time_sec": 3_000, "margin_sec": 1, "max_instances": 10_000}
 
@@ -200,7 +202,7 @@ class Pool:
         await self.release(made.run_id)
         return [item.instance for item in made.instances]
 
-    async def follow(self, instance_ids: Sequence[str], *, shared: bool = False) -> None:
+    async def follow(self, instance_ids: Sequence[str]) -> None:
         await self.world.agents.follow(
             Following(
                 pool=self.name,
@@ -208,7 +210,7 @@ class Pool:
                 instance_ids=instance_ids,
                 ready_after_s=self.boot_s,
                 registration_s=self.registration_s,
-                shared=shared,
+                shared=len(instance_ids) > OWN_STORES,
             )
         )
 

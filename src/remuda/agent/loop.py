@@ -95,28 +95,36 @@ class Agent:
 
     async def _live(self, identity: Identity, lifetime: Lifetime, heartbeat: Heartbeat) -> str:
         record: Instance | None = None
-        reachable = False
+        reachable = looked = False
         while True:
             self._vital.works_for(STEP_LIMIT_S)
             try:
                 if not reachable:
                     record = await self._store.get(identity.instance_id)
-                    reachable = True
+                    reachable = looked = True
                 step, runner = self._decide(identity, record, lifetime)
+                if step.do is Do.WAIT:
+                    # It looks at once.
+                    record = await self._wait(identity, record, runner, lifetime, heartbeat)
+                    looked = True
+                    continue
+                if not looked:
+                    # The last step took time: look again before the next one.
+                    record = await self._store.get(identity.instance_id)
+                    looked = True
+                    continue
                 if step.do is Do.END:
                     fresh = await self._store.get(identity.instance_id)
                     if fresh == record:
                         return step.why
                     record = fresh
                     continue
-                if step.do is Do.WAIT:
-                    record = await self._wait(identity, record, runner, lifetime, heartbeat)
-                    continue
+                looked = False
                 await self._act(record, step)
-                heartbeat.soon()
+                # A signal is a write of its own: a beat tells what it does not.
+                if _beats_tell(self._runner.state()) != _beats_tell(runner):
+                    heartbeat.soon()
                 self._failures = 0
-                # A step takes time: look again before the next one.
-                record = await self._store.get(identity.instance_id)
             except RemudaError as error:
                 self._journal.note("step-failed", error.message)
                 if lifetime.is_over():
@@ -254,3 +262,7 @@ class Agent:
     async def _back_off(self, failures: int) -> None:
         pause_s = min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, MAX_DOUBLINGS))
         await self._clock.sleep(pause_s * (0.5 + self._ids.jitter() / 2))
+
+
+def _beats_tell(runner: RunnerState) -> tuple[bool, bool]:
+    return runner.busy, runner.listening

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,36 @@ def test_an_agent_that_is_killed_right_after_any_step_goes_on_rightly(after: int
         again = {"configure", "reset", "script"}
         once = [each for each in stable.log if each.split()[0] not in again]
         assert once == [each for each in LIFE if each.split()[0] not in again]
+        await stable.crash()
+
+    run(story())
+
+
+def test_only_while_a_job_runs_nothing_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may release a machine without a job at any moment, and waits for it."""
+
+    async def story() -> None:
+        stable, urgent = Stable(), [False]
+        wait = stable.control.wait_for_control
+
+        async def noted(*given: Any, **named: Any) -> Any:
+            urgent.append(named["urgent"])
+            return await wait(*given, **named)
+
+        monkeypatch.setattr(stable.control, "wait_for_control", noted)
+        stable.start()
+        await stable.create()
+        await until(lambda: stable.signalled(Signal.UD_REG_OK))
+        await stable.commit()
+        await until(lambda: stable.runner.current.listening)
+        await asyncio.sleep(1)
+        assert urgent[-1], "it waits for a job"
+        stable.runner.become(busy=True)
+        await asyncio.sleep(1)
+        assert not urgent[-1]
+        stable.runner.become(busy=False)
+        await asyncio.sleep(1)
+        assert urgent[-1]
         await stable.crash()
 
     run(story())

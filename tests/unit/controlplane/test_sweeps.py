@@ -40,6 +40,22 @@ async def test_what_is_expired_ends_in_every_live_state(state: State) -> None:
     await world.end()
 
 
+@pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
+async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(world: World, *, applied: bool) -> None:
+    ids = await world.warm(3)
+    for instance_id in ids:
+        world.cloud.end(instance_id, "pulled")
+    hook = Unsure("store.apply_all", applied=applied, at=(1,))
+    done: set[str] = set()
+    for _ in range(3):
+        result = await world.sweep(hook)
+        done |= set(result.terminated)
+        await asyncio.sleep(world.lifetimes.gone_after_s + MARGIN_S)
+    assert done == set(ids)
+    assert hook.count >= 1
+    assert {world.record(instance_id).state for instance_id in ids} == {State.TERMINATED}
+
+
 async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(world: World) -> None:
     ids = await world.warm(1)
     cut = Cut(17, How.CRASH_BEFORE)
