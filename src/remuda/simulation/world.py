@@ -51,7 +51,7 @@ LIFETIMES = Lifetimes(
     margin_s=60.0,
     unrecorded_grace_s=300.0,
     # The grace of a ghost is for people's peace of mind: nothing may hang on it.
-    ghost_grace_s=1.0,
+    ghost_grace_s=0.0,
     gone_after_s=60.0,
     reannounce_s=120.0,
     keep_records_s=300.0,
