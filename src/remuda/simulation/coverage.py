@@ -29,7 +29,7 @@ _OF_MACHINES = (
     Fault.RESET_FAILED,
     Fault.LISTENER_DIES,
 )
-_OF_LAUNCHES = (Fault.FLEET_PARTIAL, Fault.LAUNCH_UNSURE, Fault.NEVER_BOOTS)
+_OF_LAUNCHES = (Fault.FLEET_PARTIAL, Fault.NEVER_BOOTS)
 _RECORDED = STATES[1:]
 
 
@@ -42,6 +42,15 @@ IMPOSSIBLE: Mapping[Cell, str] = {
     **_cells("what nobody can read is about no instance", [Fault.MESSAGE_MALFORMED], *STATES),
     **_cells("nothing is launched: there is no instance", [Fault.NO_CAPACITY], *STATES),
     **_cells("a machine has no record before its launch has answered", _OF_LAUNCHES, *_RECORDED),
+    **_cells(
+        "the record is written by whoever launches, after the answer; only a sweep may bury the machine before",
+        [Fault.LAUNCH_UNSURE],
+        State.CREATED,
+        State.CLAIMED,
+        State.RUNNING,
+        State.RELEASING,
+        State.IDLE,
+    ),
     **_cells("the first hint about an instance is sent when it is idle", _OF_HINTS, State.CREATED),
     **_cells("only what has a record is in the list", [Fault.SHORT_PAGES], NO_RECORD),
     **_cells("EC2 has confirmed its end: nothing runs on it any more", _OF_MACHINES, State.TERMINATED),
