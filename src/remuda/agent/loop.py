@@ -24,6 +24,8 @@ T = TypeVar("T")
 #: How long each step may take before the heartbeat stops.
 SCRIPT_LIMIT_S = 3_600.0
 STEP_LIMIT_S = 180.0
+#: How old what was read may be when a step begins: no older than where the agent had waited instead.
+FRESH_S = 0.2
 #: The longest wait without a look around, and how late its end may be before the heartbeat stops.
 WAIT_LIMIT_S = 120.0
 WAIT_GRACE_S = 90.0
@@ -95,23 +97,23 @@ class Agent:
 
     async def _live(self, identity: Identity, lifetime: Lifetime, heartbeat: Heartbeat) -> str:
         record: Instance | None = None
-        reachable = looked = False
+        reachable, looked_at = False, 0.0
         while True:
             self._vital.works_for(STEP_LIMIT_S)
             try:
                 if not reachable:
                     record = await self._store.get(identity.instance_id)
-                    reachable = looked = True
+                    reachable, looked_at = True, self._clock.monotonic()
                 step, runner = self._decide(identity, record, lifetime)
                 if step.do is Do.WAIT:
                     # It looks at once.
                     record = await self._wait(identity, record, runner, lifetime, heartbeat)
-                    looked = True
+                    looked_at = self._clock.monotonic()
                     continue
-                if not looked:
+                if self._clock.monotonic() - looked_at > FRESH_S:
                     # The last step took time: look again before the next one.
                     record = await self._store.get(identity.instance_id)
-                    looked = True
+                    looked_at = self._clock.monotonic()
                     continue
                 if step.do is Do.END:
                     fresh = await self._store.get(identity.instance_id)
@@ -119,7 +121,6 @@ class Agent:
                         return step.why
                     record = fresh
                     continue
-                looked = False
                 await self._act(record, step)
                 # A signal is a write of its own: a beat tells what it does not.
                 if _beats_tell(self._runner.state()) != _beats_tell(runner):
