@@ -21,7 +21,8 @@ from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import each
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.documents import to_document
+from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
@@ -169,6 +170,66 @@ async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: W
     assert set(between.requests) == {"GetItem", "UpdateItem"}
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["GetItem"]} == {f"control#{PREFIX}{ID}"}
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
+
+
+async def forge(client: Any, table: str, liar: str, document: Any, **indexed: str) -> None:
+    """What a machine's role lets it do: write any attributes into its own report."""
+    written = {
+        **{name: items.attribute(value) for name, value in to_document(document).items()},
+        **{name: {"S": value} for name, value in indexed.items()},
+    }
+    await client.update_item(
+        TableName=table,
+        Key=items.Keys(prefix=PREFIX).report(liar),
+        UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in written),
+        ExpressionAttributeNames={f"#{name}": name for name in written},
+        ExpressionAttributeValues={f":{name}": value for name, value in written.items()},
+    )
+
+
+async def test_a_report_cannot_pose_as_another_machines_record(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    victim = await store.apply(birth(instance(1, state=State.RUNNING, provision_id="p-1")))
+    ended = replace(victim, state=State.TERMINATING)
+    await forge(
+        client, table_name, instance_id(2), ended, gsi1pk="live#0", gsi1sk="0", gsi2pk="provision#p-1", gsi2sk="0"
+    )
+    assert await store.find(LIVE) == [victim]
+    assert await store.find([State.TERMINATING]) == []
+    assert await store.find_by_provision("p-1") == [victim]
+    (name,) = store.malformed_records
+    assert f"report#{PREFIX}{instance_id(2)}" in name
+
+
+async def test_a_report_cannot_pose_as_its_own_control_record(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    await forge(client, table_name, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
+    assert await store.find(LIVE) == []
+    assert len(store.malformed_records) == 1
+
+
+async def test_a_report_cannot_tell_of_another_machines_trouble(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    await store.beat(ID, **{**BEAT, "notice": "terminate"})
+    (partition,) = {item["gsi1pk"]["S"] for item in (await scanned(client, table_name)).values()}
+    lie = Report(instance_id=instance_id(3), notice="terminate")
+    await forge(client, table_name, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
+    assert [report.instance_id for report in await store.troubled_reports()] == [ID]
+    assert len(store.malformed_records) == 1
+    with pytest.raises(Unreadable):
+        await store.get_report(instance_id(2))
+
+
+async def test_a_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    await store.put_provision(provision(1, deadline=NOW))
+    lie = provisions.released(provision(2), now=NOW, why="so it says")
+    await forge(client, table_name, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
+    assert [each.provision_id for each in await store.unsettled_provisions(NOW)] == ["p-1"]
+    assert [each.provision_id for each in await store.recent_provisions(1)] == ["p-1"], "it takes no other's place"
+    assert len(store.malformed_records) == 1
 
 
 # Expiry -----------------------------------------------------------------------------------------------------------

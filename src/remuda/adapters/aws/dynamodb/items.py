@@ -19,8 +19,9 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from remuda.domain import documents, timestamps
-from remuda.domain.instance import HistoryEntry
+from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.signals import Report
 
 T = TypeVar("T")
 
@@ -45,6 +46,9 @@ ALWAYS_DUE = "0"
 #: last beat of a machine whose end nobody confirms.
 KEPT = timedelta(days=30)
 
+CONTROL, CONTROL_PREFIX = "control", "control#"
+REPORT, REPORT_PREFIX = "report", "report#"
+
 _WHOLE = re.compile(r"-?\d{1,38}", re.ASCII)
 
 
@@ -55,10 +59,10 @@ class Keys:
     prefix: str = ""
 
     def control(self, instance_id: str) -> Item:
-        return key(f"control#{self.prefix}{instance_id}", "control")
+        return key(f"{CONTROL_PREFIX}{self.prefix}{instance_id}", CONTROL)
 
     def report(self, instance_id: str) -> Item:
-        return key(f"report#{self.prefix}{instance_id}", "report")
+        return key(f"{REPORT_PREFIX}{self.prefix}{instance_id}", REPORT)
 
 
 def key(pk: str, sk: str) -> Item:
@@ -77,7 +81,6 @@ CONFIG = key("pool", "config")
 SIGHTINGS = key("pool", "sightings")
 #: What the keys of instances begin with.
 PREFIXES = key("pool", "prefixes")
-CONTROL_PREFIX = "control#"
 
 
 def shard_of(instance_id: str) -> str:
@@ -132,8 +135,34 @@ def value_of(found: Attribute) -> Any:
 
 
 def record_of(kind: type[T], item: Item) -> T:
-    """`ValueError` where the item is not such a record. A newer version may have added attributes."""
-    return documents.from_document(kind, {name: value_of(found) for name, found in item.items()})
+    """`ValueError` where the item is not such a record, or lies where another's record belongs. A newer version may
+    have added attributes.
+    """
+    record = documents.from_document(kind, {name: value_of(found) for name, found in item.items()})
+    if not _is_in_place(record, item):
+        raise ValueError("its key is not that of the record that it claims to be")
+    return record
+
+
+def _is_in_place(record: object, item: Item) -> bool:
+    """A machine may write whatever it likes into its own report, keys of indexes too; the item's own key it cannot
+    choose. So the key says whose record an item is, and of which kind.
+    """
+    pk, sk = (str(item.get(name, {}).get("S", "")) for name in (PK, SK))
+    match record:
+        case Instance():
+            return sk == CONTROL and _instance_in(pk, CONTROL_PREFIX) == record.instance_id
+        case Report():
+            return sk == REPORT and _instance_in(pk, REPORT_PREFIX) == record.instance_id
+        case Provision():
+            return (pk, sk) == (run_pk(record.run_id), record.provision_id)
+        case _:
+            return True
+
+
+def _instance_in(pk: str, prefix: str) -> str:
+    """The instance that a partition key names, behind its role's id; empty where the key is of another kind."""
+    return pk.removeprefix(prefix).rpartition(":")[2] if pk.startswith(prefix) else ""
 
 
 def sorted_out(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[str, T], dict[str, str]]:

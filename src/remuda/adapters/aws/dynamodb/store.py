@@ -285,7 +285,10 @@ class DynamoInstanceStore:
             *expressions.partition(items.PROVISION_PK, items.PROVISIONS, since=begun)
         )
         newest = await self._table.query_first(
-            {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments}, limit
+            {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments},
+            limit,
+            # One that cannot be read takes no other's place.
+            lambda item: bool(self._readable(Provision, [item])),
         )
         return self._readable(Provision, newest)
 

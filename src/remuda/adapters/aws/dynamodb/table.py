@@ -174,12 +174,14 @@ class Table:
     async def query(self, arguments: Mapping[str, Any]) -> list[Item]:
         return [item async for page in self._pages("Query", self.client.query, arguments) for item in page["Items"]]
 
-    async def query_first(self, arguments: Mapping[str, Any], limit: int) -> list[Item]:
-        """The first so many, and no page more than they need."""
+    async def query_first(
+        self, arguments: Mapping[str, Any], limit: int, counts: Callable[[Item], bool] = lambda _: True
+    ) -> list[Item]:
+        """The first so many that count, and no page more than they need."""
         found: list[Item] = []
         if limit > 0:
             async for page in self._pages("Query", self.client.query, {"Limit": limit, **arguments}):
-                found.extend(page["Items"])
+                found.extend(item for item in page["Items"] if counts(item))
                 if len(found) >= limit:
                     break
         return found[:limit]
