@@ -16,7 +16,7 @@ from aiobotocore.session import AioSession
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.pace import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
-from remuda.adapters.aws.dynamodb.store import TOGETHER, DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.store import ALONE_AT_ONCE, TOGETHER, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import each
@@ -26,11 +26,11 @@ from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
-from remuda.domain.transitions import Guard
+from remuda.domain.transitions import Change, Guard
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, pool_config, provision
 from support.servers import Ministack, ministack
-from support.wire import Wire, wire
+from support.wire import Wire, says, wire
 
 ID = instance_id(1)
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
@@ -346,6 +346,15 @@ async def test_the_sweeps_index_holds_what_is_live(store: DynamoInstanceStore, c
     assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE) - 1
 
 
+async def test_troubled_reports_are_spread(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    """One partition of an index takes a thousand writes a second: all machines may be in trouble at once."""
+    for number in range(4 * items.SHARDS):
+        await store.beat(instance_id(number), **{**BEAT, "notice": "terminate"})
+    troubled = await scanned(client, table_name, IndexName="live")
+    assert len({item["gsi1pk"]["S"] for item in troubled.values()}) == items.SHARDS
+    assert len(await store.troubled_reports()) == 4 * items.SHARDS
+
+
 async def test_every_query_follows_its_pages(
     aws_session: AioSession, between: Wire, table_name: str, store: DynamoInstanceStore, calls: CallCounter
 ) -> None:
@@ -425,12 +434,55 @@ async def test_ends_are_confirmed_in_one_call(
     assert await store.count_live() == 0
 
 
-async def test_a_machine_that_never_reported_does_not_stop_the_others(store: DynamoInstanceStore) -> None:
-    records = [await store.apply(birth(instance(number))) for number in range(3)]
-    await store.beat(records[0].instance_id, **BEAT)
+async def test_a_machine_that_never_reported_costs_one_call_more(
+    store: DynamoInstanceStore, client: Any, table_name: str, between: Wire
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(4)]
+    await store.beat(ID, **BEAT)
     over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
-    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 3
+    between.requests.clear()
+    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 4
+    assert between.requests["TransactWriteItems"] == 2
+    assert "UpdateItem" not in between.requests
+    ends = {pk: item.get("ttl") for pk, item in (await scanned(client, table_name)).items() if "report#" in pk}
+    assert ends == {f"report#{PREFIX}{ID}": items.seconds(at(600))}
     assert await store.count_live() == 0
+
+
+async def test_a_record_that_is_refused_is_written_alone_and_the_others_together(
+    store: DynamoInstanceStore, between: Wire
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(6)]
+    for record in records[:4]:
+        await store.beat(record.instance_id, **BEAT)
+    moved = await store.apply(claim(records[2], "p-1/a"))
+    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
+    between.requests.clear()
+    failures = await store.apply_all([change(record, **over) for record in records])
+    assert [failure.current for failure in failures if isinstance(failure, Conflict)] == [moved]
+    assert failures.count(None) == 5
+    assert (between.requests["TransactWriteItems"], between.requests["UpdateItem"]) == (2, 1)
+
+
+async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
+    store: DynamoInstanceStore, between: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = await asyncio.gather(*(store.apply(birth(instance(number))) for number in range(3 * TOGETHER)))
+    between.always["TransactWriteItems"] = says(400, "TransactionConflictException")
+    at_once: list[int] = []
+    apply, under_way = store.apply, set[str]()
+
+    async def counted(wanted: Change) -> Instance:
+        under_way.add(wanted.instance_id)
+        at_once.append(len(under_way))
+        try:
+            return await apply(wanted)
+        finally:
+            under_way.remove(wanted.instance_id)
+
+    monkeypatch.setattr(store, "apply", counted)
+    assert await store.apply_all([change(record, uses=7) for record in records]) == [None] * len(records)
+    assert max(at_once) == ALONE_AT_ONCE
 
 
 async def test_histories_share_calls(store: DynamoInstanceStore, between: Wire) -> None:

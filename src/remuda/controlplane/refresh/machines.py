@@ -35,6 +35,11 @@ class Sightings:
         self._seen[what] = self._known.get(what, to_milliseconds(self._now))
         return self._seen[what]
 
+    def again(self, what: str) -> bool:
+        """Note a sighting; whether an earlier sweep saw it, too, and all sweeps since."""
+        self.since(what)
+        return what in self._known
+
     async def save(self, store: InstanceStore) -> None:
         if self._seen != self._known:
             await store.put_sightings(self._seen)

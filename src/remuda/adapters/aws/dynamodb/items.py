@@ -3,7 +3,7 @@
 | item | pk | sk | `live` index | `by_provision` index |
 |---|---|---|---|---|
 | control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold, until terminated | its provision, id |
-| report | `report#<role's id>:<id>` | `report` | `troubled`, id, where it tells of trouble | |
+| report | `report#<role's id>:<id>` | `report` | `troubled#<shard>`, id, where it tells of trouble | |
 | history | `history#<id>` | time, epoch, sequence | | |
 | provision | `run#<run id>` | provision id | `unsettled`, deadline, or first once released | `provisions`, creation |
 | configuration, sightings, prefixes of keys | `pool` | `config`, `sightings`, `prefixes` | | |
@@ -32,13 +32,11 @@ Item = Mapping[str, Attribute]
 PK, SK, TTL = "pk", "sk", "ttl"
 LIVE_INDEX, LIVE_PK, LIVE_SK = "live", "gsi1pk", "gsi1sk"
 PROVISION_INDEX, PROVISION_PK, PROVISION_SK = "by_provision", "gsi2pk", "gsi2sk"
-#: Live records are spread over so many partitions of the index: one would be hot. A move in the index costs two of the
-#: 1,000 writes that each takes in a second, so these take the claims of the largest provision at once; every sweep and
-#: every count of the live ones is a query to each.
+#: Live records, and troubled reports, are spread over so many partitions of the index: one would be hot. A move in the
+#: index costs two of the 1,000 writes that each takes in a second, so these take the claims of the largest provision at
+#: once; every sweep and every count of the live ones is a query to each.
 SHARDS = 4
 UNSETTLED = "unsettled"
-#: Reports that a sweep has to look into.
-TROUBLED = "troubled"
 PROVISIONS = "provisions"
 #: Sorts before every time: a released provision is always due.
 ALWAYS_DUE = "0"
@@ -84,11 +82,24 @@ PREFIXES = key("pool", "prefixes")
 
 
 def shard_of(instance_id: str) -> str:
-    return shard(zlib.crc32(instance_id.encode()) % SHARDS)
+    return shard(_number_of(instance_id))
 
 
 def shard(number: int) -> str:
     return f"live#{number}"
+
+
+def troubled_of(instance_id: str) -> str:
+    return troubled(_number_of(instance_id))
+
+
+def troubled(number: int) -> str:
+    """Where reports are that a sweep has to look into: after a bad update of an image, those of all machines."""
+    return f"troubled#{number}"
+
+
+def _number_of(instance_id: str) -> int:
+    return zlib.crc32(instance_id.encode()) % SHARDS
 
 
 def provision_partition(provision_id: str) -> str:
