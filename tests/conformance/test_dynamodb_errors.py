@@ -11,15 +11,16 @@ import pytest
 from aiobotocore.session import AioSession
 
 from remuda.adapters.aws.clients import ATTEMPTS, AwsClients, config
-from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.store import TOGETHER, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import BATCH_TRIES
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import made_by
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
+from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from remuda.ports.journal import Journal
-from support.records import LONG_S, birth, change, claim, instance, instance_id
+from support.records import LONG_S, at, birth, change, claim, instance, instance_id
 from support.servers import Ministack, free_port
 from support.wire import Wire, after_success, answers, cut, hang, says, wire
 from support.world_time import Notes
@@ -263,6 +264,46 @@ async def test_a_write_that_was_made_after_all_has_one_line_in_the_history(
         with pytest.raises(Conflict):
             await store.apply(ours)
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"]
+
+
+LOST_TRANSACTIONS = {
+    "cut": [after_success(cut)],
+    "refused by itself": [
+        after_success(cut),
+        says(400, "TransactionCanceledException", CancellationReasons=[{"Code": "ConditionalCheckFailed"}] * 4),
+    ],
+    "never told": [after_success(says(400, "SomethingNew"))],
+    "in progress": [after_success(says(400, "TransactionInProgressException"))] * ATTEMPTS,
+}
+
+
+@pytest.mark.parametrize("lost", LOST_TRANSACTIONS)
+async def test_a_transaction_whose_answer_was_lost_has_one_line_for_each(
+    store: DynamoInstanceStore, between: Wire, lost: str
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in (1, 2)]
+    for record in records:
+        await store.write_signal(record.instance_id, epoch=1, signal=Signal.UD_OK)
+    changes = [change(each, transition="end", state=State.TERMINATED, forget_at=at(600)) for each in records]
+    between.then("TransactWriteItems", *LOST_TRANSACTIONS[lost])
+    failures = await store.apply_all(changes)
+    if lost in {"never told", "in progress"}:
+        assert [type(failure) for failure in failures] == [Unavailable, Unavailable], "it may have been made"
+        failures = await store.apply_all(changes)
+    for made, failure in zip(changes, failures, strict=True):
+        assert failure is None or (isinstance(failure, Conflict) and made_by(made, failure.current))
+        assert [entry.transition for entry in await store.history(made.instance_id)] == ["birth", "end"]
+
+
+async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, between: Wire) -> None:
+    records = await asyncio.gather(*(store.apply(birth(instance(number))) for number in range(TOGETHER + 2)))
+    between.then("TransactWriteItems", says(400, "AccessDeniedException"))
+    failures = await store.apply_all([change(record, uses=7) for record in records])
+    made = [record.instance_id for record, failure in zip(records, failures, strict=True) if failure is None]
+    assert len(made) in {2, TOGETHER}
+    assert {type(failure) for failure in failures} == {type(None), UserError}
+    found = await store.get_many([record.instance_id for record in records])
+    assert [name for name, record in found.items() if record.uses == 7] == sorted(made)
 
 
 async def test_a_write_that_hangs_times_out_and_may_have_been_made(

@@ -16,20 +16,21 @@ from aiobotocore.session import AioSession
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.pace import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
-from remuda.adapters.aws.dynamodb.store import TOGETHER, DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.store import ALONE_AT_ONCE, TOGETHER, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import each
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict, Unavailable
+from remuda.domain.documents import to_document
+from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
-from remuda.domain.transitions import Guard
+from remuda.domain.transitions import Change, Guard
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, pool_config, provision
 from support.servers import Ministack, ministack
-from support.wire import Wire, wire
+from support.wire import Wire, says, wire
 
 ID = instance_id(1)
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
@@ -171,6 +172,66 @@ async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: W
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
 
 
+async def forge(client: Any, table: str, liar: str, document: Any, **indexed: str) -> None:
+    """What a machine's role lets it do: write any attributes into its own report."""
+    written = {
+        **{name: items.attribute(value) for name, value in to_document(document).items()},
+        **{name: {"S": value} for name, value in indexed.items()},
+    }
+    await client.update_item(
+        TableName=table,
+        Key=items.Keys(prefix=PREFIX).report(liar),
+        UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in written),
+        ExpressionAttributeNames={f"#{name}": name for name in written},
+        ExpressionAttributeValues={f":{name}": value for name, value in written.items()},
+    )
+
+
+async def test_a_report_cannot_pose_as_another_machines_record(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    victim = await store.apply(birth(instance(1, state=State.RUNNING, provision_id="p-1")))
+    ended = replace(victim, state=State.TERMINATING)
+    await forge(
+        client, table_name, instance_id(2), ended, gsi1pk="live#0", gsi1sk="0", gsi2pk="provision#p-1", gsi2sk="0"
+    )
+    assert await store.find(LIVE) == [victim]
+    assert await store.find([State.TERMINATING]) == []
+    assert await store.find_by_provision("p-1") == [victim]
+    (name,) = store.malformed_records
+    assert f"report#{PREFIX}{instance_id(2)}" in name
+
+
+async def test_a_report_cannot_pose_as_its_own_control_record(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    await forge(client, table_name, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
+    assert await store.find(LIVE) == []
+    assert len(store.malformed_records) == 1
+
+
+async def test_a_report_cannot_tell_of_another_machines_trouble(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    await store.beat(ID, **{**BEAT, "notice": "terminate"})
+    (partition,) = {item["gsi1pk"]["S"] for item in (await scanned(client, table_name)).values()}
+    lie = Report(instance_id=instance_id(3), notice="terminate")
+    await forge(client, table_name, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
+    assert [report.instance_id for report in await store.troubled_reports()] == [ID]
+    assert len(store.malformed_records) == 1
+    with pytest.raises(Unreadable):
+        await store.get_report(instance_id(2))
+
+
+async def test_a_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    await store.put_provision(provision(1, deadline=NOW))
+    lie = provisions.released(provision(2), now=NOW, why="so it says")
+    await forge(client, table_name, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
+    assert [each.provision_id for each in await store.unsettled_provisions(NOW)] == ["p-1"]
+    assert [each.provision_id for each in await store.recent_provisions(1)] == ["p-1"], "it takes no other's place"
+    assert len(store.malformed_records) == 1
+
+
 # Expiry -----------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +346,15 @@ async def test_the_sweeps_index_holds_what_is_live(store: DynamoInstanceStore, c
     assert len(await scanned(client, table_name, IndexName="live")) == len(LIVE) - 1
 
 
+async def test_troubled_reports_are_spread(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
+    """One partition of an index takes a thousand writes a second: all machines may be in trouble at once."""
+    for number in range(4 * items.SHARDS):
+        await store.beat(instance_id(number), **{**BEAT, "notice": "terminate"})
+    troubled = await scanned(client, table_name, IndexName="live")
+    assert len({item["gsi1pk"]["S"] for item in troubled.values()}) == items.SHARDS
+    assert len(await store.troubled_reports()) == 4 * items.SHARDS
+
+
 async def test_every_query_follows_its_pages(
     aws_session: AioSession, between: Wire, table_name: str, store: DynamoInstanceStore, calls: CallCounter
 ) -> None:
@@ -364,12 +434,55 @@ async def test_ends_are_confirmed_in_one_call(
     assert await store.count_live() == 0
 
 
-async def test_a_machine_that_never_reported_does_not_stop_the_others(store: DynamoInstanceStore) -> None:
-    records = [await store.apply(birth(instance(number))) for number in range(3)]
-    await store.beat(records[0].instance_id, **BEAT)
+async def test_a_machine_that_never_reported_costs_one_call_more(
+    store: DynamoInstanceStore, client: Any, table_name: str, between: Wire
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(4)]
+    await store.beat(ID, **BEAT)
     over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
-    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 3
+    between.requests.clear()
+    assert await store.apply_all([change(record, **over) for record in records]) == [None] * 4
+    assert between.requests["TransactWriteItems"] == 2
+    assert "UpdateItem" not in between.requests
+    ends = {pk: item.get("ttl") for pk, item in (await scanned(client, table_name)).items() if "report#" in pk}
+    assert ends == {f"report#{PREFIX}{ID}": items.seconds(at(600))}
     assert await store.count_live() == 0
+
+
+async def test_a_record_that_is_refused_is_written_alone_and_the_others_together(
+    store: DynamoInstanceStore, between: Wire
+) -> None:
+    records = [await store.apply(birth(instance(number))) for number in range(6)]
+    for record in records[:4]:
+        await store.beat(record.instance_id, **BEAT)
+    moved = await store.apply(claim(records[2], "p-1/a"))
+    over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
+    between.requests.clear()
+    failures = await store.apply_all([change(record, **over) for record in records])
+    assert [failure.current for failure in failures if isinstance(failure, Conflict)] == [moved]
+    assert failures.count(None) == 5
+    assert (between.requests["TransactWriteItems"], between.requests["UpdateItem"]) == (2, 1)
+
+
+async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
+    store: DynamoInstanceStore, between: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = await asyncio.gather(*(store.apply(birth(instance(number))) for number in range(3 * TOGETHER)))
+    between.always["TransactWriteItems"] = says(400, "TransactionConflictException")
+    at_once: list[int] = []
+    apply, under_way = store.apply, set[str]()
+
+    async def counted(wanted: Change) -> Instance:
+        under_way.add(wanted.instance_id)
+        at_once.append(len(under_way))
+        try:
+            return await apply(wanted)
+        finally:
+            under_way.remove(wanted.instance_id)
+
+    monkeypatch.setattr(store, "apply", counted)
+    assert await store.apply_all([change(record, uses=7) for record in records]) == [None] * len(records)
+    assert max(at_once) == ALONE_AT_ONCE
 
 
 async def test_histories_share_calls(store: DynamoInstanceStore, between: Wire) -> None:

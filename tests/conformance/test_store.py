@@ -159,7 +159,7 @@ async def test_many_changes_at_once_are_each_judged_alone(store: InstanceStore, 
     wanted = [*(change(record, uses=7) for record in records), change(instance(9), uses=7)]
     refused = await store.apply_all(wanted)
     assert [conflict is None for conflict in refused] == [True, True, False, True, False]
-    assert [conflict.current for conflict in refused if conflict is not None] == [moved, None]
+    assert [conflict.current for conflict in refused if isinstance(conflict, Conflict)] == [moved, None]
     uses = {
         name: record.uses
         for name, record in (await other.get_many([instance_id(number) for number in range(1, 10)])).items()

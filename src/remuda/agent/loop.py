@@ -26,7 +26,8 @@ SCRIPT_LIMIT_S = 3_600.0
 STEP_LIMIT_S = 180.0
 #: How old what was read may be when a step begins: no older than where the agent had waited instead.
 FRESH_S = 0.2
-#: The longest wait without a look around, and how late its end may be before the heartbeat stops.
+#: The longest wait without a look around, and how late its end may be before the heartbeat stops. A clock that steps
+#: forward meanwhile makes a threshold pass unseen for so long: the dead-man timer and the sweeps cover that.
 WAIT_LIMIT_S = 120.0
 WAIT_GRACE_S = 90.0
 #: After a failure: the first and the longest pause.

@@ -107,7 +107,7 @@ async def transition_all(
     context: Context, instances: Sequence[Instance], event: Event, *, by: Actor, why: str
 ) -> Sequence[RemudaError | None]:
     """`transition` of many by the same row, in as few calls as the store can. One that fails leaves the others
-    untouched; its error is returned in its place.
+    untouched; its error, whatever it is, is returned in its place.
     """
     if not instances:
         return []
@@ -115,24 +115,39 @@ async def transition_all(
     changes = [advance(instance, event, by=by, now=now, why=why) for instance in instances]
     results: list[RemudaError | None]
     try:
-        results = [
-            _unless_made(change, refused)
-            for change, refused in zip(changes, await context.store.apply_all(changes), strict=True)
-        ]
-    except Unavailable as error:
-        # Some may have been applied: of each alone it can be told.
-        context.journal.note("write-unsure", error.message, instances=len(changes))
-        done = await each(changes, lambda change: apply_surely(context, change))
-        results = [result if isinstance(result, RemudaError) else None for result in done]
-    for change, result in zip(changes, results, strict=True):
-        if result is None:
+        results = list(await context.store.apply_all(changes))
+    except RemudaError as error:
+        results = [error] * len(changes)
+    results = await _looked_into(context, changes, results)
+    for change, failure in zip(changes, results, strict=True):
+        if failure is None:
             _tell(context, change)
     return results
 
 
-def _unless_made(change: Change, refused: Conflict | None) -> Conflict | None:
-    made = refused is not None and isinstance(refused.current, Instance) and made_by(change, refused.current)
-    return None if made else refused
+async def _looked_into(
+    context: Context, changes: Sequence[Change], results: Sequence[RemudaError | None]
+) -> list[RemudaError | None]:
+    """Those that may have been applied are tried again: of each alone it can be told."""
+    unsure = [
+        (change, result) for change, result in zip(changes, results, strict=True) if isinstance(result, Unavailable)
+    ]
+    if unsure:
+        context.journal.note("write-unsure", unsure[0][1].message, instances=len(unsure))
+    again = await each(unsure, lambda one: apply_surely(context, one[0]))
+    known = {
+        change.instance_id: result if isinstance(result, RemudaError) else None
+        for (change, _), result in zip(unsure, again, strict=True)
+    }
+    return [
+        _unless_made(change, known.get(change.instance_id, result))
+        for change, result in zip(changes, results, strict=True)
+    ]
+
+
+def _unless_made(change: Change, failure: RemudaError | None) -> RemudaError | None:
+    current = failure.current if isinstance(failure, Conflict) else None
+    return None if isinstance(current, Instance) and made_by(change, current) else failure
 
 
 def _tell(context: Context, change: Change) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
-from remuda.domain.errors import Conflict
+from remuda.domain.errors import RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -48,9 +48,9 @@ class InstanceStore(Protocol):
         """
         ...
 
-    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
-        """`apply` of changes to different instances, in fewer calls where the store can: for each change its
-        `Conflict`, or None where it was applied. After `Unavailable` some may have been applied and some not.
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
+        """`apply` of changes to different instances, in fewer calls where the store can: for each change what `apply`
+        would have raised, or None where it was applied. What is raised instead goes for each of them.
         """
         ...
 

@@ -177,6 +177,28 @@ async def test_a_machine_that_lives_although_its_record_says_terminated(world: W
     assert world.record(lost).state is State.TERMINATED
 
 
+class Lying(MemoryInstanceStore):
+    """A store whose searches show every record in a state of its choice; reads by key tell the truth."""
+
+    says = State.TERMINATING
+
+    async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
+        found = await super().find(states, threshold_before=threshold_before)
+        return [replace(item, state=self.says) for item in found]
+
+
+@pytest.mark.parametrize("says", [State.TERMINATING, State.TERMINATED])
+async def test_no_machine_is_ended_on_the_word_of_a_search(world: World, says: State) -> None:
+    (item,) = (await world.provision()).instances
+    key = item.instance.instance_id
+    context = world.process(credentialed=True)
+    store = Lying(clock=world.clock, calls=context.calls, database=world.database)
+    store.says = says
+    await refresh(replace(context, store=store), None)
+    assert world.cloud.is_alive(key)
+    assert world.record(key).state is State.RUNNING
+
+
 # Ghosts -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from remuda.domain.errors import Unavailable
+from remuda.adapters.memory.store import MemoryInstanceStore
+from remuda.controlplane.context import transition_all
+from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.signals import Signal
-from support.records import birth, provision
+from remuda.domain.transitions import Actor, Change, Confirm
+from support.records import birth, message, provision
 from support.records import instance as make_record
 from support.world import LIFETIMES, World
-from support.world_time import Call
+from support.world_time import Call, Notes
 from unit.controlplane.cuts import Cut, How, Unsure
 
 MARGIN_S = LIFETIMES.margin_s
@@ -235,6 +239,8 @@ FAILING = {
     "forge.list_runners": "runners of",
     "forge.delete_runner": "ghost",
     "store.unsettled_provisions": "provisions",
+    "store.troubled_reports": "reports of trouble",
+    "store.get_reports": "reports of releases",
     "pool.send": "announcements",
     "store.forget": "old records",
     "store.put_sightings": "sightings",
@@ -268,6 +274,60 @@ async def test_one_failing_part_leaves_the_others(operation: str) -> None:
     (stored,) = [item for item in world.database.provisions.values() if item.provision_id == "p-9"]
     assert (stored.status is ProvisionStatus.RELEASED) == (operation != "store.unsettled_provisions")
     await world.end()
+
+
+async def test_hints_that_are_too_many_for_the_first_time_are_left_alone(world: World) -> None:
+    """However long the sweep takes: the surplus may be a message that is being claimed."""
+    world.queues.put("large", message(0xBAD), shuffle=0.5)
+
+    async def slow(name: str, call: Call) -> Any:
+        await asyncio.sleep(0.5)
+        return await call()
+
+    assert [(await world.sweep(slow)).dropped for _ in range(3)] == [0, 1, 0]
+
+
+async def test_no_call_outlives_a_look_outside_that_fails(world: World) -> None:
+    ended: list[str] = []
+
+    async def hook(name: str, call: Call) -> Any:
+        if name == "compute.list_pool":
+            raise RuntimeError("a bug")
+        if name == "forge.list_runners":
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                ended.append(name)
+        return await call()
+
+    with pytest.raises(ExceptionGroup):
+        await world.sweep(hook)
+    assert ended == ["forge.list_runners"]
+
+
+class HalfWritten(MemoryInstanceStore):
+    """A store that writes a third, refuses a third for good, and loses the answer to the last third."""
+
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
+        written, refused, lost = changes
+        await self.apply(written)
+        await self.apply(lost)
+        assert refused
+        return [None, UserError("not allowed"), Unavailable("no answer")]
+
+
+async def test_what_was_written_is_told_whatever_became_of_the_others(world: World) -> None:
+    context = world.process()
+    store = HalfWritten(clock=world.clock, calls=context.calls, database=world.database)
+    records = [make_record(number, state=State.TERMINATING, threshold=world.clock.now()) for number in (1, 2, 3)]
+    for record in records:
+        await store.apply(birth(record))
+    notes = Notes()
+    context = replace(context, store=store, journal=notes)
+    event = Confirm(keep_records_s=60.0)
+    results = await transition_all(context, records, event, by=Actor.REFRESH, why="over")
+    assert [type(result) for result in results] == [type(None), UserError, type(None)]
+    assert notes.count("confirm") == 2
 
 
 async def test_two_refreshes_at_once(world: World) -> None:

@@ -6,7 +6,7 @@ An answer that was lost (`TimedOut`, `Unavailable`) may have been a yes: callers
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -25,10 +25,11 @@ RETRY_AFTER_S = 2.0
 DYNAMODB, SQS, EC2 = "DynamoDB", "SQS", "EC2"
 
 CONDITION_FAILED = "ConditionalCheckFailedException"
-#: A condition of one of its parts did not hold, or somebody else wrote at the same time: nothing was written.
-TRANSACTION_REFUSED = frozenset(
-    {"TransactionCanceledException", "TransactionConflictException", "TransactionInProgressException"}
-)
+#: A condition of one of its parts did not hold, or somebody else wrote at the same time: nothing was written. Not so
+#: TransactionInProgressException: our own earlier attempt is still under way, and may yet be carried out.
+TRANSACTION_REFUSED = frozenset({"TransactionCanceledException", "TransactionConflictException"})
+#: What a refused transaction says of a part whose condition did not hold, and of one that is not to blame.
+PART_CONDITION_FAILED, PART_BLAMELESS = "ConditionalCheckFailed", "None"
 TABLE_MISSING = "ResourceNotFoundException"
 TABLE_BUSY = "ResourceInUseException"
 VALIDATION = "ValidationException"
@@ -122,6 +123,12 @@ def item_of(error: boto.ClientError) -> dict[str, Any] | None:
     """The item that made a condition fail: it came with the refusal."""
     item: dict[str, Any] | None = error.response.get("Item")  # type: ignore[assignment]
     return item or None
+
+
+def blames_of(error: boto.ClientError) -> list[str]:
+    """What a refused transaction says of each of its parts, in their order; empty where it does not say."""
+    reasons: list[Mapping[str, Any]] = error.response.get("CancellationReasons") or []  # type: ignore[assignment]
+    return [str(reason.get("Code") or PART_BLAMELESS) for reason in reasons]
 
 
 def attempts_of(response: Any) -> int:

@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from remuda.domain.errors import Conflict
+from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -104,7 +104,7 @@ class MemoryInstanceStore:
         self._database.changes.tell((Instance, change.instance_id))
         return record
 
-    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         refused: list[Conflict | None] = []
         for change in changes:
             try:

@@ -14,7 +14,7 @@ from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, Token,
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
 from remuda.adapters.sqlite.tables import Key, Kind
 from remuda.adapters.sqlite.watch import Watch
-from remuda.domain.errors import Conflict, Unreadable
+from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -67,7 +67,7 @@ class SqliteInstanceStore:
         written = await self._write("apply", partial(self._change, change=change))
         return self._there(Instance, written, change.instance_id)
 
-    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         def job(connection: sqlite3.Connection) -> list[Conflict | None]:
             refused: list[Conflict | None] = []
             for change in changes:

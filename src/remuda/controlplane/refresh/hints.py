@@ -17,7 +17,6 @@ from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.pool import BATCH, Delivery
 
 VISIBILITY_S = 10.0
@@ -46,7 +45,7 @@ class HintSweep:
 
     def _again(self, name: str) -> bool:
         """A message that is being claimed is counted too: only what was too much at the last sweep as well is stale."""
-        return self._sightings.since(f"hints:{name}") < to_milliseconds(self._context.clock.now())
+        return self._sightings.again(f"hints:{name}")
 
     async def _clean(self, name: str, most: int) -> None:
         pool = self._context.pool

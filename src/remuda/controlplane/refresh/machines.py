@@ -35,6 +35,11 @@ class Sightings:
         self._seen[what] = self._known.get(what, to_milliseconds(self._now))
         return self._seen[what]
 
+    def again(self, what: str) -> bool:
+        """Note a sighting; whether an earlier sweep saw it, too, and all sweeps since."""
+        self.since(what)
+        return what in self._known
+
     async def save(self, store: InstanceStore) -> None:
         if self._seen != self._known:
             await store.put_sightings(self._seen)
@@ -110,21 +115,26 @@ class MachineSweep:
 
     async def _terminate(self, machines: Mapping[str, MachineView], known: Mapping[str, Instance]) -> None:
         """Ask until it is confirmed; also for machines that live on although their record says terminated."""
-        revived = [
+        revived = {
             key
             for key, view in machines.items()
             if key in known and known[key].state is State.TERMINATED and view.state not in _OVER
-        ]
+        }
         ending = {key for key, item in known.items() if item.state is State.TERMINATING} | set(self._tally.retired)
         if not ending and not revived:
             return
-        asked = [*sorted(ending), *revived]
+        # A search said so; no machine is ended on its word.
+        read = self._context.store.get_many(sorted(ending | revived))
+        records, _ = await readable(read, self._tally.error)
+        waiting = [item for key, item in records.items() if key in ending and item.state is State.TERMINATING]
+        over = [key for key in sorted(revived) if key in records and records[key].state is State.TERMINATED]
+        asked = [*sorted(item.instance_id for item in waiting), *over]
+        if not asked:
+            return
         for instance_id, why in (await self._context.compute.terminate(asked)).items():
             self._tally.error(f"{instance_id} could not be terminated: {why}")
         described_at = self._context.clock.now()
-        views = await self._context.compute.describe(sorted(ending))
-        records, _ = await readable(self._context.store.get_many(sorted(ending)), self._tally.error)
-        waiting = [item for item in records.values() if item.state is State.TERMINATING]
+        views = await self._context.compute.describe(sorted(item.instance_id for item in waiting))
         await self._confirm([item for item in waiting if self._ended(item, views.get(item.instance_id), described_at)])
 
     def _ended(self, instance: Instance, view: MachineView | None, described_at: datetime) -> bool:

@@ -76,8 +76,10 @@ class Sweep:
 
     async def _look_outside(self) -> Outside:
         listed_at = self._context.clock.now()
-        machines, runners = await asyncio.gather(self._list_machines(), self._list_runners())
-        return Outside(listed_at=listed_at, machines=machines, runners=runners)
+        async with asyncio.TaskGroup() as group:
+            machines = group.create_task(self._list_machines())
+            runners = group.create_task(self._list_runners())
+        return Outside(listed_at=listed_at, machines=machines.result(), runners=runners.result())
 
     async def _list_machines(self) -> Sequence[MachineView] | None:
         try:
@@ -97,11 +99,23 @@ class Sweep:
         return runners
 
     async def _reports(self, records: Mapping[str, Instance]) -> Mapping[str, Report]:
-        """Those on which something hangs: of the others a sweep would learn that all is well."""
+        """Those on which something hangs: of the others a sweep would learn that all is well. Where they cannot be
+        had, time decides alone.
+        """
+        store = self._context.store
         releasing = [key for key, item in records.items() if item.state is State.RELEASING]
-        troubled = {report.instance_id: report for report in await self._context.store.troubled_reports()}
-        waited_for, _ = await readable(self._context.store.get_reports(releasing), self._tally.error)
-        return {**troubled, **waited_for}
+        found: dict[str, Report] = {}
+
+        async def troubled() -> None:
+            found.update({report.instance_id: report for report in await store.troubled_reports()})
+
+        async def waited_for() -> None:
+            reports, _ = await readable(store.get_reports(releasing), self._tally.error)
+            found.update(reports)
+
+        await self._guarded("reports of trouble", troubled)
+        await self._guarded("reports of releases", waited_for)
+        return found
 
     async def _sweep_records(self, records: Mapping[str, Instance], reports: Mapping[str, Report]) -> None:
         """Expired, failed, interrupted, to be announced: one decision for each record."""

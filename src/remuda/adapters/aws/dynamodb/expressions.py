@@ -155,7 +155,8 @@ def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime
 
 
 def _set_troubled(expression: Expression, instance_id: str, *, troubled: bool) -> None:
-    expression.set(items.LIVE_PK, items.TROUBLED if troubled else None)
+    """The table moves an item in an index only where these differ from what they were."""
+    expression.set(items.LIVE_PK, items.troubled_of(instance_id) if troubled else None)
     expression.set(items.LIVE_SK, instance_id if troubled else None)
 
 

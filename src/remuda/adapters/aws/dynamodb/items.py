@@ -3,7 +3,7 @@
 | item | pk | sk | `live` index | `by_provision` index |
 |---|---|---|---|---|
 | control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold, until terminated | its provision, id |
-| report | `report#<role's id>:<id>` | `report` | `troubled`, id, where it tells of trouble | |
+| report | `report#<role's id>:<id>` | `report` | `troubled#<shard>`, id, where it tells of trouble | |
 | history | `history#<id>` | time, epoch, sequence | | |
 | provision | `run#<run id>` | provision id | `unsettled`, deadline, or first once released | `provisions`, creation |
 | configuration, sightings, prefixes of keys | `pool` | `config`, `sightings`, `prefixes` | | |
@@ -19,8 +19,9 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 from remuda.domain import documents, timestamps
-from remuda.domain.instance import HistoryEntry
+from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.signals import Report
 
 T = TypeVar("T")
 
@@ -31,19 +32,20 @@ Item = Mapping[str, Attribute]
 PK, SK, TTL = "pk", "sk", "ttl"
 LIVE_INDEX, LIVE_PK, LIVE_SK = "live", "gsi1pk", "gsi1sk"
 PROVISION_INDEX, PROVISION_PK, PROVISION_SK = "by_provision", "gsi2pk", "gsi2sk"
-#: Live records are spread over so many partitions of the index: one would be hot. A move in the index costs two of the
-#: 1,000 writes that each takes in a second, so these take the claims of the largest provision at once; every sweep and
-#: every count of the live ones is a query to each.
+#: Live records, and troubled reports, are spread over so many partitions of the index: one would be hot. A move in the
+#: index costs two of the 1,000 writes that each takes in a second, so these take the claims of the largest provision at
+#: once; every sweep and every count of the live ones is a query to each.
 SHARDS = 4
 UNSETTLED = "unsettled"
-#: Reports that a sweep has to look into.
-TROUBLED = "troubled"
 PROVISIONS = "provisions"
 #: Sorts before every time: a released provision is always due.
 ALWAYS_DUE = "0"
 #: How long history is kept after it was written where the pool's configuration was not seen, and a report after the
 #: last beat of a machine whose end nobody confirms.
 KEPT = timedelta(days=30)
+
+CONTROL, CONTROL_PREFIX = "control", "control#"
+REPORT, REPORT_PREFIX = "report", "report#"
 
 _WHOLE = re.compile(r"-?\d{1,38}", re.ASCII)
 
@@ -55,10 +57,10 @@ class Keys:
     prefix: str = ""
 
     def control(self, instance_id: str) -> Item:
-        return key(f"control#{self.prefix}{instance_id}", "control")
+        return key(f"{CONTROL_PREFIX}{self.prefix}{instance_id}", CONTROL)
 
     def report(self, instance_id: str) -> Item:
-        return key(f"report#{self.prefix}{instance_id}", "report")
+        return key(f"{REPORT_PREFIX}{self.prefix}{instance_id}", REPORT)
 
 
 def key(pk: str, sk: str) -> Item:
@@ -77,15 +79,27 @@ CONFIG = key("pool", "config")
 SIGHTINGS = key("pool", "sightings")
 #: What the keys of instances begin with.
 PREFIXES = key("pool", "prefixes")
-CONTROL_PREFIX = "control#"
 
 
 def shard_of(instance_id: str) -> str:
-    return shard(zlib.crc32(instance_id.encode()) % SHARDS)
+    return shard(_number_of(instance_id))
 
 
 def shard(number: int) -> str:
     return f"live#{number}"
+
+
+def troubled_of(instance_id: str) -> str:
+    return troubled(_number_of(instance_id))
+
+
+def troubled(number: int) -> str:
+    """Where reports are that a sweep has to look into: after a bad update of an image, those of all machines."""
+    return f"troubled#{number}"
+
+
+def _number_of(instance_id: str) -> int:
+    return zlib.crc32(instance_id.encode()) % SHARDS
 
 
 def provision_partition(provision_id: str) -> str:
@@ -132,8 +146,34 @@ def value_of(found: Attribute) -> Any:
 
 
 def record_of(kind: type[T], item: Item) -> T:
-    """`ValueError` where the item is not such a record. A newer version may have added attributes."""
-    return documents.from_document(kind, {name: value_of(found) for name, found in item.items()})
+    """`ValueError` where the item is not such a record, or lies where another's record belongs. A newer version may
+    have added attributes.
+    """
+    record = documents.from_document(kind, {name: value_of(found) for name, found in item.items()})
+    if not _is_in_place(record, item):
+        raise ValueError("its key is not that of the record that it claims to be")
+    return record
+
+
+def _is_in_place(record: object, item: Item) -> bool:
+    """A machine may write whatever it likes into its own report, keys of indexes too; the item's own key it cannot
+    choose. So the key says whose record an item is, and of which kind.
+    """
+    pk, sk = (str(item.get(name, {}).get("S", "")) for name in (PK, SK))
+    match record:
+        case Instance():
+            return sk == CONTROL and _instance_in(pk, CONTROL_PREFIX) == record.instance_id
+        case Report():
+            return sk == REPORT and _instance_in(pk, REPORT_PREFIX) == record.instance_id
+        case Provision():
+            return (pk, sk) == (run_pk(record.run_id), record.provision_id)
+        case _:
+            return True
+
+
+def _instance_in(pk: str, prefix: str) -> str:
+    """The instance that a partition key names, behind its role's id; empty where the key is of another kind."""
+    return pk.removeprefix(prefix).rpartition(":")[2] if pk.startswith(prefix) else ""
 
 
 def sorted_out(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[str, T], dict[str, str]]:

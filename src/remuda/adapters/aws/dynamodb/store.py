@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -12,8 +13,9 @@ from remuda.adapters.aws.dynamodb.history import HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, Keys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, SharedKeys
 from remuda.adapters.aws.dynamodb.pace import Paces
-from remuda.adapters.aws.dynamodb.table import POLL, TRANSACTION, Refused, Table, key_of
+from remuda.adapters.aws.dynamodb.table import POLL, TRANSACTION, Cancelled, Refused, Table, key_of
 from remuda.adapters.aws.dynamodb.watch import Pace, Watch
+from remuda.adapters.aws.errors import PART_BLAMELESS, PART_CONDITION_FAILED
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import timestamps
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 HISTORIES_AT_ONCE = 64
 #: How many changes share a transaction: each may end a report, too.
 TOGETHER = TRANSACTION // 2
+#: How often a transaction is tried: the second time without those who were to blame for the first refusal.
+TOGETHER_TRIES = 2
+#: How many of the others are written at a time: a call each.
+ALONE_AT_ONCE = 64
 
 T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
@@ -64,6 +70,7 @@ class DynamoInstanceStore:
         self._history = HistoryWriter(table=self._table, writer=ids.new(""), journal=self._journal)
         #: Changes whose answers were lost, by instance: they may have been made.
         self._unsure: dict[str, Change] = {}
+        self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
         self._watch: Watch[tuple[str, str], Item | None] = Watch(look=self._look, clock=clock, ids=ids)
         self._paces = Paces(clock=clock)
         self._clock = clock
@@ -108,33 +115,69 @@ class DynamoInstanceStore:
             await self._end_report(change.instance_id, ends_at)
         return self._there(Instance, item, change.instance_id)
 
-    async def apply_all(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
-        parts = await gathered(self._apply_together(part) for part in chunks(changes, TOGETHER))
-        return [refused for part in parts for refused in part]
-
-    async def _apply_together(self, changes: Sequence[Change]) -> Sequence[Conflict | None]:
-        """In one transaction; where that is refused one by one, which tells who was."""
+    async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
+        if not changes:
+            return []
         keys = await self._keys.of([change.instance_id for change in changes])
-        updates: list[tuple[Item, Mapping[str, Any]]] = []
-        for change in changes:
-            of = keys[change.instance_id]
-            updates.append((of.control(change.instance_id), expressions.change_arguments(change)))
-            if ends_at := _report_ends_at(change):
-                updates.append((of.report(change.instance_id), expressions.report_end(ends_at)))
-        if len(changes) == 1 or not await self._table.update_together(updates):
-            return [refused for (refused,) in await gathered(map(self._refusal, changes))]
+        done: dict[str, RemudaError | None] = {}
+        for part in await gathered(self._apply_together(part, keys) for part in chunks(changes, TOGETHER)):
+            done |= part
+        return [done[change.instance_id] for change in changes]
+
+    async def _apply_together(
+        self,
+        changes: Sequence[Change],
+        keys: Mapping[str, Keys],
+        *,
+        unreported: frozenset[str] = frozenset(),
+        tries: int = TOGETHER_TRIES,
+    ) -> Mapping[str, RemudaError | None]:
+        """In one transaction. Where that is refused, those whose records were to blame one by one, which tells what
+        is there instead, and the others together once more, without the ends of reports that are not there.
+        """
+        if len(changes) == 1 or not tries:
+            return dict(await gathered(map(self._apply_alone, changes)))
+        records = [change.instance_id for change in changes]
+        ends = {change.instance_id: at for change in changes if (at := _report_ends_at(change))}
+        reports = [name for name in ends if name not in unreported]
+        updates: list[tuple[Item, Mapping[str, Any]]] = [
+            *(
+                (keys[each.instance_id].control(each.instance_id), expressions.change_arguments(each))
+                for each in changes
+            ),
+            *((keys[name].report(name), expressions.report_end(ends[name])) for name in reports),
+        ]
+        try:
+            await self._table.update_together(updates)
+        except Cancelled as refused:
+            if refused.repeated:
+                self._are_unsure(changes)
+            alone, silent = _blamed(refused.blames, records, reports)
+            rest = [change for change in changes if change.instance_id not in alone]
+            parts = [self._apply_together([change], keys) for change in changes if change.instance_id in alone]
+            if rest:
+                parts.append(self._apply_together(rest, keys, unreported=unreported | silent, tries=tries - 1))
+            return {name: failure for part in await gathered(parts) for name, failure in part.items()}
+        except RemudaError as error:
+            if isinstance(error, Unavailable):
+                self._are_unsure(changes)
+            return dict.fromkeys(records, error)
         for change in changes:
             self._unsure.pop(change.instance_id, None)
             self._history.add(change.instance_id, change.entry)
             self._watch.nudge(key_of(keys[change.instance_id].control(change.instance_id)))
-        return [None] * len(changes)
+        return dict.fromkeys(records)
 
-    async def _refusal(self, change: Change) -> tuple[Conflict | None]:
-        try:
-            await self.apply(change)
-        except Conflict as conflict:
-            return (conflict,)
-        return (None,)
+    async def _apply_alone(self, change: Change) -> tuple[str, RemudaError | None]:
+        async with self._alone:
+            try:
+                await self.apply(change)
+            except RemudaError as error:
+                return change.instance_id, error
+        return change.instance_id, None
+
+    def _are_unsure(self, changes: Iterable[Change]) -> None:
+        self._unsure |= {change.instance_id: change for change in changes}
 
     def _settle_unsure(self, change: Change, current: Instance | None, *, repeated: bool) -> None:
         """A refusal that shows the very change whose answer was lost: it was made, and has its line in the history."""
@@ -225,8 +268,12 @@ class DynamoInstanceStore:
         return await self._get_many(Report, Keys.report, instance_ids)
 
     async def troubled_reports(self) -> Sequence[Report]:
-        arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.TROUBLED))
-        return self._readable(Report, await self._table.query({"IndexName": items.LIVE_INDEX, **arguments}))
+        async def search(number: int) -> list[Item]:
+            arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.troubled(number)))
+            return await self._table.query({"IndexName": items.LIVE_INDEX, **arguments})
+
+        parts = await gathered(search(number) for number in range(items.SHARDS))
+        return self._readable(Report, (item for part in parts for item in part))
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
         arguments = expressions.signal_arguments(
@@ -285,7 +332,10 @@ class DynamoInstanceStore:
             *expressions.partition(items.PROVISION_PK, items.PROVISIONS, since=begun)
         )
         newest = await self._table.query_first(
-            {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments}, limit
+            {"IndexName": items.PROVISION_INDEX, "ScanIndexForward": False, **arguments},
+            limit,
+            # One that cannot be read takes no other's place.
+            lambda item: bool(self._readable(Provision, [item])),
         )
         return self._readable(Provision, newest)
 
@@ -383,6 +433,19 @@ class DynamoInstanceStore:
     @property
     def _where(self) -> str:
         return f"table {self._table.name}"
+
+
+def _blamed(
+    blames: Sequence[str], records: Sequence[str], reports: Sequence[str]
+) -> tuple[Collection[str], frozenset[str]]:
+    """Whose records were refused, and whose reports are not there, by what was said of the parts in this order."""
+    if len(blames) != len(records) + len(reports):
+        return records, frozenset()
+    said_of_reports = zip(reports, blames[len(records) :], strict=True)
+    return (
+        [name for name, blame in zip(records, blames, strict=False) if blame != PART_BLAMELESS],
+        frozenset(name for name, blame in said_of_reports if blame == PART_CONDITION_FAILED),
+    )
 
 
 def _report_ends_at(change: Change) -> datetime | None:

@@ -14,6 +14,7 @@ from remuda.adapters.aws.errors import (
     FAILURES,
     TRANSACTION_REFUSED,
     attempts_of,
+    blames_of,
     code_of,
     item_of,
     translated,
@@ -52,6 +53,17 @@ class Refused(Exception):
         self.repeated = repeated
 
 
+class Cancelled(Exception):
+    """A transaction was refused: nothing of it was written."""
+
+    def __init__(self, blames: Sequence[str], *, repeated: bool) -> None:
+        super().__init__("a transaction was refused")
+        #: What is said of each part, in their order; empty where nothing is.
+        self.blames = blames
+        #: As of `Refused`.
+        self.repeated = repeated
+
+
 class Table:
     def __init__(
         self,
@@ -69,7 +81,7 @@ class Table:
         self._calls = calls
 
     async def call(self, operation: str, method: Callable[..., Awaitable[T]], prefix: str = "", **arguments: Any) -> T:
-        """One call. A failed condition raises `Refused`."""
+        """One call. A failed condition raises `Refused`, a refused transaction `Cancelled`."""
         attempts, failed = 1, 0
         try:
             with translated(DYNAMODB, self.name):
@@ -80,6 +92,9 @@ class Table:
                     if isinstance(error, ClientError) and code_of(error) == CONDITION_FAILED:
                         failed -= 1
                         raise Refused(item_of(error), repeated=attempts > 1) from None
+                    if isinstance(error, ClientError) and code_of(error) in TRANSACTION_REFUSED:
+                        failed -= 1
+                        raise Cancelled(blames_of(error), repeated=attempts > 1) from None
                     raise
                 attempts = attempts_of(answer)
                 failed = attempts - 1
@@ -109,20 +124,10 @@ class Table:
         )
         return answer["Attributes"]
 
-    async def update_together(self, updates: Sequence[tuple[Item, Mapping[str, Any]]]) -> bool:
-        """All of these updates, at most `TRANSACTION` of them; False where nothing was written."""
+    async def update_together(self, updates: Sequence[tuple[Item, Mapping[str, Any]]]) -> None:
+        """All of these updates, at most `TRANSACTION` of them; `Cancelled` where none of them was made."""
         parts: list[Any] = [{"Update": {"TableName": self.name, "Key": key, **arguments}} for key, arguments in updates]
-
-        async def write(**arguments: Any) -> Any:
-            try:
-                return await self.client.transact_write_items(**arguments)
-            except ClientError as error:
-                if code_of(error) in TRANSACTION_REFUSED:
-                    return {**error.response, "Refused": True}
-                raise
-
-        answer = await self.call("TransactWriteItems", write, TransactItems=parts)
-        return not answer.get("Refused")
+        await self.call("TransactWriteItems", self.client.transact_write_items, TransactItems=parts)
 
     async def put(self, item: Item, arguments: Mapping[str, Any]) -> None:
         await self.call(
@@ -174,12 +179,14 @@ class Table:
     async def query(self, arguments: Mapping[str, Any]) -> list[Item]:
         return [item async for page in self._pages("Query", self.client.query, arguments) for item in page["Items"]]
 
-    async def query_first(self, arguments: Mapping[str, Any], limit: int) -> list[Item]:
-        """The first so many, and no page more than they need."""
+    async def query_first(
+        self, arguments: Mapping[str, Any], limit: int, counts: Callable[[Item], bool] = lambda _: True
+    ) -> list[Item]:
+        """The first so many that count, and no page more than they need."""
         found: list[Item] = []
         if limit > 0:
             async for page in self._pages("Query", self.client.query, {"Limit": limit, **arguments}):
-                found.extend(page["Items"])
+                found.extend(item for item in page["Items"] if counts(item))
                 if len(found) >= limit:
                     break
         return found[:limit]
