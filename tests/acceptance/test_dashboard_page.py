@@ -18,7 +18,7 @@ from support.dashboard import LIMIT_S, Dashboard, Records, chromium, living, rem
 from support.seeded import Life
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 pytestmark = without_browser
 
@@ -202,6 +202,34 @@ def test_a_lost_server_is_told_of_and_come_back_to(browser: Browser, tmp_path: P
         first.kill()
 
 
+def test_a_proxy_that_refuses_is_asked_seldom_and_come_back_to(browser: Browser, tmp_path: Path) -> None:
+    records = Records(tmp_path / "state")
+    records.fleet(4, 40)
+    asked: list[float] = []
+
+    def refuse(route: Route) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=502, body="Bad Gateway")
+
+    first = Dashboard(records.folder)
+    try:
+        with opened(browser, first.url) as page:
+            ready(page)
+            # The server behind the proxy goes; whatever is asked for meanwhile is refused.
+            page.route("**/api/**", refuse)
+            first.kill()
+            wait(page, "document.getElementById('link').dataset.state === 'lost'")
+            page.wait_for_timeout(7_000)
+            # One thing at a time, ever more seldom: retries that multiplied would be dozens.
+            assert 2 <= len(asked) <= 8, asked
+            with Dashboard(records.folder, port=first.port):
+                page.unroute("**/api/**")
+                wait(page, "document.getElementById('link').dataset.state === 'live'")
+                assert page.is_hidden("#banner")
+    finally:
+        first.kill()
+
+
 def test_a_store_that_cannot_be_read_is_a_banner(browser: Browser, tmp_path: Path) -> None:
     records = Records(tmp_path / "state")
     records.fleet(4, 40)
@@ -316,6 +344,35 @@ def test_the_keyboard_is_enough(browser: Browser, dashboard: Dashboard) -> None:
         assert page.get_attribute("#tiles [data-key=idle]", "aria-pressed") == "true"
 
 
+def test_what_has_the_focus_keeps_it_while_rows_come_go_and_move(browser: Browser, dashboard: Dashboard) -> None:
+    with opened(browser, dashboard.url) as page:
+        ready(page)
+        told = page.evaluate("""async () => {
+          const { keep, make } = await import("/text.js");
+          const list = document.body.appendChild(make("ol"));
+          const show = (names) => keep(list, names, {
+            key: (name) => name,
+            create: (name) => { const row = make("li"); row.append(make("button", "", name)); return row; },
+            update: () => {},
+          });
+          show(["a", "b", "c", "d"]);
+          list.children[2].firstChild.focus();
+          let lost = 0;
+          list.addEventListener("focusout", () => (lost += 1));
+          const found = [];
+          for (const names of ["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc"]) {
+            show([...names]);
+            found.push([...list.children].map((row) => row.textContent).join(""));
+          }
+          show(["c"]);
+          found.push(list.textContent);
+          const kept = [lost, document.activeElement.textContent];
+          list.remove();
+          return [found, kept];
+        }""")
+        assert told == [["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc", "c"], [0, "c"]]
+
+
 def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, dashboard: Dashboard) -> None:
     phone = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
     with opened(browser, dashboard.url, **phone) as page:
@@ -358,5 +415,17 @@ def test_a_token_is_asked_for_and_leaves_no_trace(browser: Browser, records: Rec
         with opened(browser, f"{dashboard.url}#token={token}") as page:
             ready(page)
             assert page.url == dashboard.url
+            # Also where nobody needs to sign in any more.
+            page.goto("about:blank")
+            page.goto(f"{dashboard.url}?view=table#token={token}")
+            ready(page)
+            assert page.url == f"{dashboard.url}?view=table"
+            page.evaluate(f"location.hash = 'of=7&token={token}'")
+            wait(page, "document.getElementById('story').open")
+            page.evaluate(f"location.hash = 'token={token}'")
+            wait(page, "!document.getElementById('story').open")
+            page.fill("#text", "7")
+            wait(page, "location.search.includes('text=7')")
+            assert page.url == f"{dashboard.url}?text=7&view=table"
         code, told = dashboard.interrupt()
         assert (code, token in told) == (130, False)

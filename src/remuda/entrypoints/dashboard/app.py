@@ -79,7 +79,7 @@ def _page_files() -> dict[str, _File]:
 
 def _serve_file(file: _File) -> Callable[[Request], Response]:
     def serve(request: Request) -> Response:
-        headers = {"etag": file.tag, "cache-control": "no-cache"}
+        headers = {"etag": file.tag, "cache-control": "private, no-cache"}
         if request.headers.get("if-none-match") == file.tag:
             return Response(status_code=304, headers=headers)
         return Response(file.content, media_type=file.media_type, headers=headers)
@@ -104,7 +104,7 @@ def _snapshot(feed: Feed) -> Callable[[Request], object]:
     async def serve(request: Request) -> Response:
         with feed.watched():
             await feed.first_look(FIRST_LOOK_S)
-        headers = {"etag": f'"{feed.board.tag}"', "cache-control": "no-cache", "vary": "accept-encoding"}
+        headers = {"etag": f'"{feed.board.tag}"', "cache-control": "private, no-cache", "vary": "accept-encoding"}
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         if "gzip" in request.headers.get("accept-encoding", ""):
@@ -187,7 +187,9 @@ def _sign_in(token: Token | None) -> Callable[[Request], object]:
         if given is None or not token.is_given(given):
             return RedirectResponse(f"{LOGIN}?refused=1", status_code=303)
         response = RedirectResponse("/", status_code=303)
-        secure = request.url.scheme == "https"
+        # A proxy that speaks TLS says so. Whoever lies here keeps a cookie that is sent by TLS alone.
+        forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+        secure = "https" in {request.url.scheme, forwarded}
         response.set_cookie(
             COOKIE, token.session, max_age=SESSION_S, path="/", httponly=True, samesite="strict", secure=secure
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from heapq import nlargest
 from typing import Protocol
 
@@ -213,7 +213,7 @@ class Feed:
         for name in changes.lapsed:
             self._provisions.pop(name, None)
             board.drop("provisions", name)
-        if changes.provisions:
+        if changes.provisions or changes.lapsed:
             board.put("facts", "times", wire.times_text(list(self._provisions.values())))
         if changes.status is not None and self.status is not None:
             for name, text in wire.status_texts(self.status).items():
@@ -239,13 +239,14 @@ class Feed:
         for name in {*changes.instances, *(name for name in turned if name in self._seen)}:
             text = wire.instance_text(self._seen[name], now=now, busy=name in self._busy)
             self.board.put("instances", name, text)
-        self._show_decisions(changes)
+        self._show_decisions(changes, horizon=now - timedelta(seconds=self._since_s))
 
-    def _show_decisions(self, changes: Changes) -> None:
+    def _show_decisions(self, changes: Changes, *, horizon: datetime) -> None:
         fresh = {name: (at, text) for seen in changes.instances.values() for at, name, text in wire.decisions(seen)}
-        if not fresh:
+        known = self._decided | {name: at for name, (at, _) in fresh.items()}
+        times = {name: at for name, at in known.items() if at >= horizon}
+        if times == self._decided and not fresh:
             return
-        times = self._decided | {name: at for name, (at, _) in fresh.items()}
         kept = set(nlargest(DECISIONS, times, key=lambda name: (times[name], name)))
         for name in self._decided.keys() - kept:
             self.board.drop("decisions", name)

@@ -3,7 +3,7 @@ import { drawLevel, drawTimes, showKinds } from "./charts.js";
 import { Model } from "./model.js";
 import { onTheme } from "./paint.js";
 import { ROWS, showChoices, showClasses, showDecisions, showLegend, showMachines, showRuns, showTiles, showWarnings } from "./panels.js";
-import { tellStory } from "./story.js";
+import { fragment, tellStory } from "./story.js";
 import { Stream } from "./stream.js";
 import { clock, find, say } from "./text.js";
 import { Timeline } from "./timeline.js";
@@ -107,7 +107,7 @@ function refilter() {
   if (span !== USUAL_S) wanted.set("time", String(span));
   if (!find("table").hidden) wanted.set("view", "table");
   const query = wanted.toString();
-  history.replaceState(null, "", location.pathname + (query ? `?${query}` : "") + location.hash);
+  history.replaceState(null, "", location.pathname + (query ? `?${query}` : "") + fragment());
   model.stale = true;
   rows = ROWS;
   chartsAt = 0;

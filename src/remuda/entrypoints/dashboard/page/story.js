@@ -10,8 +10,13 @@ export function tellStory(subject) {
   location.hash = wanted;
 }
 
-function subjectOf(hash) {
-  return new URLSearchParams(hash.slice(1)).get("of") ?? "";
+function subject() {
+  return new URLSearchParams(location.hash.slice(1)).get("of") ?? "";
+}
+
+// All that an address may say after its #: a token that came this way is not kept where it can be seen and shared.
+export function fragment() {
+  return subject() ? `#of=${encodeURIComponent(subject())}` : "";
 }
 
 async function read(subject) {
@@ -58,8 +63,8 @@ function* lines(told) {
 }
 
 function follow() {
-  const subject = subjectOf(location.hash);
-  if (subject) read(subject);
+  if (location.hash !== fragment()) history.replaceState(null, "", location.pathname + location.search + fragment());
+  if (subject()) read(subject());
   else if (dialog.open) dialog.close();
 }
 
