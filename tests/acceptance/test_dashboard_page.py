@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from remuda.domain.instance import HistoryEntry, State
+from support import seeded
 from support.dashboard import LIMIT_S, Dashboard, Records, chromium, living, remuda, without_browser
 from support.seeded import Life
 
@@ -27,16 +28,28 @@ PAUSE_MS = 40
 IMAGE = '<img src=x onerror="window.hit=1">'
 SCRIPT = "<script>window.hit=1</script>"
 #: How far words stand out from their card, as WCAG counts it.
-CONTRAST = """() => {
+LIGHT = """
   const parse = (text) => text.match(/[0-9.]+/g).slice(0, 3).map((part) => Number(part) / 255);
   const part = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
   const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b) + 0.05;
+"""
+#: A state's letter from its chip.
+CHIPS = f"""() => {{
+  {LIGHT}
+  return Object.fromEntries([...document.querySelectorAll('#tiles .chip')].map((chip) => {{
+    const style = getComputedStyle(chip);
+    const [ink, paper] = [light(parse(style.color)), light(parse(style.backgroundColor))];
+    return [chip.className, Math.max(ink, paper) / Math.min(ink, paper)];
+  }}));
+}}"""
+CONTRAST = f"""() => {{
+  {LIGHT}
   const paper = light(parse(getComputedStyle(document.querySelector('.card')).backgroundColor));
-  return ['.card h2', '.card .soft', '#runs-empty', 'th'].map((name) => {
+  return ['.card h2', '.card .soft', '#runs-empty', 'th'].map((name) => {{
     const ink = light(parse(getComputedStyle(document.querySelector(name)).color));
     return Math.max(ink, paper) / Math.min(ink, paper);
-  });
-}"""
+  }});
+}}"""
 
 
 @pytest.fixture(scope="module")
@@ -285,8 +298,15 @@ def test_planted_markup_is_only_text(browser: Browser, tmp_path: Path) -> None:
         retire=IMAGE + SCRIPT,
     )
     records.write(planted)
+    # What a run asks for and says: a class is its label, and a job's words reach reasons.
+    asked, *_ = seeded.provisions(1, now=last.at, span_s=60)
+    course = replace(asked.course, error=f"the job {SCRIPT} failed") if asked.course else None
+    job = replace(asked, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, asked=SCRIPT, course=course)
+    seeded.write(records.file, [], [job], now=last.at)
     with Dashboard(records.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
+        told = page.inner_text(f"#runs [data-key='{job.provision_id}']")
+        assert (SCRIPT in told, IMAGE in told, f"the job {SCRIPT} failed" in told) == (True, True, True)
         row = f"#machines [data-key='{record.instance_id}']"
         cells = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
         assert cells[2] == IMAGE
@@ -398,6 +418,7 @@ def test_light_and_dark_can_both_be_read(browser: Browser, dashboard: Dashboard)
             ready(page)
             papers.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
             assert all(ratio >= 4.5 for ratio in page.evaluate(CONTRAST))
+            assert all(ratio >= 4.5 for ratio in page.evaluate(CHIPS).values()), page.evaluate(CHIPS)
     assert papers[0] != papers[1]
 
 

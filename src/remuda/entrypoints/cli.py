@@ -283,6 +283,7 @@ def dashboard(
         float | None,
         typer.Option("--every", min=0.02, max=3_600, help="Seconds between looks (local 0.25, aws 5)."),
     ] = None,
+    prices: opt.Prices = None,
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     pool: opt.Pool = None,

@@ -15,10 +15,12 @@ from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.feed import NEWEST_PROVISIONS, FleetReader
 from remuda.controlplane.levers import drain
+from remuda.controlplane.report import report
 from remuda.controlplane.status import Status
 from remuda.controlplane.status import status as read_status
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
+from remuda.domain.prices import PriceTable
 from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.entrypoints.dashboard.feed import Feed
 from remuda.entrypoints.metrics import Meters
@@ -206,7 +208,15 @@ class Counting:
         self.steps |= {(name, item.transition, item.epoch) for name, each in histories.items() for item in each}
 
 
-def make_feed(context: Context, failures: list[str], *observers: Counting, since_s: float = DAY_S) -> Feed:
+class MemoryJournal:
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+
+    def note(self, action: str, why: str = "", **_: Any) -> None:
+        self.said.append((action, why))
+
+
+def make_feed(context: Context, failures: list[str], *observers: Counting, since_s: float = DAY_S, **more: Any) -> Feed:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Context]:
         if failures:
@@ -221,11 +231,13 @@ def make_feed(context: Context, failures: list[str], *observers: Counting, since
         clock=context.clock,
         ids=SystemIds(),
         observers=observers,
+        **more,
     )
 
 
 async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> None:
-    feed = make_feed(world.process(), ["the disk is full", "the disk is full"])
+    journal = MemoryJournal()
+    feed = make_feed(world.process(), ["the disk is full", "the disk is full"], journal=journal)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(0.1)
     assert json.loads(feed.board.snapshot())["facts"]["trouble"] == "the disk is full"
@@ -233,7 +245,31 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> No
     await asyncio.sleep(5)
     assert json.loads(feed.board.snapshot())["facts"]["trouble"] == ""
     assert feed.last_good is not None
+    assert journal.said == [("look-failed", "the disk is full"), ("look-works-again", "before: the disk is full")]
     running.cancel()
+
+
+async def test_what_reuse_is_worth_is_what_the_report_says(world: World) -> None:
+    context = world.process()
+    prices = PriceTable(dated="2026-10", on_demand={"c6i.large": 3_600.0})
+    feed = make_feed(context, [], prices=prices)
+    running = asyncio.create_task(feed.run())
+    with feed.watched():
+        await world.provision("7")
+        await world.release("7")
+        await asyncio.sleep(30)
+        await world.provision("8")
+        await asyncio.sleep(5)
+        shown = json.loads(feed.board.snapshot())["facts"]["worth"]
+        told = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
+    assert (shown["reused"], shown["created"], shown["runs"]) == (told.reused, told.created, 2) == (1, 1, 2)
+    # Reckoned a little before: an hour is 3,600 of them, a second is one.
+    assert 0 < shown["cost"] <= told.costs.total <= shown["cost"] + 10
+    assert shown["idle"] == pytest.approx(told.savings.idle_cost, abs=0.001)
+    assert shown["waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
+    assert (shown["priced"], shown["unpriced"]) == ("2026-10", [])
+    running.cancel()
+    await world.release("8")
 
 
 async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(world: World) -> None:

@@ -25,9 +25,9 @@ async function read(subject) {
   if (!dialog.open) dialog.showModal();
   try {
     const response = await fetch(`/api/story?of=${encodeURIComponent(subject)}`);
-    const answer = await response.json();
+    const answer = await response.json().catch(() => ({ error: { message: `The server answered with ${response.status}, and no reason` } }));
     if (turn !== asked) return;
-    if (response.ok) show(answer, "");
+    if (response.ok && !answer.error) show(answer, "");
     else show({ title: subject, lines: [], next: [] }, [answer.error.message, answer.error.fix].filter(Boolean).join("; "));
   } catch {
     if (turn === asked) show({ title: subject, lines: [], next: [] }, "The server cannot be reached.");

@@ -65,9 +65,22 @@ export class Stream {
     return true;
   }
 
+  // A source does not tell why it was refused: the server's own words are asked for.
+  async refused(source) {
+    let words = "";
+    try {
+      const answer = await fetch(source.url, { signal: AbortSignal.timeout(PATIENCE_MS) });
+      if (answer.status === 503) words = (await answer.json()).error.message;
+      else answer.body?.cancel();
+    } catch {
+      // No words of ours.
+    }
+    if (source === this.source) this.retry(words);
+  }
+
   // From the start, after a while that grows: whatever went on before is over.
-  retry() {
-    this.lose();
+  retry(why = "") {
+    this.lose(why);
     this.source?.close();
     this.source = null;
     this.waiting = null;
@@ -92,7 +105,7 @@ export class Stream {
     source.onerror = () => {
       if (source !== this.source) return;
       // A refusal ends it for good: then it is begun anew, and a sign-in asked for where that is what is missing.
-      if (source.readyState === EventSource.CLOSED) this.retry();
+      if (source.readyState === EventSource.CLOSED) this.refused(source);
       else this.lose();
     };
   }
@@ -117,8 +130,8 @@ export class Stream {
     this.changed();
   }
 
-  lose() {
-    this.state("lost");
+  lose(why = "") {
+    this.state("lost", why);
   }
 
   // A connection can die without a word.

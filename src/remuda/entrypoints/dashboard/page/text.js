@@ -26,6 +26,9 @@ export function duration(milliseconds) {
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 }
 
+// In quarantine, and for how long still; empty where it is not, or not any more.
+export const heldFor = (machine, now) => (machine.held > now ? `in quarantine, ${duration(machine.held - now)} left` : "");
+
 export const seconds = (value) => (value == null ? "" : value < 10 ? `${value.toFixed(2)} s` : value < 120 ? `${value.toFixed(1)} s` : duration(value * 1000));
 
 export function make(tag, classes = "", words = "") {
