@@ -293,7 +293,7 @@ def dashboard(
     quiet: opt.Quiet = False,
 ) -> int:
     """Show the fleet on a web page, as it changes. Read-only."""
-    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    flags = {"prices": prices, "backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
     from remuda.entrypoints.commands import run_dashboard
 
     output = Output(as_json=as_json, quiet=quiet)
