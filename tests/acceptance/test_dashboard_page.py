@@ -248,6 +248,18 @@ def test_a_proxy_that_refuses_is_asked_seldom_and_come_back_to(browser: Browser,
         first.kill()
 
 
+def test_a_server_with_too_many_pages_is_told_of(browser: Browser, dashboard: Dashboard, lives: list[Life]) -> None:
+    refusal = {"error": {"message": "too many pages are open: 100", "fix": "close one of them"}}
+    with opened(browser, "about:blank") as page:
+        page.route("**/api/events*", lambda route: route.fulfill(status=503, json=refusal))
+        page.goto(dashboard.url)
+        wait(page, "document.getElementById('banner')?.textContent.includes('too many pages are open: 100')")
+        assert page.inner_text("#live") == str(len(living(lives)))
+        page.unroute("**/api/events*")
+        wait(page, "document.getElementById('banner').hidden")
+        ready(page)
+
+
 def test_a_store_that_cannot_be_read_is_a_banner(browser: Browser, tmp_path: Path) -> None:
     records = Records(tmp_path / "state")
     records.fleet(4, 40)

@@ -137,7 +137,7 @@ export function showWorth(model) {
   say(find("cost"), money(told.cost));
   say(find("cost-of"), `${money(told.idle)} of it idle in the pool`);
   say(find("saved"), told.boot_s === null ? "–" : `${duration(told.waiting_s * 1000)} of waiting`);
-  say(find("saved-of"), told.boot_s === null ? "no boot was seen to compare with" : `boots for ${money(told.boots)}, against a boot's ${seconds(told.boot_s)}; ${money(told.net)} net of idling`);
+  say(find("saved-of"), told.boot_s === null ? "no boot was seen to compare with" : `${money(told.boots)} of boots at ${seconds(told.boot_s)} each; ${money(told.net)} less what idled`);
 }
 
 export function showClasses(model) {
