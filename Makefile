@@ -56,7 +56,7 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 	$(BIN)/remuda simulate --seeds 20000 --hours 0.25 --instances 5
 	$(BIN)/remuda simulate --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10
 	$(BIN)/python benchmarks/simulation.py
-	$(BIN)/python -m remuda.simulation.report
+	$(BIN)/python -m remuda.simulation.report --write docs/reference/planted-bugs.md
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium ## Take the docs' pictures of the dashboard and the report again
 	@PYTHONPATH=tests $(BIN)/python docs/screenshots.py

@@ -241,12 +241,13 @@ async def run(world: World, _floor: Floor) -> Results:
 
 
 def figures(found: dict[str, Any], instances: int, transitions: int) -> Iterator[Figure]:
-    def figure(name: str, unit: str, most: float, ours: float, kind: Kind, *, note: str = "") -> Figure:
+    def figure(name: str, unit: str, most: float, ours: float, kind: Kind, **more: Any) -> Figure:
         told = f"dashboard of {instances:,} machines: {name}"
-        return Figure(name=told, unit=unit, before="—", most=most, ours=ours, kind=kind, note=note)
+        return Figure(name=told, unit=unit, before="—", most=most, ours=ours, kind=kind, **more)
 
     yield figure(
         *("first view", "s", FIRST_MOST_S, middle(found["first_answers_s"]), Kind.TIME),
+        samples=len(found["first_answers_s"]),
         note=f"with {transitions:,} transitions on record, from a server that has just started; "
         f"{found['first_answer_cpu_s']:.2f} s of a core; every lane after {found['all_histories_s']:.1f} s",
     )

@@ -296,7 +296,8 @@ def test_help_imports_neither_clients_nor_servers(shell: Shell, arguments: list[
         "import sys\n"
         "from remuda.entrypoints.cli import main\n"
         f"code = main({arguments!r})\n"
-        "heavy = {'boto3', 'botocore', 'aiobotocore', 'httpx', 'starlette', 'uvicorn', 'yaml', 'sqlite3'}\n"
+        "heavy = {'boto3', 'botocore', 'aiobotocore', 'httpx', 'starlette', 'uvicorn', 'yaml', 'sqlite3',\n"
+        "         'asyncio', 'pydantic', 'rich'}\n"
         "sys.exit(code or ', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
     )
     done = subprocess.run(

@@ -24,6 +24,8 @@ T = TypeVar("T")
 #: How long each step may take before the heartbeat stops.
 SCRIPT_LIMIT_S = 3_600.0
 STEP_LIMIT_S = 180.0
+#: How old what was read may be when a step begins: no older than where the agent had waited instead.
+FRESH_S = 0.2
 #: The longest wait without a look around, and how late its end may be before the heartbeat stops.
 WAIT_LIMIT_S = 120.0
 WAIT_GRACE_S = 90.0
@@ -64,6 +66,8 @@ class Agent:
         self._tries = 0
         self._release_s = 0.0
         self._pause_s = 0.0
+        #: When the record was last read.
+        self._looked_at = 0.0
         #: Steps that failed one after the other, whatever they were.
         self._failures = 0
 
@@ -95,31 +99,27 @@ class Agent:
 
     async def _live(self, identity: Identity, lifetime: Lifetime, heartbeat: Heartbeat) -> str:
         record: Instance | None = None
-        reachable = looked = False
+        reachable = False
         while True:
             self._vital.works_for(STEP_LIMIT_S)
             try:
                 if not reachable:
-                    record = await self._store.get(identity.instance_id)
-                    reachable = looked = True
+                    record = await self._look(identity)
+                    reachable = True
                 step, runner = self._decide(identity, record, lifetime)
                 if step.do is Do.WAIT:
-                    # It looks at once.
                     record = await self._wait(identity, record, runner, lifetime, heartbeat)
-                    looked = True
                     continue
-                if not looked:
-                    # The last step took time: look again before the next one.
-                    record = await self._store.get(identity.instance_id)
-                    looked = True
+                if self._clock.monotonic() - self._looked_at > FRESH_S:
+                    # The last step took time, or the runner woke it: look again before the next step.
+                    record = await self._look(identity)
                     continue
                 if step.do is Do.END:
-                    fresh = await self._store.get(identity.instance_id)
+                    fresh = await self._look(identity)
                     if fresh == record:
                         return step.why
                     record = fresh
                     continue
-                looked = False
                 await self._act(record, step)
                 # A signal is a write of its own: a beat tells what it does not.
                 if _beats_tell(self._runner.state()) != _beats_tell(runner):
@@ -132,6 +132,11 @@ class Agent:
                 reachable = False
                 self._failures += 1
                 await self._back_off(self._failures)
+
+    async def _look(self, identity: Identity) -> Instance | None:
+        record = await self._store.get(identity.instance_id)
+        self._looked_at = self._clock.monotonic()
+        return record
 
     def _decide(self, identity: Identity, record: Instance | None, lifetime: Lifetime) -> tuple[Step, RunnerState]:
         runner = self._runner.state()
@@ -185,7 +190,10 @@ class Agent:
             await asyncio.wait({control, local}, return_when=asyncio.FIRST_COMPLETED)
             if local.done() and local.result() != runner:
                 heartbeat.soon()
-            return control.result() if control.done() else record
+            if not control.done():
+                return record
+            self._looked_at = self._clock.monotonic()
+            return control.result()
         finally:
             for task in (control, local):
                 task.cancel()

@@ -21,7 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     # Plain help: drawing boxes around it would cost as much as all the rest of a start.
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # A --help that is not given is false: to make that of nothing, typer would import pydantic.
+    context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
 )
 
 
