@@ -124,10 +124,13 @@ $(NPM)/.installed: requirements/package.json
 
 # The browser of the dashboard's tests; they say why where they are skipped. Playwright brings none and gets none.
 /usr/bin/chromium:
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	@skipped='chromium is not installed (Debian: apt-get install chromium): the tests of the page will be skipped'; \
+	if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo 'installing chromium'; apt-get install -y -qq --no-install-recommends chromium >/dev/null \
-	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || true; \
-	else echo 'chromium is not installed (Debian: apt-get install chromium): the tests of the page will be skipped'; fi
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+	    || echo "apt-get could not install it; $$skipped"; \
+	else echo "$$skipped"; fi
 
 clean: ## Remove what was generated
 	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import claims, cold, fleet, footprint, growth, idle_agent, sweeps, warm
+from benchmarks import claims, cold, dashboard, fleet, footprint, growth, idle_agent, sweeps, warm
 from benchmarks.figures import Results
 from benchmarks.floor import Floor, floor
 from benchmarks.report import Run, show, write_docs
@@ -25,6 +25,7 @@ Measure = Callable[[World, Floor], Awaitable[Results]]
 #: In the order in which they run: what is small first, while the servers hold little.
 MEASURES: Mapping[str, Measure] = {
     "footprint": footprint.run,
+    "dashboard": dashboard.run,
     "sweeps": sweeps.run,
     "warm": warm.run,
     "cold": cold.run,

@@ -6,9 +6,8 @@ where chromium is there. Counts are of updates: written, sent, merged, and how m
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import json
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,8 +18,9 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
+from benchmarks.figures import Figure, Kind, Results, middle
+from benchmarks.floor import Floor
+from benchmarks.world import Size, World
 from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import transaction
 from remuda.adapters.sqlite.schema import connect
@@ -29,9 +29,12 @@ from remuda.domain.instance import Instance, State
 from support import seeded
 from support.dashboard import CHROMIUM, Dashboard, chromium
 
-INSTANCES = 2_000
-TRANSITIONS = 50_000
 PROVISIONS = 500
+#: As many lanes as a large screen shows.
+IN_SIGHT = 50
+FIRST_MOST_S = 1.0
+PAGE_MOST_S = 2.0
+SENT_MOST_KB = 1_000
 RATE = 30
 LIMIT_S = 120.0
 
@@ -104,18 +107,28 @@ def follow(url: str, tag: str, follower: Follower, writer: Writer, done: threadi
 
 
 @contextmanager
-def pages(url: str, *, wanted: bool) -> Iterator[Any]:
+def pages(url: str, *, wanted: bool) -> Iterator[tuple[Any, float]]:
+    """A page that nobody has opened before, and how long it took until it was there to be read."""
     if not wanted:
-        yield None
+        yield None, 0.0
         return
+    clock = SystemClock()
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
+        began = clock.monotonic()
         page.goto(url)
         page.wait_for_selector("html[data-ready] #link[data-state=live]")
-        yield page
+        yield page, clock.monotonic() - began
 
 
-def first_views(dashboard: Dashboard) -> dict[str, Any]:
+def lacking(document: dict[str, Any]) -> int:
+    """Of the lanes that the page shows before anybody scrolls, those that are not there to be drawn."""
+    machines = document["instances"].values()
+    shown = sorted(machines, key=lambda item: (item["state"] == "terminated", -item["born"]))[:IN_SIGHT]
+    return sum(item["lane"] is None for item in shown)
+
+
+def first_views(dashboard: Dashboard, instances: int) -> dict[str, Any]:
     """The snapshot and the page's files, as a browser asks for them."""
     clock = SystemClock()
     with httpx.Client(base_url=dashboard.url, timeout=LIMIT_S) as client:
@@ -123,7 +136,7 @@ def first_views(dashboard: Dashboard) -> dict[str, Any]:
         first = client.get("/api/snapshot")
         first_s, first_cpu_s = clock.monotonic() - began, dashboard.cpu_s() - used_s
         lanes = -1
-        while lanes < INSTANCES:
+        while lanes < instances:
             document = client.get("/api/snapshot").json()
             lanes = sum(item["lane"] is not None for item in document["instances"].values())
         complete_s, complete_cpu_s = clock.monotonic() - began, dashboard.cpu_s() - used_s
@@ -135,9 +148,9 @@ def first_views(dashboard: Dashboard) -> dict[str, Any]:
                 size = len(b"".join(response.iter_raw()))
             again.append(clock.monotonic() - began)
     return {
-        "first_answer_s": round(first_s, 3),
+        "first_answers_s": [round(first_s, 3)],
         "first_answer_cpu_s": round(first_cpu_s, 3),
-        "first_answer_instances": len(first.json()["instances"]),
+        "first_answer_missing": instances - len(first.json()["instances"]) + lacking(first.json()),
         "all_histories_s": round(complete_s, 3),
         "all_histories_cpu_s": round(complete_cpu_s, 3),
         "later_answer_s": round(sorted(again)[2], 3),
@@ -145,14 +158,6 @@ def first_views(dashboard: Dashboard) -> dict[str, Any]:
         "bytes_unpacked": len(json.dumps(document, separators=(",", ":"))),
         "tag": document["tag"],
     }
-
-
-def page_view(page: Any, url: str) -> dict[str, Any]:
-    clock = SystemClock()
-    began = clock.monotonic()
-    page.goto(url)
-    page.wait_for_selector("html[data-ready] #link[data-state=live]")
-    return {"page_shown_s": round(clock.monotonic() - began, 3)}
 
 
 def stats(page: Any) -> dict[str, int]:
@@ -197,34 +202,69 @@ def held(url: str, tag: str, writer: Writer, page: Any, *, seconds: float) -> di
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one document in place of a table")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long updates come")
-    parser.add_argument("--no-page", action="store_true", help="without the browser")
-    given = parser.parse_args()
+def first_answer_s(folder: Path) -> float:
+    """Of another process that has just started."""
+    clock = SystemClock()
+    with Dashboard(folder) as dashboard, httpx.Client(base_url=dashboard.url, timeout=LIMIT_S) as client:
+        began = clock.monotonic()
+        client.get("/api/snapshot").raise_for_status()
+        return clock.monotonic() - began
+
+
+def measured(size: Size, *, browser: bool) -> dict[str, Any]:
+    instances, transitions, seconds = size.shown, size.shown_transitions, size.shown_s
     now = SystemClock().now()
     with tempfile.TemporaryDirectory(prefix="remuda-dashboard-") as name:
         folder = Path(name) / "state"
         file = seeded.prepare(folder)
-        lives = list(seeded.fleet(INSTANCES, TRANSITIONS, now=now, ended=0.2))
+        lives = list(seeded.fleet(instances, transitions, now=now, ended=0.2))
         seeded.write(file, lives, seeded.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
         moving = [record for record, _ in lives if record.state in {State.RUNNING, State.RELEASING, State.IDLE}]
         with Dashboard(folder, "--every", str(1 / RATE)) as dashboard:
-            found: dict[str, Any] = {"instances": INSTANCES, "transitions": TRANSITIONS, **first_views(dashboard)}
+            found = first_views(dashboard, instances)
             tag = found.pop("tag")
-            with pages(dashboard.url, wanted=CHROMIUM.exists() and not given.no_page) as page:
-                if page:
-                    found |= page_view(page, dashboard.url)
+            with pages(dashboard.url, wanted=browser) as (page, shown_s):
                 used_s = dashboard.cpu_s()
-                found |= held(dashboard.url, tag, Writer(file, moving), page, seconds=given.seconds)
-                found["server_cpu_share"] = round((dashboard.cpu_s() - used_s) / given.seconds, 2)
-    if given.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        sys.stdout.writelines(f"{name.replace('_', ' '):<24} {value:>12}\n" for name, value in found.items())
-    return 0 if found["left_behind"] == 0 else 1
+                found |= held(dashboard.url, tag, Writer(file, moving), page, seconds=seconds)
+                found["server_cpu_share"] = round((dashboard.cpu_s() - used_s) / seconds, 2)
+                if page:
+                    found["page_shown_s"] = round(shown_s, 3)
+        found["first_answers_s"] += [first_answer_s(folder) for _ in range(size.samples - 1)]
+    return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+async def run(world: World, _floor: Floor) -> Results:
+    size = world.size
+    browser = CHROMIUM.exists() and size.shown_in_browser
+    found = await asyncio.to_thread(measured, size, browser=browser)
+    return Results(figures=tuple(figures(found, size.shown, size.shown_transitions)))
+
+
+def figures(found: dict[str, Any], instances: int, transitions: int) -> Iterator[Figure]:
+    def figure(name: str, unit: str, most: float, ours: float, kind: Kind, **more: Any) -> Figure:
+        told = f"dashboard of {instances:,} machines: {name}"
+        return Figure(name=told, unit=unit, before="—", most=most, ours=ours, kind=kind, **more)
+
+    yield figure(
+        *("first view", "s", FIRST_MOST_S, middle(found["first_answers_s"]), Kind.TIME),
+        samples=len(found["first_answers_s"]),
+        note=f"with {transitions:,} transitions on record, from a server that has just started; "
+        f"{found['first_answer_cpu_s']:.2f} s of a core; every lane after {found['all_histories_s']:.1f} s",
+    )
+    yield figure(
+        *("missing in the first view", "", 0, found["first_answer_missing"], Kind.COUNT),
+        note=f"machines, and lanes of the first {IN_SIGHT}",
+    )
+    yield figure("first view, KB sent", "KB", SENT_MOST_KB, round(found["bytes_sent"] / 1_000), Kind.COUNT)
+    if "page_shown_s" in found:
+        yield figure(
+            *("first page in a browser", "s", PAGE_MOST_S, found["page_shown_s"], Kind.TIME),
+            note="chromium, nothing cached, until it is drawn and its stream is open",
+        )
+    yield figure(
+        *("updates never heard of", "", 0, found["left_behind"], Kind.COUNT),
+        note=f"of {found['written']} transitions written at {RATE} a second; {found['updates_received']} messages, "
+        f"{found['lag_p50']} behind on the median; the server used {found['server_cpu_share']:.2f} of a core",
+    )
+    # A second's worth. It hangs on what else the computer does, as times do.
+    yield figure("behind at the most, updates", "", RATE, found["lag_most"], Kind.TIME)

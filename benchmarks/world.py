@@ -73,10 +73,15 @@ class Size:
     live: tuple[int, ...] = (10, 100, 1_000, 5_000)
     old: int = 100_000
     starts: int = 9
+    #: What the dashboard shows, and how long updates come.
+    shown: int = 2_000
+    shown_transitions: int = 50_000
+    shown_s: float = 10.0
+    shown_in_browser: bool = True
 
 
 FULL = Size()
-QUICK = Size(samples=3, boots_s=(2.0,), reactions=40, live=(10, 100, 1_000), old=10_000, starts=3)
+QUICK = Size(samples=3, boots_s=(2.0,), reactions=40, live=(10, 100, 1_000), old=10_000, starts=3, shown_s=5.0)
 TINY = Size(
     samples=1,
     counts=(1,),
@@ -92,6 +97,10 @@ TINY = Size(
     live=(3,),
     old=30,
     starts=1,
+    shown=40,
+    shown_transitions=400,
+    shown_s=1.0,
+    shown_in_browser=False,
 )
 
 

@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.domain.provision import Provision
 from support import seeded
 from support.dashboard import Dashboard, chromium, environment
 
@@ -28,7 +32,8 @@ def main() -> int:
         folder = Path(name) / "state"
         file = seeded.prepare(folder, pool="ci")
         lives = list(seeded.fleet(MACHINES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
-        runs = list(seeded.provisions(120, now=now, span_s=5_000))
+        names = cycle(record.instance_id for record, _ in lives)
+        runs = [on_machines(run, names) for run in seeded.provisions(120, now=now, span_s=5_000)]
         seeded.write(file, lives, runs, now=now)
         with Dashboard(folder) as dashboard, chromium() as browser:
             shoot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
@@ -42,6 +47,14 @@ def main() -> int:
             subprocess.run(command, check=True, env={**environment(), "PATH": os.environ["PATH"]})
             shoot(browser, report.as_uri(), "report", wait="main", color_scheme="light", **WIDE)
     return 0
+
+
+def on_machines(run: Provision, names: Iterator[str]) -> Provision:
+    """Runs and machines are made apart: so that the price of what was reused is known, they are brought together."""
+    if run.course is None:
+        return run
+    taken = tuple(replace(item, instance_id=next(names)) for item in run.course.taken)
+    return replace(run, course=replace(run.course, taken=taken))
 
 
 def shoot(browser: Any, url: str, name: str, *, wait: str = "html[data-ready]", **options: Any) -> None:

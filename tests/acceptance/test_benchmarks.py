@@ -14,6 +14,7 @@ from support.servers import ROOT
 #: Of what each of them is about, a figure that it has to give.
 GIVES = {
     "footprint": "memory of an agent process",
+    "dashboard": "dashboard of 40 machines: updates never heard of",
     "sweeps": "next refresh",
     "warm": "warm provision, N = 1, registration 0",
     "cold": "cold provision, N = 1, agent ready after 0.1 s",

@@ -144,8 +144,8 @@ def test_changes_come_by_themselves_and_a_stream_is_resumed(
     moved = records.move(other.instance_id)
     seen: set[str] = set()
     with client.stream("GET", "/api/events", headers={"last-event-id": tag}) as response:
-        for name, _, data in events(response):
-            assert (name, data["since"]) == ("change", int(tag.rpartition("-")[2])) or seen
+        for number, (name, _, data) in enumerate(events(response)):
+            assert (name, data["since"]) == ("change", int(tag.rpartition("-")[2])) or number
             seen |= set(data["board"].get("instances") or {})
             if other.instance_id in seen:
                 break
@@ -190,6 +190,10 @@ def test_only_reading_by_this_machines_name_is_answered(client: httpx.Client, da
     assert client.get("/../pyproject.toml").status_code == 404
     refused = client.get("/nothing")
     assert (refused.status_code, refused.headers["content-security-policy"]) == (404, policy)
+    for path in ("/api/snapshot", "/api/story?of=1", "/metrics"):
+        assert client.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+        assert client.get(path, headers={"sec-fetch-site": "same-origin"}).status_code != 403
+    assert page.headers["cache-control"] == "private, no-cache"
     etag = page.headers["etag"]
     assert client.get("/", headers={"if-none-match": etag}).status_code == 304
 
@@ -220,6 +224,18 @@ def test_with_a_token_nothing_is_shown_without_it(records: Records, tmp_path: Pa
         assert client.get("/api/snapshot", headers={"host": "ci.example"}).status_code == 200
         code, told = dashboard.interrupt()
     assert (code, TOKEN in told) == (130, False)
+
+
+def test_behind_a_proxy_a_token_is_what_counts(records: Records) -> None:
+    with (
+        Dashboard(records.folder, REMUDA_DASHBOARD_TOKEN=TOKEN) as dashboard,
+        httpx.Client(base_url=dashboard.url, timeout=LIMIT_S, headers={"host": "ci.example"}) as client,
+    ):
+        assert client.get("/api/snapshot").status_code == 401
+        assert client.get("/api/snapshot", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
+        for scheme, secure in (("https", True), ("https, http", True), ("http", False)):
+            answer = client.post("/login", data={"token": TOKEN}, headers={"x-forwarded-proto": scheme})
+            assert ("Secure" in answer.headers["set-cookie"]) == secure
 
 
 def test_it_ends_at_once_with_streams_open(records: Records) -> None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from remuda.domain.instance import HistoryEntry, State
+from support import seeded
 from support.dashboard import LIMIT_S, Dashboard, Records, chromium, living, remuda, without_browser
 from support.seeded import Life
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 pytestmark = without_browser
 
@@ -27,16 +28,28 @@ PAUSE_MS = 40
 IMAGE = '<img src=x onerror="window.hit=1">'
 SCRIPT = "<script>window.hit=1</script>"
 #: How far words stand out from their card, as WCAG counts it.
-CONTRAST = """() => {
+LIGHT = """
   const parse = (text) => text.match(/[0-9.]+/g).slice(0, 3).map((part) => Number(part) / 255);
   const part = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
   const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b) + 0.05;
+"""
+#: A state's letter from its chip.
+CHIPS = f"""() => {{
+  {LIGHT}
+  return Object.fromEntries([...document.querySelectorAll('#tiles .chip')].map((chip) => {{
+    const style = getComputedStyle(chip);
+    const [ink, paper] = [light(parse(style.color)), light(parse(style.backgroundColor))];
+    return [chip.className, Math.max(ink, paper) / Math.min(ink, paper)];
+  }}));
+}}"""
+CONTRAST = f"""() => {{
+  {LIGHT}
   const paper = light(parse(getComputedStyle(document.querySelector('.card')).backgroundColor));
-  return ['.card h2', '.card .soft', '#runs-empty', 'th'].map((name) => {
+  return ['.card h2', '.card .soft', '#runs-empty', 'th'].map((name) => {{
     const ink = light(parse(getComputedStyle(document.querySelector(name)).color));
     return Math.max(ink, paper) / Math.min(ink, paper);
-  });
-}"""
+  }});
+}}"""
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +215,51 @@ def test_a_lost_server_is_told_of_and_come_back_to(browser: Browser, tmp_path: P
         first.kill()
 
 
+def test_a_proxy_that_refuses_is_asked_seldom_and_come_back_to(browser: Browser, tmp_path: Path) -> None:
+    records = Records(tmp_path / "state")
+    records.fleet(4, 40)
+    asked: list[float] = []
+
+    def refuse(route: Route) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=502, body="Bad Gateway")
+
+    first = Dashboard(records.folder)
+    try:
+        with opened(browser, first.url) as page:
+            page.clock.install()
+            page.reload()
+            ready(page)
+            # The server behind the proxy goes; whatever is asked for meanwhile is refused.
+            page.route("**/api/**", refuse)
+            first.kill()
+            wait(page, "document.getElementById('link').dataset.state === 'lost'")
+            for _ in range(60):
+                page.clock.run_for(1_000)
+                page.wait_for_timeout(PAUSE_MS)
+            # One thing at a time, ever more seldom: in a minute, retries that multiplied would be a hundred and more.
+            assert 2 <= len(asked) <= 20, len(asked)
+            with Dashboard(records.folder, port=first.port):
+                page.unroute("**/api/**")
+                page.clock.run_for(8_000)
+                wait(page, "document.getElementById('link').dataset.state === 'live'")
+                assert page.is_hidden("#banner")
+    finally:
+        first.kill()
+
+
+def test_a_server_with_too_many_pages_is_told_of(browser: Browser, dashboard: Dashboard, lives: list[Life]) -> None:
+    refusal = {"error": {"message": "too many pages are open: 100", "fix": "close one of them"}}
+    with opened(browser, "about:blank") as page:
+        page.route("**/api/events*", lambda route: route.fulfill(status=503, json=refusal))
+        page.goto(dashboard.url)
+        wait(page, "document.getElementById('banner')?.textContent.includes('too many pages are open: 100')")
+        assert page.inner_text("#live") == str(len(living(lives)))
+        page.unroute("**/api/events*")
+        wait(page, "document.getElementById('banner').hidden")
+        ready(page)
+
+
 def test_a_store_that_cannot_be_read_is_a_banner(browser: Browser, tmp_path: Path) -> None:
     records = Records(tmp_path / "state")
     records.fleet(4, 40)
@@ -252,8 +310,15 @@ def test_planted_markup_is_only_text(browser: Browser, tmp_path: Path) -> None:
         retire=IMAGE + SCRIPT,
     )
     records.write(planted)
+    # What a run asks for and says: a class is its label, and a job's words reach reasons.
+    asked, *_ = seeded.provisions(1, now=last.at, span_s=60)
+    course = replace(asked.course, error=f"the job {SCRIPT} failed") if asked.course else None
+    job = replace(asked, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, asked=SCRIPT, course=course)
+    seeded.write(records.file, [], [job], now=last.at)
     with Dashboard(records.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
+        told = page.inner_text(f"#runs [data-key='{job.provision_id}']")
+        assert (SCRIPT in told, IMAGE in told, f"the job {SCRIPT} failed" in told) == (True, True, True)
         row = f"#machines [data-key='{record.instance_id}']"
         cells = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
         assert cells[2] == IMAGE
@@ -316,6 +381,35 @@ def test_the_keyboard_is_enough(browser: Browser, dashboard: Dashboard) -> None:
         assert page.get_attribute("#tiles [data-key=idle]", "aria-pressed") == "true"
 
 
+def test_what_has_the_focus_keeps_it_while_rows_come_go_and_move(browser: Browser, dashboard: Dashboard) -> None:
+    with opened(browser, dashboard.url) as page:
+        ready(page)
+        told = page.evaluate("""async () => {
+          const { keep, make } = await import("/text.js");
+          const list = document.body.appendChild(make("ol"));
+          const show = (names) => keep(list, names, {
+            key: (name) => name,
+            create: (name) => { const row = make("li"); row.append(make("button", "", name)); return row; },
+            update: () => {},
+          });
+          show(["a", "b", "c", "d"]);
+          list.children[2].firstChild.focus();
+          let lost = 0;
+          list.addEventListener("focusout", () => (lost += 1));
+          const found = [];
+          for (const names of ["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc"]) {
+            show([...names]);
+            found.push([...list.children].map((row) => row.textContent).join(""));
+          }
+          show(["c"]);
+          found.push(list.textContent);
+          const kept = [lost, document.activeElement.textContent];
+          list.remove();
+          return [found, kept];
+        }""")
+        assert told == [["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc", "c"], [0, "c"]]
+
+
 def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, dashboard: Dashboard) -> None:
     phone = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
     with opened(browser, dashboard.url, **phone) as page:
@@ -336,6 +430,7 @@ def test_light_and_dark_can_both_be_read(browser: Browser, dashboard: Dashboard)
             ready(page)
             papers.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
             assert all(ratio >= 4.5 for ratio in page.evaluate(CONTRAST))
+            assert all(ratio >= 4.5 for ratio in page.evaluate(CHIPS).values()), page.evaluate(CHIPS)
     assert papers[0] != papers[1]
 
 
@@ -358,5 +453,17 @@ def test_a_token_is_asked_for_and_leaves_no_trace(browser: Browser, records: Rec
         with opened(browser, f"{dashboard.url}#token={token}") as page:
             ready(page)
             assert page.url == dashboard.url
+            # Also where nobody needs to sign in any more.
+            page.goto("about:blank")
+            page.goto(f"{dashboard.url}?view=table#token={token}")
+            ready(page)
+            assert page.url == f"{dashboard.url}?view=table"
+            page.evaluate(f"location.hash = 'of=7&token={token}'")
+            wait(page, "document.getElementById('story').open")
+            page.evaluate(f"location.hash = 'token={token}'")
+            wait(page, "!document.getElementById('story').open")
+            page.fill("#text", "7")
+            wait(page, "location.search.includes('text=7')")
+            assert page.url == f"{dashboard.url}?text=7&view=table"
         code, told = dashboard.interrupt()
         assert (code, token in told) == (130, False)

@@ -119,7 +119,7 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
     assert f"tokens for {SCOPE}" in first["applied"]
     assert any("table" in line for line in first["applied"])
     assert first["errors"] == []
-    assert function.log[-1]["action"] == "refresh-done"
+    assert function.log[-1]["event"] == "refresh-done"
     assert function.log[-1]["result"] == first
     assert servers.github_token not in function.output
     assert (function.metrics["Pool"], function.metrics["Command"]) == (POOL, "refresh")

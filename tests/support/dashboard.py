@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,11 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
 from support import seeded
 
-CHROMIUM = Path("/usr/bin/chromium")
+#: Debian's, or what is called so elsewhere.
+CHROMIUM = Path(
+    next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), "")
+    or "/usr/bin/chromium"
+)
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 60.0
 _COMMAND = str(Path(sys.executable).parent / "remuda")

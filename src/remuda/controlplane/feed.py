@@ -12,7 +12,7 @@ from remuda.controlplane.context import Context, each, readable
 from remuda.controlplane.status import Status, status
 from remuda.domain.errors import RemudaError, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
-from remuda.domain.provision import Provision
+from remuda.domain.provision import Provision, ProvisionStatus
 
 #: How many provisions are kept in sight, and how many of the newest each look reads.
 PROVISIONS = 500
@@ -77,12 +77,16 @@ class FleetReader:
             live, newest = await asyncio.gather(
                 context.store.find(LIVE), context.store.recent_provisions(NEWEST_PROVISIONS)
             )
+        horizon = context.clock.now() - self._since
         if not self._provisions or everything:
-            since = context.clock.now() - self._since
-            newest = await context.store.recent_provisions(PROVISIONS, since=since)
+            newest = [*newest, *await context.store.recent_provisions(PROVISIONS, since=horizon)]
+        forgotten: frozenset[str] = frozenset()
+        if found is not None:
+            became, forgotten = await self._read_open(context, newest)
+            newest = [*newest, *became]
         await self._read_records(context, live)
         await self._read_histories(context)
-        provisions, lapsed = self._of_runs(newest)
+        provisions, lapsed = self._of_runs(newest, forgotten, horizon)
         changed, self._changed = self._changed, set()
         gone, self._gone = self._gone, set()
         return Changes(
@@ -132,14 +136,30 @@ class FleetReader:
         self._changed |= {name for name in names if self._histories.get(name) != read.get(name, ())}
         self._histories |= {name: read.get(name, ()) for name in names}
 
-    def _of_runs(self, newest: Sequence[Provision]) -> tuple[list[Provision], frozenset[str]]:
-        changed = [item for item in newest if self._provisions.get(item.provision_id) != item]
-        self._provisions |= {item.provision_id: item for item in changed}
-        oldest_first = sorted(self._provisions.values(), key=lambda item: item.created_at)
-        lapsed = frozenset(item.provision_id for item in oldest_first[: max(len(oldest_first) - PROVISIONS, 0)])
+    async def _read_open(self, context: Context, newest: Sequence[Provision]) -> tuple[list[Provision], frozenset[str]]:
+        """Those that were open and are not among the newest: what became of them, and which are forgotten."""
+        told = {item.provision_id for item in newest}
+        missed = [item for name, item in self._provisions.items() if _is_open(item) and name not in told]
+        read = await each(missed, lambda item: context.store.get_provision(item.run_id, item.provision_id))
+        forgotten = frozenset(item.provision_id for item, found in zip(missed, read, strict=True) if found is None)
+        return [found for found in read if isinstance(found, Provision)], forgotten
+
+    def _of_runs(
+        self, newest: Sequence[Provision], forgotten: frozenset[str], horizon: datetime
+    ) -> tuple[list[Provision], frozenset[str]]:
+        """What is new or different, and what is out of sight: too old, or too many. What is open is neither."""
+        current = {item.provision_id: item for item in newest}
+        before, self._provisions = self._provisions, self._provisions | current
+        closed = sorted(
+            (item for item in self._provisions.values() if not _is_open(item)), key=lambda item: item.created_at
+        )
+        too_many = closed[: max(len(self._provisions) - PROVISIONS, 0)]
+        too_old = [item for item in closed if item.created_at < horizon]
+        lapsed = {item.provision_id for item in (*too_many, *too_old)} | forgotten
         for name in lapsed:
             del self._provisions[name]
-        return [item for item in changed if item.provision_id not in lapsed], lapsed
+        changed = [item for name, item in current.items() if name not in lapsed and before.get(name) != item]
+        return changed, frozenset(lapsed & before.keys())
 
 
 async def _histories(context: Context, names: Sequence[str]) -> Mapping[str, Sequence[HistoryEntry]]:
@@ -149,6 +169,10 @@ async def _histories(context: Context, names: Sequence[str]) -> Mapping[str, Seq
     except Unreadable:
         read = await each(names, context.store.history)
         return {name: () if isinstance(found, RemudaError) else found for name, found in zip(names, read, strict=True)}
+
+
+def _is_open(provision: Provision) -> bool:
+    return provision.status is ProvisionStatus.OPEN
 
 
 def _is_past(instance: Instance, horizon: datetime) -> bool:

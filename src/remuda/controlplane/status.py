@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, readable
 from remuda.domain.concerns import Concern, concerns
@@ -18,8 +18,10 @@ from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
 from remuda.ports.forge import ForgeRunner
 
-#: How many provisions a status shows.
+#: How many provisions a status shows; those that are open in any case.
 RECENT_PROVISIONS = 50
+#: No provision may stay open longer: its deadline is not further ahead.
+OPEN_AT_MOST = timedelta(hours=1)
 #: GitHub counts requests: who looks again and again looks for ghosts only so often.
 GHOSTS_EVERY_S = 60.0
 FROM_GITHUB = frozenset({"ghost", "github"})
@@ -75,7 +77,7 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
     # Listed before the records are read: what they then disown stays disowned.
     runners, troubles = await _runners(context, config) if ghosts else ({}, [])
     states = LIVE | {State.TERMINATED} if everything else LIVE
-    found, runs = await asyncio.gather(store.find(states), store.recent_provisions(RECENT_PROVISIONS))
+    found, runs = await asyncio.gather(store.find(states), _runs(context))
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
@@ -108,6 +110,18 @@ def with_ghosts(fresh: Status, before: Status | None) -> Status:
     """With what GitHub said at the last look that asked it."""
     kept = [item for item in before.concerns if item.kind in FROM_GITHUB] if before else []
     return replace(fresh, concerns=(*fresh.concerns, *kept))
+
+
+async def _runs(context: Context) -> Sequence[Provision]:
+    """The newest, and any that are open, however many came after them. Newest first."""
+    store = context.store
+    newest, unsettled = await asyncio.gather(
+        store.recent_provisions(RECENT_PROVISIONS),
+        store.unsettled_provisions(context.clock.now() + OPEN_AT_MOST),
+    )
+    known = {item.provision_id for item in newest}
+    older = [item for item in unsettled if item.status is ProvisionStatus.OPEN and item.provision_id not in known]
+    return [*newest, *sorted(older, key=lambda item: (item.created_at, item.provision_id), reverse=True)]
 
 
 async def _depth(context: Context, resource_class: str) -> int:

@@ -126,7 +126,7 @@ def ledger(
             spans_of(instance, histories.get(instance.instance_id, ()), now=until), since=since, until=until
         )
     ]
-    told = [item for item in provisions if item.course is not None and since <= item.created_at <= until]
+    told = _told(provisions, since, until)
     costs = _costs(spans, prices)
     drawn_from = min([*(span.begin for span in spans), *(item.created_at for item in told)], default=since)
     ready = _ready(told)
@@ -134,23 +134,104 @@ def ledger(
         since=since,
         until=until,
         currency=prices.currency,
-        priced=", ".join(part for part in (prices.region, prices.dated) if part),
+        priced=_priced(prices),
         instances=len({span.instance_id for span in spans}),
         provisions=len(provisions),
         kinds=dict(Counter(item.course.kind if item.course else "untold" for item in provisions)),
-        reused=sum(item.course.reused for item in told if item.course and not item.course.error),
-        created=sum(item.course.created for item in told if item.course and not item.course.error),
+        reused=_reused(told),
+        created=_created(told),
         times=times_of((item.course.kind, item.course.seconds) for item in told if item.course),
         ready=ready,
         hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
         costs=costs,
-        savings=_savings(told, instances, prices, ready, costs),
+        savings=_savings(told, instances, prices, ready, costs.by_phase.get(Phase.IDLE.value, 0.0)),
         failures=dict(Counter(item.course.error for item in told if item.course and item.course.error)),
         retirements=_retirements(histories, since, until),
         points=tuple(_point(item) for item in told),
         fleet=tuple(levels(spans, since=drawn_from, until=until, steps=STEPS)),
         drawn_from=drawn_from,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """What one machine cost in a time."""
+
+    cost: float
+    idle_cost: float
+    #: The type and usage that nobody knows a price of, or empty.
+    unpriced: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worth:
+    """Whether reuse pays off: the ledger's few numbers that fit a glance."""
+
+    since: datetime
+    until: datetime
+    currency: str
+    priced: str
+    runs: int
+    reused: int
+    created: int
+    cost: float
+    savings: Savings
+    unpriced: tuple[str, ...]
+
+
+def bill(
+    instance: Instance, history: Sequence[HistoryEntry], prices: PriceTable, *, since: datetime, until: datetime
+) -> Bill:
+    spans = list(clipped(spans_of(instance, history, now=until), since=since, until=until))
+    price = prices.hourly(instance.instance_type, instance.usage_class)
+    hourly = price or 0.0
+    return Bill(
+        cost=hourly * sum(_hours(spans)),
+        idle_cost=hourly * sum(_hours(span for span in spans if span.phase is Phase.IDLE)),
+        unpriced="" if price is not None or not spans else f"{instance.instance_type} {instance.usage_class}",
+    )
+
+
+def worth(
+    provisions: Sequence[Provision],
+    instances: Sequence[Instance],
+    bills: Sequence[Bill],
+    prices: PriceTable,
+    *,
+    since: datetime,
+    until: datetime,
+) -> Worth:
+    """As the ledger says it; made of each machine's bill, so that it can be made in parts."""
+    told = _told(provisions, since, until)
+    idle_cost = sum(item.idle_cost for item in bills)
+    return Worth(
+        since=since,
+        until=until,
+        currency=prices.currency,
+        priced=_priced(prices),
+        runs=len(told),
+        reused=_reused(told),
+        created=_created(told),
+        cost=sum(item.cost for item in bills),
+        savings=_savings(told, instances, prices, _ready(told), idle_cost),
+        unpriced=tuple(sorted({item.unpriced for item in bills if item.unpriced})),
+    )
+
+
+def _told(provisions: Sequence[Provision], since: datetime, until: datetime) -> list[Provision]:
+    return [item for item in provisions if item.course is not None and since <= item.created_at <= until]
+
+
+def _reused(told: Sequence[Provision]) -> int:
+    return sum(item.course.reused for item in told if item.course and not item.course.error)
+
+
+def _created(told: Sequence[Provision]) -> int:
+    return sum(item.course.created for item in told if item.course and not item.course.error)
+
+
+def _priced(prices: PriceTable) -> str:
+    return ", ".join(part for part in (prices.region, prices.dated) if part)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -209,9 +290,8 @@ def _savings(
     instances: Sequence[Instance],
     prices: PriceTable,
     ready: Mapping[str, Times],
-    costs: Costs,
+    idle_cost: float,
 ) -> Savings:
-    idle_cost = costs.by_phase.get(Phase.IDLE.value, 0.0)
     boots = ready.get(Source.CREATED.value)
     if boots is None:
         return Savings(boot_s=None, waiting_s=0.0, boot_hours=0.0, boot_cost=0.0, idle_cost=idle_cost)

@@ -284,6 +284,7 @@ def dashboard(
         float | None,
         typer.Option("--every", min=0.02, max=3_600, help="Seconds between looks (local 0.25, aws 5)."),
     ] = None,
+    prices: opt.Prices = None,
     backend: opt.Backend = None,
     dir: opt.Dir = None,
     pool: opt.Pool = None,
@@ -293,7 +294,7 @@ def dashboard(
     quiet: opt.Quiet = False,
 ) -> int:
     """Show the fleet on a web page, as it changes. Read-only."""
-    flags = {"backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
+    flags = {"prices": prices, "backend": backend, "dir": dir, "pool": pool, "log_format": log_format}
     from remuda.entrypoints.commands import run_dashboard
 
     output = Output(as_json=as_json, quiet=quiet)

@@ -23,6 +23,7 @@ from remuda.domain.scale_down import Action
 from remuda.domain.transitions import ENDINGS
 from remuda.entrypoints import views
 from remuda.entrypoints.emf import Measure, Unit, camel, emf_line
+from remuda.entrypoints.output import note_line
 from remuda.entrypoints.run import bug
 from remuda.entrypoints.scale_down import run_scale_down
 from remuda.ports.calls import CallCounter
@@ -64,7 +65,7 @@ class Order:
 
 
 class LogJournal:
-    """One JSON line an event, on stdout: Lambda keeps it."""
+    """One JSON line an event, on stdout, as `--log-format json` writes it: Lambda keeps it."""
 
     def __init__(self, clock: Clock, request_id: str) -> None:
         self._clock = clock
@@ -75,10 +76,7 @@ class LogJournal:
     def note(self, action: str, why: str = "", **facts: Any) -> None:
         if cause := facts.get("cause"):
             self.ends[cause if cause in ENDINGS else "other"] += 1
-        told = {name: value for name, value in facts.items() if value is not None and value != ""}
-        at = self._clock.now().isoformat(timespec="milliseconds")
-        line = {"at": at, "action": action, "why": why, **told, **self.facts}
-        _write(json.dumps(line, default=str))
+        _write(note_line(self._clock.now(), action, why, {**facts, **self.facts}))
 
 
 def _write(line: str) -> None:

@@ -66,7 +66,11 @@ def _counter(name: str, labels: str, what: str) -> Definition:
 
 INSTANCES = _gauge("remuda_instances", "pool state resource_class usage_class", "Instances that are not terminated.")
 MAX_INSTANCES = _gauge("remuda_max_instances", "pool", "How many instances the pool may have.")
-POOL_IDLE = _gauge("remuda_pool_idle", "pool resource_class", "Idle instances, ready to be claimed, by their records.")
+POOL_IDLE = _gauge(
+    "remuda_pool_idle",
+    "pool resource_class",
+    "Idle instances that may be claimed, by their records: neither drained nor held.",
+)
 POOL_HINTS = _gauge(
     "remuda_pool_hints",
     "pool resource_class",
@@ -293,7 +297,7 @@ def _calls(calls: CallCounter) -> Values:
 def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     classes = [item.name for item in status.config.classes] if status.config else []
     yield INSTANCES.name, _instances(pool, status, classes)
-    yield POOL_IDLE.name, {(pool, name): float(status.pools[name].idle) for name in classes if name in status.pools}
+    yield POOL_IDLE.name, _claimable(pool, status, classes)
     yield POOL_HINTS.name, {(pool, name): float(status.pools[name].hints) for name in classes if name in status.pools}
     ages = [_seconds_since(item.provision.created_at, status.at) for item in status.openings]
     yield OPEN.name, {(pool,): float(len(ages))}
@@ -317,6 +321,16 @@ def _instances(pool: str, status: Status, classes: Sequence[str]) -> Values:
     states = [state.value for state in _LIVE]
     known = {(pool, *each) for each in product(states, classes, (usage.value for usage in UsageClass))}
     return {labels: float(counts[labels]) for labels in known | set(counts)}
+
+
+def _claimable(pool: str, status: Status, classes: Sequence[str]) -> Values:
+    """Neither drained nor in quarantine."""
+    counts = Counter(
+        item.resource_class if item.resource_class in classes else OTHER
+        for item in _live(status)
+        if item.state is State.IDLE and not item.retire and not item.is_held(status.at)
+    )
+    return {(pool, name): float(counts[name]) for name in {*classes, *counts}}
 
 
 def _heartbeats(pool: str, status: Status) -> Iterator[tuple[str, Values]]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.adapters.system.prices import read_prices, shipped_prices
+from remuda.adapters.system.prices import chosen_prices
 from remuda.bootstrap import open_context
 from remuda.controlplane.report import report
 from remuda.domain.errors import UserError
@@ -44,7 +44,7 @@ def parse_since(text: str, *, now: datetime) -> datetime:
 
 def run_report(settings: Settings, output: Output, *, since: str, html: str | None) -> int:
     began = parse_since(since, now=SystemClock().now())
-    prices = read_prices(Path(settings.prices)) if settings.prices else shipped_prices()
+    prices = chosen_prices(settings.prices)
     page = _page_path(html) if html is not None else None
 
     async def work() -> tuple[Ledger, str]:

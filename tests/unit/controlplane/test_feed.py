@@ -6,22 +6,28 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
 
 from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import Context
-from remuda.controlplane.feed import FleetReader
+from remuda.controlplane.feed import NEWEST_PROVISIONS, FleetReader
+from remuda.controlplane.levers import drain
+from remuda.controlplane.report import report
 from remuda.controlplane.status import Status
 from remuda.controlplane.status import status as read_status
 from remuda.domain.errors import Unavailable
-from remuda.domain.instance import HistoryEntry, Instance, State
-from remuda.domain.provision import Provision
+from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
+from remuda.domain.prices import PriceTable
+from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.entrypoints.dashboard.feed import Feed
+from remuda.entrypoints.metrics import Meters
 from support.world import World
 
 DAY_S = 86_400.0
+OPEN = ProvisionStatus.OPEN
 
 
 class Page:
@@ -34,14 +40,16 @@ class Page:
         self.histories: dict[str, Any] = {}
         self.runs: dict[str, Any] = {}
 
-    async def look(self, *, everything: bool = False) -> set[str]:
-        found = await self.reader.look(self.context, thorough=False, everything=everything, ghosts=False)
+    async def look(self, *, everything: bool = False, thorough: bool = False) -> set[str]:
+        found = await self.reader.look(self.context, thorough=thorough, everything=everything, ghosts=False)
         for name, seen in found.instances.items():
             self.instances[name] = seen.instance
             self.histories[name] = seen.history
         for name in found.gone:
             del self.instances[name]
         self.runs |= {item.provision_id: item for item in found.provisions}
+        for name in found.lapsed:
+            del self.runs[name]
         return set(found.instances) | found.gone
 
 
@@ -104,6 +112,80 @@ async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
     assert page.histories[instance_id]
 
 
+def asked(world: World, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
+    """A provision as the store has it."""
+    now = world.process().clock.now() - timedelta(seconds=age_s)
+    settled = status is ProvisionStatus.RELEASED
+    return Provision(
+        provision_id=f"p-{number}",
+        run_id=str(number),
+        attempt=1,
+        resource_class="large",
+        count=1,
+        created_at=now,
+        deadline=now + timedelta(seconds=300),
+        status=status,
+        released_at=now if settled else None,
+        settled=settled,
+    )
+
+
+async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: World) -> None:
+    context = world.process()
+    page = Page(context)
+    first = asked(world, 1, age_s=200)
+    await context.store.put_provision(first)
+    for number in range(2, 2 + NEWEST_PROVISIONS):
+        await context.store.put_provision(asked(world, number, status=ProvisionStatus.RELEASED))
+    found = await read_status(context)
+    assert [item.provision.provision_id for item in found.openings] == ["p-1"]
+    await page.look(everything=True)
+    assert page.runs["p-1"].status is OPEN
+    meters = Meters(began=context.clock.now())
+    meters.look(found)
+    assert b'remuda_open_provisions{pool="test"} 1.0' in meters.text(context.calls)[0]
+    assert b'remuda_open_provision_age_max_seconds{pool="test"} 200.0' in meters.text(context.calls)[0]
+    # And so is what became of it.
+    await context.store.replace_provision(first, released(first, now=context.clock.now(), why="given up"))
+    await page.look(thorough=True)
+    assert page.runs["p-1"].status is ProvisionStatus.RELEASED
+
+
+async def test_what_is_old_goes_out_of_sight(world: World) -> None:
+    context = world.process()
+    page = Page(context, since_s=3_600.0)
+    for number, age_s in enumerate((3_000, 100), start=1):
+        await context.store.put_provision(asked(world, number, age_s=age_s, status=ProvisionStatus.RELEASED))
+    await context.store.put_provision(asked(world, 3, age_s=3_000))
+    await page.look(everything=True)
+    assert set(page.runs) == {"p-1", "p-2", "p-3"}
+    await asyncio.sleep(1_000)
+    for thorough in (False, True):
+        await page.look(thorough=thorough)
+        assert set(page.runs) == {"p-2", "p-3"}, "what is open stays"
+
+
+async def test_decisions_and_times_lapse_with_age(world: World) -> None:
+    context = world.process()
+    feed = make_feed(context, [], since_s=3_600.0)
+    running = asyncio.create_task(feed.run())
+    (instance_id,) = await world.warm(1)
+    await world.provision("7")
+    with feed.watched():
+        retired = [record for record in await context.store.find(LIVE) if record.instance_id == instance_id]
+        await drain(context, retired, reason="an old image", dry_run=False)
+        await asyncio.sleep(2)
+        shown = json.loads(feed.board.snapshot())
+        assert [item["instance"] for item in shown["decisions"].values()] == [instance_id]
+        assert shown["facts"]["times"]["warm"]["count"] == 1
+        await asyncio.sleep(3_700)
+        shown = json.loads(feed.board.snapshot())
+        assert not any(shown.get("decisions", {}).values())
+        assert shown["facts"]["times"] == {}
+    running.cancel()
+    await world.release("7")
+
+
 class Counting:
     """An observer, as metrics are one."""
 
@@ -126,7 +208,15 @@ class Counting:
         self.steps |= {(name, item.transition, item.epoch) for name, each in histories.items() for item in each}
 
 
-def make_feed(context: Context, failures: list[str], *observers: Counting) -> Feed:
+class MemoryJournal:
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+
+    def note(self, action: str, why: str = "", **_: Any) -> None:
+        self.said.append((action, why))
+
+
+def make_feed(context: Context, failures: list[str], *observers: Counting, since_s: float = DAY_S, **more: Any) -> Feed:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Context]:
         if failures:
@@ -137,15 +227,17 @@ def make_feed(context: Context, failures: list[str], *observers: Counting) -> Fe
         open_context=opened,
         backend="local",
         every_s=0.25,
-        since_s=DAY_S,
+        since_s=since_s,
         clock=context.clock,
         ids=SystemIds(),
         observers=observers,
+        **more,
     )
 
 
 async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> None:
-    feed = make_feed(world.process(), ["the disk is full", "the disk is full"])
+    journal = MemoryJournal()
+    feed = make_feed(world.process(), ["the disk is full", "the disk is full"], journal=journal)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(0.1)
     assert json.loads(feed.board.snapshot())["facts"]["trouble"] == "the disk is full"
@@ -153,7 +245,31 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> No
     await asyncio.sleep(5)
     assert json.loads(feed.board.snapshot())["facts"]["trouble"] == ""
     assert feed.last_good is not None
+    assert journal.said == [("look-failed", "the disk is full"), ("look-works-again", "before: the disk is full")]
     running.cancel()
+
+
+async def test_what_reuse_is_worth_is_what_the_report_says(world: World) -> None:
+    context = world.process()
+    prices = PriceTable(dated="2026-10", on_demand={"c6i.large": 3_600.0})
+    feed = make_feed(context, [], prices=prices)
+    running = asyncio.create_task(feed.run())
+    with feed.watched():
+        await world.provision("7")
+        await world.release("7")
+        await asyncio.sleep(30)
+        await world.provision("8")
+        await asyncio.sleep(5)
+        shown = json.loads(feed.board.snapshot())["facts"]["worth"]
+        told = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
+    assert (shown["reused"], shown["created"], shown["runs"]) == (told.reused, told.created, 2) == (1, 1, 2)
+    # Reckoned a little before: an hour is 3,600 of them, a second is one.
+    assert 0 < shown["cost"] <= told.costs.total <= shown["cost"] + 10
+    assert shown["idle"] == pytest.approx(told.savings.idle_cost, abs=0.001)
+    assert shown["waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
+    assert (shown["priced"], shown["unpriced"]) == ("2026-10", [])
+    running.cancel()
+    await world.release("8")
 
 
 async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(world: World) -> None:

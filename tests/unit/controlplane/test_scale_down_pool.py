@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.controlplane.context import Context
+from remuda.controlplane.feed import Seen
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.cron import parse_cron
 from remuda.domain.errors import Unavailable
 from remuda.domain.idle_config import IdleWindow
 from remuda.domain.instance import State
 from remuda.domain.scale_down import Action, Policy
+from remuda.entrypoints.dashboard.wire import decisions, milliseconds
 from remuda.ports.forge import Forge
 from support.fleets import tags
 from support.records import NOW
@@ -76,6 +79,18 @@ async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: 
     # Beyond the window nobody renews them.
     await world.pass_time(120)
     assert not world.in_state(State.IDLE)
+
+
+async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> None:
+    kept = set(await world.warm(2))
+    await pass_time(world, 180, keeping(2))
+    histories = await world.process().store.histories(sorted(kept))
+    for name in kept:
+        shown = decisions(Seen(instance=world.record(name), history=histories[name]))
+        (told,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
+        assert (told["by"], told["instance"], told["what"]) == ("scale-down", name, "stays longer in the pool")
+        assert told["why"]
+        assert told["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 
 
 async def test_kept_ones_are_claimed_like_any_other(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from remuda.domain.course import Course, Source, Taken
 from remuda.domain.instance import HistoryEntry, Instance, State
-from remuda.domain.ledger import Ledger, ledger, quantile
+from remuda.domain.ledger import Ledger, bill, ledger, quantile, worth
 from remuda.domain.prices import PriceTable
 from remuda.domain.provision import Provision
 from remuda.domain.resources import UsageClass
@@ -236,6 +237,22 @@ def test_every_cut_of_the_cost_adds_up(
     ]
     assert sum(found.hours.values()) == pytest.approx(sum(span.seconds for span in spans) / 3_600)
     assert sum(found.hours.values()) <= len(lives) * length_s / 3_600 + 1e-9
+
+
+@given(st.lists(st.tuples(records, st.lists(entries, max_size=8)), max_size=4), st.integers(1, 5))
+def test_what_fits_a_glance_is_what_the_ledger_says(
+    lives: list[tuple[Instance, list[HistoryEntry]]], reused: int
+) -> None:
+    lives = [(replace(record, instance_id=instance_id(number)), each) for number, (record, each) in enumerate(lives)]
+    provisions = [provision(1, course=course(created=1, seconds=60.0)), provision(2, course=course(reused=reused))]
+    told = made(provisions, lives)
+    bills = [bill(record, history, PRICES, since=BEFORE, until=AFTER) for record, history in lives]
+    found = worth(provisions, [record for record, _ in lives], bills, PRICES, since=BEFORE, until=AFTER)
+    assert (found.reused, found.created, found.runs) == (told.reused, told.created, 2)
+    assert found.cost == pytest.approx(told.costs.total)
+    assert set(found.unpriced) == set(told.costs.unpriced_hours)
+    for name in ("boot_s", "waiting_s", "boot_hours", "boot_cost", "idle_cost", "net"):
+        assert getattr(found.savings, name) == pytest.approx(getattr(told.savings, name)), name
 
 
 @given(st.lists(st.tuples(records, st.lists(entries, max_size=8)), max_size=4), st.integers(1, 50))

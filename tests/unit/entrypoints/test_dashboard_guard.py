@@ -33,6 +33,8 @@ def test_a_token_admits_by_header_and_by_session_alone() -> None:
     assert token.admits(Headers({"authorization": f"Bearer {TEXT}"}))
     assert token.admits(Headers({"authorization": f"bearer {TEXT}"}))
     assert token.admits(Headers({"cookie": f"other=1; {COOKIE}={token.session}"}))
+    for odd in ('{"json": [1, 2]}', "a b=c d", "no-value", 'open="quote', "a@b=(c)", "=", "x=\x01"):
+        assert token.admits(Headers({"cookie": f"{odd}; {COOKIE}={token.session}; {odd}"})), odd
     for headers in (
         {},
         {"authorization": f"Basic {TEXT}"},

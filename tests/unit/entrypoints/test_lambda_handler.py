@@ -86,7 +86,7 @@ def test_events_that_say_nothing_of_use(event: Any, says: str, capsys: pytest.Ca
     with pytest.raises(UserError, match=says):
         handler(event, Invocation())
     (line,) = lines(capsys)
-    assert (line["action"], line["request"]) == ("failed", "r-1")
+    assert (line["event"], line["level"], line["request"]) == ("failed", "warning", "r-1")
 
 
 def test_the_result_is_returned_and_logged(does: Any, capsys: pytest.CaptureFixture[str]):
@@ -98,8 +98,8 @@ def test_the_result_is_returned_and_logged(does: Any, capsys: pytest.CaptureFixt
     document = handler({"command": "refresh"}, Invocation())
     assert document == {"at": "2026-01-01 00:00:00+00:00", "terminated": ["i-1"]}
     first, last = lines(capsys)
-    assert (first["action"], first["why"], first["instance_id"]) == ("end-expired", "its time is up", "i-1")
-    assert (last["action"], last["result"]) == ("refresh-done", document)
+    assert (first["event"], first["reason"], first["instance_id"]) == ("end-expired", "its time is up", "i-1")
+    assert (last["event"], last["result"]) == ("refresh-done", document)
 
 
 def test_what_was_not_done_fails_the_invocation_after_the_rest_is_logged(does: Any, capsys: pytest.CaptureFixture[str]):

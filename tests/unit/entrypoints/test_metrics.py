@@ -93,6 +93,21 @@ def test_the_fleet_by_state_class_and_usage_with_zeros_for_what_could_be() -> No
     assert one(read(source), "remuda_instances", state="idle", **labels) == 0
 
 
+def test_the_pools_level_is_what_may_be_claimed() -> None:
+    source = meters()
+    fleet = [
+        instance(1),
+        instance(2, retire="drained"),
+        instance(3, held_until=at(60)),
+        instance(4, held_until=at(-60)),
+        instance(5, resource_class="of-before"),
+    ]
+    source.look(status(instances=fleet))
+    found = read(source)
+    assert one(found, "remuda_pool_idle", resource_class="large") == 2
+    assert one(found, "remuda_pool_idle", resource_class="other") == 1
+
+
 def test_heartbeats_open_launches_and_warnings() -> None:
     source = meters()
     ages = {instance_id(1): 4, instance_id(2): 9}
@@ -133,7 +148,8 @@ def test_without_a_configuration_nothing_is_made_up() -> None:
     source.look(status(config=None, instances=[instance(1)], pools={}))
     found = read(source)
     assert one(found, "remuda_instances", resource_class="other", state="idle") == 1
-    assert not [name for name, _ in found if name in {"remuda_max_instances", "remuda_pool_idle"}]
+    assert one(found, "remuda_pool_idle", resource_class="other") == 1
+    assert not [name for name, _ in found if name == "remuda_max_instances"]
 
 
 def test_provision_seconds_by_source_are_a_histogram() -> None:

@@ -18,6 +18,11 @@ def shipped_prices() -> PriceTable:
     return parse_prices(json.loads(text), name="prices.json")
 
 
+def chosen_prices(path: str | None) -> PriceTable:
+    """The user's, where there is one."""
+    return read_prices(Path(path)) if path else shipped_prices()
+
+
 def read_prices(path: Path) -> PriceTable:
     fix = "name a JSON file of prices, or leave it out"
     try:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from remuda.controlplane.explain import check_subject, explain
 from remuda.domain.errors import RemudaError, UserError
@@ -24,6 +26,8 @@ from remuda.entrypoints.story_view import story_document
 
 #: At most so many streams at a time.
 MAX_STREAMS = 100
+#: How long one part of a stream may take to be sent: who reads nothing is let go.
+SEND_S = 30.0
 #: How long a first view waits for the first look.
 FIRST_LOOK_S = 5.0
 #: A token's form is not longer.
@@ -42,11 +46,17 @@ class _File:
     tag: str
 
 
-def build_app(feed: Feed, *, token: Token | None, loopback: bool, more: Sequence[MoreRoutes] = ()) -> Starlette:
-    return Starlette(
+def build_app(feed: Feed, *, token: Token | None, loopback: bool, more: Sequence[MoreRoutes] = ()) -> ASGIApp:
+    """The guard is around all of it, the answer to a bug included."""
+    app = Starlette(
         routes=[*_routes(feed, token), *(route for make in more for route in make(feed))],
-        middleware=[Middleware(Guard, token=token, loopback=loopback)],
+        exception_handlers={Exception: _stumbled},
     )
+    return Guard(app, token=token, loopback=loopback)
+
+
+def _stumbled(_: Request, error: Exception) -> Response:
+    return _refused(500, f"a bug: {type(error).__name__}", "the dashboard's log says more")
 
 
 def _routes(feed: Feed, token: Token | None) -> list[BaseRoute]:
@@ -79,7 +89,7 @@ def _page_files() -> dict[str, _File]:
 
 def _serve_file(file: _File) -> Callable[[Request], Response]:
     def serve(request: Request) -> Response:
-        headers = {"etag": file.tag, "cache-control": "no-cache"}
+        headers = {"etag": file.tag, "cache-control": "private, no-cache"}
         if request.headers.get("if-none-match") == file.tag:
             return Response(status_code=304, headers=headers)
         return Response(file.content, media_type=file.media_type, headers=headers)
@@ -104,7 +114,7 @@ def _snapshot(feed: Feed) -> Callable[[Request], object]:
     async def serve(request: Request) -> Response:
         with feed.watched():
             await feed.first_look(FIRST_LOOK_S)
-        headers = {"etag": f'"{feed.board.tag}"', "cache-control": "no-cache", "vary": "accept-encoding"}
+        headers = {"etag": f'"{feed.board.tag}"', "cache-control": "private, no-cache", "vary": "accept-encoding"}
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         if "gzip" in request.headers.get("accept-encoding", ""):
@@ -126,31 +136,46 @@ def _events(feed: Feed) -> Callable[[Request], object]:
         return last[""][1]
 
     async def stream(asked: str) -> AsyncIterator[str]:
-        with feed.watched():
-            since = feed.board.version_of(asked)
-            yield "retry: 1000\n\n"
-            if since is None:
-                # It has what cannot be continued from: it takes a snapshot, and goes on from there.
-                since = feed.board.version
-                yield _event("reset", "{}", feed.board.tag)
-            yield _event("look", _look(feed))
-            while not feed.closed:
-                if not await feed.newer_than(since):
-                    yield _event("look", _look(feed))
-                    continue
-                # What came while the last one was being sent goes with this one.
-                text, tag, reached = changes(since), feed.board.tag, feed.board.version
-                yield _event("change", f'{{"since":{since},"look":{_look(feed)},"board":{text}}}', tag)
-                since = reached
+        since = feed.board.version_of(asked)
+        yield "retry: 1000\n\n"
+        if since is None:
+            # It has what cannot be continued from: it takes a snapshot, and goes on from there.
+            since = feed.board.version
+            yield _event("reset", "{}", feed.board.tag)
+        yield _event("look", _look(feed))
+        while not feed.closed:
+            if not await feed.newer_than(since):
+                yield _event("look", _look(feed))
+                continue
+            # What came while the last one was being sent goes with this one.
+            text, tag, reached = changes(since), feed.board.tag, feed.board.version
+            yield _event("change", f'{{"since":{since},"look":{_look(feed)},"board":{text}}}', tag)
+            since = reached
 
     async def serve(request: Request) -> Response:
         if feed.watching >= MAX_STREAMS:
-            return _refused(503, f"{MAX_STREAMS} pages are open already", "close one of them")
+            return _refused(503, f"too many pages are open: {feed.watching}", "close one of them")
         asked = request.headers.get("last-event-id") or request.query_params.get("since", "")
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(stream(asked), media_type="text/event-stream", headers=headers)
+        return _Stream(feed, stream(asked))
 
     return serve
+
+
+class _Stream(StreamingResponse):
+    """Counts from its beginning to its end, and does not wait for ever for who reads nothing."""
+
+    def __init__(self, feed: Feed, content: AsyncIterator[str]) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        with self._feed.watched(), suppress(TimeoutError, ClientDisconnect):
+            await super().__call__(scope, receive, send_in_time)
 
 
 def _event(name: str, data: str, tag: str = "") -> str:
@@ -187,7 +212,9 @@ def _sign_in(token: Token | None) -> Callable[[Request], object]:
         if given is None or not token.is_given(given):
             return RedirectResponse(f"{LOGIN}?refused=1", status_code=303)
         response = RedirectResponse("/", status_code=303)
-        secure = request.url.scheme == "https"
+        # A proxy that speaks TLS says so. Whoever lies here keeps a cookie that is sent by TLS alone.
+        forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+        secure = "https" in {request.url.scheme, forwarded}
         response.set_cookie(
             COOKIE, token.session, max_age=SESSION_S, path="/", httponly=True, samesite="strict", secure=secure
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import open_context
 from remuda.domain.errors import UserError
 from remuda.entrypoints.dashboard.server import address, find_place, listen, serving
@@ -44,7 +45,9 @@ def run_dashboard(
             pass
         listener = listen(place)
         url = address(place, listener)
-        async with serving(settings, place, listener, every_s=every, since_s=since_s, asks=asks) as server:
+        async with serving(
+            settings, place, listener, every_s=every, since_s=since_s, asks=asks, journal=output.journal(SystemClock())
+        ) as server:
             output.say(f"dashboard: {url} (Ctrl-C ends it)", style="bold")
             output.result({"url": url})
             await server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from heapq import nlargest
 from typing import Protocol
 
@@ -14,13 +14,17 @@ from remuda.controlplane.feed import Changes, FleetReader, Seen
 from remuda.controlplane.status import GHOSTS_EVERY_S, Status, with_ghosts
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import HistoryEntry
+from remuda.domain.ledger import bill, worth
+from remuda.domain.prices import PriceTable
 from remuda.domain.provision import Provision
 from remuda.entrypoints.dashboard import wire
 from remuda.entrypoints.dashboard.board import Board
 from remuda.ports.clock import Clock, Ids
+from remuda.ports.journal import Journal, SilentJournal
 
-#: How many decisions are kept in sight.
+#: How many decisions are kept in sight: ends, and machines that scale-down kept.
 DECISIONS = 200
+RENEWALS = 20
 #: Reports, pools and warnings are read only so often, and what ended unseen still less.
 THOROUGH_S = {"local": 1.0, "aws": 10.0}
 EVERYTHING_S = {"local": 60.0, "aws": 600.0}
@@ -28,6 +32,11 @@ EVERYTHING_S = {"local": 60.0, "aws": 600.0}
 UNWATCHED_S = {"local": 15.0, "aws": 120.0}
 #: After a failure; twice as long after each further one, up to the last.
 RETRY_S, RETRY_MOST_S = 0.5, 10.0
+#: What reuse is worth is reckoned only so often, and it is at most this part of the time that goes by.
+RECKON_S = {"local": 2.0, "aws": 30.0}
+RECKON_PART = 0.05
+#: So many machines' lives in one go: pages do not wait for all of them.
+RECKONED_AT_ONCE = 50
 #: An open stream says at least so often that it is alive.
 ALIVE_S = 5.0
 
@@ -62,9 +71,13 @@ class Feed:
         since_s: float,
         clock: Clock,
         ids: Ids,
+        prices: PriceTable | None = None,
         observers: Sequence[Observer] = (),
+        journal: Journal | None = None,
     ) -> None:
         self._observers = observers
+        self._journal = journal or SilentJournal()
+        self._prices = prices or PriceTable()
         self._open = open_context
         self._backend = backend
         self._every_s = every_s
@@ -87,7 +100,8 @@ class Feed:
         self._busy: frozenset[str] = frozenset()
         self._seen: dict[str, Seen] = {}
         self._decided: dict[str, datetime] = {}
-        self._thorough_at = self._everything_at = self._ghosts_at = clock.monotonic()
+        self._reckoning: asyncio.Task[None] | None = None
+        self._reckon_at = self._thorough_at = self._everything_at = self._ghosts_at = clock.monotonic()
 
     # For pages --------------------------------------------------------------------------------------------------
 
@@ -159,6 +173,9 @@ class Feed:
                 self._fail(f"a bug: {type(error).__name__}: {error}")
             finally:
                 self._context = None
+                if self._reckoning is not None:
+                    self._reckoning.cancel()
+                    self._reckoning = None
             failures += 1
             await self._clock.sleep(min(RETRY_S * 2 ** (failures - 1), RETRY_MOST_S))
 
@@ -192,8 +209,38 @@ class Feed:
             self._everything_at = ended + EVERYTHING_S[self._backend]
         self._observe(changes)
         self._show(context, changes)
+        self._reckon_when_due()
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
+
+    def _reckon_when_due(self) -> None:
+        """Beside the looks, and only for somebody who watches."""
+        if self._reckoning is not None and self._reckoning.done():
+            done, self._reckoning = self._reckoning, None
+            done.result()
+        due = self.watching and not self._reader.is_behind and self._clock.monotonic() >= self._reckon_at
+        if due and self._reckoning is None:
+            self._reckoning = asyncio.create_task(self._reckon())
+
+    async def _reckon(self) -> None:
+        """What reuse is worth, of all that is in sight: in parts, for it goes over every machine's life."""
+        until = self._clock.now()
+        since = until - timedelta(seconds=self._since_s)
+        seen, bills, used_s = list(self._seen.values()), [], 0.0
+        for begin in range(0, len(seen), RECKONED_AT_ONCE):
+            began = self._clock.monotonic()
+            bills += [
+                bill(item.instance, item.history or (), self._prices, since=since, until=until)
+                for item in seen[begin : begin + RECKONED_AT_ONCE]
+            ]
+            used_s += self._clock.monotonic() - began
+            await self._clock.sleep(0)
+        instances = [item.instance for item in seen]
+        found = worth(list(self._provisions.values()), instances, bills, self._prices, since=since, until=until)
+        self._reckon_at = self._clock.monotonic() + max(RECKON_S[self._backend], used_s / RECKON_PART)
+        self.board.put("facts", "worth", wire.worth_text(found))
+        if self.board.commit():
+            self._tell()
 
     def _observe(self, changes: Changes) -> None:
         read = {name: seen.history for name, seen in changes.instances.items() if seen.history is not None}
@@ -213,11 +260,13 @@ class Feed:
         for name in changes.lapsed:
             self._provisions.pop(name, None)
             board.drop("provisions", name)
-        if changes.provisions:
+        if changes.provisions or changes.lapsed:
             board.put("facts", "times", wire.times_text(list(self._provisions.values())))
         if changes.status is not None and self.status is not None:
             for name, text in wire.status_texts(self.status).items():
                 board.put("facts", name, text)
+        if self.trouble:
+            self._journal.note("look-works-again", f"before: {self.trouble}")
         self.trouble, self.last_good = "", now
         about = {"pool": context.pool_name, "backend": self._backend, "since_s": self._since_s}
         board.put("facts", "about", wire.encode(about))
@@ -239,14 +288,20 @@ class Feed:
         for name in {*changes.instances, *(name for name in turned if name in self._seen)}:
             text = wire.instance_text(self._seen[name], now=now, busy=name in self._busy)
             self.board.put("instances", name, text)
-        self._show_decisions(changes)
+        self._show_decisions(changes, horizon=now - timedelta(seconds=self._since_s))
 
-    def _show_decisions(self, changes: Changes) -> None:
+    def _show_decisions(self, changes: Changes, *, horizon: datetime) -> None:
         fresh = {name: (at, text) for seen in changes.instances.values() for at, name, text in wire.decisions(seen)}
-        if not fresh:
+        known = self._decided | {name: at for name, (at, _) in fresh.items()}
+        times = {name: at for name, at in known.items() if at >= horizon}
+        if times == self._decided and not fresh:
             return
-        times = self._decided | {name: at for name, (at, _) in fresh.items()}
-        kept = set(nlargest(DECISIONS, times, key=lambda name: (times[name], name)))
+        renewed = {name for name in times if name.endswith(wire.KEPT)}
+        kept = {
+            name
+            for names, most in ((times.keys() - renewed, DECISIONS), (renewed, RENEWALS))
+            for name in nlargest(most, names, key=lambda name: (times[name], name))
+        }
         for name in self._decided.keys() - kept:
             self.board.drop("decisions", name)
         for name in kept & fresh.keys():
@@ -256,6 +311,9 @@ class Feed:
     def _fail(self, sentence: str) -> None:
         for observer in self._observers:
             observer.look_failed()
+        if not self.trouble:
+            # Once: who watches the log is not told again and again.
+            self._journal.note("look-failed", sentence)
         self.trouble = sentence
         self.board.put("facts", "trouble", wire.encode(sentence))
         if self.board.commit():

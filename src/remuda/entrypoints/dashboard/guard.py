@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,6 +15,8 @@ COOKIE = "remuda_session"
 LOGIN = "/login"
 #: What the sign-in page is made of: it must be there for those who have not signed in.
 OPEN_PATHS = frozenset({LOGIN, "/login.js", "/style.css", "/icon.svg"})
+#: What no other site's page has reason to ask for, in whoever's browser.
+GUARDED_PATHS = ("/api/", "/metrics")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
@@ -49,11 +51,8 @@ class Token:
         scheme, _, credential = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.is_given(credential.strip()):
             return True
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            return False
-        held = cookies[COOKIE].value if COOKIE in cookies else ""
+        # As browsers write them: another page's odd cookie hides none of the others.
+        held = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         return hmac.compare_digest(_digest(held), self._session_digest)
 
 
@@ -101,8 +100,11 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers, path, method = Headers(scope=scope), scope["path"], scope["method"]
-        if self._loopback and not names_loopback(headers.get("host", "")):
-            return _refused(421, "this page answers to localhost and 127.0.0.1 alone")
+        # With a token it is the token that counts: a proxy may come by another name.
+        if self._loopback and self._token is None and not names_loopback(headers.get("host", "")):
+            return _refused(421, "this page answers to localhost and 127.0.0.1 alone; with a token, to any name")
+        if headers.get("sec-fetch-site") == "cross-site" and path.startswith(GUARDED_PATHS):
+            return _refused(403, "another site's page may not ask for this")
         if method not in {"GET", "HEAD"} and not (method == "POST" and path == LOGIN):
             return _refused(405, "this page is read-only")
         if self._token is None or path in OPEN_PATHS or self._token.admits(headers):

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.adapters.system.prices import chosen_prices
 from remuda.bootstrap import open_context
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
+from remuda.ports.journal import Journal, SilentJournal
 from remuda.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ EVERY_S = {"local": 0.25, "aws": 5.0}
 #: A scrape shows a look that is not older, and waits for it no longer: scrapers give up after ten seconds.
 SCRAPE_AGE_S = {"local": 5.0, "aws": 15.0}
 SCRAPE_WAIT_S = 5.0
+#: Of all kinds, those that ask for nothing included; more are refused. Pages are fewer (`MAX_STREAMS`).
+MAX_CONNECTIONS = 400
 #: Streams end when they are told to; nothing else lasts.
 GRACE_S = 1
 
@@ -144,7 +147,14 @@ def address(place: Place, listener: socket.socket) -> str:
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, place: Place, listener: socket.socket, *, every_s: float | None, since_s: float, asks: bool
+    settings: Settings,
+    place: Place,
+    listener: socket.socket,
+    *,
+    every_s: float | None,
+    since_s: float,
+    asks: bool,
+    journal: Journal | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serves from here on; gives the task that ends when the server does. At the end every stream is closed at once."""
     with web_libraries():
@@ -165,7 +175,9 @@ async def serving(
         since_s=since_s,
         clock=clock,
         ids=SystemIds(),
+        prices=chosen_prices(settings.prices),
         observers=[meters],
+        journal=journal,
     )
     scraped = metrics_route(
         meters, calls, freshen=lambda: feed.recent(age_s=SCRAPE_AGE_S[settings.backend], timeout_s=SCRAPE_WAIT_S)
@@ -177,6 +189,7 @@ async def serving(
         server_header=False,
         proxy_headers=False,
         lifespan="off",
+        limit_concurrency=MAX_CONNECTIONS,
         ws="none",
         timeout_graceful_shutdown=GRACE_S,
     )

@@ -10,10 +10,11 @@ from typing import Any
 from remuda.controlplane.feed import Seen
 from remuda.controlplane.status import Status
 from remuda.domain.instance import HistoryEntry, Instance, State
-from remuda.domain.ledger import is_end, times_of
+from remuda.domain.ledger import Worth, is_end, times_of
 from remuda.domain.provision import Provision
 from remuda.domain.spans import Phase, spans_of
 from remuda.domain.story import entry_line
+from remuda.domain.transitions import Actor
 from remuda.entrypoints.views import record_document
 
 #: A lane names phases by their place here.
@@ -22,7 +23,12 @@ PHASES = tuple(Phase)
 MAX_TEXT = 300
 #: A page with more would be read by nobody; how many there are is told.
 MAX_WARNINGS = 100
+#: Types without a price that are named.
+MAX_UNPRICED = 5
 _ACTS = ("retire", "quarantine")
+_KEPT = "renew"
+#: How the name of a decision ends that a machine stays: it is made again and again, and shown once.
+KEPT = "/kept"
 
 
 def encode(document: Any) -> str:
@@ -111,14 +117,39 @@ def times_text(provisions: Sequence[Provision]) -> str:
     )
 
 
+def worth_text(found: Worth) -> str:
+    """Whether reuse pays off."""
+    savings = found.savings
+    return encode(
+        {
+            "since": milliseconds(found.since),
+            "runs": found.runs,
+            "reused": found.reused,
+            "created": found.created,
+            "cost": round(found.cost, 4),
+            "idle": round(savings.idle_cost, 4),
+            "currency": found.currency,
+            "priced": found.priced,
+            "unpriced": list(found.unpriced[:MAX_UNPRICED]),
+            "boot_s": None if savings.boot_s is None else round(savings.boot_s, 2),
+            "waiting_s": round(savings.waiting_s, 1),
+            "boots": round(savings.boot_cost, 4),
+            "net": round(savings.net, 4),
+        }
+    )
+
+
 def decisions(seen: Seen) -> list[tuple[datetime, str, str]]:
-    """Why an instance was retired, ended or held: time, name and text of each."""
+    """Why an instance was retired, ended or held, and why scale-down kept it last: time, name and text of each."""
     name = seen.instance.instance_id
-    return [
+    history = seen.history or ()
+    found = [
         (entry.at, f"{name}/{milliseconds(entry.at)}/{entry.transition}", _decision(seen.instance, entry))
-        for entry in seen.history or ()
+        for entry in history
         if is_end(entry) or entry.transition in _ACTS
     ]
+    kept = [entry for entry in history if entry.transition == _KEPT and entry.by == Actor.SCALE_DOWN]
+    return [*found, *((entry.at, f"{name}{KEPT}", _decision(seen.instance, entry)) for entry in kept[-1:])]
 
 
 def _decision(instance: Instance, entry: HistoryEntry) -> str:

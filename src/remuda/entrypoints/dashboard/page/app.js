@@ -2,8 +2,8 @@
 import { drawLevel, drawTimes, showKinds } from "./charts.js";
 import { Model } from "./model.js";
 import { onTheme } from "./paint.js";
-import { ROWS, showChoices, showClasses, showDecisions, showLegend, showMachines, showRuns, showTiles, showWarnings } from "./panels.js";
-import { tellStory } from "./story.js";
+import { ROWS, showChoices, showClasses, showDecisions, showLegend, showMachines, showRuns, showTiles, showWarnings, showWorth } from "./panels.js";
+import { fragment, tellStory } from "./story.js";
 import { Stream } from "./stream.js";
 import { clock, find, say } from "./text.js";
 import { Timeline } from "./timeline.js";
@@ -17,6 +17,7 @@ const timeline = new Timeline(model, tellStory);
 let rows = ROWS;
 let link = "wait";
 let lostAt = 0;
+let refusal = "";
 let panelsAt = 0;
 let chartsAt = 0;
 let due = 0;
@@ -45,6 +46,7 @@ function panels() {
   find("clear").hidden = !asked;
   showChoices(model);
   if (!find("table").hidden) showMachines(model, rows);
+  showWorth(model);
   showWarnings(model);
   showClasses(model);
   showDecisions(model);
@@ -64,7 +66,8 @@ function charts() {
 
 // Connection and store -------------------------------------------------------------------------------------------
 
-function setLink(state) {
+function setLink(state, why = "") {
+  if (why || state !== "lost") refusal = why;
   if (state === "lost" && link !== "lost") lostAt = model.now();
   if (state !== link) {
     link = state;
@@ -78,7 +81,8 @@ function banner() {
   const trouble = model.facts.get("trouble") ?? "";
   const good = model.good ? `The last good look was at ${clock(model.good)} UTC.` : "There was no good look yet.";
   let words = "";
-  if (link === "lost") words = `No connection to the server since ${clock(lostAt)} UTC; trying again. Shown is what was known then.`;
+  if (link === "lost" && refusal) words = `The server refuses: ${refusal}; trying again. Shown is what was known at ${clock(lostAt)} UTC.`;
+  else if (link === "lost") words = `No connection to the server since ${clock(lostAt)} UTC; trying again. Shown is what was known then.`;
   else if (trouble) words = `The store cannot be read: ${trouble}. ${good}`;
   say(find("banner"), words);
   find("banner").hidden = !words;
@@ -107,7 +111,7 @@ function refilter() {
   if (span !== USUAL_S) wanted.set("time", String(span));
   if (!find("table").hidden) wanted.set("view", "table");
   const query = wanted.toString();
-  history.replaceState(null, "", location.pathname + (query ? `?${query}` : "") + location.hash);
+  history.replaceState(null, "", location.pathname + (query ? `?${query}` : "") + fragment());
   model.stale = true;
   rows = ROWS;
   chartsAt = 0;

@@ -2,7 +2,7 @@
 import { kindCell } from "./charts.js";
 import { LETTERS, TILES, phaseOf } from "./model.js";
 import { fill } from "./paint.js";
-import { cells, duration, find, keep, make, say, seconds, teller, when } from "./text.js";
+import { cells, duration, find, heldFor, keep, make, say, seconds, teller, when } from "./text.js";
 
 const ROWS = 200;
 const SHOWN_RUNS = 25;
@@ -78,7 +78,7 @@ export function showMachines(model, most) {
     update: (row, machine) => {
       const over = ["terminating", "terminated"].includes(machine.state);
       const left = machine.until - now;
-      const held = machine.held ? `in quarantine, ${duration(Math.max(machine.held - now, 0))} left: ` : "";
+      const held = heldFor(machine, now);
       cells(row, [
         [(cell) => teller(cell, machine.id), "whole"],
         [(cell) => stateCell(cell, phaseOf(machine)), "whole"],
@@ -88,7 +88,7 @@ export function showMachines(model, most) {
         [machine.usage, "whole"],
         [String(machine.uses), "n"],
         [over ? "" : left >= 0 ? duration(left) : `over by ${duration(-left)}`, "n"],
-        held + (machine.retire || (machine.busy ? "a job runs" : "")),
+        [held, machine.retire || (machine.busy ? "a job runs" : "")].filter(Boolean).join(": "),
       ]);
     },
   });
@@ -120,6 +120,24 @@ export function showWarnings(model) {
       say(row.children[2], item.text);
     },
   });
+}
+
+// As `remuda report` reckons it, over all that the page has in sight.
+export function showWorth(model) {
+  const told = model.facts.get("worth");
+  if (!told) return;
+  const money = (value) => `${value.toFixed(Math.abs(value) >= 1 || value === 0 ? 2 : 4)} ${told.currency}`;
+  const runners = told.reused + told.created;
+  const priced = told.priced ? `prices as of ${told.priced}` : "no list of prices";
+  const free = told.unpriced.length ? `; ${told.unpriced.join(", ")} without a price, counted as free` : "";
+  const hours = (model.facts.get("about")?.since_s ?? 0) / 3600;
+  say(find("worth-note"), `the last ${hours > 48 ? `${Math.round(hours / 24)} d` : `${Number(hours.toFixed(1))} h`}; ${priced}${free}`);
+  say(find("reuse-rate"), runners ? `${Math.round((100 * told.reused) / runners)} %` : "–");
+  say(find("reuse-of"), runners ? `${told.reused} of ${runners} runners, ${told.runs} runs` : "no run has got its runners yet");
+  say(find("cost"), money(told.cost));
+  say(find("cost-of"), `${money(told.idle)} of it idle in the pool`);
+  say(find("saved"), told.boot_s === null ? "–" : `${duration(told.waiting_s * 1000)} of waiting`);
+  say(find("saved-of"), told.boot_s === null ? "no boot was seen to compare with" : `${money(told.boots)} of boots at ${seconds(told.boot_s)} each; ${money(told.net)} less what idled`);
 }
 
 export function showClasses(model) {

@@ -10,8 +10,13 @@ export function tellStory(subject) {
   location.hash = wanted;
 }
 
-function subjectOf(hash) {
-  return new URLSearchParams(hash.slice(1)).get("of") ?? "";
+function subject() {
+  return new URLSearchParams(location.hash.slice(1)).get("of") ?? "";
+}
+
+// All that an address may say after its #: a token that came this way is not kept where it can be seen and shared.
+export function fragment() {
+  return subject() ? `#of=${encodeURIComponent(subject())}` : "";
 }
 
 async function read(subject) {
@@ -20,9 +25,9 @@ async function read(subject) {
   if (!dialog.open) dialog.showModal();
   try {
     const response = await fetch(`/api/story?of=${encodeURIComponent(subject)}`);
-    const answer = await response.json();
+    const answer = await response.json().catch(() => ({ error: { message: `The server answered with ${response.status}, and no reason` } }));
     if (turn !== asked) return;
-    if (response.ok) show(answer, "");
+    if (response.ok && !answer.error) show(answer, "");
     else show({ title: subject, lines: [], next: [] }, [answer.error.message, answer.error.fix].filter(Boolean).join("; "));
   } catch {
     if (turn === asked) show({ title: subject, lines: [], next: [] }, "The server cannot be reached.");
@@ -58,8 +63,8 @@ function* lines(told) {
 }
 
 function follow() {
-  const subject = subjectOf(location.hash);
-  if (subject) read(subject);
+  if (location.hash !== fragment()) history.replaceState(null, "", location.pathname + location.search + fragment());
+  if (subject()) read(subject());
   else if (dialog.open) dialog.close();
 }
 

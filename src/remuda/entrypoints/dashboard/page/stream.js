@@ -1,7 +1,9 @@
 // A snapshot, then changes as they come. A lost server is waited for; what came meanwhile is caught up with.
+// One thing goes on at a time: a snapshot is fetched, a stream is open, or the next try is due.
 
 const SILENT_MS = 12_000;
 const AGAIN_MS = 1_000;
+const AGAIN_MOST_MS = 8_000;
 const PATIENCE_MS = 20_000;
 const UNSEEN_MS = 5_000;
 
@@ -12,7 +14,9 @@ export class Stream {
     this.state = state;
     this.received = 0;
     this.merged = 0;
+    // What comes while a snapshot is fetched; null while none is.
     this.waiting = null;
+    this.again_ms = AGAIN_MS;
     setInterval(() => this.watch(), 2_000);
     document.addEventListener("visibilitychange", () => this.turn());
   }
@@ -36,37 +40,63 @@ export class Stream {
   }
 
   async start() {
-    try {
-      await this.snapshot();
-    } catch {
-      this.lose();
-      setTimeout(() => this.start(), AGAIN_MS);
-      return;
-    }
-    this.open();
+    if (await this.snapshot()) this.open();
   }
 
+  // Whether there is one now; where there is not, it is tried again.
   async snapshot() {
+    if (this.waiting) return false;
     this.waiting = [];
-    const response = await fetch("/api/snapshot", { cache: "no-cache", signal: AbortSignal.timeout(PATIENCE_MS) });
-    if (response.status === 401) location.assign("/login");
-    if (!response.ok) throw new Error(`snapshot: ${response.status}`);
-    const board = await response.json();
-    this.model.reset();
-    this.model.apply(board);
+    try {
+      const response = await fetch("/api/snapshot", { cache: "no-cache", signal: AbortSignal.timeout(PATIENCE_MS) });
+      if (response.status === 401) location.assign("/login");
+      if (!response.ok) throw new Error(`snapshot: ${response.status}`);
+      const board = await response.json();
+      this.model.reset();
+      this.model.apply(board);
+    } catch {
+      this.retry();
+      return false;
+    }
     const held = this.waiting;
     this.waiting = null;
     for (const change of held) this.take(change);
     this.changed();
+    return true;
+  }
+
+  // A source does not tell why it was refused: the server's own words are asked for.
+  async refused(source) {
+    let words = "";
+    try {
+      const answer = await fetch(source.url, { signal: AbortSignal.timeout(PATIENCE_MS) });
+      if (answer.status === 503) words = (await answer.json()).error.message;
+      else answer.body?.cancel();
+    } catch {
+      // No words of ours.
+    }
+    if (source === this.source) this.retry(words);
+  }
+
+  // From the start, after a while that grows: whatever went on before is over.
+  retry(why = "") {
+    this.lose(why);
+    this.source?.close();
+    this.source = null;
+    this.waiting = null;
+    clearTimeout(this.next);
+    this.next = setTimeout(() => this.start(), this.again_ms);
+    this.again_ms = Math.min(this.again_ms * 2, AGAIN_MOST_MS);
   }
 
   open() {
     this.source?.close();
     this.heard = performance.now();
+    if (document.hidden) this.turn();
     const source = (this.source = new EventSource(`/api/events?since=${encodeURIComponent(this.model.tag)}`));
     const on = (name, act) => source.addEventListener(name, (event) => source === this.source && act(JSON.parse(event.data)));
     on("look", (look) => this.look(look));
-    on("reset", () => this.again());
+    on("reset", () => this.snapshot());
     on("change", (change) => {
       this.look(change.look);
       if (this.waiting) this.waiting.push(change);
@@ -74,14 +104,15 @@ export class Stream {
     });
     source.onerror = () => {
       if (source !== this.source) return;
-      this.lose();
       // A refusal ends it for good: then it is begun anew, and a sign-in asked for where that is what is missing.
-      if (source.readyState === EventSource.CLOSED) setTimeout(() => source === this.source && this.start(), AGAIN_MS);
+      if (source.readyState === EventSource.CLOSED) this.refused(source);
+      else this.lose();
     };
   }
 
   look(look) {
     this.heard = performance.now();
+    this.again_ms = AGAIN_MS;
     this.model.heard(look);
     this.state("live");
   }
@@ -90,7 +121,7 @@ export class Stream {
     const { board, since } = change;
     if (board.version <= this.model.version) return;
     if (since > this.model.version) {
-      this.again();
+      this.snapshot();
       return;
     }
     this.received += 1;
@@ -99,25 +130,13 @@ export class Stream {
     this.changed();
   }
 
-  async again() {
-    if (this.waiting) return;
-    try {
-      await this.snapshot();
-    } catch {
-      this.waiting = null;
-      this.lose();
-      this.source?.close();
-      setTimeout(() => this.start(), AGAIN_MS);
-    }
-  }
-
-  lose() {
-    this.state("lost");
+  lose(why = "") {
+    this.state("lost", why);
   }
 
   // A connection can die without a word.
   watch() {
-    if (this.source && performance.now() - this.heard > SILENT_MS) {
+    if (this.source && !this.waiting && performance.now() - this.heard > SILENT_MS) {
       this.lose();
       this.open();
     }

@@ -26,6 +26,9 @@ export function duration(milliseconds) {
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 }
 
+// In quarantine, and for how long still; empty where it is not, or not any more.
+export const heldFor = (machine, now) => (machine.held > now ? `in quarantine, ${duration(machine.held - now)} left` : "");
+
 export const seconds = (value) => (value == null ? "" : value < 10 ? `${value.toFixed(2)} s` : value < 120 ? `${value.toFixed(1)} s` : duration(value * 1000));
 
 export function make(tag, classes = "", words = "") {
@@ -41,9 +44,16 @@ export function say(element, words) {
 
 export const find = (id) => document.getElementById(id);
 
-// One element an item, kept while the item is: focus and scrolling stay where they are.
+// One element an item, kept while the item is: focus and scrolling stay where they are. What has the focus is never moved,
+// for that would take it away; the others move around it.
 export function keep(parent, items, { key, create, update }) {
-  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const wanted = new Set(items.map(key));
+  const old = new Map();
+  for (const child of [...parent.children]) {
+    if (wanted.has(child.dataset.key) && !old.has(child.dataset.key)) old.set(child.dataset.key, child);
+    else child.remove();
+  }
+  const focused = [...old.values()].find((child) => child.contains(document.activeElement));
   let place = parent.firstElementChild;
   for (const item of items) {
     const name = key(item);
@@ -54,10 +64,14 @@ export function keep(parent, items, { key, create, update }) {
       element.dataset.key = name;
     }
     update(element, item);
+    while (element === focused && place !== focused) {
+      const next = place.nextElementSibling;
+      parent.append(place);
+      place = next;
+    }
     if (element === place) place = place.nextElementSibling;
     else parent.insertBefore(element, place);
   }
-  for (const element of old.values()) element.remove();
 }
 
 // A row of cells: each entry is words, or a function that fills its cell, or one of them with a class.

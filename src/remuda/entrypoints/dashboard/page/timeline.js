@@ -1,7 +1,7 @@
 // One lane a machine. Only the lanes in sight are drawn, however many there are.
 import { eachSpan, phaseOf } from "./model.js";
 import { colour, fill, letter, prepare, tickWords, ticks } from "./paint.js";
-import { duration, find, say, when } from "./text.js";
+import { duration, find, heldFor, say, when } from "./text.js";
 
 const LANE = 18;
 const BAR = 12;
@@ -104,7 +104,7 @@ export class Timeline {
     context.fillRect(2, middle - 6, 13, 12);
     context.font = "bold 9px system-ui, sans-serif";
     context.textAlign = "center";
-    context.fillStyle = ["running", "idle", "ending"].includes(phase) ? colour("letter-dark") : colour("letter");
+    context.fillStyle = phase === "running" ? colour("letter-dark") : colour("letter");
     context.fillText(letter(phase), 8.5, middle + 0.5);
     eachSpan(machine, this.span.until, (begin, end, each) => {
       if (end < this.span.since || begin > this.span.until) return;
@@ -113,11 +113,11 @@ export class Timeline {
       context.fillStyle = fill(context, each);
       context.fillRect(from, middle - BAR / 2, wide, BAR);
       if (wide > 14) {
-        context.fillStyle = ["running", "idle", "ending"].includes(each) ? colour("letter-dark") : colour("letter");
+        context.fillStyle = each === "running" ? colour("letter-dark") : colour("letter");
         context.fillText(letter(each), from + 7, middle + 0.5);
       }
     });
-    if (machine.held) this.flag(context, this.x(this.span.until) - 3, middle);
+    if (machine.held > this.span.until) this.flag(context, this.x(this.span.until) - 3, middle);
     context.textAlign = "left";
   }
 
@@ -188,8 +188,8 @@ export class Timeline {
 
   words(machine) {
     const run = machine.run ? `, run ${machine.run}` : "";
-    const held = machine.held ? ", in quarantine" : "";
+    const held = heldFor(machine, this.model.now());
     const busy = machine.busy ? ", a job runs" : "";
-    return `${machine.id}: ${phaseOf(machine)}${run}${busy}${held}, ${machine.class}, ${machine.type}, ${machine.usage}`;
+    return `${machine.id}: ${phaseOf(machine)}${run}${busy}${held ? `, ${held}` : ""}, ${machine.class}, ${machine.type}, ${machine.usage}`;
   }
 }
