@@ -8,6 +8,8 @@ WORKFLOWS := $(wildcard deploy/workflows/*.yml)
 # Also pins what building the package itself needs.
 export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of commands are started: compiled once, they start sooner.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The Lambda function's platform: x86_64 or arm64, and the version of its runtime.
 LAMBDA_ARCH ?= x86_64
@@ -47,7 +49,7 @@ conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium ## The installed command, with real processes
-	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile
+	$(BIN)/pytest tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
 	$(BIN)/pytest tests/simulation -q -n 2 --dist worksteal

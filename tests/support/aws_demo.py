@@ -432,8 +432,9 @@ def main() -> int:
     if reason := why_not():
         output.say(f"not here: {reason}")
         return 2
-    # Whoever ends it gets it taken down, too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Whoever ends it gets it taken down, too; also where it was started in the background, with Ctrl-C turned off.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="remuda-demo-aws-"))
     try:
         return run(output, folder, short=given.short)

@@ -42,7 +42,7 @@ ROLE = f"arn:aws:iam::123456789012:role/{PROFILE}"
 #: Bootstrap, agent and AWS's library each have a token of their own.
 TOKENS = 1_000
 #: How the agent's journal says why it ends.
-_END = re.compile(r"^\S+ end instance_id=\S+ (.+)$", re.MULTILINE)
+_END = re.compile(r"^\S+ end instance_id=\S+ (?:\w+=\S* )*(.+)$", re.MULTILINE)
 
 Say = Callable[[str], None]
 
