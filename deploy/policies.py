@@ -63,6 +63,8 @@ OF_THE_FLEET = {
     f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": ENVIRONMENT,
 }
 ASKS_FOR_THE_POOL = {f"aws:RequestTag/{POOL_TAG}": "<pool>"}
+#: The partition keys that a request touches. IAM has no word for sort keys.
+LEADING_KEYS = "dynamodb:LeadingKeys"
 
 
 # Agent --------------------------------------------------------------------------------------------------------------
@@ -70,9 +72,9 @@ ASKS_FOR_THE_POOL = {f"aws:RequestTag/{POOL_TAG}": "<pool>"}
 
 def _own_item(kind: str) -> Conditions:
     return {
-        "ForAllValues:StringEquals": {"dynamodb:LeadingKeys": f"{kind}#${{aws:userid}}"},
+        "ForAllValues:StringEquals": {LEADING_KEYS: f"{kind}${{aws:userid}}"},
         # ForAllValues holds where there are no values at all: a request without keys is refused by this.
-        "Null": {"dynamodb:LeadingKeys": "false"},
+        "Null": {LEADING_KEYS: "false"},
     }
 
 
@@ -86,14 +88,14 @@ def agent() -> Policy:
                 why="read what it is to do",
                 actions=("dynamodb:GetItem",),
                 resources=(TABLE,),
-                conditions=_own_item("control"),
+                conditions=_own_item(items.CONTROL_PREFIX),
             ),
             Statement(
                 sid="WriteOwnReport",
                 why="signals and heartbeat",
                 actions=("dynamodb:UpdateItem",),
                 resources=(TABLE,),
-                conditions=_own_item("report"),
+                conditions=_own_item(items.REPORT_PREFIX),
             ),
             Statement(
                 sid="TerminateItself",
@@ -115,13 +117,36 @@ def _queues(classes: Sequence[str]) -> tuple[str, ...]:
     return tuple(arn("sqs", queue_name(each)) for each in classes)
 
 
-def _records(*more: str) -> Statement:
-    operations = ("BatchGetItem", "BatchWriteItem", "GetItem", "Query", "UpdateItem", *more)
+def _read_records(*more: str) -> Statement:
+    operations = ("BatchGetItem", "GetItem", "Query", *more)
     return Statement(
-        sid="Records",
+        sid="ReadRecords",
         why="the pool's records",
-        actions=tuple(f"dynamodb:{operation}" for operation in sorted(operations)),
+        actions=_on_items(*operations),
         resources=(TABLE, *INDEXES),
+    )
+
+
+def _on_items(*operations: str) -> tuple[str, ...]:
+    return tuple(f"dynamodb:{operation}" for operation in sorted(operations))
+
+
+def _write(sid: str, why: str, operation: str, *partitions: str) -> Statement:
+    """Of items whose keys begin so, and of no others: never the pool's configuration."""
+    begins = tuple(f"{partition}*" for partition in partitions)
+    return Statement(
+        sid=sid,
+        why=why,
+        actions=_on_items(operation),
+        resources=(TABLE,),
+        conditions={"ForAllValues:StringLike": {LEADING_KEYS: begins}, "Null": {LEADING_KEYS: "false"}},
+    )
+
+
+def _write_machines() -> tuple[Statement, ...]:
+    return (
+        _write("WriteMachines", "records of machines", "UpdateItem", items.CONTROL_PREFIX, items.REPORT_PREFIX),
+        _write("WriteHistory", "lines of their histories", "BatchWriteItem", items.history_pk("")),
     )
 
 
@@ -178,7 +203,15 @@ def workflow(classes: Sequence[str] = CLASSES) -> Policy:
     return Policy(
         name="workflow",
         who="workflows, for `provision` and `release`",
-        statements=(_records("PutItem"), _messages(classes), *_launch(), _terminate(), _look("DescribeInstances")),
+        statements=(
+            _read_records(),
+            *_write_machines(),
+            _write("WriteProvisions", "what a run has asked for", "PutItem", items.run_pk("")),
+            _messages(classes),
+            *_launch(),
+            _terminate(),
+            _look("DescribeInstances"),
+        ),
     )
 
 
@@ -273,7 +306,13 @@ def refresh(classes: Sequence[str] = CLASSES) -> Policy:
         name="refresh",
         who="whoever runs `refresh` and `doctor`: the scheduled function, a scheduled workflow, an operator",
         statements=(
-            _records("PutItem", "Scan"),
+            _read_records("Scan"),
+            Statement(
+                sid="WriteRecords",
+                why="the pool's records, its configuration among them",
+                actions=_on_items("BatchWriteItem", "PutItem", "UpdateItem"),
+                resources=(TABLE,),
+            ),
             Statement(
                 sid="PrepareTable",
                 why="create and verify the table",
@@ -348,7 +387,8 @@ def scale_down() -> Policy:
         name="scale-down",
         who="whoever runs `scale-down`: the scheduled function, a scheduled workflow, an operator",
         statements=(
-            _records(),
+            _read_records(),
+            *_write_machines(),
             Statement(
                 sid="TerminateTheFleets",
                 why="end machines of this environment's fleet",

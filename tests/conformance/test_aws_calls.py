@@ -36,6 +36,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.journal import SilentJournal
 from remuda.ports.pool import BATCH
 from remuda.ports.store import InstanceStore
+from support.dynamodb_rights import refused, requests
 from support.records import LONG_S, birth, instance, message, pool_config
 from support.servers import Ministack
 from support.wire import JSON, Fault, Wire, answers, held_until, together, wire
@@ -225,6 +226,26 @@ async def test_the_counter_says_what_the_wire_saw(herd_store: InstanceStore, aws
     seen = dict(aws.dynamodb.requests)
     assert {name: counts["dynamodb"].get(name, 0) + counts["dynamodb"].get(f"poll:{name}", 0) for name in seen} == seen
     assert counts["sqs"] == dict(aws.sqs.requests)
+
+
+async def test_every_call_is_within_a_workflows_rights(herd_store: InstanceStore, aws: Aws, table_name: str) -> None:
+    pool = table_name.removeprefix("remuda-")
+    configuring = list(requests({"PutItem": aws.dynamodb.sent["PutItem"]}))
+    assert refused("workflow", pool, configuring) == configuring, "what refresh writes is not theirs to write"
+    assert not refused("refresh", pool, configuring)
+    aws.dynamodb.sent.clear()
+    # Others than the memory's own numbers, which the third provision launches.
+    herd = [await herd_store.apply(birth(in_use(number))) for number in (100, 101)]
+    await aws.context.pool.send([each.message() for each in herd])
+    async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
+        await provision(aws.context, replace(ORDER, count=2))
+        await release(aws.context, run_id=RUN, attempt=1)
+        with pytest.raises(TimedOut):
+            await provision(aws.context, replace(ORDER, count=1, usage_class=UsageClass.SPOT, timeout_s=0.5))
+    await aws.context.store.close()
+    sent = aws.dynamodb.sent
+    assert {"UpdateItem", "PutItem", "BatchWriteItem", "Query"} <= set(sent)
+    assert not refused("workflow", pool, requests(sent))
 
 
 async def test_a_pool_of_misfits_is_cheap(herd_store: InstanceStore, aws: Aws) -> None:

@@ -28,7 +28,20 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change, Guard
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, NOW, at, birth, change, claim, instance, instance_id, pool_config, provision
+from support.dynamodb_rights import refused, requests
+from support.records import (
+    LONG_S,
+    NOW,
+    SHORT_S,
+    at,
+    birth,
+    change,
+    claim,
+    instance,
+    instance_id,
+    pool_config,
+    provision,
+)
 from support.servers import Ministack, ministack
 from support.wire import Wire, says, wire
 
@@ -353,6 +366,38 @@ async def test_troubled_reports_are_spread(store: DynamoInstanceStore, client: A
     troubled = await scanned(client, table_name, IndexName="live")
     assert len({item["gsi1pk"]["S"] for item in troubled.values()}) == items.SHARDS
     assert len(await store.troubled_reports()) == 4 * items.SHARDS
+
+
+async def test_what_a_machine_puts_below_its_own_report_counts_as_no_instance(
+    store: DynamoInstanceStore, client: Any, table_name: str
+) -> None:
+    """Its policy binds it to a partition of the table, not to one item there."""
+    await store.apply(birth(instance()))
+    own = items.Keys(prefix=PREFIX).report(ID)
+    for number in range(items.SHARDS):
+        more = items.key(own[items.PK]["S"], f"more-{number}")
+        indexed = {items.LIVE_PK: {"S": items.shard(number)}, items.LIVE_SK: {"S": "0"}}
+        await client.put_item(TableName=table_name, Item={**more, **indexed})
+    assert await store.count_live() == 1
+    assert [found.instance_id for found in await store.find(LIVE)] == [ID]
+
+
+async def test_every_call_of_an_agent_is_within_its_rights(
+    store: DynamoInstanceStore, other: DynamoInstanceStore, between: Wire, table_name: str
+) -> None:
+    record = await store.apply(birth(instance()))
+    between.sent.clear()
+    await other.beat(ID, **BEAT)
+    await other.write_signal(ID, epoch=1, signal=Signal.UD_OK)
+    with pytest.raises(Conflict):
+        await other.write_signal(ID, epoch=0, signal=Signal.UD_OK)
+    assert await other.wait_for_control(ID, None, LONG_S) == record
+    assert await other.wait_for_control(ID, record, SHORT_S) == record
+    pool = table_name.removeprefix("remuda-")
+    asked = [requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
+    assert not refused("agent", pool, asked[0])
+    others = list(asked[1])
+    assert refused("agent", pool, others) == others, "another instance may make none of them"
 
 
 async def test_every_query_follows_its_pages(

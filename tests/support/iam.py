@@ -1,23 +1,40 @@
 """A small evaluator of IAM policies: what a policy allows, by the rules of AWS's documentation.
 
-It knows what our policies use and refuses everything else: nothing passes because it was not understood.
+It knows what policies like ours use and refuses everything else: nothing passes because it was not understood.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 
 #: A key of the request: one value, or several where the key takes several.
 Value = str | Sequence[str]
+Document = Mapping[str, Any]
+
+#: The only version in which variables are filled in.
+VERSION = "2012-10-17"
+_ELEMENTS = {"Sid", "Effect", "Action", "NotAction", "Resource", "NotResource", "Condition"}
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
-_KNOWN = {"Sid", "Effect", "Action", "Resource", "Condition"}
-_OPERATORS = {"ArnLike", "Bool", "Null", "StringEquals", "StringLike"}
-FOR_ALL = "ForAllValues:"
+#: `${*}` is a star that is no wildcard.
+_LITERALS = {"*", "?", "$"}
 #: A pattern's wildcards, apart from characters that only look like them.
 ANY, ONE = "\1", "\2"
+
+FOR_ALL, FOR_ANY = "ForAllValues", "ForAnyValue"
+IF_EXISTS = "IfExists"
+_POSITIVE = {"ArnEquals", "ArnLike", "Bool", "StringEquals", "StringEqualsIgnoreCase", "StringLike"}
+#: True where the other one is not, of a key that is missing, too.
+_NEGATED = {
+    "ArnNotEquals": "ArnEquals",
+    "ArnNotLike": "ArnLike",
+    "StringNotEquals": "StringEquals",
+    "StringNotEqualsIgnoreCase": "StringEqualsIgnoreCase",
+    "StringNotLike": "StringLike",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,43 +50,110 @@ class Request:
         return [found] if isinstance(found, str) else list(found)
 
 
-def allows(policy: Mapping[str, Any], request: Request) -> bool:
-    """Denied unless allowed; an explicit Deny wins."""
-    effects = {each["Effect"] for each in _list(policy["Statement"]) if _applies(each, request)}
+def allows(policy: Document | Sequence[Document], request: Request) -> bool:
+    """Whether the policies of one who asks allow it: denied unless allowed, and an explicit Deny wins."""
+    effects = {
+        statement["Effect"]
+        for document in _list(policy)
+        for statement in _statements(document)
+        if _applies(statement, request)
+    }
     return effects == {"Allow"}
 
 
-def _applies(statement: Mapping[str, Any], request: Request) -> bool:
-    conditions = statement.get("Condition", {})
-    # First, also where the action decides already: what is not understood is always told of.
-    unknown = {*(set(statement) - _KNOWN), *({name.removeprefix(FOR_ALL) for name in conditions} - _OPERATORS)}
-    if unknown or statement["Effect"] not in {"Allow", "Deny"}:
-        raise NotImplementedError(f"{sorted(unknown) or statement['Effect']} in a statement")
+# Statements -----------------------------------------------------------------------------------------------------------
+
+
+def _statements(document: Document) -> list[Document]:
+    """All of them, looked through first: what is not understood is told of also where it would not decide."""
+    if document.get("Version") != VERSION or set(document) - {"Version", "Id", "Statement"}:
+        raise NotImplementedError(f"a policy with {sorted(document)}, version {document.get('Version')}")
+    statements = _list(document["Statement"])
+    for statement in statements:
+        unknown = set(statement) - _ELEMENTS
+        if unknown or statement.get("Effect") not in {"Allow", "Deny"}:
+            raise NotImplementedError(f"{sorted(unknown) or statement.get('Effect')} in a statement")
+        for one, other in (("Action", "NotAction"), ("Resource", "NotResource")):
+            if (one in statement) == (other in statement):
+                raise NotImplementedError(f"a statement needs either {one} or {other}")
+        for operator in statement.get("Condition", {}):
+            _operator(operator)
+    return statements
+
+
+def _applies(statement: Document, request: Request) -> bool:
     return (
-        any(_like(_wild(each.lower()), request.action.lower()) for each in _list(statement["Action"]))
-        and any(_like(_resolved(each, request), request.resource) for each in _list(statement["Resource"]))
+        _is_among(statement, "Action", lambda each: _is_action(each, request.action))
+        and _is_among(statement, "Resource", lambda each: _is_resource(each, request))
         and all(
-            _holds(operator, key, _list(wanted), request)
-            for operator, keys in conditions.items()
+            _holds(_operator(operator), key, _list(wanted), request)
+            for operator, keys in statement.get("Condition", {}).items()
             for key, wanted in keys.items()
         )
     )
 
 
-def _holds(operator: str, key: str, wanted: Sequence[str], request: Request) -> bool:
+def _is_among(statement: Document, element: str, fits: Callable[[str], bool]) -> bool:
+    if element in statement:
+        return any(map(fits, _list(statement[element])))
+    return not any(map(fits, _list(statement[f"Not{element}"])))
+
+
+@lru_cache(maxsize=100_000)
+def _is_action(pattern: str, action: str) -> bool:
+    return _like(_wild(pattern.lower()), action.lower())
+
+
+def _is_resource(pattern: str, request: Request) -> bool:
+    return pattern == "*" or _arn_like(pattern, request.resource, request)
+
+
+# Conditions -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    name: str
+    #: Over the values of a key that has several: FOR_ALL, FOR_ANY, or empty.
+    over: str = ""
+    if_exists: bool = False
+    negated: bool = False
+
+
+@cache
+def _operator(text: str) -> Operator:
+    over, separator, rest = text.rpartition(":")
+    name = rest.removesuffix(IF_EXISTS)
+    if separator and over not in {FOR_ALL, FOR_ANY}:
+        raise NotImplementedError(text)
+    if name not in _POSITIVE and name not in _NEGATED and text != "Null":
+        raise NotImplementedError(text)
+    return Operator(name=_NEGATED.get(name, name), over=over, if_exists=rest != name, negated=name in _NEGATED)
+
+
+def _holds(operator: Operator, key: str, wanted: Sequence[str], request: Request) -> bool:
     values = request.values(key)
-    if operator == "Null":
+    if operator.name == "Null":
         (absent,) = wanted
         return (not values) == _truth(absent)
-    for_all = operator.startswith(FOR_ALL)
-    compared = operator.removeprefix(FOR_ALL)
-    matches = [any(_matches(compared, each, value, request) for each in wanted) for value in values]
-    if for_all:
-        # Of no values at all everything is true: hence Null beside it.
-        return all(matches)
+    if not values:
+        return _holds_of_none(operator)
+    matches = [
+        any(_matches(operator.name, each, value, request) for each in wanted) is not operator.negated
+        for value in values
+    ]
+    if operator.over:
+        return all(matches) if operator.over == FOR_ALL else any(matches)
     if len(matches) > 1:
-        raise NotImplementedError(f"{operator} over several values of {key}")
-    return matches == [True]
+        raise NotImplementedError(f"{operator.name} over several values of {key}")
+    return matches[0]
+
+
+def _holds_of_none(operator: Operator) -> bool:
+    """Of no values at all everything is true of all of them, hence Null beside ForAllValues; and nothing of any."""
+    if operator.over:
+        return operator.over == FOR_ALL or operator.if_exists
+    return operator.negated or operator.if_exists
 
 
 def _matches(operator: str, wanted: str, value: str, request: Request) -> bool:
@@ -77,9 +161,20 @@ def _matches(operator: str, wanted: str, value: str, request: Request) -> bool:
         return _truth(wanted) == _truth(value)
     if operator == "StringEquals":
         return _like(_resolved(wanted, request, wildcards=False), value)
+    if operator == "StringEqualsIgnoreCase":
+        resolved = _resolved(wanted, request, wildcards=False)
+        return resolved is not None and resolved.casefold() == value.casefold()
     if operator == "StringLike":
         return _like(_resolved(wanted, request), value)
-    # Each of the six parts of an ARN by itself: a wildcard does not cross a colon, but within the last one.
+    # ArnEquals and ArnLike are the same.
+    return _arn_like(wanted, value, request)
+
+
+# Patterns -------------------------------------------------------------------------------------------------------------
+
+
+def _arn_like(wanted: str, value: str, request: Request) -> bool:
+    """Each of the six parts by itself: a wildcard does not cross a colon, but within the last one."""
     patterns, parts = _parts(wanted), _parts(value)
     return len(patterns) == len(parts) and all(
         _like(_resolved(pattern, request), part) for pattern, part in zip(patterns, parts, strict=True)
@@ -96,7 +191,10 @@ def _resolved(text: str, request: Request, *, wildcards: bool = True) -> str | N
     """With its variables filled in; None where the request lacks one. What a variable brings along is no wildcard."""
     made, end = "", 0
     for match in _VARIABLE.finditer(text):
-        values = request.values(match.group(1))
+        name = match.group(1)
+        if "," in name:
+            raise NotImplementedError(f"a variable with a default: {name}")
+        values = [name] if name in _LITERALS else request.values(name)
         if len(values) != 1:
             return None
         made += _wild(text[end : match.start()], wildcards=wildcards) + values[0]
@@ -111,8 +209,13 @@ def _wild(text: str, *, wildcards: bool = True) -> str:
 def _like(pattern: str | None, value: str) -> bool:
     if pattern is None or (ANY not in pattern and ONE not in pattern):
         return pattern == value
+    return _compiled(pattern).fullmatch(value) is not None
+
+
+@lru_cache(maxsize=1_000)
+def _compiled(pattern: str) -> re.Pattern[str]:
     made = re.escape(pattern).replace(re.escape(ANY), ".*").replace(re.escape(ONE), ".")
-    return re.fullmatch(made, value, re.DOTALL) is not None
+    return re.compile(made, re.DOTALL)
 
 
 def _truth(word: str) -> bool:

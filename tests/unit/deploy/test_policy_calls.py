@@ -30,6 +30,13 @@ SERVICES = ("dynamodb", "ec2", "iam", "sqs")
 
 #: What IAM asks for in place of a call: the rights of its parts.
 PARTS = {"TransactWriteItems": "UpdateItem"}
+#: Partition keys of what is written, by whoever writes; refresh writes the configuration, too.
+WRITTEN = {
+    "BatchWriteItem": (items.history_pk(INSTANCE),),
+    "PutItem": (items.run_pk("4711"),),
+    "TransactWriteItems": (f"control#{USER_ID}", f"report#{USER_ID}"),
+    "UpdateItem": (f"control#{USER_ID}", f"report#{USER_ID}"),
+}
 #: Who makes which call: what the use cases of each come to, by way of the adapters.
 CALLS = {
     # Who it is, everybody may ask STS without any right.
@@ -161,7 +168,11 @@ def dynamodb(operation: str, who: str) -> list[Request]:
         own = (KEYS.control if operation == "GetItem" else KEYS.report)(INSTANCE)
         return [request(action, TABLE, {"aws:userid": USER_ID, "dynamodb:LeadingKeys": [str(own[items.PK]["S"])]})]
     indexes = [f"{TABLE}/index/{name}" for name in (items.LIVE_INDEX, items.PROVISION_INDEX)]
-    return [request(action, each) for each in (TABLE, *(indexes if operation == "Query" else ()))]
+    return [
+        request(action, each, {"dynamodb:LeadingKeys": [key]})
+        for each in (TABLE, *(indexes if operation == "Query" else ()))
+        for key in WRITTEN.get(operation, ("pool",))
+    ]
 
 
 def ec2(operation: str, who: str) -> list[Request]:

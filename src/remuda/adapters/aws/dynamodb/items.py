@@ -171,6 +171,13 @@ def _is_in_place(record: object, item: Item) -> bool:
             return True
 
 
+def is_control(item: Item) -> bool:
+    """By its key alone. A machine can put as many items as it likes below its own report's partition, into every index;
+    below a control record's it can put none.
+    """
+    return str(item[PK]["S"]).startswith(CONTROL_PREFIX)
+
+
 def _instance_in(pk: str, prefix: str) -> str:
     """The instance that a partition key names, behind its role's id; empty where the key is of another kind."""
     return pk.removeprefix(prefix).rpartition(":")[2] if pk.startswith(prefix) else ""

@@ -229,8 +229,11 @@ class DynamoInstanceStore:
 
     async def count_live(self) -> int:
         async def count(number: int) -> int:
-            arguments = expressions.query_arguments(*expressions.partition(items.LIVE_PK, items.shard(number)))
-            return await self._table.count({"IndexName": items.LIVE_INDEX, **arguments})
+            expression, condition = expressions.partition(items.LIVE_PK, items.shard(number))
+            keys = {"ProjectionExpression": expression.name(items.PK)}
+            arguments = expressions.query_arguments(expression, condition)
+            found = await self._table.query({"IndexName": items.LIVE_INDEX, **keys, **arguments})
+            return sum(items.is_control(item) for item in found)
 
         return sum(await gathered(count(number) for number in range(items.SHARDS)))
 

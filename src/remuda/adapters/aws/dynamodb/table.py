@@ -191,10 +191,6 @@ class Table:
                     break
         return found[:limit]
 
-    async def count(self, arguments: Mapping[str, Any]) -> int:
-        counting = {"Select": "COUNT", **arguments}
-        return sum([page["Count"] async for page in self._pages("Query", self.client.query, counting)])
-
     async def scan(self, arguments: Mapping[str, Any]) -> list[Item]:
         return [item async for page in self._pages("Scan", self.client.scan, arguments) for item in page["Items"]]
 

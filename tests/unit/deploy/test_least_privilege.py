@@ -1,0 +1,609 @@
+"""Nobody reaches what is another's: every role of the template, against all that another instance, pool, region or
+account has. What a role is there for is allowed by the same requests, aimed at its own. And each condition that is
+taken out of a policy is missed.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from policies import CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
+from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
+from remuda.ports.compute import POOL_TAG
+from support.iam import Request, Value, allows
+from template import GITHUB, template
+
+TEMPLATE = template()["Resources"]
+ROLES = tuple(name for name, each in TEMPLATE.items() if each["Type"] == "AWS::IAM::Role")
+CONTROL_PLANE = tuple(name for name in ROLES if name != "AgentRole")
+REPOSITORY, BRANCH = "acme/app", "main"
+POOL, REQUESTED = f"aws:ResourceTag/{POOL_TAG}", f"aws:RequestTag/{POOL_TAG}"
+#: What makes something: its parts are in `misuses`.
+MAKES = frozenset({"ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:RunInstances"})
+
+#: A slow machine is no failure; each example is hundreds of requests.
+thorough = settings(deadline=None, max_examples=10)
+
+
+# Two who are apart ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """An instance, and the pool, region and account that it is in."""
+
+    account: str = "111111111111"
+    region: str = "eu-central-1"
+    pool: str = "ci"
+    instance: str = "i-00000000000000001"
+    role_id: str = f"AROA{'A' * 17}"
+
+    def arn(self, service: str, resource: str) -> str:
+        return f"arn:aws:{service}:{'' if service == 'iam' else self.region}:{self.account}:{resource}"
+
+    @property
+    def table(self) -> str:
+        return self.arn("dynamodb", f"table/remuda-{self.pool}")
+
+    @property
+    def machine(self) -> str:
+        return self.arn("ec2", f"instance/{self.instance}")
+
+    @property
+    def template(self) -> str:
+        return self.arn("ec2", f"launch-template/lt-{self.pool}")
+
+    @property
+    def secret(self) -> str:
+        return self.arn("secretsmanager", f"secret:remuda/{self.pool}/github-AbCdEf")
+
+    @property
+    def tags(self) -> dict[str, Value]:
+        """As its machines and its launch template are tagged."""
+        return {
+            POOL: self.pool,
+            f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
+            f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": self.pool,
+        }
+
+    @property
+    def own_keys(self) -> list[str]:
+        keys = items.Keys(prefix=f"{self.role_id}:")
+        return [str(kind(self.instance)[items.PK]["S"]) for kind in (keys.control, keys.report)]
+
+    @property
+    def keys(self) -> list[str]:
+        """Partition keys of the table and of its indexes, of every kind."""
+        return [
+            *self.own_keys,
+            items.history_pk(self.instance),
+            items.run_pk("4711"),
+            str(items.CONFIG[items.PK]["S"]),
+            items.shard_of(self.instance),
+            items.troubled_of(self.instance),
+            items.provision_partition("p-1"),
+        ]
+
+    @property
+    def caller(self) -> dict[str, Value]:
+        """What IAM knows of who asks; and what he says himself, in his own favour."""
+        return {
+            "aws:userid": f"{self.role_id}:{self.instance}",
+            "ec2:SourceInstanceARN": self.machine,
+            REQUESTED: self.pool,
+            "aws:TagKeys": [ORPHAN_TAG],
+            "iam:PassedToService": "ec2.amazonaws.com",
+        }
+
+
+POOLS = st.from_regex(r"[a-z0-9-]{1,20}", fullmatch=True)
+PLACES = st.builds(
+    Place,
+    account=st.from_regex(r"[0-9]{12}", fullmatch=True),
+    region=st.sampled_from(["eu-central-1", "eu-central-2", "us-east-1"]),
+    pool=POOLS,
+    instance=st.from_regex(r"i-[0-9a-f]{17}", fullmatch=True),
+    role_id=st.from_regex(r"AROA[A-Z0-9]{17}", fullmatch=True),
+)
+
+
+@st.composite
+def pairs(draw: st.DrawFn, *differ: str) -> tuple[Place, Place]:
+    """Two places that differ in one of these, and perhaps in more. A pool's name may begin as the other's does: that is
+    what a wildcard would let through.
+    """
+    own, other = draw(PLACES), draw(PLACES)
+    by = draw(st.sampled_from(differ))
+    if draw(st.booleans()):
+        other = replace(own, **{by: getattr(other, by)})
+    if by == "pool" and draw(st.booleans()):
+        other = replace(other, pool=f"{own.pool}-{other.pool}"[:20])
+    assume(getattr(own, by) != getattr(other, by))
+    return own, other
+
+
+# The roles, as the template makes them --------------------------------------------------------------------------------
+
+
+def resolved(value: Any, parameters: Mapping[str, str]) -> Any:
+    """What CloudFormation makes of it."""
+    if isinstance(value, list):
+        return [resolved(each, parameters) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    match list(value.items()):
+        case [("Ref", name)]:
+            return parameters[name]
+        case [("Fn::Sub", text)]:
+            return re.sub(r"\$\{(!?)([^}]+)\}", lambda m: f"${{{m[2]}}}" if m[1] else parameters[m[2]], text)
+        case [("Fn::If", [condition, there, missing])]:
+            given_by = {"HasSecret": "GithubSecretArn", "HasEnvironment": "GithubEnvironment"}
+            return resolved(there if parameters[given_by[condition]] else missing, parameters)
+        case [(name, _)] if name.startswith("Fn::"):
+            raise NotImplementedError(name)
+    return {name: resolved(each, parameters) for name, each in value.items()}
+
+
+def parameters_of(place: Place) -> dict[str, str]:
+    return {
+        "AWS::Partition": "aws",
+        "AWS::Region": place.region,
+        "AWS::AccountId": place.account,
+        "Pool": place.pool,
+        "GithubSecretArn": place.secret,
+        "GithubEnvironment": "",
+        "Repository": REPOSITORY,
+        "Branch": BRANCH,
+        "OidcProviderArn": place.arn("iam", f"oidc-provider/{GITHUB}"),
+    }
+
+
+@cache
+def carried(role: str, place: Place) -> list[dict[str, Any]]:
+    """The policies of a role in the stack of this place."""
+    names = [each["Ref"] for each in TEMPLATE[role]["Properties"]["ManagedPolicyArns"]]
+    return [resolved(TEMPLATE[name]["Properties"]["PolicyDocument"], parameters_of(place)) for name in names]
+
+
+def granted(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All that a role may do, to whatever."""
+    return sorted({action for each in documents for statement in each["Statement"] for action in statement["Action"]})
+
+
+def test_roles_have_nothing_but_the_policies_of_the_template():
+    assert {"AgentRole", "WorkflowRole", "RefreshRole", "RefreshFunctionRole", "ScaleDownFunctionRole"} == set(ROLES)
+    for role in ROLES:
+        properties = TEMPLATE[role]["Properties"]
+        assert "Policies" not in properties
+        for each in properties["ManagedPolicyArns"]:
+            assert TEMPLATE[each["Ref"]]["Type"] == "AWS::IAM::ManagedPolicy"
+    # And nobody gets a right by a policy of what is used: a queue's, a table's, a secret's.
+    for resource in TEMPLATE.values():
+        assert resource["Type"] not in {"AWS::SQS::QueuePolicy", "AWS::IAM::Policy", "AWS::IAM::User"}
+        assert "ResourcePolicy" not in resource["Properties"]
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Value]]]:
+    """What an action may be aimed at in a place: resources, with what IAM knows of each."""
+    service, _, name = action.partition(":")
+    if service == "dynamodb":
+        yield of.table, {}
+        yield from ((of.table, {LEADING_KEYS: [key]}) for key in of.keys)
+        # Hidden among one's own; and one's own, in another's table.
+        yield from ((of.table, {LEADING_KEYS: [*by.own_keys, key]}) for key in of.own_keys if key not in by.own_keys)
+        yield from ((of.table, {LEADING_KEYS: [key]}) for key in by.own_keys if of.table != by.table)
+        for index in (items.LIVE_INDEX, items.PROVISION_INDEX):
+            for known in ({}, {LEADING_KEYS: [of.own_keys[0]]}, {LEADING_KEYS: [items.shard_of(of.instance)]}):
+                yield f"{of.table}/index/{index}", known
+    elif action in {"ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"}:
+        yield of.machine, {**of.tags, "ec2:InstanceID": of.instance}
+        if action != "ec2:TerminateInstances":
+            yield of.template, of.tags
+    elif action in {"ec2:CreateLaunchTemplateVersion", "ec2:ModifyLaunchTemplate"}:
+        yield of.template, of.tags
+    elif service == "iam":
+        yield of.arn("iam", f"role/remuda-{of.pool}-agent"), {}
+        yield of.arn("iam", f"instance-profile/remuda-{of.pool}-agent"), {}
+    elif service == "sqs":
+        yield from ((of.arn("sqs", f"remuda-{of.pool}-{each}"), {}) for each in CLASSES)
+    elif service == "secretsmanager":
+        yield of.secret, {}
+    elif service == "logs":
+        yield from ((of.arn("logs", f"log-group:/remuda/{of.pool}/{who}:log-stream:1"), {}) for who in SCHEDULED)
+    elif service == "ssm":
+        yield of.arn("ssm", f"parameter/remuda/{of.pool}/ami"), {}
+    else:
+        # Looks, which know no resources, and what makes something.
+        assert action in MAKES or name.startswith("Describe"), f"nothing to try {action} on"
+
+
+def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[Request]:
+    for action in actions:
+        for resource, known in at(action, of, by):
+            # What is known of the target counts, whatever is said.
+            yield Request(action=action, resource=resource, context={**by.caller, **known})
+
+
+def reached(documents: Sequence[Mapping[str, Any]], asked: Iterator[Request]) -> list[Request]:
+    return [each for each in asked if allows(documents, each)]
+
+
+# An instance and another ----------------------------------------------------------------------------------------------
+
+
+@thorough
+@given(pairs("instance", "pool", "region", "account"))
+@example((Place(), Place(instance="i-00000000000000002")))
+def test_an_instance_reaches_nothing_of_another(pair):
+    own, other = pair
+    if own.machine == other.machine:
+        # No two share an id within a region.
+        other = replace(other, instance=f"i-{'f' * 17}")
+        assume(own.machine != other.machine)
+    documents = carried("AgentRole", own)
+    # Also what nobody has given to it, as the others in the stack have.
+    actions = sorted({action for role in ROLES for action in granted(carried(role, own))} - MAKES)
+    assert not reached(documents, requests(actions, of=other, by=own))
+
+
+@thorough
+@given(pairs("role_id"))
+def test_an_instance_of_a_former_role_does_not_reach_what_has_its_id_below_the_new_one(pair):
+    own, other = pair
+    other = replace(own, role_id=other.role_id)
+    assert not reached(
+        carried("AgentRole", own), requests(["dynamodb:GetItem", "dynamodb:UpdateItem"], of=other, by=own)
+    )
+
+
+@thorough
+@given(PLACES)
+def test_an_instance_reaches_three_things_of_its_own(place):
+    actions = sorted({action for role in ROLES for action in granted(carried(role, place))} - MAKES)
+    control, report = place.own_keys
+    found = {
+        (each.action, each.resource, *each.values(LEADING_KEYS))
+        for each in reached(carried("AgentRole", place), requests(actions, of=place, by=place))
+    }
+    assert found == {
+        ("dynamodb:GetItem", place.table, control),
+        ("dynamodb:UpdateItem", place.table, report),
+        ("ec2:TerminateInstances", place.machine),
+    }
+
+
+# A pool and another ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", CONTROL_PLANE)
+@thorough
+@given(pairs("pool", "region", "account"))
+@example((Place(), Place(pool="ci-2")))
+def test_the_control_plane_reaches_nothing_of_another_pool(role, pair):
+    own, other = pair
+    documents = carried(role, own)
+    asked = requests(granted(documents), of=other, by=own)
+    # What IAM knows no region of is the account's.
+    same_name = (own.account, own.pool) == (other.account, other.pool)
+    found = reached(documents, asked)
+    assert not [each for each in found if not (same_name and each.resource.startswith("arn:aws:iam:"))]
+
+
+@pytest.mark.parametrize("role", CONTROL_PLANE)
+@thorough
+@given(PLACES)
+def test_what_a_role_was_given_it_can_do_in_its_own_pool(role, place):
+    """The same requests, aimed at its own: a right that none of them uses would not have been tried on others."""
+    documents = carried(role, place)
+    allowed = {each.action for each in reached(documents, requests(granted(documents), of=place, by=place))}
+    tried = {each for each in granted(documents) if each not in MAKES and not each.startswith("ec2:Describe")}
+    # These two tag only what they make.
+    at_birth = {"ec2:CreateTags"} if role in {"WorkflowRole", "RefreshFunctionRole"} else set()
+    assert allowed == tried - at_birth
+
+
+@pytest.mark.parametrize("role", CONTROL_PLANE)
+@thorough
+@given(PLACES, st.from_regex(r"[a-z0-9]{1,8}", fullmatch=True))
+def test_what_is_nobodys_is_out_of_reach(role, place, word):
+    """In the same account, with names like ours, and without our tags."""
+    assume(word not in CLASSES)
+    documents = carried(role, place)
+    tagged: list[Mapping[str, Value]] = [{}, {POOL: f"{place.pool}{word}"}]
+    tagged += [{name: value} for name, value in place.tags.items() if name != POOL]
+    strangers: list[tuple[str, Mapping[str, Value]]] = [
+        (f"{place.table}-{word}", {}),
+        (f"{place.table}/index/{word}", {}),
+        (f"{place.table}/stream/{word}", {}),
+        (f"{place.table}/backup/{word}", {}),
+        (place.arn("sqs", f"remuda-{place.pool}-{word}"), {}),
+        (place.arn("sqs", f"remuda-{place.pool}-{CLASSES[0]}-{word}"), {}),
+        (place.arn("iam", f"role/{word}"), {}),
+        (place.arn("iam", f"role/remuda-{place.pool}-refresh"), {}),
+        (place.arn("iam", f"role/remuda-{place.pool}-agent-{word}"), {}),
+        (place.arn("secretsmanager", f"secret:{word}-AbCdEf"), {}),
+        (f"{place.secret}{word}", {}),
+        (place.arn("logs", f"log-group:/aws/lambda/{word}:log-stream:1"), {}),
+        (place.arn("ssm", f"parameter/{word}"), {}),
+        (place.arn("ssm", f"parameter/remuda/{place.pool}-{word}/ami"), {}),
+        *((place.machine, tags) for tags in tagged),
+        (place.arn("ec2", f"volume/{word}"), {}),
+        (place.template, {}),
+    ]
+    for action in set(granted(documents)) - MAKES:
+        if not action.startswith("ec2:Describe"):
+            for resource, known in (each for each in strangers if f":{action.partition(':')[0]}:" in each[0]):
+                request = Request(action=action, resource=resource, context={**place.caller, **known})
+                assert not allows(documents, request), request
+
+
+#: Ways to more than was given, or to a loss that nobody could undo.
+NOBODYS = (
+    "cloudformation:UpdateStack",
+    "dynamodb:DeleteItem",
+    "dynamodb:DeleteTable",
+    "dynamodb:ExportTableToPointInTime",
+    "dynamodb:PartiQLUpdate",
+    "dynamodb:UpdateTable",
+    "ec2:AssociateIamInstanceProfile",
+    "ec2:DeleteLaunchTemplate",
+    "ec2:ModifyInstanceAttribute",
+    "ec2:ModifyInstanceMetadataOptions",
+    "ec2:ReplaceIamInstanceProfileAssociation",
+    "ec2:RequestSpotFleet",
+    "iam:AttachRolePolicy",
+    "iam:CreateServiceLinkedRole",
+    "iam:UpdateAssumeRolePolicy",
+    "lambda:UpdateFunctionCode",
+    "logs:GetLogEvents",
+    "secretsmanager:PutSecretValue",
+    "sqs:AddPermission",
+    "sqs:DeleteQueue",
+    "sqs:PurgeQueue",
+    "ssm:PutParameter",
+    "ssm:SendCommand",
+    "ssm:StartSession",
+    "sts:AssumeRole",
+)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_some_rights_nobody_has(role):
+    place = Place()
+    documents = carried(role, place)
+    resources = {
+        each for document in documents for statement in document["Statement"] for each in statement["Resource"]
+    }
+    context = {**place.caller, **place.tags, "ec2:InstanceID": place.instance, LEADING_KEYS: place.own_keys[:1]}
+    asked = (Request(action=action, resource=each, context=context) for action in NOBODYS for each in sorted(resources))
+    assert not reached(documents, asked)
+
+
+@pytest.mark.parametrize("who", SCHEDULED)
+def test_a_function_writes_no_log_but_its_own(who):
+    (other,) = set(SCHEDULED) - {who}
+    place = Place()
+    role = {"refresh": "RefreshFunctionRole", "scale-down": "ScaleDownFunctionRole"}[who]
+    for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
+        stream = place.arn("logs", f"log-group:/remuda/ci/{other}:log-stream:1")
+        assert not allows(carried(role, place), Request(action=action, resource=stream))
+
+
+# Records that are the operator's --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["WorkflowRole", "ScaleDownFunctionRole"])
+@thorough
+@given(PLACES)
+def test_only_refresh_writes_the_pools_configuration(role, place):
+    """It says where runners register and what machines run: any branch may take on a workflow's role."""
+    pool = str(items.CONFIG[items.PK]["S"])
+    assert pool == items.PREFIXES[items.PK]["S"] == items.SIGHTINGS[items.PK]["S"]
+    documents = carried(role, place)
+
+    def writes(operation: str, keys: list[str]) -> bool:
+        context = {**place.caller, LEADING_KEYS: keys}
+        return allows(documents, Request(action=f"dynamodb:{operation}", resource=place.table, context=context))
+
+    control, report = place.own_keys
+    history, run = items.history_pk(place.instance), items.run_pk("4711")
+    for operation, its in (
+        ("UpdateItem", {control, report}),
+        ("BatchWriteItem", {history}),
+        ("PutItem", {run} if role == "WorkflowRole" else set()),
+    ):
+        assert {key for key in place.keys if writes(operation, [key])} == its
+        assert not any(writes(operation, [key, pool]) for key in place.keys)
+        assert not writes(operation, [])
+    refresh = Request(action="dynamodb:PutItem", resource=place.table, context={LEADING_KEYS: [pool]})
+    assert allows(carried("RefreshFunctionRole", place), refresh)
+
+
+# What is made ---------------------------------------------------------------------------------------------------------
+
+
+def misuses(own: Place, other: Place) -> list[Request]:
+    """Parts of launches that are not the pool's, each of which must be refused: EC2 asks for every one of them."""
+
+    def part(action: str, resource: str, *known: Mapping[str, Value]) -> Request:
+        context = {key: value for each in known for key, value in each.items()}
+        return Request(action=f"ec2:{action}", resource=resource, context=context)
+
+    ours: dict[str, Value] = {REQUESTED: own.pool}
+    theirs: dict[str, Value] = {REQUESTED: other.pool}
+    by: dict[str, Value] = {"ec2:LaunchTemplate": own.template}
+    chosen: dict[str, Value] = {"ec2:IsLaunchTemplateResource": "false"}
+    named: dict[str, Value] = {"ec2:IsLaunchTemplateResource": "true"}
+    made = [own.arn("ec2", f"{kind}/*") for kind in ("instance", "volume")]
+    things = [own.arn("ec2", f"{kind}/x-1") for kind in ("key-pair", "security-group")]
+    things.append(f"arn:aws:ec2:{own.region}::image/ami-1")
+    nets = [own.arn("ec2", "subnet/subnet-1"), own.arn("ec2", "network-interface/*")]
+    born: dict[str, Value] = {"ec2:CreateAction": "RunInstances"}
+    return [
+        # By another's template, or by one that nobody tagged.
+        *(
+            part(action, own.template, by, tags)
+            for action in ("CreateFleet", "RunInstances")
+            for tags in (other.tags, {})
+        ),
+        # Untagged, with another's tag, without a template.
+        *(part("RunInstances", each, by, tags) for each in made for tags in ({}, theirs)),
+        *(part("RunInstances", each, ours) for each in made),
+        # An image, a group, a key of one's own choice; and all of it without a template.
+        *(part("RunInstances", each, by, chosen) for each in things),
+        *(part("RunInstances", each, named) for each in things),
+        *(part("RunInstances", each) for each in nets),
+        # Tags for what is there, what was made otherwise, or what is not to be the pool's.
+        *(part("CreateTags", each, ours) for each in (own.machine, own.template)),
+        *(part("CreateTags", each, ours, {"ec2:CreateAction": "CreateVolume"}) for each in (own.machine, own.template)),
+        *(part("CreateTags", each, born, tags) for each in (own.machine,) for tags in ({}, theirs)),
+        *(
+            part("CreateTags", own.template, {"ec2:CreateAction": "CreateLaunchTemplate"}, tags)
+            for tags in ({}, theirs)
+        ),
+        *(part("CreateLaunchTemplate", own.template, tags) for tags in ({}, theirs)),
+        # A role for something else than machines.
+        Request(
+            action="iam:PassRole",
+            resource=own.arn("iam", f"role/remuda-{own.pool}-agent"),
+            context={"iam:PassedToService": "lambda.amazonaws.com"},
+        ),
+        # Tags that make a machine the pool's, or no longer: beside the one for orphans, or by removing all.
+        *(
+            Request(action=action, resource=own.machine, context={**own.tags, "aws:TagKeys": keys})
+            for action in ("ec2:CreateTags", "ec2:DeleteTags")
+            for keys in ([], [POOL_TAG], [ORPHAN_TAG, POOL_TAG], [GHR_ENVIRONMENT_TAG])
+        ),
+    ]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@thorough
+@given(pairs("pool"))
+def test_nothing_is_made_or_tagged_that_is_not_the_pools(role, pair):
+    own, other = pair
+    other = replace(own, pool=other.pool)
+    assert not reached(carried(role, own), iter(misuses(own, other)))
+
+
+# Whether all that would be noticed ------------------------------------------------------------------------------------
+
+
+def _conditions() -> Iterator[tuple[str, int, str, str]]:
+    for role in ("AgentRole", "WorkflowRole", "RefreshFunctionRole", "ScaleDownFunctionRole"):
+        for number, statement in enumerate(carried(role, Place())[0]["Statement"]):
+            for operator, keys in statement.get("Condition", {}).items():
+                for key in keys:
+                    yield role, number, operator, key
+
+
+def half_tagged(place: Place) -> Iterator[Request]:
+    """Machines of a fleet that is another's, or no fleet of runners at all."""
+    for name, value in place.tags.items():
+        if name != POOL:
+            for action in ("ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"):
+                context = {name: value, "aws:TagKeys": [ORPHAN_TAG]}
+                yield Request(action=action, resource=place.machine, context=context)
+
+
+def unkeyed(place: Place) -> Iterator[Request]:
+    """Writes to the pool's configuration, and writes that name no key."""
+    for operation in ("BatchWriteItem", "PutItem", "UpdateItem"):
+        for keys in ([], [str(items.CONFIG[items.PK]["S"])]):
+            yield Request(action=f"dynamodb:{operation}", resource=place.table, context={LEADING_KEYS: keys})
+
+
+@pytest.mark.parametrize(("role", "number", "operator", "key"), list(_conditions()))
+def test_a_condition_that_is_taken_out_is_missed(role, number, operator, key):
+    own = Place()
+    other = replace(own, instance="i-00000000000000002", pool="ci" if role == "AgentRole" else "ci-2")
+    whole = carried(role, own)
+    loosened = copy.deepcopy(whole)
+    del loosened[0]["Statement"][number]["Condition"][operator][key]
+    tried = [
+        *requests(granted(whole), of=other, by=own),
+        *misuses(own, replace(own, pool="ci-2")),
+        *half_tagged(own),
+        *unkeyed(own),
+    ]
+    assert len(reached(loosened, iter(tried))) > len(reached(whole, iter(tried)))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_name_that_is_widened_is_missed(role):
+    own, other = Place(), Place(pool="ci-2")
+    named = [
+        (document, statement, resource)
+        for document, policy in enumerate(carried(role, own))
+        for statement, each in enumerate(policy["Statement"])
+        for resource, name in enumerate(each["Resource"])
+        if re.search(r"remuda[-/]ci", name)
+    ]
+    assert named
+    for document, statement, resource in named:
+        loosened = copy.deepcopy(carried(role, own))
+        names = loosened[document]["Statement"][statement]["Resource"]
+        names[resource] = re.sub(r"(remuda[-/]ci)", r"\1*", names[resource])
+        # An agent is bound by its keys as well: its own, in another's table.
+        assert reached(loosened, requests(granted(loosened), of=other, by=own)), names[resource]
+
+
+# Who may take on a role -----------------------------------------------------------------------------------------------
+
+NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)
+
+
+def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com") -> bool:
+    document = resolved(TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"], parameters_of(Place()))
+    (statement,) = document["Statement"]
+    who = statement.pop("Principal")
+    assert who == {"Federated": parameters_of(Place())["OidcProviderArn"]}
+    context = {f"{GITHUB}:aud": audience, **({f"{GITHUB}:sub": subject} if subject is not None else {})}
+    statement["Resource"] = "*"
+    request = Request(action="sts:AssumeRoleWithWebIdentity", resource=Place().arn("iam", "role/r"), context=context)
+    return allows(document, request)
+
+
+@pytest.mark.parametrize("role", ["WorkflowRole", "RefreshRole"])
+@thorough
+@given(NAMES, NAMES)
+def test_no_other_repository_takes_on_a_role(role, owner, name):
+    assume(f"{owner}/{name}" != REPOSITORY)
+    branch = f"ref:refs/heads/{BRANCH}"
+    for repository in (f"{owner}/{name}", f"acme/{name}x", f"{owner}acme/app", f"acme/app-{name}", f"acme/app/{name}"):
+        assert not trusts(role, f"repo:{repository}:{branch}")
+    assert trusts(role, f"repo:{REPOSITORY}:{branch}")
+    assert not trusts(role, f"repo:{REPOSITORY}:{branch}", audience=f"https://github.com/{owner}")
+    assert not trusts(role, None)
+
+
+@thorough
+@given(NAMES)
+def test_refresh_trusts_one_branch(name):
+    assume(name != BRANCH)
+    for subject in (f"ref:refs/heads/{name}", f"ref:refs/tags/{BRANCH}", "pull_request", f"environment:{name}"):
+        assert not trusts("RefreshRole", f"repo:{REPOSITORY}:{subject}")
+        assert trusts("WorkflowRole", f"repo:{REPOSITORY}:{subject}")
+
+
+@pytest.mark.parametrize(
+    ("role", "service"),
+    [("AgentRole", "ec2"), ("RefreshFunctionRole", "lambda"), ("ScaleDownFunctionRole", "lambda")],
+)
+def test_the_other_roles_are_for_a_service(role, service):
+    (statement,) = TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+    assert statement["Principal"] == {"Service": f"{service}.amazonaws.com"}
+    assert statement["Action"] == "sts:AssumeRole"
