@@ -49,7 +49,7 @@ conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium ## The installed command, with real processes
-	$(BIN)/pytest tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
 	$(BIN)/pytest tests/simulation -q -n 2 --dist worksteal
