@@ -52,7 +52,7 @@ acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | 
 	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
-	$(BIN)/pytest tests/simulation -q -n 2 --dist worksteal
+	$(BIN)/pytest tests/simulation -q -p no:xdist
 
 simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and small worlds in every order
 	$(BIN)/remuda simulate --seeds 20000 --hours 0.25 --instances 5

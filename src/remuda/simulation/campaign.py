@@ -19,7 +19,7 @@ from remuda.simulation.run import Outcome, simulate
 
 #: Seeds that a worker takes at a time, and after how many of those another takes its place: the dead leave traces.
 BATCH = 4
-BATCHES_OF_A_WORKER = 25
+BATCHES_OF_A_WORKER = 4
 #: What is counted for people, and which note of the world it is.
 COUNTED = {
     "lives": "lives",
