@@ -160,7 +160,16 @@ class WorkflowRun:
 
     async def _run_queued(self, job: Job) -> tuple[str, str | None]:
         try:
-            queued = await self._sim.queue_job(
+            queued = await self._queue(job)
+            self._say(job.name, f"queued for {', '.join(job.labels)}")
+            return await self._follow(job, queued)
+        except (SimError, httpx.HTTPError) as error:
+            raise Unavailable(f"the local GitHub does not answer: {error}") from error
+
+    async def _queue(self, job: Job) -> SimJob:
+        """Interrupted on the way, it still learns which job it is to cancel: nobody else would."""
+        queueing = asyncio.ensure_future(
+            self._sim.queue_job(
                 repo=self._github["repository"],
                 run_id=self._github["run_id"],
                 run_attempt=int(self._github["run_attempt"]),
@@ -169,10 +178,13 @@ class WorkflowRun:
                 steps=[SimStep(run=step.run, name=step.name or None, env=step.env) for step in job.steps],
                 env=job.env,
             )
-            self._say(job.name, f"queued for {', '.join(job.labels)}")
-            return await self._follow(job, queued)
-        except (SimError, httpx.HTTPError) as error:
-            raise Unavailable(f"the local GitHub does not answer: {error}") from error
+        )
+        try:
+            return await asyncio.shield(queueing)
+        except asyncio.CancelledError:
+            with contextlib.suppress(SimError, httpx.HTTPError):
+                await self._sim.cancel_job((await queueing).id)
+            raise
 
     async def _follow(self, job: Job, current: SimJob) -> tuple[str, str | None]:
         try:
