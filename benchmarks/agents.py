@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.lines import answered, ask
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -24,6 +25,7 @@ from remuda.ports.journal import SilentJournal
 from remuda.ports.machine import Identity, Outcome
 from support.agents import FakeMachine, FakeRunner
 
+WHOSE = "the agents'"
 MARGIN_S = 1.0
 #: A line of either side names every machine of a pool.
 MAX_LINE = 2**24
@@ -166,18 +168,10 @@ class AgentsProcess:
 
     async def ask(self, what: str, **more: Any) -> dict[str, Any]:
         async with self._turn:
-            assert self._process.stdin is not None  # noqa: S101 - it was started with one
-            self._process.stdin.write(json.dumps({"do": what, **more}).encode() + b"\n")
-            await self._process.stdin.drain()
-            return await self.answered()
+            return await ask(self._process, {"do": what, **more}, whose=WHOSE)
 
     async def answered(self) -> dict[str, Any]:
-        assert self._process.stdout is not None  # noqa: S101 - it was started with one
-        line = await self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the agents' process has ended")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return await answered(self._process, whose=WHOSE)
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
+from benchmarks.lines import answered, ask
 from benchmarks.world import SCOPE
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.pool_config import runner_name
@@ -20,6 +21,7 @@ from remuda.ports.compute import POOL_TAG
 from support.fleet_world import FleetWorld, Machine, serve
 from support.fleets import tags
 
+WHOSE = "the outside world's"
 #: As many as EC2 shows in one answer.
 EC2_PAGE = 1_000
 
@@ -56,20 +58,8 @@ class Outside:
         self.github_url, self.ec2_url = addresses["github"], addresses["ec2"]
 
     async def add(self, pool: str, machines: Collection[str], runners: Collection[str] = ()) -> None:
-        assert self._process.stdin is not None  # noqa: S101 - it was started with one
         asked = {"pool": pool, "machines": list(machines), "runners": list(runners)}
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-        await self._process.stdin.drain()
-        await _line(self._process)
-
-
-async def _line(process: asyncio.subprocess.Process) -> dict[str, str]:
-    assert process.stdout is not None  # noqa: S101 - it was started with one
-    line = await process.stdout.readline()
-    if not line:
-        raise RuntimeError("the outside world's process has ended")
-    found: dict[str, str] = json.loads(line)
-    return found
+        await ask(self._process, asked, whose=WHOSE)
 
 
 @asynccontextmanager
@@ -82,7 +72,7 @@ async def outside() -> AsyncIterator[Outside]:
         start_new_session=True,
     )
     try:
-        yield Outside(process, await _line(process))
+        yield Outside(process, await answered(process, whose=WHOSE))
     finally:
         process.kill()
         await process.wait()
