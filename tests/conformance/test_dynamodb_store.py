@@ -143,6 +143,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             owner=chance.choice(OWNERS),
             threshold=at(10),
             retire=chance.choice(["", "", "old"]),
+            held_until=chance.choice([None, None, at(10)]),
             tier=chance.choice(list(Tier)),
         )
         for number in range(150)
@@ -155,6 +156,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             unexpired_at=chance.choice(TIMES),
             expired_at=chance.choice([None, None, *TIMES]),
             not_retired=chance.choice([True, False]),
+            held_up_to=chance.choice([None, None, *TIMES]),
             tier=chance.choice([None, record.tier, Tier.TRUSTED]),
         )
         for record in records

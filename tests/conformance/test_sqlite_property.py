@@ -40,6 +40,7 @@ SETS = st.fixed_dictionaries(
         "threshold": TIMES,
         "tier": TIERS,
         "retire": st.sampled_from(["", "spot"]) | st.text(max_size=5),
+        "held_until": st.sampled_from([None, at(1), at(2)]),
         "assignment": st.sampled_from([None, assignment()]),
         "uses": st.integers(0, 9),
     },
@@ -52,6 +53,7 @@ GUARDS = st.builds(
     unexpired_at=st.none() | TIMES,
     expired_at=st.none() | TIMES,
     not_retired=st.booleans(),
+    held_up_to=st.none() | TIMES,
     tier=st.none() | TIERS,
 )
 

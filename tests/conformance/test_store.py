@@ -143,6 +143,17 @@ async def test_a_retired_record_is_refused_where_the_guard_says_so(store: Instan
     assert (await store.apply(change(retired, uses=1))).uses == 1
 
 
+async def test_a_quarantine_that_a_writer_does_not_know_of_is_spared(store: InstanceStore) -> None:
+    held = await store.apply(birth(instance(held_until=at(10))))
+    for known in (at(0), at(10) - MS):
+        guard = Guard(state=State.IDLE, epoch=1, held_up_to=known)
+        assert await conflict(store.apply(change(held, guard, uses=1))) == held
+    guard = Guard(state=State.IDLE, epoch=1, held_up_to=at(10))
+    assert (await store.apply(change(held, guard, uses=1))).uses == 1
+    free = await store.apply(birth(instance(2)))
+    assert (await store.apply(change(free, replace(guard, held_up_to=at(0)), uses=1))).uses == 1
+
+
 async def test_only_what_the_change_sets_is_written(store: InstanceStore, other: InstanceStore) -> None:
     seen = await store.apply(birth(instance()))
     await other.apply(change(seen, retire="spot notice"))

@@ -243,6 +243,8 @@ class Guard:
     expired_at: datetime | None = None
     #: The record must not be retired.
     not_retired: bool = False
+    #: The record must not be in quarantine beyond this time: one that nobody who decided on this write knew of.
+    held_up_to: datetime | None = None
     tier: Tier | None = None
 
     def admits(self, record: Instance | None) -> bool:
@@ -255,6 +257,7 @@ class Guard:
             and (self.unexpired_at is None or record.threshold > self.unexpired_at)
             and (self.expired_at is None or record.threshold <= self.expired_at)
             and not (self.not_retired and record.retire)
+            and (self.held_up_to is None or record.held_until is None or record.held_until <= self.held_up_to)
             and (self.tier is None or record.tier is self.tier)
         )
 
@@ -510,19 +513,21 @@ def _check_end(instance: Instance, event: End) -> None:
 
 def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dict[str, Any]]:
     alive = Guard(state=instance.state, epoch=instance.epoch, unexpired_at=now)
+    # What is reckoned by the record's time must not cut short a quarantine that came meanwhile.
+    timed = replace(alive, held_up_to=_held(instance, now))
     match event:
         case Claim():
             return _claim(instance, event, now)
         case Commit():
             return _commit(instance, event, alive, now)
         case Release():
-            return replace(alive, owner=event.owner), _release(instance, event, now)
+            return replace(timed, owner=event.owner), _release(instance, event, now)
         case Extend():
-            return replace(alive, unexpired_at=now - timedelta(seconds=event.margin_s)), _extend(instance, event, now)
+            return replace(timed, unexpired_at=now - timedelta(seconds=event.margin_s)), _extend(instance, event, now)
         case RenewCredential():
             return alive, {"assignment": _with_credential(instance, event.credential)}
         case Pool():
-            return _pool(instance, event, alive, now)
+            return _pool(instance, event, timed, now)
         case Announce():
             return alive, {"announced_at": now}
         case Renew():
@@ -609,12 +614,12 @@ def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
     return {"threshold": max(instance.threshold, min(wanted, latest))}
 
 
-def _pool(instance: Instance, event: Pool, alive: Guard, now: datetime) -> tuple[Guard, dict[str, Any]]:
+def _pool(instance: Instance, event: Pool, timed: Guard, now: datetime) -> tuple[Guard, dict[str, Any]]:
     if removal_verdict(event.report, instance.epoch) is not Verdict.OK:
         raise _illegal(instance, "pooling without UD_REMOVE_REG_REMOVE_RUN_OK of this epoch")
     if instance.retire and not instance.is_held(now):
         raise _illegal(instance, f"pooling of an instance that is retired ({instance.retire})")
-    return replace(alive, not_retired=not instance.retire), {
+    return replace(timed, not_retired=not instance.retire), {
         "assignment": None,
         "announced_at": None,
         "run_deadline": None,
@@ -625,7 +630,13 @@ def _pool(instance: Instance, event: Pool, alive: Guard, now: datetime) -> tuple
 
 def _end(instance: Instance, event: End, now: datetime) -> tuple[Guard, dict[str, Any]]:
     expired_at = now - timedelta(seconds=event.margin_s) if event.cause is Cause.EXPIRED else None
-    guard = Guard(state=instance.state, epoch=instance.epoch, expired_at=expired_at, owner=event.owner)
+    guard = Guard(
+        state=instance.state,
+        epoch=instance.epoch,
+        expired_at=expired_at,
+        owner=event.owner,
+        held_up_to=now if _spares_quarantine(instance, event) else None,
+    )
     return guard, {
         "run_id": "",
         "last_run_id": instance.run_id or instance.last_run_id,
@@ -635,6 +646,11 @@ def _end(instance: Instance, event: End, now: datetime) -> tuple[Guard, dict[str
         # In the past for every reader, so that the sweep for what expired finds it too.
         "threshold": now,
     }
+
+
+def _spares_quarantine(instance: Instance, event: End) -> bool:
+    """What would end although it is well, or after its job, is kept while an operator looks at it."""
+    return event.cause is Cause.RETIRED or (event.cause is Cause.FAILED and instance.state is State.RELEASING)
 
 
 def _with_credential(instance: Instance, credential: Credential | None) -> Assignment | None:

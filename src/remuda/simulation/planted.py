@@ -343,10 +343,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "what expires is ended as soon as this process's clock says so",
         (
             _SWEEP,
-            "        if expired(instance.threshold, now=now, margin_s=lifetimes.margin_s):\n",
-            "        if expired(instance.threshold, now=now, margin_s=0.0):\n",
+            "if expired(item.threshold, now=now, margin_s=margin_s)]",
+            "if expired(item.threshold, now=now, margin_s=0.0)]",
         ),
-        (_SWEEP, "End(cause=Cause.EXPIRED, margin_s=lifetimes.margin_s)", "End(cause=Cause.EXPIRED)"),
+        (_SWEEP, "End(cause=Cause.EXPIRED, margin_s=margin_s)", "End(cause=Cause.EXPIRED)"),
     ),
     _mutant(
         "gone-at-first-sight",
@@ -529,6 +529,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "            signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed\n",
             "            signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome else failed\n",
         ),
+    ),
+    _mutant(
+        "quarantine-unseen",
+        "a release that read the record before an operator's quarantine ends it all the same",
+        (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
     ),
     _mutant(
         "agent-without-margin",

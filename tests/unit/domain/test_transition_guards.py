@@ -251,3 +251,31 @@ def test_a_write_that_loses_its_race_writes_nothing() -> None:
     record = instance(state=State.IDLE)
     first = write(record, claim(), P).applied_to(record)
     assert not write(record, claim(owner="p-3/c"), P).guard.admits(first)
+
+
+@pytest.mark.parametrize("kind", [Release, Extend, Pool])
+def test_what_is_reckoned_by_the_records_time_spares_a_later_quarantine(kind: type) -> None:
+    record = in_state(State.RUNNING if kind is Release else State.RELEASING)
+    guard = write(record, evidence(record)[kind], L).guard
+    assert not guard.admits(replace(record, held_until=at(60)))
+    assert guard.admits(replace(record, held_until=at(-60)))
+    known = replace(record, held_until=at(60))
+    assert write(known, evidence(known)[kind], L).guard.admits(known)
+    assert not write(known, evidence(known)[kind], L).guard.admits(replace(known, held_until=at(120)))
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "spared"),
+    [
+        (State.RELEASING, Cause.RETIRED, True),
+        (State.RELEASING, Cause.FAILED, True),
+        (State.IDLE, Cause.RETIRED, True),
+        (State.RUNNING, Cause.FAILED, False),
+        (State.RELEASING, Cause.GONE, False),
+    ],
+)
+def test_an_end_spares_a_quarantine_that_nobody_knew_of(state: State, cause: Cause, *, spared: bool) -> None:
+    record = in_state(state)
+    guard = write(record, end(record, cause), R).guard
+    assert guard.admits(record)
+    assert guard.admits(replace(record, held_until=at(60))) is not spared

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, each, readable, transition
+from remuda.controlplane.context import Context, each, readable, transition, transition_all
 from remuda.controlplane.handshake import announce, settle
 from remuda.controlplane.refresh.ghosts import GhostSweep
 from remuda.controlplane.refresh.hints import HintSweep
@@ -131,7 +131,9 @@ class Sweep:
                 due.append(after)
 
         live = [item for item in records.values() if item.state not in ABSORBING]
-        for instance, result in zip(live, await each(live, one), strict=True):
+        overdue = await self._end_overdue(live)
+        others = [item for item in live if item.instance_id not in overdue]
+        for instance, result in zip(others, await each(others, one), strict=True):
             if isinstance(result, RemudaError):
                 self._tally.error(f"{instance.instance_id}: {result.message}")
         errors = await announce(self._context, due, by=Actor.REFRESH)
@@ -140,12 +142,24 @@ class Sweep:
         if not errors:
             self._tally.announced.extend(item.instance_id for item in due)
 
+    async def _end_overdue(self, live: Sequence[Instance]) -> frozenset[str]:
+        """Those whose time is up, whatever their reports say: all of one state in one go. Which they were."""
+        margin_s, now = self._config.lifetimes.margin_s, self._context.clock.now()
+        overdue = [item for item in live if expired(item.threshold, now=now, margin_s=margin_s)]
+        event = End(cause=Cause.EXPIRED, margin_s=margin_s)
+        for state in sorted({item.state for item in overdue}):
+            some = [item for item in overdue if item.state is state]
+            why = f"its time as {state} is up"
+            results = await transition_all(self._context, some, event, by=Actor.REFRESH, why=why)
+            for instance, error in zip(some, results, strict=True):
+                if error is None:
+                    self._tally.retired[instance.instance_id] = why
+                elif not isinstance(error, Conflict):
+                    self._tally.error(f"{instance.instance_id}: {error.message}")
+        return frozenset(item.instance_id for item in overdue)
+
     async def _decide(self, instance: Instance, report: Report | None) -> Instance:
-        lifetimes = self._config.lifetimes
         now = self._context.clock.now()
-        if expired(instance.threshold, now=now, margin_s=lifetimes.margin_s):
-            why = f"its time as {instance.state} is up"
-            return await self._end(instance, End(cause=Cause.EXPIRED, margin_s=lifetimes.margin_s), why)
         if report is not None and report.notice and not instance.retire and instance.threshold > now:
             reason = f"spot notice: {report.notice}"
             instance = await self._go(instance, Retire(reason=reason), reason)

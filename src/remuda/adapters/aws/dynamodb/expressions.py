@@ -112,6 +112,9 @@ def _guard(expression: Expression, guard: Guard) -> str:
     if guard.not_retired:
         retire = expression.name("retire")
         terms.append(f"(attribute_not_exists({retire}) OR {retire} = {expression.value('')})")
+    if guard.held_up_to is not None:
+        held = expression.name(camel("held_until"))
+        terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(guard.held_up_to)})")
     if guard.tier is not None:
         terms.append(_equal(expression, "tier", guard.tier))
     return " AND ".join(terms)
