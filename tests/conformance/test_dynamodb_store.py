@@ -601,7 +601,7 @@ def test_the_pace_follows_the_state() -> None:
 
 def test_the_pace_rises_to_its_end() -> None:
     interval, intervals = REPORT.first_s, []
-    for _ in range(12):
+    for _ in range(80):
         intervals.append(interval)
         interval = REPORT.after(interval)
     assert intervals == sorted(intervals)
