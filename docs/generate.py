@@ -22,8 +22,8 @@ BEGIN = "<!-- generated: {} -->"
 END = "<!-- end of {} -->"
 
 
-#: A secret has no place in argv; the API's address comes with the workflow or the backend.
-NO_FLAG = frozenset({"github_token", "github_api_url", "github_app_id", "github_app_key"})
+#: A secret has no place in argv; the API's address and the event come with the workflow or the backend.
+NO_FLAG = frozenset({"github_token", "github_api_url", "github_app_id", "github_app_key", "event_name", "event_path"})
 
 
 def state_diagram() -> str:
@@ -53,6 +53,7 @@ def settings_table() -> str:
     for name, field in Settings.model_fields.items():
         default = field.default
         shown = "seven classes" if default is DEFAULT_CLASSES else "" if default in {None, "", ()} else str(default)
+        shown = shown.lower() if isinstance(default, bool) else shown
         given = "(none)" if name in NO_FLAG else f"`{flag(name)}`"
         lines.append(f"| {given} | `{variable(name)}` | `{key(name)}` | {shown or '(none)'} | {field.description} |")
     return "\n".join(lines)

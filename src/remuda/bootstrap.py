@@ -455,4 +455,5 @@ def desired(settings: Settings, *, pool: str) -> Desired:
         github_url=_github_url(settings),
         scope=settings.github_scope,
         launch=launch,
+        reuse=settings.reuse,
     )

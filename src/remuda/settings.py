@@ -28,9 +28,11 @@ from remuda.domain.resources import (
     DEFAULT_CLASSES,
     MAX_SHOWN,
     ResourceClass,
+    Reuse,
     Tier,
     TypePatterns,
     UsageClass,
+    check_repository,
     check_run_id,
     check_scope,
     parse_classes,
@@ -52,6 +54,9 @@ OTHER_VARIABLES = {
     "run_id": "GITHUB_RUN_ID",
     "run_attempt": "GITHUB_RUN_ATTEMPT",
     "github_scope": "GITHUB_REPOSITORY",
+    "repository": "GITHUB_REPOSITORY",
+    "event_name": "GITHUB_EVENT_NAME",
+    "event_path": "GITHUB_EVENT_PATH",
     "github_api_url": "GITHUB_API_URL",
     "environment": "ENVIRONMENT",
     "idle_config": "SCALE_DOWN_CONFIG",
@@ -211,8 +216,18 @@ class Settings(BaseModel):
     )
     tier: Tier = Field(
         default=Tier.TRUSTED,
-        description="How far the run's code is trusted.",
+        description="How far the run's code is trusted: may be lower than the event says, never higher.",
         json_schema_extra={"fix": "use trusted or untrusted"},
+    )
+    repository: str = Field(
+        default="", description="The run's repository, owner/name (default: GITHUB_REPOSITORY, or the scope)."
+    )
+    event_name: str = Field(default="", description="The event that started the run (default: GITHUB_EVENT_NAME).")
+    event_path: str = Field(default="", description="The file that tells about it (default: GITHUB_EVENT_PATH).")
+    ephemeral: bool = Field(
+        default=False,
+        description="New instances for one job each, registered just in time; needs a credential of its own.",
+        json_schema_extra={"fix": "use true or false"},
     )
 
     max_runtime_min: float = Field(
@@ -228,6 +243,11 @@ class Settings(BaseModel):
     provision_timeout_sec: float = _seconds(300, 2, MAX_PROVISION_S, "By when a provision must be complete.")
     max_age_sec: float = _seconds(86_400, 10, 365 * DAY_S, "Beyond this age an instance is not pooled again.")
     max_uses: int = _whole(50, 1, 100_000, "After so many uses an instance is not pooled again.")
+    reuse: Reuse = Field(
+        default=Reuse.SAME_TRUST,
+        description="Whose machines a run may be given: always, same-repo, same-trust or never.",
+        json_schema_extra={"fix": "use always, same-repo, same-trust or never"},
+    )
     max_instances: int = _whole(100, 1, 100_000, "How many instances the pool may have.")
     margin_sec: float | None = Field(
         default=None,
@@ -370,6 +390,21 @@ class Settings(BaseModel):
     def _check_scope(cls, value: str) -> str:
         return check_scope(value)
 
+    @field_validator("repository")
+    @classmethod
+    def _check_repository(cls, value: str) -> str:
+        return check_repository(value) if value else ""
+
+    @field_validator("ephemeral", mode="before")
+    @classmethod
+    def _check_ephemeral(cls, value: Any) -> bool:
+        """As text it comes from everywhere but the file."""
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, str) or value not in {"true", "false"}:
+            raise ValueError("use true or false")
+        return value == "true"
+
     @field_validator("run_id", mode="before")
     @classmethod
     def _check_run_id(cls, value: Any) -> str:
@@ -433,10 +468,10 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_truth(cls, value: Any) -> Any:
-        """No setting is true or false; `true` in the file would pass as 1. The last one here: it is asked first."""
-        if isinstance(value, bool):
-            raise ValueError("no setting is true or false")
+    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """Where a number is asked for, `true` in the file would pass as 1. The last one here: it is asked first."""
+        if isinstance(value, bool) and info.field_name != "ephemeral":
+            raise ValueError("this setting is not true or false")
         return value
 
     @property
@@ -488,6 +523,10 @@ class Loaded:
 
     def given(self, name: str) -> bool:
         return self.origins[name] != "default"
+
+    def shown(self, name: str) -> str:
+        """The setting as the user wrote it."""
+        return _shown(name, self.origins)
 
 
 def flag(name: str) -> str:

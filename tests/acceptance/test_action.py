@@ -158,6 +158,31 @@ def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done)
     assert github.use("release", run_id="101").code == 0
 
 
+def test_code_of_strangers_gets_machines_of_its_own(github: Github, refreshed: Done, tmp_path: Path):
+    event = tmp_path / "event.json"
+    request = {"number": 12, "head": {"repo": {"full_name": "eve/repo"}}, "base": {"repo": {"full_name": SCOPE}}}
+    event.write_text(json.dumps({"pull_request": request, "repository": {"full_name": SCOPE}}))
+    told = {"GITHUB_EVENT_NAME": "pull_request_target", "GITHUB_EVENT_PATH": str(event)}
+    step = {"mode": "provision", "pool": POOL, "aws_region": "eu-central-1"}
+    refused = github.job("150", **told).run(**step, tier="trusted")
+    assert refused.code == 2, refused.log
+    (error,) = refused.annotations("error")
+    assert error.data.startswith("tier is trusted, but the event says untrusted: pull request #12 from fork eve/repo;")
+    assert "leave tier out" in error.data
+
+    done = github.job("150", **told).run(**step, ephemeral="true", github_token=github.token)
+    assert done.code == 0, done.log
+    assert "Tier untrusted: pull request &#35;12 from fork eve/repo<br>Ephemeral: each machine" in done.summary
+    (name,) = json.loads(done.outputs["instance-ids"])
+    # What GitHub packed for its runner is hidden as a token is.
+    assert any(len(mask) > 100 for mask in done.masks)
+    check_secrets(github, done)
+    back = github.use("release", run_id="150", github_token=github.token)
+    assert back.code == 0, back.log
+    assert "ephemeral: for one job" in back.summary
+    assert github.herd.states()[name] == "terminating"
+
+
 def test_a_cancelled_provision_gives_back_what_it_holds_in_time(github: Github, refreshed: Done):
     """One machine from the pool, one that boots: neither answers, and the workflow is cancelled."""
     warm = github.use("provision", run_id="200", instance_count="1", resource_class="xlarge")

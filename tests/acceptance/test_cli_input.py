@@ -83,6 +83,50 @@ def test_a_run_id_is_one_word_of_its_own(shell: Shell, value: str) -> None:
     assert "run id" in error["fix"]
 
 
+FORK = {"pull_request": {"number": 7, "head": {"repo": {"full_name": "eve/r"}}}, "repository": {"full_name": "octo/r"}}
+
+
+def test_a_tier_above_what_the_event_says_is_refused(shell: Shell) -> None:
+    event = shell.folder / "event.json"
+    event.write_text(json.dumps(FORK))
+    shell.environ |= {"GITHUB_EVENT_NAME": "pull_request_target", "GITHUB_EVENT_PATH": str(event)}
+    error = shell.refused(*ANY_RUN, "--tier", "trusted")
+    assert (error["field"], error["fix"]) == (
+        "--tier",
+        "leave --tier out: code of strangers runs on machines of its own",
+    )
+    assert error["message"] == "tier is trusted, but the event says untrusted: pull request #7 from fork eve/r"
+
+
+def test_ephemeral_machines_need_a_credential(shell: Shell) -> None:
+    shell.environ |= {"AWS_REGION": "eu-central-1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    error = shell.refused(*ANY_RUN, "--backend", "aws", "--ephemeral", "--github-scope", "octo")
+    assert error["type"] == "UserError"
+    assert "credential" in error["message"]
+    assert "REMUDA_GITHUB_TOKEN" in error["fix"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("provision", "--run-id", "1", "--repository", "octo"), "--repository"),
+        (("provision", "--run-id", "1", "--github-scope", "octo", "--repository", "eve/r"), "--repository"),
+        (("provision", "--run-id", "1", "--github-scope", "octo/r", "--repository", "octo/s"), "--repository"),
+        (("refresh", "--reuse", "sometimes"), "--reuse"),
+    ],
+)
+def test_what_cannot_be_reused_for_is_refused(shell: Shell, arguments: tuple[str, ...], field: str) -> None:
+    error = shell.refused(*arguments)
+    assert error["field"] == field
+    assert error["fix"]
+
+
+def test_ephemeral_is_true_or_false(shell: Shell) -> None:
+    shell.environ["REMUDA_EPHEMERAL"] = "yes"
+    error = shell.refused(*ANY_RUN)
+    assert (error["field"], error["fix"]) == ("REMUDA_EPHEMERAL", "use true or false")
+
+
 @pytest.mark.parametrize("command", ["provision", "release"])
 def test_a_run_id_is_needed(shell: Shell, command: str) -> None:
     assert shell.refused(command)["field"] == "--run-id"

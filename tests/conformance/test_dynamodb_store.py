@@ -129,6 +129,7 @@ async def test_a_change_writes_what_it_sets_and_nothing_else(store: DynamoInstan
 
 
 OWNERS = ("", "p-1/a", "p-1/b")
+REPOSITORIES = ("", "octo/one", "octo/two")
 TIMES = (None, at(9.9995), at(10), at(10.0005), at(11))
 
 
@@ -145,6 +146,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             retire=chance.choice(["", "", "old"]),
             held_until=chance.choice([None, None, at(10)]),
             tier=chance.choice(list(Tier)),
+            repository=chance.choice(REPOSITORIES),
         )
         for number in range(150)
     ]
@@ -157,7 +159,8 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             expired_at=chance.choice([None, None, *TIMES]),
             not_retired=chance.choice([True, False]),
             held_up_to=chance.choice([None, None, *TIMES]),
-            tier=chance.choice([None, record.tier, Tier.TRUSTED]),
+            tiers=chance.choice([(), (record.tier,), (Tier.TRUSTED,), tuple(Tier)]),
+            repository=chance.choice([None, None, record.repository, *REPOSITORIES]),
         )
         for record in records
     ]

@@ -66,6 +66,7 @@ async def test_a_message_comes_back_as_it_was_sent(pool: ResourcePool, other_poo
         cpu=128,
         mmem=524_288,
         tier=Tier.UNTRUSTED,
+        repository="octo/repo",
     )
     await pool.send([sent])
     (delivery,) = await other_pool.receive("large", visibility_s=HIDDEN_S)

@@ -31,6 +31,7 @@ EPOCHS = st.sampled_from([1, 2])
 OWNERS = st.sampled_from(["", "a"])
 TIMES = st.sampled_from([at(1), at(2), at(2.0005)])
 TIERS = st.sampled_from(list(Tier))
+REPOSITORIES = st.sampled_from(["", "octo/one"])
 SETS = st.fixed_dictionaries(
     {},
     optional={
@@ -39,6 +40,7 @@ SETS = st.fixed_dictionaries(
         "owner": OWNERS,
         "threshold": TIMES,
         "tier": TIERS,
+        "repository": REPOSITORIES,
         "retire": st.sampled_from(["", "spot"]) | st.text(max_size=5),
         "held_until": st.sampled_from([None, at(1), at(2)]),
         "assignment": st.sampled_from([None, assignment()]),
@@ -54,7 +56,8 @@ GUARDS = st.builds(
     expired_at=st.none() | TIMES,
     not_retired=st.booleans(),
     held_up_to=st.none() | TIMES,
-    tier=st.none() | TIERS,
+    tiers=st.lists(TIERS, max_size=2).map(tuple),
+    repository=st.none() | REPOSITORIES,
 )
 
 

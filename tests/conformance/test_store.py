@@ -65,6 +65,7 @@ async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other
         provision_id="p-1",
         scope="octo/repo",
         tier=Tier.UNTRUSTED,
+        repository="octo/repo",
         uses=3,
         run_deadline=at(9),
         retire="spot notice: Ünïcode",
@@ -98,7 +99,7 @@ async def test_a_change_of_nothing_conflicts_with_none(store: InstanceStore) -> 
     assert not await store.history(ID)
 
 
-OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED)
+OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository="octo/one")
 
 
 @pytest.mark.parametrize(
@@ -119,10 +120,14 @@ OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED)
         ({"expired_at": at(10) - MS}, False),
         ({"expired_at": at(10) - timedelta(microseconds=1)}, False),
         ({"not_retired": True}, True),
-        ({"tier": Tier.TRUSTED}, True),
-        ({"tier": Tier.UNTRUSTED}, False),
-        ({"owner": "p-1/a", "unexpired_at": at(9), "not_retired": True, "tier": Tier.TRUSTED}, True),
-        ({"owner": "p-1/a", "unexpired_at": at(11), "not_retired": True, "tier": Tier.TRUSTED}, False),
+        ({"tiers": (Tier.TRUSTED,)}, True),
+        ({"tiers": (Tier.UNTRUSTED,)}, False),
+        ({"tiers": (Tier.TRUSTED, Tier.UNTRUSTED)}, True),
+        ({"repository": "octo/one"}, True),
+        ({"repository": "octo/two"}, False),
+        ({"repository": ""}, False),
+        ({"owner": "p-1/a", "unexpired_at": at(9), "not_retired": True, "tiers": (Tier.TRUSTED,)}, True),
+        ({"owner": "p-1/a", "unexpired_at": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
     ],
 )
 async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: bool) -> None:  # noqa: FBT001

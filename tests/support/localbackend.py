@@ -44,7 +44,7 @@ class LocalBackend:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._command = [str(Path(sys.executable).parent / "remuda")]
-        self._environment = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
+        self.environment = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
         self._started: list[asyncio.subprocess.Process] = []
 
     # Commands
@@ -64,7 +64,7 @@ class LocalBackend:
             *arguments[1:],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=self._environment,
+            env=self.environment,
             cwd=self.folder.parent,
         )
         self._started.append(process)

@@ -82,6 +82,7 @@ class Host:
         self._state = RunnerState()
         self._changed = asyncio.Event()
         self._runner_id = 0
+        self._is_jit = False
         self._timers: list[asyncio.TimerHandle] = []
         #: Something of a job may be left on it.
         self.dirty = False
@@ -149,6 +150,11 @@ class Host:
     async def configure(self, assignment: Assignment) -> Outcome:
         await asyncio.sleep(self._world.behaviour.configure_s)
         outcome = self._world.behaviour.registration.get(self.instance_id, Outcome(ok=True))
+        self._is_jit = outcome.ok and bool(assignment.jit_config)
+        if self._is_jit:
+            self._runner_id = assignment.runner_id
+            self._set(RunnerState(configured_as=assignment.runner_name))
+            return outcome
         if not outcome.ok or assignment.credential is None:
             return outcome
         try:
@@ -168,6 +174,11 @@ class Host:
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         await asyncio.sleep(self._world.behaviour.remove_s)
+        if self._is_jit:
+            if assignment.runner_id and not self._state.spent:
+                return Removal.FAILED, "it was registered just in time: only the service can remove it"
+            self._set(replace(self._state, configured_as=""))
+            return Removal.REMOVED, ""
         assert assignment.credential is not None
         try:
             deletion = self._world.github.unregister(_scope(assignment), assignment.credential.token, self._runner_id)
@@ -199,6 +210,8 @@ class Host:
     def _finish(self, job: MemoryJob) -> None:
         self._set(replace(self._state, busy=False))
         self._world.github.finish(job)
+        if self._is_jit:
+            self._set(replace(self._state, listening=False, exit_code=0, spent=True))
 
     def _set(self, state: RunnerState) -> None:
         self._state = state

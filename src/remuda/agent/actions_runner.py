@@ -121,6 +121,7 @@ class ActionsRunner:
             listening=listening,
             busy=self._is_busy(listening=listening),
             exit_code=self._exit_code,
+            spent=not listening and self._is_spent(),
         )
 
     async def configure(self, assignment: Assignment) -> Outcome:
@@ -192,6 +193,10 @@ class ActionsRunner:
         self._note(self._listener)
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+        if self._jit_config() is not None and not assignment.runner_id:
+            self._drop_registration()
+            self._jit_file.unlink(missing_ok=True)
+            return Removal.REMOVED, "it was registered just in time, and GitHub has removed it"
         if not (self._registrar / _SETTINGS).exists():
             return self._nothing_to_remove()
         if assignment.credential is None:
@@ -307,6 +312,15 @@ class ActionsRunner:
             with contextlib.suppress(ValueError):
                 return from_document(_JitConfig, document)
         return None
+
+    def _is_spent(self) -> bool:
+        """Whether a listener that was registered for one job has ended in order. It takes its files with it; one whose
+        exit code nobody saw is known by that.
+        """
+        jit = self._jit_config()
+        if jit is None or jit.config:
+            return False
+        return self._exit_code == 0 or (self._exit_code == UNKNOWN_EXIT and not (self._folder / _SETTINGS).exists())
 
     def _is_busy(self, *, listening: bool) -> bool:
         """By the log or by a worker process: each may be late. A dead listener's log says nothing about now."""

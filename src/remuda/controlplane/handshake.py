@@ -23,7 +23,7 @@ async def settle(
 ) -> Instance:
     """Carry a releasing instance one step further, where there is one to take; the record afterwards."""
     now = context.clock.now()
-    upcoming = next_for_releasing(instance, report, now=now, lifetimes=config.lifetimes)
+    upcoming = next_for_releasing(instance, report, now=now, lifetimes=config.lifetimes, reuse=config.reuse)
     if upcoming is not None:
         return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
     if credential_is_short(instance, now=now, margin_s=config.lifetimes.margin_s):

@@ -18,6 +18,7 @@ from remuda.controlplane.context import (
     removal_credential,
     transition,
 )
+from remuda.controlplane.deregistration import deregistered
 from remuda.controlplane.handshake import Announcer, settle
 from remuda.controlplane.waiting import Ended, SignalWait
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
@@ -173,6 +174,7 @@ class _Releasing:
                 if instance.state is State.CREATED:
                     end = End(cause=Cause.RELEASED)
                     await self._go(instance, end, "released before it was ready")
+                    await deregistered(self._context, instance)
                     return Outcome(instance_id=instance.instance_id, fate=Fate.RETIRED, why="it was still booting")
                 if instance.state not in {State.CLAIMED, State.RUNNING}:
                     return _skipped(instance, f"it is {instance.state} already")
@@ -189,6 +191,7 @@ class _Releasing:
         event = Release(
             release_time_s=self._config.lifetimes.release_time_s,
             credential=await removal_credential(self._context, self._config, instance.scope),
+            deregistered=await deregistered(self._context, instance),
         )
         return await self._go(instance, event, "released by its workflow")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from remuda.domain.resources import PoolMessage, Tier, UsageClass
+from remuda.domain.resources import PoolMessage, Reuse, Tier, UsageClass
 
 
 class State(StrEnum):
@@ -42,10 +42,15 @@ class Assignment:
     url: str
     runner_name: str
     labels: tuple[str, ...]
+    #: The repository of the run, owner/name, where it is known.
+    repository: str = ""
     #: Registration or removal token, for this step only.
     credential: Credential | None = None
     #: A just-in-time configuration in place of a registration token: one job only.
     jit_config: str = field(default="", repr=False)
+    #: Of a registration made just in time: its number on GitHub, by which alone it can be removed. 0: there is none, or
+    #: it is known to be gone.
+    runner_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +76,8 @@ class Instance:
     provision_id: str = ""
     scope: str = ""
     tier: Tier = Tier.TRUSTED
+    #: The only repository that it ever served, in lower case. Empty: it served several, or one that nobody named.
+    repository: str = ""
     uses: int = 0
     #: The threshold of `running`, kept while `releasing`: a job may last until then.
     run_deadline: datetime | None = None
@@ -96,6 +103,7 @@ class Instance:
             cpu=self.cpu,
             mmem=self.mmem,
             tier=self.tier,
+            repository=self.repository,
         )
 
 
@@ -115,7 +123,21 @@ class HistoryEntry:
     cause: str = ""
 
 
-def retirement(instance: Instance, *, now: datetime, max_age_s: float, max_uses: int, notice: str = "") -> str:
+#: Why an instance that serves one run alone is retired from its birth on.
+NEVER_REUSED = "reuse is never"
+EPHEMERAL = "ephemeral: for one job"
+BORN_RETIRED = frozenset({NEVER_REUSED, EPHEMERAL})
+
+
+def retirement(
+    instance: Instance,
+    *,
+    now: datetime,
+    max_age_s: float,
+    max_uses: int,
+    reuse: Reuse = Reuse.SAME_TRUST,
+    notice: str = "",
+) -> str:
     """Why an instance should not go back to the pool after this use, or empty: in quarantine it is kept there."""
     if instance.is_held(now):
         return ""
@@ -123,6 +145,8 @@ def retirement(instance: Instance, *, now: datetime, max_age_s: float, max_uses:
         return instance.retire
     if notice:
         return f"spot notice: {notice}"
+    if reuse is Reuse.NEVER:
+        return NEVER_REUSED
     if (now - instance.created_at).total_seconds() >= max_age_s:
         return f"too old: {max_age_s:g} s is the most"
     if instance.uses + 1 >= max_uses:

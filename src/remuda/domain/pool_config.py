@@ -9,7 +9,7 @@ from datetime import datetime
 
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Credential
-from remuda.domain.resources import ResourceClass, is_instance_id
+from remuda.domain.resources import ResourceClass, Reuse, is_instance_id
 from remuda.domain.thresholds import Lifetimes
 
 #: GitHub's limit for a runner's name.
@@ -41,6 +41,8 @@ class PoolConfig:
     tokens: tuple[ScopeTokens, ...] = ()
     #: What the backend needs to launch: image, subnets, script, …
     launch: Mapping[str, str] = field(default_factory=dict)
+    #: Whose machines a run may be given.
+    reuse: Reuse = Reuse.SAME_TRUST
 
     @property
     def runner_prefix(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from remuda.domain.instance import Instance, retirement
+from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Verdict, removal_verdict, took_s
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Cause, End, Event, Extend, Pool
@@ -21,7 +22,12 @@ class Next:
 
 
 def next_for_releasing(
-    instance: Instance, report: Report | None, *, now: datetime, lifetimes: Lifetimes
+    instance: Instance,
+    report: Report | None,
+    *,
+    now: datetime,
+    lifetimes: Lifetimes,
+    reuse: Reuse = Reuse.SAME_TRUST,
 ) -> Next | None:
     """The next event, or None while there is nothing to do but wait."""
     verdict = removal_verdict(report, instance.epoch)
@@ -31,6 +37,7 @@ def next_for_releasing(
             now=now,
             max_age_s=lifetimes.max_age_s,
             max_uses=lifetimes.max_uses,
+            reuse=reuse,
             notice=report.notice,
         )
         if reason:

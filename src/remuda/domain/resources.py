@@ -34,10 +34,31 @@ class UsageClass(StrEnum):
 
 
 class Tier(StrEnum):
-    """How far the code of a run is trusted. An instance keeps the tier of its first run."""
+    """How far the code of a run is trusted. An instance may fall to the lower one, and never rises again."""
 
     TRUSTED = "trusted"
     UNTRUSTED = "untrusted"
+
+
+class Reuse(StrEnum):
+    """Whose machines a run may be given."""
+
+    #: Anybody's of at least its own tier.
+    ALWAYS = "always"
+    #: Those of its own tier that served its own repository and no other.
+    SAME_REPO = "same-repo"
+    #: Those of its own tier.
+    SAME_TRUST = "same-trust"
+    #: None: each machine serves one run.
+    NEVER = "never"
+
+    def tiers(self, tier: Tier) -> tuple[Tier, ...]:
+        """Of which tiers a machine may be that a run of `tier` is given: never of a lower one."""
+        if self is Reuse.NEVER:
+            return ()
+        if self is Reuse.ALWAYS and tier is Tier.UNTRUSTED:
+            return (Tier.TRUSTED, Tier.UNTRUSTED)
+        return (tier,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,12 +180,16 @@ class PoolMessage:
     cpu: int
     mmem: int
     tier: Tier = Tier.TRUSTED
+    #: As in the record.
+    repository: str = ""
 
     def __post_init__(self) -> None:
         if not is_instance_id(self.id):
             raise ValueError("its id is not an instance id")
         if self.epoch < 1:
             raise ValueError("its epoch is below 1")
+        if self.repository and not is_repository(self.repository):
+            raise ValueError("its repository is not of the form owner/name")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +200,9 @@ class Request:
     usage_class: UsageClass
     patterns: TypePatterns
     tier: Tier
+    reuse: Reuse = Reuse.SAME_TRUST
+    #: Of the run, as records have it (`folded`); empty where it is not known.
+    repository: str = ""
 
 
 def misfit(message: PoolMessage, request: Request) -> str | None:
@@ -190,8 +218,10 @@ def misfit(message: PoolMessage, request: Request) -> str | None:
         return f"{message.cpu} cpu, {wanted.cpu} wanted"
     if message.mmem < wanted.mmem:
         return f"{message.mmem} MiB, {wanted.mmem} wanted"
-    if message.tier is not request.tier:
+    if message.tier not in request.reuse.tiers(request.tier):
         return f"tier {message.tier}, not {request.tier}"
+    if request.reuse is Reuse.SAME_REPO and message.repository != request.repository:
+        return f"served {message.repository or 'more than one repository'}, not {request.repository} alone"
     return None
 
 
@@ -224,3 +254,34 @@ def check_scope(text: str, *, field: str = "github-scope") -> str:
             fix="give an organisation ('owner') or a repository ('owner/repo')",
         )
     return text
+
+
+def is_repository(text: str) -> bool:
+    return "/" in text and _SCOPE.fullmatch(text) is not None
+
+
+def check_repository(text: str, *, field: str = "repository") -> str:
+    if not is_repository(text):
+        raise UserError(f"{field} is {text[:80]!r}", field=field, fix="give the run's repository as owner/name")
+    return text
+
+
+def folded(repository: str) -> str:
+    """A repository as records have it: to GitHub, names that differ in case are the same."""
+    return repository.lower()
+
+
+def repository_of(scope: str, repository: str, *, field: str = "repository") -> str:
+    """The repository of a run whose runners register in `scope`, or empty where nobody says. Runners of an
+    organisation serve its own repositories alone.
+    """
+    owner, _, name = scope.partition("/")
+    if name:
+        return scope
+    if repository and repository.partition("/")[0].lower() != owner.lower():
+        raise UserError(
+            f"{field} is {repository!r}, which runners of {scope} do not serve",
+            field=field,
+            fix=f"give a repository of {scope}, or the scope of the repository",
+        )
+    return repository

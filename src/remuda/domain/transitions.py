@@ -14,8 +14,17 @@ from enum import StrEnum
 from typing import Any
 
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import Assignment, Credential, HistoryEntry, Instance, State
-from remuda.domain.resources import PoolMessage, Tier
+from remuda.domain.instance import (
+    BORN_RETIRED,
+    EPHEMERAL,
+    NEVER_REUSED,
+    Assignment,
+    Credential,
+    HistoryEntry,
+    Instance,
+    State,
+)
+from remuda.domain.resources import PoolMessage, Reuse, Tier
 from remuda.domain.signals import Report, Verdict, registration_verdict, removal_verdict
 from remuda.domain.timestamps import after, to_milliseconds
 
@@ -55,6 +64,8 @@ _RETIREMENTS = {
     "used ": "used-up",
     "drained": "drained",
     "quarantined": "quarantined",
+    NEVER_REUSED: "never-reused",
+    EPHEMERAL: "ephemeral",
 }
 #: Every way in which an end is counted.
 ENDINGS: tuple[str, ...] = (*(cause.value for cause in Cause), *_RETIREMENTS.values())
@@ -116,8 +127,8 @@ TRANSITIONS: tuple[Transition, ...] = (
         (State.IDLE,),
         State.CLAIMED,
         (_P,),
-        "message's epoch; tier fits; not retired",
-        "epoch + 1; run, owner, assignment; threshold = provision deadline",
+        "message's epoch; tier and repository fit the pool's reuse policy; not retired",
+        "epoch + 1; run, owner, assignment; tier falls, never rises; threshold = provision deadline",
     ),
     _row(
         "commit",
@@ -245,7 +256,10 @@ class Guard:
     not_retired: bool = False
     #: The record must not be in quarantine beyond this time: one that nobody who decided on this write knew of.
     held_up_to: datetime | None = None
-    tier: Tier | None = None
+    #: One of these it must be of; empty: of any.
+    tiers: tuple[Tier, ...] = ()
+    #: The only repository that it ever served, where that matters.
+    repository: str | None = None
 
     def admits(self, record: Instance | None) -> bool:
         if record is None or self.state is None:
@@ -258,7 +272,8 @@ class Guard:
             and (self.expired_at is None or record.threshold <= self.expired_at)
             and not (self.not_retired and record.retire)
             and (self.held_up_to is None or record.held_until is None or record.held_until <= self.held_up_to)
-            and (self.tier is None or record.tier is self.tier)
+            and (not self.tiers or record.tier in self.tiers)
+            and (self.repository is None or record.repository == self.repository)
         )
 
 
@@ -325,6 +340,7 @@ def presumed(message: PoolMessage, *, now: datetime) -> Instance:
         cpu=message.cpu,
         mmem=message.mmem,
         tier=message.tier,
+        repository=message.repository,
         created_at=now,
     )
 
@@ -341,6 +357,9 @@ class Claim:
     tier: Tier
     threshold: datetime
     assignment: Assignment
+    #: The pool's policy, and the run's repository as records have it.
+    reuse: Reuse = Reuse.SAME_TRUST
+    repository: str = ""
     #: The clock margin: what is about to expire is not worth claiming.
     margin_s: float
 
@@ -358,6 +377,8 @@ class Release:
     credential: Credential
     #: Set by a rollback: only the owner's own assignment.
     owner: str | None = None
+    #: GitHub has confirmed that a registration made just in time is gone.
+    deregistered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -548,17 +569,25 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
 
 
 def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[Guard, dict[str, Any]]:
-    if instance.tier is not event.tier:
-        raise _illegal(instance, f"claim of a {instance.tier} instance for a {event.tier} run")
+    tiers = event.reuse.tiers(event.tier)
+    if instance.tier not in tiers:
+        raise _illegal(instance, f"claim of a {instance.tier} instance for a {event.tier} run (reuse {event.reuse})")
+    alone = event.repository if event.repository == instance.repository else ""
+    if event.reuse is Reuse.SAME_REPO and not alone:
+        raise _illegal(instance, f"claim of an instance of {instance.repository!r} for a run of {event.repository!r}")
     guard = Guard(
         state=State.IDLE,
         epoch=instance.epoch,
         unexpired_at=now + timedelta(seconds=event.margin_s),
         not_retired=True,
-        tier=event.tier,
+        tiers=tiers,
+        # What is written down as the only one must be so in the record, not in the hint alone.
+        repository=alone or None,
     )
     return guard, {
         "epoch": instance.epoch + 1,
+        "tier": event.tier,
+        "repository": alone,
         "run_id": event.run_id,
         "owner": event.owner,
         "provision_id": event.provision_id,
@@ -585,8 +614,12 @@ def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any
         "last_run_id": instance.run_id,
         "run_deadline": instance.threshold,
         "threshold": _held(instance, after(now, event.release_time_s)),
-        "assignment": _with_credential(instance, event.credential),
+        "assignment": _without_registration(_with_credential(instance, event.credential), gone=event.deregistered),
     }
+
+
+def _without_registration(assignment: Assignment | None, *, gone: bool) -> Assignment | None:
+    return replace(assignment, runner_id=0) if assignment is not None and gone else assignment
 
 
 def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
@@ -642,7 +675,7 @@ def _end(instance: Instance, event: End, now: datetime) -> tuple[Guard, dict[str
         "last_run_id": instance.run_id or instance.last_run_id,
         "assignment": None,
         "announced_at": None,
-        "retire": instance.retire or event.reason or event.cause.value,
+        "retire": _last_reason(instance, event),
         # In the past for every reader, so that the sweep for what expired finds it too.
         "threshold": now,
     }
@@ -651,6 +684,12 @@ def _end(instance: Instance, event: End, now: datetime) -> tuple[Guard, dict[str
 def _spares_quarantine(instance: Instance, event: End) -> bool:
     """What would end although it is well, or after its job, is kept while an operator looks at it."""
     return event.cause is Cause.RETIRED or (event.cause is Cause.FAILED and instance.state is State.RELEASING)
+
+
+def _last_reason(instance: Instance, event: End) -> str:
+    # That it serves one run alone is no reason to end any other way than by its release.
+    known = "" if instance.retire in BORN_RETIRED and event.cause is not Cause.RETIRED else instance.retire
+    return known or event.reason or event.cause.value
 
 
 def _with_credential(instance: Instance, credential: Credential | None) -> Assignment | None:

@@ -91,6 +91,7 @@ def refresh(
     provision_timeout_sec: opt.ProvisionTimeout = None,
     max_age_sec: opt.MaxAge = None,
     max_uses: opt.MaxUses = None,
+    reuse: opt.ReuseName = None,
     max_instances: opt.MaxInstances = None,
     resource_class_config: opt.ClassConfig = None,
     pre_runner_script: opt.PreRunnerScript = None,
@@ -147,13 +148,16 @@ def provision(
     max_runtime_min: opt.MaxRuntime = None,
     provision_timeout_sec: opt.ProvisionTimeout = None,
     tier: opt.TierName = None,
+    repository: opt.Repository = None,
+    ephemeral: opt.Ephemeral = False,
     config: opt.Config = None,
     log_format: opt.LogFormat = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> int:
     """Get runners for a run: reused from the pool if it can, created if it must; all or nothing."""
-    flags = _flags(locals())
+    # Not given is not false: the file may say otherwise.
+    flags = _flags({**locals(), "ephemeral": ephemeral or None})
     from remuda.entrypoints.commands import run_provision
 
     return run_provision(flags, config, Output(as_json=as_json, quiet=quiet))

@@ -21,6 +21,7 @@ from remuda.domain.story import Story
 from remuda.entrypoints import status_view, story_view, views
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
+from remuda.entrypoints.run_event import repository, trust
 from remuda.ports.journal import Journal
 from remuda.settings import Settings
 
@@ -128,6 +129,7 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
     loaded = load_settings(flags, config)
     settings = loaded.settings
     _need_run_id(settings)
+    trusted = trust(loaded)
     order = ProvisionOrder(
         run_id=settings.run_id,
         attempt=settings.run_attempt,
@@ -136,20 +138,24 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
         usage_class=settings.usage_class,
         patterns=settings.allowed_instance_types,
         scope=settings.github_scope,
-        tier=settings.tier,
+        tier=trusted.tier,
+        tier_why=trusted.why,
+        repository=repository(loaded),
+        ephemeral=settings.ephemeral,
         # The pool's own, unless this run asks for another.
         max_runtime_s=settings.max_runtime_min * 60 if loaded.given("max_runtime_min") else None,
         timeout_s=settings.provision_timeout_sec if loaded.given("provision_timeout_sec") else None,
     )
 
     async def work() -> ProvisionResult:
-        async with _open(settings, output, credentialed=False) as context:
+        # Registrations just in time are made with a credential; nothing else here needs one.
+        async with _open(settings, output, credentialed=settings.ephemeral) as context:
             return await provision(context, order)
 
     result = run_async(work, farewell="interrupted; what was held has been given back")
     output.say(
         f"run {result.run_id} has {len(result.instances)} runners: {result.reused} reused, {result.created} created, "
-        f"in {result.seconds:.2f} s"
+        f"in {result.seconds:.2f} s ({trusted})"
     )
     output.result(views.provision_document(result))
     return EXIT_OK

@@ -74,7 +74,21 @@ MaxRuntime = Annotated[
 TierName = Annotated[
     str | None,
     typer.Option(
-        "--tier", help="trusted or untrusted: never mixed on a machine. (default: trusted)", rich_help_panel=_RUN
+        "--tier",
+        help="trusted or untrusted; never more than the event allows. (default: by the event)",
+        rich_help_panel=_RUN,
+    ),
+]
+Repository = Annotated[
+    str | None,
+    typer.Option(
+        "--repository", help="The run's, owner/name. (default: GITHUB_REPOSITORY, or the scope)", rich_help_panel=_RUN
+    ),
+]
+Ephemeral = Annotated[
+    bool,
+    typer.Option(
+        "--ephemeral", help="New instances for one job each; needs a GitHub credential.", rich_help_panel=_RUN
     ),
 ]
 ProvisionTimeout = Annotated[
@@ -96,6 +110,12 @@ MaxAge = Annotated[
     str | None, typer.Option("--max-age-sec", help="Oldest age for reuse. (default: 86400)", rich_help_panel=_POOL)
 ]
 MaxUses = Annotated[str | None, typer.Option("--max-uses", help="Most uses. (default: 50)", rich_help_panel=_POOL)]
+ReuseName = Annotated[
+    str | None,
+    typer.Option(
+        "--reuse", help="always, same-repo, same-trust or never. (default: same-trust)", rich_help_panel=_POOL
+    ),
+]
 MaxInstances = Annotated[
     str | None,
     typer.Option("--max-instances", help="Most instances in the pool. (default: 100)", rich_help_panel=_POOL),

@@ -31,7 +31,7 @@ def instance_document(instance: Instance) -> dict[str, Any]:
     """A record without what opens a door."""
     document = record_document(instance)
     if instance.assignment is not None:
-        shown = {"url", "runner_name", "labels"}
+        shown = {"url", "runner_name", "labels", "repository"}
         assignment = record_document(instance.assignment)
         document["assignment"] = {name: value for name, value in assignment.items() if name in shown}
     return document
@@ -55,6 +55,9 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
         ],
         "reused": result.reused,
         "created": result.created,
+        "tier": result.tier.value,
+        "tier_reason": result.tier_why,
+        "ephemeral": result.ephemeral,
         "seconds": result.seconds,
         "phases": dict(result.phases),
         "refused": dict(result.refused),

@@ -268,6 +268,7 @@ class WorkflowRun:
             "GITHUB_RUN_ID": self._github["run_id"],
             "GITHUB_RUN_ATTEMPT": self._github["run_attempt"],
             "GITHUB_REPOSITORY": self._github["repository"],
+            "GITHUB_EVENT_NAME": "workflow_dispatch",
             "GITHUB_JOB": job.key,
         }
 

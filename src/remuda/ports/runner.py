@@ -22,6 +22,8 @@ class RunnerState:
     busy: bool = False
     #: The exit code of the last listener this agent started, where it ended by itself.
     exit_code: int | None = None
+    #: It was registered for one job, and its listener has ended with it: there is nothing to start again.
+    spent: bool = False
 
 
 class Removal(Enum):

@@ -56,6 +56,8 @@ class Host:
         self._state = RunnerState()
         self._changed: dict[asyncio.Future[None], None] = {}
         self._runner_id = 0
+        #: It is registered for one job.
+        self._is_jit = False
         self._dead_man = self._later(machine.request.first_life_s, self._dead_man_fires)
         sick = world.faults.strikes_now
         about = [self.instance_id]
@@ -165,6 +167,12 @@ class Host:
         faults = self._world.faults
         if faults.strikes_now(Fault.REGISTRATION_FAILED, 0.04, about):
             return Outcome(ok=False, detail="config.sh: exit 1")
+        self._is_jit = bool(assignment.jit_config)
+        if self._is_jit:
+            # The listener brings it with it: nobody is asked before its start.
+            self._runner_id = assignment.runner_id
+            self._set(RunnerState(configured_as=assignment.runner_name))
+            return Outcome(ok=True)
         if assignment.credential is None:
             return Outcome(ok=False, detail="there is no registration token in the assignment")
         try:
@@ -200,6 +208,8 @@ class Host:
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         await self._loop.rest(self._chance.uniform(0.3, 4.0))
+        if self._is_jit:
+            return self._remove_jit(assignment)
         if assignment.credential is None:
             return Removal.FAILED, "there is no removal token in the assignment"
         try:
@@ -214,6 +224,12 @@ class Host:
             return Removal.UNREACHABLE, error.message
         if deletion is Deletion.BUSY:
             return Removal.BUSY, "runs a job"
+        self._set(replace(self._state, configured_as=""))
+        return Removal.REMOVED, ""
+
+    def _remove_jit(self, assignment: Assignment) -> tuple[Removal, str]:
+        if assignment.runner_id and not self._state.spent:
+            return Removal.FAILED, "it was registered just in time: only the service can remove it"
         self._set(replace(self._state, configured_as=""))
         return Removal.REMOVED, ""
 
@@ -271,7 +287,10 @@ class Host:
         if self.job is job:
             self.job = None
             self._world.github.finish(job)
-            self._set(replace(self._state, busy=False))
+            if self._is_jit:
+                self._set(replace(self._state, busy=False, listening=False, exit_code=0, spent=True))
+            else:
+                self._set(replace(self._state, busy=False))
 
     def _set(self, state: RunnerState) -> None:
         self._state = state

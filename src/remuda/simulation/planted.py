@@ -6,6 +6,7 @@ from remuda.simulation.mutants import Mutant, Patch
 
 _TRANSITIONS = "domain/transitions.py"
 _SIGNALS = "domain/signals.py"
+_RESOURCES = "domain/resources.py"
 _SELECTION = "controlplane/provision/selection.py"
 _PICKUP = "controlplane/provision/pickup.py"
 _HOLDINGS = "controlplane/provision/holdings.py"
@@ -54,16 +55,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "a claim takes an instance that is to be retired",
         (
             _TRANSITIONS,
-            "        not_retired=True,\n        tier=event.tier,\n",
-            "        tier=event.tier,\n",
+            "        not_retired=True,\n        tiers=tiers,\n",
+            "        tiers=tiers,\n",
         ),
     ),
     _mutant(
         "claim-across-tiers",
         "a run gets an instance of another trust tier",
-        ("domain/resources.py", "    if message.tier is not request.tier:\n", "    if not request.tier:\n"),
-        (_TRANSITIONS, "    if instance.tier is not event.tier:\n", "    if not event.tier:\n"),
-        (_TRANSITIONS, "        tier=event.tier,\n", ""),
+        (_RESOURCES, "    if message.tier not in request.reuse.tiers(request.tier):\n", "    if not request.tier:\n"),
+        (_TRANSITIONS, "    if instance.tier not in tiers:\n", "    if not event.tier:\n"),
+        (_TRANSITIONS, "        tiers=tiers,\n", ""),
     ),
     _mutant(
         "claim-under-the-old-name",
@@ -182,7 +183,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a registration token is told to the journal",
         (
             _SELECTION,
-            '            f"fits run {claimed.run_id}",\n',
+            "            change.entry.why,\n",
             '            f"with {terms.registration.token}",\n',
         ),
     ),

@@ -342,15 +342,18 @@ class TestListener:
         assert await waiting == RunnerState(exit_code=-signal.SIGKILL)
 
 
+JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED", runner_id=7)
+
+
 class TestJustInTime:
     async def test_the_configuration_goes_with_the_start(self, folder: Folder) -> None:
-        assignment = Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED")
+        assignment = JUST_IN_TIME
         assert (await folder.open().configure(assignment)).ok
         # An agent that comes later knows as much.
         runner = folder.open()
         assert runner.state() == RunnerState(configured_as="jit")
         assert "PACKED" not in repr(runner.state())
-        removal, _ = await runner.remove(ASSIGNMENT)
+        removal, _ = await runner.remove(JUST_IN_TIME)
         assert removal is Removal.FAILED
         await runner.start()
         folder.say("Running job: a")
@@ -361,13 +364,49 @@ class TestJustInTime:
 
     async def test_after_its_job_nothing_is_left_to_remove(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.configure(Assignment(url="u", runner_name="jit", labels=(), jit_config="PACKED"))
+        await runner.configure(JUST_IN_TIME)
+        assert not runner.state().spent
         await runner.start()
+        assert not runner.state().spent
         folder.say("exit 0")
         await until(runner, listening=False)
         (folder.runner / ".runner").unlink()  # as the real one does by itself
-        assert (await runner.remove(ASSIGNMENT))[0] is Removal.REMOVED
-        assert runner.state().configured_as == ""
+        assert runner.state().spent
+        assert (await runner.remove(JUST_IN_TIME))[0] is Removal.REMOVED
+        assert runner.state() == RunnerState(exit_code=0)
+
+    async def test_an_agent_that_comes_after_the_job_knows_that_it_is_over(self, folder: Folder) -> None:
+        runner = folder.open()
+        await runner.configure(JUST_IN_TIME)
+        await runner.start()
+        folder.say("exit 0")
+        await until(runner, listening=False)
+        later = folder.open()
+        assert not later.state().spent, "it may still be registered: what it wrote is there"
+        (folder.runner / ".runner").unlink()
+        assert later.state().spent
+
+    @pytest.mark.parametrize("code", [1, 2])
+    async def test_a_listener_that_failed_is_not_taken_for_one_that_served(self, folder: Folder, code: int) -> None:
+        runner = folder.open()
+        await runner.configure(JUST_IN_TIME)
+        await runner.start()
+        folder.say(f"exit {code}")
+        state = await until(runner, listening=False)
+        assert (state.exit_code, state.spent) == (code, False)
+
+    async def test_what_github_removed_is_removed_without_a_token(self, folder: Folder) -> None:
+        """Also before its start, and while its listener lives: that one is stopped next."""
+        runner = folder.open()
+        await runner.configure(JUST_IN_TIME)
+        gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
+        assert (await runner.remove(gone))[0] is Removal.REMOVED
+        assert runner.state() == RunnerState()
+        await runner.configure(JUST_IN_TIME)
+        await runner.start()
+        assert (await runner.remove(gone))[0] is Removal.REMOVED
+        assert (runner.state().listening, runner.state().configured_as) == (True, "")
+        await runner.stop()
 
 
 class TestRemove:
@@ -442,12 +481,13 @@ class TestRegistrar:
         self, folder: Folder, tmp_path: Path
     ) -> None:
         runner = folder.open_apart(tmp_path / "registrar")
-        await runner.configure(replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit"))
+        given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
+        await runner.configure(given)
         await runner.start()
         folder.say("Listening for Jobs")
         while "Listening" not in folder.log.read_text():
             await runner.wait_for_change(runner.state(), 0.01)
-        removal, detail = await runner.remove(ASSIGNMENT)
+        removal, detail = await runner.remove(given)
         assert (removal, "only the service" in detail) == (Removal.FAILED, True)
         assert not (tmp_path / "registrar" / "arguments").exists()
         await runner.stop()

@@ -73,6 +73,33 @@ def test_a_provision_is_cut(how: How) -> None:
     cut_everywhere(how, provision_scenario, least=20)
 
 
+async def ephemeral_scenario(world: World, cut: Cut) -> None:
+    """Whatever is cut, no registration outlives its machine (the world's end looks)."""
+    process = world.process(cut, credentialed=True)
+    ended = await cut.run(world.provision("cut", count=2, ephemeral=True, process=process))
+    if ended is not None and not cut.dead.is_set():
+        assert isinstance(ended, RemudaError | asyncio.CancelledError), repr(ended)
+        world.check_holds_nothing("cut")
+
+
+@pytest.mark.parametrize("how", How)
+def test_an_ephemeral_provision_is_cut(how: How) -> None:
+    cut_everywhere(how, ephemeral_scenario, least=12)
+
+
+async def ephemeral_release_scenario(world: World, cut: Cut) -> None:
+    """One has served its job, one has not."""
+    await world.provision("cut", count=2, ephemeral=True, process=world.process(credentialed=True))
+    world.github.queue(run_id="cut", labels=["cut"], seconds=2)
+    await asyncio.sleep(4)
+    await cut.run(world.release("cut", process=world.process(cut, credentialed=True)))
+
+
+@pytest.mark.parametrize("how", How)
+def test_the_release_of_ephemeral_ones_is_cut(how: How) -> None:
+    cut_everywhere(how, ephemeral_release_scenario, least=10)
+
+
 async def release_scenario(world: World, cut: Cut) -> None:
     await world.provision("cut", count=2)
     world.github.queue(run_id="cut", labels=["cut"], seconds=8)

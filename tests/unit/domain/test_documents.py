@@ -56,6 +56,7 @@ def test_keys_are_camel_case() -> None:
         "cpu": 2,
         "mmem": 4096,
         "tier": "trusted",
+        "repository": "",
     }
 
 

@@ -208,9 +208,9 @@ def test_only_pooling_counts_a_use() -> None:
     assert {change.entry.transition for change in CHANGES if "uses" in change.sets} == {"pool"}
 
 
-def test_nothing_touches_the_tier() -> None:
-    assert CHANGES
-    assert not any("tier" in change.sets for change in CHANGES)
+def test_only_a_claim_touches_the_tier_and_the_repository() -> None:
+    assert {change.entry.transition for change in CHANGES if "tier" in change.sets} == {"claim"}
+    assert {change.entry.transition for change in CHANGES if "repository" in change.sets} == {"claim"}
 
 
 def test_every_write_that_leaves_a_step_changes_its_credential() -> None:

@@ -96,6 +96,9 @@ PROVISIONED = {
     ],
     "reused": 1,
     "created": 1,
+    "tier": "untrusted",
+    "tier_reason": "pull request #12 from fork eve/repo",
+    "ephemeral": False,
     "seconds": 3.25,
     "phases": {"intent": 0.1, "instances": 3.0, "commit": 0.15},
     "refused": {},
@@ -252,6 +255,7 @@ def test_a_provision_sets_outputs_and_leaves_a_page(step: Step, monkeypatch: pyt
     assert "| i-00 | c6i.large | spot | reused | 0.50 s |" in page
     assert "| i-01 | c6i.large | spot | created | 0.50 s |" in page
     assert "| all | 3.25 s |" in page
+    assert "Tier untrusted: pull request &#35;12 from fork eve/repo" in page
     assert "Calls: dynamodb 3" in page
     opened, event, closed, sentence = step.log
     assert (opened, closed, sentence) == ("::group::remuda provision", "::endgroup::", "a sentence")

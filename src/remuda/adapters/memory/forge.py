@@ -41,6 +41,8 @@ class MemoryRunner:
     scope: str
     name: str
     labels: tuple[str, ...]
+    #: Its registration goes with its first job.
+    ephemeral: bool = False
     #: While it listens: whom to give jobs to.
     take: Callable[[MemoryJob], None] | None = None
     job: MemoryJob | None = None
@@ -136,7 +138,10 @@ class MemoryGithub:
             if runner.job is job:
                 job.conclusion = conclusion
                 runner.job = None
-                self._offer(runner)
+                if runner.ephemeral:
+                    del self.runners[runner.runner_id]
+                else:
+                    self._offer(runner)
                 return
 
     # What workflows and the control plane do
@@ -147,8 +152,10 @@ class MemoryGithub:
         self._place(job)
         return job
 
-    def add(self, scope: str, name: str, labels: Sequence[str] = ()) -> MemoryRunner:
-        runner = MemoryRunner(runner_id=self._new_id(), scope=scope, name=name, labels=tuple(labels))
+    def add(self, scope: str, name: str, labels: Sequence[str] = (), *, ephemeral: bool = False) -> MemoryRunner:
+        runner = MemoryRunner(
+            runner_id=self._new_id(), scope=scope, name=name, labels=tuple(labels), ephemeral=ephemeral
+        )
         self.runners[runner.runner_id] = runner
         return runner
 
@@ -217,8 +224,8 @@ class MemoryForge:
         self._enter("POST generate-jitconfig", scope, write=True)
         if self._github.find(scope, name) is not None:
             raise Conflict(f"a runner named {name} exists")
-        runner = self._github.add(scope, name, labels)
-        return JitRunner(runner_id=runner.runner_id, config=f"jit-{runner.runner_id}")
+        runner = self._github.add(scope, name, labels, ephemeral=True)
+        return JitRunner(runner_id=runner.runner_id, config=f"AJITCONFIG{runner.runner_id:06d}")
 
     async def list_runners(self, scope: str) -> Sequence[ForgeRunner]:
         self._enter("GET runners", scope)

@@ -13,6 +13,7 @@ from remuda.controlplane.context import AMBIGUOUS_PAUSE_S, AMBIGUOUS_TRIES, Cont
 from remuda.controlplane.provision.commit import commit
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.holdings import Holdings, roll_back
+from remuda.controlplane.provision.just_in_time import JustInTime
 from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.recorder import Recorder
@@ -22,7 +23,7 @@ from remuda.domain.errors import CapacityError, Conflict, RemudaError, Unavailab
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.resources import Request
+from remuda.domain.resources import Request, Reuse, folded
 from remuda.domain.signals import took_s
 from remuda.domain.timestamps import to_milliseconds
 
@@ -40,22 +41,30 @@ async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
     terms = await _agree(context, order)
     await _intend(context, terms.provision)
     recorder.done("intent")
+    if order.tier_why:
+        context.journal.note("tier", f"{order.tier}: {order.tier_why}", run_id=order.run_id)
     holdings = Holdings()
+    just_in_time = JustInTime(context, context.forge, terms) if order.ephemeral and context.forge else None
     pickup = PickupManager(context, terms.request, recorder)
     max_runtime_s = order.max_runtime_s or terms.config.lifetimes.max_runtime_s
     try:
-        ready = await _gather(context, terms, pickup, holdings, recorder)
+        ready = await _gather(context, terms, pickup, holdings, recorder, just_in_time=just_in_time)
         recorder.done("instances")
         running = await commit(context, terms.provision, ready, holdings, recorder, max_runtime_s=max_runtime_s)
     except BaseException as error:
         why = error.message if isinstance(error, RemudaError) else "interrupted"
         await _undo(context, terms, holdings, why=why, course=recorder.course(error=why))
+        if just_in_time is not None:
+            await asyncio.shield(asyncio.ensure_future(just_in_time.undo()))
         raise
     return ProvisionResult(
         run_id=order.run_id,
         provision_id=terms.provision.provision_id,
         label=order.run_id,
         instances=tuple(_provisioned(item, instance) for item, instance in zip(ready, running, strict=True)),
+        tier=order.tier,
+        tier_why=order.tier_why,
+        ephemeral=order.ephemeral,
         seconds=recorder.seconds,
         phases=recorder.phases,
         calls=context.calls.by_service(),
@@ -85,8 +94,21 @@ async def _intend(context: Context, intent: Provision) -> None:
 
 async def _agree(context: Context, order: ProvisionOrder) -> Terms:
     """Everything that can be refused is refused here, before the first claim or launch."""
+    if order.ephemeral and context.forge is None:
+        raise UserError(
+            "ephemeral instances need a GitHub credential of the provision's own: the pool's tokens cannot register "
+            "just in time",
+            field="ephemeral",
+            fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
+        )
     config = await read_config(context)
     resource_class = config.resource_class(order.resource_class)
+    if config.reuse is Reuse.SAME_REPO and not order.ephemeral and not order.repository:
+        raise UserError(
+            f"the pool's reuse is {config.reuse}, and nobody says which repository run {order.run_id} is of",
+            field="repository",
+            fix="give --repository owner/name",
+        )
     if order.count > config.max_instances:
         raise CapacityError(
             f"instance-count is {order.count}; the pool's max-instances is {config.max_instances}",
@@ -118,15 +140,24 @@ async def _agree(context: Context, order: ProvisionOrder) -> Terms:
             usage_class=order.usage_class,
             patterns=order.patterns,
             tier=order.tier,
+            reuse=config.reuse,
+            repository=folded(order.repository),
         ),
         scope=order.scope,
+        repository=order.repository,
         registration=await _registration(context, config, order, timeout_s),
         until=context.clock.monotonic() + timeout_s - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_PART),
     )
 
 
-async def _registration(context: Context, config: PoolConfig, order: ProvisionOrder, timeout_s: float) -> Credential:
+async def _registration(
+    context: Context, config: PoolConfig, order: ProvisionOrder, timeout_s: float
+) -> Credential | None:
     """A token that outlives the provision, or an error before anything is claimed: it would burn the pool."""
+    if order.ephemeral:
+        # Sweeps look for lost registrations in the pool's own scopes alone.
+        config.tokens_for(order.scope)
+        return None
     if context.forge is not None:
         return await context.forge.registration_token(order.scope)
     credential = config.tokens_for(order.scope).registration
@@ -142,18 +173,29 @@ async def _registration(context: Context, config: PoolConfig, order: ProvisionOr
 
 
 def _asked(order: ProvisionOrder) -> str:
-    return f"{order.usage_class}, {order.tier}, for {order.scope}, types {order.patterns}"[:MAX_REASON]
+    tier = f"{order.tier} ({order.tier_why})" if order.tier_why else order.tier
+    kind = f"ephemeral, {order.usage_class}" if order.ephemeral else order.usage_class
+    return f"{kind}, {tier}, for {order.repository or order.scope}, types {order.patterns}"[:MAX_REASON]
 
 
 async def _gather(
-    context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings, recorder: Recorder
+    context: Context,
+    terms: Terms,
+    pickup: PickupManager,
+    holdings: Holdings,
+    recorder: Recorder,
+    *,
+    just_in_time: JustInTime | None,
 ) -> list[Ready]:
-    """One worker for each instance asked for: from the pool first, created where the pool is exhausted."""
+    """One worker for each instance asked for: from the pool first, created where the pool is exhausted, or where what
+    is asked for serves one run alone.
+    """
     selection = Selection(context, terms, pickup, holdings, recorder)
-    creation = Creation(context, terms, holdings, recorder)
+    creation = Creation(context, terms, holdings, recorder, just_in_time)
 
     async def fill() -> Ready:
-        ready = await selection.take_one() or await creation.make_one()
+        taken = None if terms.retired_because else await selection.take_one()
+        ready = taken or await creation.make_one()
         recorder.take(ready.instance.instance_id, ready.source, _registration_s(ready))
         return ready
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from remuda.controlplane.context import Context, apply_surely
 from remuda.controlplane.provision.holdings import Holdings
+from remuda.controlplane.provision.just_in_time import JustInTime
 from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.provision.selection import Ready, Terms, describe_failure, raise_if_hopeless, raise_if_late
 from remuda.controlplane.waiting import Ended, SignalWait
 from remuda.domain.course import Source
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.resources import folded
 from remuda.domain.signals import Verdict, registration_verdict
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, create
@@ -23,8 +25,16 @@ LAUNCH_ANSWER_S = 4.0
 
 
 class Creation:
-    def __init__(self, context: Context, terms: Terms, holdings: Holdings, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        context: Context,
+        terms: Terms,
+        holdings: Holdings,
+        recorder: Recorder,
+        just_in_time: JustInTime | None = None,
+    ) -> None:
         self._context = context
+        self._just_in_time = just_in_time
         self._terms = terms
         self._holdings = holdings
         self._recorder = recorder
@@ -66,7 +76,8 @@ class Creation:
             first_life_s=(terms.provision.deadline - context.clock.now()).total_seconds() + 2 * lifetimes.margin_s,
             margin_s=lifetimes.margin_s,
         )
-        context.journal.note("launch", f"the pool lacks {count}", count=count, run_id=terms.provision.run_id)
+        why = terms.retired_because or f"the pool lacks {count}"
+        context.journal.note("launch", why, count=count, run_id=terms.provision.run_id)
         result = await self._ask(request)
         self._recorder.launch(count, len(result.instances), result.errors)
         if len(result.instances) < count:
@@ -77,8 +88,11 @@ class Creation:
             )
         for said in result.errors:
             context.journal.note("launch-refused", said, run_id=terms.provision.run_id)
+        newborn = [self._born(launched) for launched in result.instances]
+        if self._just_in_time is not None:
+            newborn = await self._just_in_time.register(newborn)
         async with asyncio.TaskGroup() as group:
-            records = [group.create_task(self._write_record(self._born(launched))) for launched in result.instances]
+            records = [group.create_task(self._write_record(born)) for born in newborn]
         instances = [record.result() for record in records]
         await self._check_cap_again(instances)
         return instances
@@ -141,6 +155,8 @@ class Creation:
             mmem=wanted.mmem,
             scope=terms.scope,
             tier=terms.request.tier,
+            repository=folded(terms.repository),
+            retire=terms.retired_because,
             created_at=to_milliseconds(self._context.clock.now()),
             assignment=terms.assignment(launched.instance_id, 1),
         )

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from remuda.controlplane.context import Context, each, removal_credential, transition
+from remuda.controlplane.deregistration import deregistered
 from remuda.domain.course import Course
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
@@ -81,7 +82,10 @@ async def _give_back(context: Context, config: PoolConfig, held: Held, removal: 
             event = End(cause=Cause.RELEASED, owner=held.instance.owner)
         elif instance.state in ASSIGNED and removal is not None:
             event = Release(
-                release_time_s=config.lifetimes.release_time_s, credential=removal, owner=held.instance.owner
+                release_time_s=config.lifetimes.release_time_s,
+                credential=removal,
+                owner=held.instance.owner,
+                deregistered=await deregistered(context, instance),
             )
         else:
             return

@@ -20,6 +20,12 @@ class ProvisionOrder:
     patterns: TypePatterns
     scope: str
     tier: Tier
+    #: Why it has this tier, for people.
+    tier_why: str = ""
+    #: The run's repository, owner/name, where it is known.
+    repository: str = ""
+    #: New instances for one job each, registered just in time. Needs a GitHub credential of the provision's own.
+    ephemeral: bool = False
     #: None: the pool's.
     max_runtime_s: float | None = None
     timeout_s: float | None = None
@@ -39,6 +45,9 @@ class ProvisionResult:
     provision_id: str
     label: str
     instances: tuple[Provisioned, ...]
+    tier: Tier
+    tier_why: str
+    ephemeral: bool
     seconds: float
     phases: Mapping[str, float]
     calls: Mapping[str, Mapping[str, int]]

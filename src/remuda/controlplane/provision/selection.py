@@ -12,10 +12,10 @@ from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.waiting import Ended, SignalWait, Waited
 from remuda.domain.course import Source
 from remuda.domain.errors import Conflict, TimedOut, Unavailable, UserError
-from remuda.domain.instance import Assignment, Credential, Instance, State
+from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.resources import PoolMessage, Request
+from remuda.domain.resources import PoolMessage, Request, Reuse, folded
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Report, Signal, Verdict, registration_verdict
 from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
 from remuda.ports.pool import Delivery
@@ -48,15 +48,26 @@ class Terms:
     provision: Provision
     request: Request
     scope: str
-    registration: Credential
+    #: None where each instance is registered just in time.
+    registration: Credential | None
     #: The provision's deadline on our own monotonic clock.
     until: float
+    #: The run's, as it was given.
+    repository: str = ""
+
+    @property
+    def retired_because(self) -> str:
+        """Why its new instances will not serve another run, or empty where they may."""
+        if self.registration is None:
+            return EPHEMERAL
+        return NEVER_REUSED if self.request.reuse is Reuse.NEVER else ""
 
     def assignment(self, instance_id: str, epoch: int) -> Assignment:
         return Assignment(
             url=f"{self.config.github_url}/{self.scope}",
             runner_name=runner_name(self.config.pool, epoch, instance_id),
             labels=(self.provision.run_id, self.provision.resource_class),
+            repository=self.repository,
             credential=self.registration,
         )
 
@@ -124,11 +135,13 @@ class Selection:
                 tier=terms.request.tier,
                 threshold=terms.provision.deadline,
                 assignment=terms.assignment(message.id, message.epoch + 1),
+                reuse=terms.request.reuse,
+                repository=folded(terms.repository),
                 margin_s=terms.config.lifetimes.margin_s,
             ),
             by=Actor.PROVISION,
             now=now,
-            why=f"fits run {terms.provision.run_id}",
+            why=_why_claimed(message, terms),
         )
         # Before the call: if it is cut, the write may have happened all the same.
         hoped_for = change.applied_to(hint)
@@ -147,7 +160,7 @@ class Selection:
         self._pickup.used(delivery)
         context.journal.note(
             "claim-won",
-            f"fits run {claimed.run_id}",
+            change.entry.why,
             instance_id=claimed.instance_id,
             run_id=claimed.run_id,
             epoch=claimed.epoch,
@@ -188,11 +201,18 @@ class Selection:
             raise Unavailable(f"{self._failures} instances of the pool failed to register; the last: {why}")
 
 
+def _why_claimed(message: PoolMessage, terms: Terms) -> str:
+    falls = "" if message.tier is terms.request.tier else f"; {terms.request.tier} from now on"
+    return f"fits run {terms.provision.run_id}{falls}"
+
+
 def _is_still_idle(current: object, message: PoolMessage) -> bool:
-    """Refused for its threshold alone: its time may be renewed, so the hint stays and comes back by itself."""
+    """Refused for its threshold alone: its time may be renewed, so the hint stays and comes back by itself. One that
+    says other things than the record goes: the next announcement tells the truth.
+    """
     if not isinstance(current, Instance) or current.retire:
         return False
-    return (current.state, current.epoch) == (State.IDLE, message.epoch)
+    return current.state is State.IDLE and current.message() == message
 
 
 def _why_lost(current: object, message: PoolMessage) -> str:
@@ -202,6 +222,8 @@ def _why_lost(current: object, message: PoolMessage) -> str:
         return f"the message is stale: assignment {message.epoch}, the record is at {current.epoch}"
     if current.retire:
         return f"it is retired: {current.retire}"
+    if (current.tier, current.repository) != (message.tier, message.repository):
+        return "the message lies: the record has another tier, or served another repository"
     return f"the record is {current.state}, or about to expire"
 
 

@@ -10,7 +10,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
-from remuda.domain.resources import ResourceClass
+from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.forge import Forge
@@ -35,6 +35,7 @@ class Desired:
     github_url: str
     scope: str
     launch: Mapping[str, str] = field(default_factory=dict)
+    reuse: Reuse = Reuse.SAME_TRUST
 
 
 async def apply_configuration(context: Context, desired: Desired, tally: Tally) -> PoolConfig:
@@ -57,6 +58,7 @@ async def apply_configuration(context: Context, desired: Desired, tally: Tally) 
             max_instances=desired.max_instances,
             github_url=desired.github_url,
             launch=dict(desired.launch),
+            reuse=desired.reuse,
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
             tokens=_with(kept, tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, each, readable, removal_credential, transition
+from remuda.controlplane.deregistration import deregistered
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Instance, State
@@ -69,7 +70,11 @@ class ProvisionSweep:
             event = End(cause=Cause.RELEASED)
         else:
             credential = await removal_credential(self._context, self._config, instance.scope)
-            event = Release(release_time_s=self._config.lifetimes.release_time_s, credential=credential)
+            event = Release(
+                release_time_s=self._config.lifetimes.release_time_s,
+                credential=credential,
+                deregistered=await deregistered(self._context, instance),
+            )
         await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
         self._tally.rolled_back.append(instance.instance_id)
         if isinstance(event, End):

@@ -182,7 +182,8 @@ class Sweep:
     def _too_old(self, instance: Instance, now: datetime) -> str:
         lifetimes = self._config.lifetimes
         # An idle instance has ended its use: one more would be counted when it ends the next.
-        return retirement(instance, now=now, max_age_s=lifetimes.max_age_s, max_uses=lifetimes.max_uses + 1)
+        most = lifetimes.max_uses + 1
+        return retirement(instance, now=now, max_age_s=lifetimes.max_age_s, max_uses=most, reuse=self._config.reuse)
 
     async def _end(self, instance: Instance, event: End, why: str) -> Instance:
         after = await self._go(instance, event, why)

@@ -11,6 +11,7 @@ from remuda.domain.fleet import FleetMachine
 from remuda.domain.idle_config import Quota
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.resources import Reuse
 from remuda.domain.scale_down import Action, Decision, Phase, Renewal, decision, judge_recorded, renewals
 from remuda.domain.transitions import Actor, Renew
 from remuda.ports.compute import POOL_TAG
@@ -66,6 +67,9 @@ class PoolRecords:
         """Keep idle instances warm, up to the quota. Those beyond it end with their idle time."""
         context, config = self._context, self._config
         if context is None or config is None or self._unreadable or not quota.idle_count:
+            return
+        if config.reuse is Reuse.NEVER:
+            # Nobody will be given them: refresh ends those that an earlier policy left.
             return
         try:
             idle = await context.store.find({State.IDLE})

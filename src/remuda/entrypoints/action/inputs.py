@@ -24,6 +24,8 @@ REQUEST = frozenset(
         "max-runtime-min",
         "provision-timeout-sec",
         "tier",
+        "repository",
+        "ephemeral",
     }
 )
 POOL = frozenset(
@@ -35,6 +37,7 @@ POOL = frozenset(
         "provision-timeout-sec",
         "max-age-sec",
         "max-uses",
+        "reuse",
         "max-instances",
         "resource-class-config",
         "pre-runner-script",

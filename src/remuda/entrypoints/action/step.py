@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from remuda.domain.instance import Credential
     from remuda.domain.pool_config import PoolConfig
     from remuda.ports.clock import Clock
-    from remuda.ports.forge import Forge
+    from remuda.ports.forge import Forge, JitRunner
     from remuda.ports.journal import Journal
     from remuda.ports.store import InstanceStore
 
@@ -48,6 +48,11 @@ class MaskingForge:
 
     async def removal_token(self, scope: str) -> Credential:
         return self._masked(await self._forge.removal_token(scope))
+
+    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+        runner = await self._forge.jit_config(scope, name=name, labels=labels)
+        self._mask(runner.config)
+        return runner
 
     def _masked(self, credential: Credential) -> Credential:
         self._mask(credential.token)

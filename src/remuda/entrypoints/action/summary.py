@@ -56,7 +56,9 @@ def _provision(document: Document) -> list[str]:
     head = f"{_count(len(instances), 'runner')} for run {text(document['run_id'])}"
     facts = (
         f"{document['reused']} reused, {document['created']} created, in {_seconds(document['seconds'])}. "
-        f"Jobs get them with <code>runs-on: {text(document['label'])}</code>"
+        f"Jobs get them with <code>runs-on: {text(document['label'])}</code><br>"
+        f"Tier {text(document['tier'])}: {text(document['tier_reason'])}"
+        + ("<br>Ephemeral: each machine serves one job" if document["ephemeral"] else "")
     )
     rows = [
         (

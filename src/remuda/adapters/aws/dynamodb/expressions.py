@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -110,14 +110,23 @@ def _guard(expression: Expression, guard: Guard) -> str:
     if guard.expired_at is not None:
         terms.append(f"{expression.name('threshold')} <= {expression.value(guard.expired_at)}")
     if guard.not_retired:
-        retire = expression.name("retire")
-        terms.append(f"(attribute_not_exists({retire}) OR {retire} = {expression.value('')})")
+        terms.append(_empty(expression, "retire"))
     if guard.held_up_to is not None:
         held = expression.name(camel("held_until"))
         terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(guard.held_up_to)})")
-    if guard.tier is not None:
-        terms.append(_equal(expression, "tier", guard.tier))
+    if guard.tiers:
+        terms.append(one_of(expression, "tier", guard.tiers))
+    if guard.repository:
+        terms.append(_equal(expression, "repository", guard.repository))
+    elif guard.repository is not None:
+        terms.append(_empty(expression, "repository"))
     return " AND ".join(terms)
+
+
+def _empty(expression: Expression, attribute_name: str) -> str:
+    """Older versions have not written it at all."""
+    name = expression.name(attribute_name)
+    return f"(attribute_not_exists({name}) OR {name} = {expression.value('')})"
 
 
 def _equal(expression: Expression, attribute_name: str, value: Any) -> str:
@@ -223,7 +232,7 @@ def query_arguments(expression: Expression, key_condition: str, filtered: str = 
     return {**found, "FilterExpression": filtered} if filtered else found
 
 
-def one_of(expression: Expression, attribute_name: str, values: list[str]) -> str:
+def one_of(expression: Expression, attribute_name: str, values: Sequence[str]) -> str:
     return f"{expression.name(attribute_name)} IN ({', '.join(expression.value(value) for value in values)})"
 
 

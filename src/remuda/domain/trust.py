@@ -1,0 +1,108 @@
+"""How far a run's code is trusted, seen from the event that started it.
+
+A payload is what GitHub wrote about the event, and parts of it are what strangers wrote. So each part is looked at
+before it is used, and what cannot be told is not trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from remuda.domain.errors import UserError
+from remuda.domain.resources import Tier, is_repository
+
+#: How much of an event's name a reason repeats.
+MAX_EVENT = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trust:
+    tier: Tier
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.tier}: {self.why}"
+
+
+def trust_of(event: str, payload: object) -> Trust:
+    """`payload` is None where the event's file cannot be read."""
+    told = payload if isinstance(payload, Mapping) else None
+    if event.startswith("pull_request"):
+        return _pull_request(event, told)
+    if event == "workflow_run":
+        return _workflow_run(told)
+    if event == "issue_comment":
+        return _issue_comment(told)
+    return Trust(tier=Tier.TRUSTED, why=f"event {_word(event)}")
+
+
+def decide(event: str, payload: object, asked: Tier | None) -> Trust:
+    """The tier of a run. Who asks may lower what the event says, never raise it."""
+    if not event:
+        return Trust(tier=asked or Tier.TRUSTED, why="asked for" if asked else "by default: no event started it")
+    found = trust_of(event, payload)
+    if asked is None or asked is found.tier:
+        return found
+    if asked is Tier.UNTRUSTED:
+        return Trust(tier=asked, why="asked for")
+    raise UserError(
+        f"tier is {asked}, but the event says {found}",
+        field="tier",
+        fix="leave --tier out: code of strangers runs on machines of its own",
+    )
+
+
+def _pull_request(event: str, payload: Mapping[str, Any] | None) -> Trust:
+    if payload is None:
+        return _unreadable(event)
+    request = _part(payload, "pull_request")
+    number = request.get("number")
+    name = f"pull request #{number}" if isinstance(number, int) and not isinstance(number, bool) else "pull request"
+    home = _repository(_part(request, "base")) or _repository(payload, "repository")
+    return _compared(name, _repository(_part(request, "head")), home)
+
+
+def _workflow_run(payload: Mapping[str, Any] | None) -> Trust:
+    if payload is None:
+        return _unreadable("workflow_run")
+    run = _part(payload, "workflow_run")
+    home = _repository(payload, "repository") or _repository(run, "repository")
+    return _compared("workflow run", _repository(run, "head_repository"), home)
+
+
+def _issue_comment(payload: Mapping[str, Any] | None) -> Trust:
+    issue = payload.get("issue") if payload is not None else None
+    if not isinstance(issue, Mapping):
+        return _unreadable("issue_comment")
+    if issue.get("pull_request") is not None:
+        return Trust(tier=Tier.UNTRUSTED, why="comment on a pull request: it does not say whose code that is")
+    return Trust(tier=Tier.TRUSTED, why="event issue_comment, on an issue")
+
+
+def _compared(name: str, head: str, home: str) -> Trust:
+    if not head or not home:
+        return Trust(tier=Tier.UNTRUSTED, why=f"{name} from a repository that is not told, or is gone")
+    if head.lower() != home.lower():
+        return Trust(tier=Tier.UNTRUSTED, why=f"{name} from fork {head}")
+    return Trust(tier=Tier.TRUSTED, why=f"{name} from {home} itself")
+
+
+def _unreadable(event: str) -> Trust:
+    return Trust(tier=Tier.UNTRUSTED, why=f"event {_word(event)}, and what it is about cannot be read")
+
+
+def _repository(parent: Mapping[str, Any], name: str = "repo") -> str:
+    """Its full name, or empty where there is none, or none that can be one."""
+    full_name = _part(parent, name).get("full_name")
+    return full_name if isinstance(full_name, str) and is_repository(full_name) else ""
+
+
+def _part(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = parent.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _word(event: str) -> str:
+    return event[:MAX_EVENT] if event.replace("_", "").isalnum() and event.isascii() else "of an unknown name"

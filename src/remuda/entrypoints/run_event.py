@@ -1,0 +1,65 @@
+"""What a workflow tells about its run: the event that started it, and with it how far its code is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from remuda.domain.errors import UserError
+from remuda.domain.resources import repository_of
+from remuda.domain.trust import Trust, decide
+from remuda.settings import Loaded
+
+#: GitHub keeps a payload below 25 MB.
+MAX_EVENT_BYTES = 32 * 1024 * 1024
+
+
+def trust(loaded: Loaded) -> Trust:
+    settings = loaded.settings
+    asked = settings.tier if loaded.given("tier") else None
+    payload = read_event(settings.event_path) if settings.event_name else None
+    with _named(loaded):
+        return decide(settings.event_name, payload, asked)
+
+
+def repository(loaded: Loaded) -> str:
+    """The run's, or empty. A runner of a repository serves that one, whatever workflow asks for it."""
+    settings = loaded.settings
+    with _named(loaded):
+        known = repository_of(settings.github_scope, settings.repository)
+    by_hand = loaded.given("repository") and loaded.origins["repository"] != "GITHUB_REPOSITORY"
+    if by_hand and settings.repository and settings.repository.lower() != known.lower():
+        raise UserError(
+            f"repository is {settings.repository!r}, but the runners register in {settings.github_scope!r}",
+            field=loaded.shown("repository"),
+            fix="leave --repository out, or give the scope of that repository",
+        )
+    return known
+
+
+@contextmanager
+def _named(loaded: Loaded) -> Iterator[None]:
+    """Errors name their field as the user wrote it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.message, field=loaded.shown(error.field), fix=error.fix) from None
+
+
+def read_event(path: str) -> Any:
+    """The event's payload, or None where it cannot be read: then it is judged by its name alone."""
+    if not path:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:  # noqa: PTH123  # a descriptor
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            text = file.read(MAX_EVENT_BYTES + 1)
+        return json.loads(text) if len(text) <= MAX_EVENT_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None

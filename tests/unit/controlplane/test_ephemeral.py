@@ -1,0 +1,161 @@
+"""Instances for one job each: registered just in time, ended after it, and nothing of them left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from remuda.controlplane.release import Fate
+from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
+from remuda.domain.instance import EPHEMERAL, State
+from support.world import World
+from support.world_time import Call
+
+
+async def provisioned(world: World, count: int = 1, hook: Any = None) -> list[str]:
+    process = world.process(hook, credentialed=True)
+    made = await world.provision("1", count=count, ephemeral=True, process=process)
+    assert (made.created, made.ephemeral) == (count, True)
+    return sorted(item.instance.instance_id for item in made.instances)
+
+
+async def test_without_a_credential_of_its_own_nothing_is_begun(world: World) -> None:
+    process = world.process()
+    with pytest.raises(UserError, match="credential of the provision's own") as refused:
+        await world.provision("1", ephemeral=True, process=process)
+    assert (refused.value.field, "REMUDA_GITHUB_TOKEN" in refused.value.fix) == ("ephemeral", True)
+    assert not any(process.calls.by_service().values())
+
+
+async def test_a_scope_that_sweeps_do_not_look_after_is_refused(world: World) -> None:
+    with pytest.raises(UserError, match="octo/other"):
+        await world.provision("1", ephemeral=True, scope="octo/other", process=world.process(credentialed=True))
+    assert not world.registrations()
+
+
+async def test_the_pool_is_left_alone(world: World) -> None:
+    (warm,) = await world.warm(1)
+    (machine,) = await provisioned(world)
+    assert machine != warm
+    assert world.record(warm).state is State.IDLE
+    record = world.record(machine)
+    assert (record.retire, record.state) == (EPHEMERAL, State.RUNNING)
+
+
+@pytest.mark.parametrize("credentialed", [True, False])
+async def test_one_job_then_released_then_gone(world: World, credentialed: bool) -> None:  # noqa: FBT001
+    machines = await provisioned(world, 2)
+    jobs = [world.github.queue(run_id="1", labels=("1",)) for _ in range(3)]
+    await asyncio.sleep(20)
+    # Each has served one; the third waits for ever, and none of the listeners has failed.
+    assert sorted(job.conclusion for job in jobs) == ["", "success", "success"]
+    assert world.registrations() == []
+    await world.sweep()
+    assert world.in_state(State.RUNNING) == machines
+    done = await world.release("1", process=world.process(credentialed=credentialed))
+    assert {(item.fate, item.why) for item in done.outcomes} == {(Fate.RETIRED, EPHEMERAL)}
+    assert world.in_state(State.TERMINATING) == machines
+    assert {world.database.histories[machine][-1].cause for machine in machines} == {"ephemeral"}
+
+
+async def test_a_release_with_a_credential_removes_what_no_job_used(world: World) -> None:
+    (machine,) = await provisioned(world)
+    assert len(world.registrations(machine)) == 1
+    done = await world.release("1", process=world.process(credentialed=True))
+    assert [(item.fate, item.why) for item in done.outcomes] == [(Fate.RETIRED, EPHEMERAL)]
+    assert world.registrations() == []
+
+
+async def test_without_one_the_machine_goes_and_a_sweep_removes_the_registration(world: World) -> None:
+    (machine,) = await provisioned(world)
+    done = await world.release("1")
+    assert [item.fate for item in done.outcomes] == [Fate.RETIRED]
+    assert world.record(machine).state is State.TERMINATING
+    await world.sweep()
+    assert world.registrations() == []
+
+
+async def test_a_release_waits_for_the_job(world: World) -> None:
+    (machine,) = await provisioned(world)
+    job = world.github.queue(run_id="1", labels=("1",), seconds=15.0)
+    await asyncio.sleep(5)
+    done = await world.release("1", process=world.process(credentialed=True))
+    assert job.conclusion == "success"
+    assert [(item.fate, item.why) for item in done.outcomes] == [(Fate.RETIRED, EPHEMERAL)]
+    assert world.record(machine).state is State.TERMINATING
+
+
+async def test_released_before_it_has_booted(world: World) -> None:
+    world.behaviour.boot_s = 30.0
+    provisioning = asyncio.create_task(provisioned(world))
+    await asyncio.sleep(5)
+    assert len(world.registrations()) == 1
+    await world.release("1", process=world.process(credentialed=True))
+    with pytest.raises(RemudaError):
+        await provisioning
+    assert world.registrations() == []
+
+
+async def test_the_configuration_is_on_the_record_for_its_step_alone(world: World) -> None:
+    seen: set[tuple[State, bool]] = set()
+    tell = world.law.tell
+
+    def watch(key: tuple[type, str]) -> None:
+        record = world.database.instances.get(key[1])
+        if record is not None and record.assignment is not None:
+            seen.add((record.state, bool(record.assignment.jit_config)))
+        tell(key)
+
+    world.law.tell = watch  # type: ignore[method-assign]
+    await provisioned(world)
+    await world.release("1", process=world.process(credentialed=True))
+    assert seen == {(State.CREATED, True), (State.RUNNING, False), (State.RELEASING, False)}
+
+
+FAILURES = [Throttled("slowly"), Unavailable("GitHub is away"), Conflict("it exists"), UserError("403", field="x")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda item: type(item).__name__)
+async def test_where_one_cannot_be_registered_nothing_is_left(world: World, failure: RemudaError) -> None:
+    asked = 0
+
+    async def hook(name: str, call: Call) -> Any:
+        nonlocal asked
+        if name == "forge.jit_config":
+            asked += 1
+            if asked == 2:
+                raise failure
+        return await call()
+
+    with pytest.raises(RemudaError) as raised:
+        await provisioned(world, 3, hook)
+    assert not isinstance(raised.value, Conflict)
+    assert asked == 3
+    world.check_holds_nothing("1")
+    assert world.registrations() == []
+    assert len(world.in_state(State.TERMINATING)) == 3
+
+
+async def test_a_provision_that_fails_later_leaves_no_registration(world: World) -> None:
+    world.behaviour.boot_s = 1_000.0
+    with pytest.raises(Unavailable):
+        await provisioned(world, 2)
+    world.check_holds_nothing("1")
+    assert world.registrations() == []
+
+
+async def test_one_that_is_interrupted_while_it_commits_leaves_none_either(world: World) -> None:
+    async def hook(name: str, call: Call) -> Any:
+        result = await call()
+        if name == "store.apply" and State.RUNNING in world.states().values():
+            raise asyncio.CancelledError
+        return result
+
+    with pytest.raises(asyncio.CancelledError):
+        await provisioned(world, 2, hook)
+    await asyncio.sleep(20)
+    await world.sweep()
+    assert world.registrations() == []
+    assert not world.in_state(State.CREATED, State.RUNNING)

@@ -1,0 +1,148 @@
+"""Whose machines a run may be given: the pool's policy, from its configuration to the claim and to the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remuda.domain.errors import UserError
+from remuda.domain.instance import NEVER_REUSED, State
+from remuda.domain.resources import Reuse, Tier
+from support.world import World
+
+T, U = Tier.TRUSTED, Tier.UNTRUSTED
+ONE, TWO = "octo/one", "octo/two"
+
+
+async def taken(world: World, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
+    """Whether a run is given the machine of the one before."""
+    await world.configure(reuse=reuse)
+    await world.warm(1, tier=first[0], repository=first[1])
+    result = await world.provision("1", tier=then[0], repository=then[1])
+    return result.reused == 1
+
+
+@pytest.mark.parametrize(
+    ("reuse", "first", "then", "expected"),
+    [
+        (Reuse.SAME_TRUST, (T, ONE), (T, TWO), True),
+        (Reuse.SAME_TRUST, (U, ONE), (U, TWO), True),
+        (Reuse.SAME_TRUST, (T, ONE), (U, ONE), False),
+        (Reuse.SAME_TRUST, (U, ONE), (T, ONE), False),
+        (Reuse.SAME_REPO, (T, ONE), (T, ONE), True),
+        (Reuse.SAME_REPO, (T, ONE), (T, "Octo/One"), True),
+        (Reuse.SAME_REPO, (T, ONE), (T, TWO), False),
+        (Reuse.SAME_REPO, (T, ONE), (U, ONE), False),
+        (Reuse.SAME_REPO, (U, ONE), (T, ONE), False),
+        (Reuse.ALWAYS, (T, ONE), (T, TWO), True),
+        (Reuse.ALWAYS, (T, ONE), (U, TWO), True),
+        (Reuse.ALWAYS, (U, ONE), (U, TWO), True),
+        (Reuse.ALWAYS, (U, ONE), (T, ONE), False),
+        (Reuse.NEVER, (T, ONE), (T, ONE), False),
+    ],
+)
+async def test_who_is_given_whose_machine(
+    world: World,
+    reuse: Reuse,
+    first: tuple[Tier, str],
+    then: tuple[Tier, str],
+    expected: bool,  # noqa: FBT001
+) -> None:
+    assert await taken(world, reuse, first=first, then=then) is expected
+
+
+async def test_a_machine_that_falls_never_rises_again(world: World) -> None:
+    await world.configure(reuse=Reuse.ALWAYS)
+    (machine,) = await world.warm(1, tier=T)
+    assert (await world.provision("1", tier=U)).reused == 1
+    assert world.record(machine).tier is U
+    await world.release("1")
+    assert world.hints() == [machine]
+    assert (await world.provision("2", tier=T)).created == 1
+    assert world.record(machine).state is State.IDLE
+    history = [item.why for item in world.database.histories[machine] if item.transition == "claim"]
+    assert history == ["fits run 1; untrusted from now on"]
+
+
+async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy(world: World) -> None:
+    await world.configure(reuse=Reuse.ALWAYS)
+    (machine,) = await world.warm(1, repository=ONE)
+    assert world.record(machine).repository == ONE
+    assert (await world.provision("1", repository=TWO)).reused == 1
+    assert world.record(machine).repository == ""
+    await world.release("1")
+    await world.configure(reuse=Reuse.SAME_REPO)
+    for run_id, repository in (("2", ONE), ("3", TWO)):
+        assert (await world.provision(run_id, repository=repository)).created == 1
+        await world.release(run_id)
+
+
+async def test_one_whose_repository_nobody_named_is_nobodys(world: World) -> None:
+    (machine,) = await world.warm(1)
+    assert world.record(machine).repository == ""
+    assert (await world.provision("1", repository=ONE)).reused == 1
+    assert world.record(machine).repository == ""
+
+
+@pytest.mark.parametrize("lie", [{"repository": TWO}, {"tier": T}])
+async def test_a_hint_that_lies_claims_nothing_and_goes(world: World, lie: dict[str, Any]) -> None:
+    """Whoever can write to the queue is not believed: the record decides, in the claim's own write."""
+    await world.configure(reuse=Reuse.SAME_REPO)
+    (machine,) = await world.warm(1, tier=U, repository=ONE)
+    (sent,) = world.queues.named("large").messages
+    assert sent.message is not None
+    sent.message = replace(sent.message, **lie)
+    told: dict[str, Any] = {"tier": U, "repository": ONE, **lie}
+    result = await world.provision("1", **told)
+    assert (result.created, result.refused["lost"]) == (1, 1)
+    assert world.record(machine).state is State.IDLE
+    assert world.hints() == []
+
+
+async def test_same_repo_needs_to_know_the_repository(world: World) -> None:
+    await world.configure(reuse=Reuse.SAME_REPO)
+    with pytest.raises(UserError, match="which repository run 1 is of") as refused:
+        await world.provision("1")
+    assert refused.value.field == "repository"
+    assert not world.database.provisions
+
+
+async def test_never_means_one_run_for_each_machine(world: World) -> None:
+    await world.configure(reuse=Reuse.NEVER)
+    made = await world.provision("1", count=2)
+    machines = [item.instance.instance_id for item in made.instances]
+    assert {world.record(machine).retire for machine in machines} == {NEVER_REUSED}
+    done = await world.release("1")
+    assert {outcome.why for outcome in done.outcomes} == {NEVER_REUSED}
+    assert world.in_state(State.TERMINATING) == sorted(machines)
+    ends = [world.database.histories[machine][-1].cause for machine in machines]
+    assert ends == ["never-reused"] * 2
+    assert world.hints() == []
+
+
+async def test_what_an_earlier_policy_left_idle_is_ended(world: World) -> None:
+    (idle,) = await world.warm(1)
+    made = await world.provision("1")
+    (working,) = (item.instance.instance_id for item in made.instances)
+    assert working == idle
+    (second,) = await world.warm(1)
+    await world.configure(reuse=Reuse.NEVER)
+    assert world.record(second).state is State.TERMINATING
+    # One at work finishes its run first, and goes then.
+    assert world.record(working).state is State.RUNNING
+    await world.release("1")
+    assert world.record(working).state is State.TERMINATING
+
+
+async def test_a_change_of_the_policy_is_told(world: World) -> None:
+    result = await world.configure(reuse=Reuse.SAME_REPO)
+    assert result.applied == ("reuse",)
+
+
+async def test_the_assignment_names_the_repository(world: World) -> None:
+    made = await world.provision("1", repository="Octo/One")
+    (item,) = made.instances
+    assert item.instance.assignment is not None
+    assert (item.instance.assignment.repository, item.instance.repository) == ("Octo/One", ONE)

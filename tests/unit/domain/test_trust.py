@@ -1,0 +1,141 @@
+"""The tier of a run, from the event that started it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remuda.domain.errors import UserError
+from remuda.domain.resources import Tier, repository_of
+from remuda.domain.trust import decide, trust_of
+
+HOME, FORK = {"full_name": "octo/repo"}, {"full_name": "eve/repo"}
+
+
+def pull_request(head: Any, **more: Any) -> dict[str, Any]:
+    request = {"number": 12, "head": {"repo": head, "label": "eve:main"}, "base": {"repo": HOME}}
+    return {"pull_request": request, "repository": HOME, **more}
+
+
+def workflow_run(head: Any) -> dict[str, Any]:
+    return {"workflow_run": {"head_repository": head, "repository": HOME}, "repository": HOME}
+
+
+UNTRUSTED: list[tuple[str, Any, str]] = [
+    ("pull_request", pull_request(FORK), "pull request #12 from fork eve/repo"),
+    ("pull_request_target", pull_request(FORK), "from fork eve/repo"),
+    ("pull_request_review", pull_request(FORK), "from fork eve/repo"),
+    ("pull_request_review_comment", pull_request(FORK), "from fork eve/repo"),
+    ("pull_request_of_some_later_kind", pull_request(FORK), "from fork eve/repo"),
+    # A fork that was deleted since.
+    ("pull_request", pull_request(None), "not told, or is gone"),
+    ("pull_request", pull_request({}), "not told, or is gone"),
+    ("pull_request", pull_request({"full_name": 7}), "not told, or is gone"),
+    ("pull_request", pull_request({"full_name": "octo/repo\n::set-output"}), "not told, or is gone"),
+    ("pull_request", pull_request({"full_name": "octo"}), "not told, or is gone"),
+    ("pull_request", {"pull_request": {"head": {"repo": HOME}}}, "not told, or is gone"),
+    ("pull_request", {"pull_request": "octo/repo"}, "not told, or is gone"),
+    ("pull_request", {}, "not told, or is gone"),
+    ("pull_request", None, "cannot be read"),
+    ("pull_request", [], "cannot be read"),
+    ("workflow_run", workflow_run(FORK), "workflow run from fork eve/repo"),
+    ("workflow_run", workflow_run(None), "not told, or is gone"),
+    ("workflow_run", None, "cannot be read"),
+    ("issue_comment", {"issue": {"pull_request": {"url": "u"}}}, "whose code"),
+    ("issue_comment", {"issue": {"pull_request": {}}}, "whose code"),
+    ("issue_comment", {"issue": None}, "cannot be read"),
+    ("issue_comment", {}, "cannot be read"),
+    ("issue_comment", None, "cannot be read"),
+]
+TRUSTED: list[tuple[str, Any, str]] = [
+    ("pull_request", pull_request(HOME), "pull request #12 from octo/repo itself"),
+    ("pull_request", pull_request({"full_name": "Octo/Repo"}), "itself"),
+    ("pull_request_target", pull_request(HOME), "itself"),
+    ("workflow_run", workflow_run(HOME), "itself"),
+    ("issue_comment", {"issue": {"number": 3}}, "on an issue"),
+    ("issue_comment", {"issue": {"number": 3, "pull_request": None}}, "on an issue"),
+    ("push", None, "event push"),
+    ("schedule", None, "event schedule"),
+    ("workflow_dispatch", {}, "event workflow_dispatch"),
+    ("merge_group", {}, "event merge_group"),
+    ("release", {}, "event release"),
+]
+
+
+@pytest.mark.parametrize(("event", "payload", "why"), UNTRUSTED)
+def test_code_of_strangers_is_not_trusted(event: str, payload: Any, why: str) -> None:
+    found = trust_of(event, payload)
+    assert (found.tier, why in found.why) == (Tier.UNTRUSTED, True), found
+
+
+@pytest.mark.parametrize(("event", "payload", "why"), TRUSTED)
+def test_code_of_the_repository_is(event: str, payload: Any, why: str) -> None:
+    found = trust_of(event, payload)
+    assert (found.tier, why in found.why) == (Tier.TRUSTED, True), found
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.sampled_from(["octo/repo", "eve/repo"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["pull_request", "head", "base", "repo", "repository", "full_name", "issue", "workflow_run", "number"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.sampled_from(["pull_request", "pull_request_target", "workflow_run", "issue_comment"]) | st.text(), JSON)
+def test_whatever_a_payload_holds_there_is_an_answer_on_one_line(event: str, payload: Any) -> None:
+    found = trust_of(event, payload)
+    assert found.why.isprintable()
+    assert len(found.why) < 300
+    if event.startswith("pull_request") and found.tier is Tier.TRUSTED:
+        head, base = payload["pull_request"]["head"]["repo"], payload["pull_request"].get("base")
+        home = (base or {}).get("repo") if isinstance(base, dict) else None
+        assert head["full_name"] in {(home or {}).get("full_name"), payload.get("repository", {}).get("full_name")}
+
+
+def test_without_an_event_a_person_decides() -> None:
+    assert (decide("", None, None).tier, decide("", None, Tier.TRUSTED).tier) == (Tier.TRUSTED, Tier.TRUSTED)
+    lowered = decide("", None, Tier.UNTRUSTED)
+    assert (lowered.tier, lowered.why) == (Tier.UNTRUSTED, "asked for")
+
+
+def test_who_asks_may_lower_what_the_event_says() -> None:
+    assert decide("push", None, Tier.UNTRUSTED).tier is Tier.UNTRUSTED
+    assert decide("push", None, Tier.TRUSTED).tier is Tier.TRUSTED
+    assert "fork" in decide("pull_request", pull_request(FORK), Tier.UNTRUSTED).why
+
+
+def test_and_never_raise_it() -> None:
+    with pytest.raises(UserError, match=r"tier is trusted, but the event says untrusted: pull request #12") as refused:
+        decide("pull_request", pull_request(FORK), Tier.TRUSTED)
+    assert (refused.value.field, "--tier" in refused.value.fix) == ("tier", True)
+
+
+@pytest.mark.parametrize(
+    ("scope", "given", "known"),
+    [
+        ("octo/repo", "", "octo/repo"),
+        ("octo/repo", "eve/other", "octo/repo"),
+        ("octo", "", ""),
+        ("octo", "octo/repo", "octo/repo"),
+        ("octo", "Octo/Repo", "Octo/Repo"),
+    ],
+)
+def test_the_repository_of_a_run(scope: str, given: str, known: str) -> None:
+    assert repository_of(scope, given) == known
+
+
+def test_runners_of_an_organisation_serve_no_other() -> None:
+    with pytest.raises(UserError, match="runners of octo do not serve"):
+        repository_of("octo", "octocat/repo")

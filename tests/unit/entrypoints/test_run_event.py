@@ -1,0 +1,85 @@
+"""What a workflow tells about its run, read from its environment and its event's file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from remuda.domain.errors import UserError
+from remuda.domain.resources import Tier
+from remuda.entrypoints import run_event
+from remuda.entrypoints.run_event import read_event, repository, trust
+from remuda.settings import Loaded, load
+
+FORK = {
+    "pull_request": {"number": 3, "head": {"repo": {"full_name": "eve/r"}}, "base": {"repo": {"full_name": "octo/r"}}}
+}
+
+
+def loaded(flags: dict[str, str] | None = None, **environ: str) -> Loaded:
+    return load(flags or {}, environ=environ, file=Path(os.devnull))
+
+
+def test_the_event_decides(tmp_path: Path) -> None:
+    file = tmp_path / "event.json"
+    file.write_text(json.dumps(FORK))
+    found = trust(loaded(GITHUB_EVENT_NAME="pull_request", GITHUB_EVENT_PATH=str(file)))
+    assert (found.tier, found.why) == (Tier.UNTRUSTED, "pull request #3 from fork eve/r")
+
+
+@pytest.mark.parametrize("source", ["flag", "variable"])
+def test_who_asks_for_more_is_refused_by_the_name_that_he_used(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "event.json"
+    file.write_text(json.dumps(FORK))
+    environ = {"GITHUB_EVENT_NAME": "pull_request", "GITHUB_EVENT_PATH": str(file)}
+    flags = {"tier": "trusted"} if source == "flag" else {}
+    with pytest.raises(UserError, match="from fork eve/r") as refused:
+        trust(loaded(flags, **environ, **({} if flags else {"REMUDA_TIER": "trusted"})))
+    assert refused.value.field == ("--tier" if source == "flag" else "REMUDA_TIER")
+
+
+def test_at_a_shell_nothing_has_changed() -> None:
+    assert trust(loaded()).tier is Tier.TRUSTED
+    assert trust(loaded({"tier": "untrusted"})).tier is Tier.UNTRUSTED
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff\xfe", '{"a": ' * 100_000, "null", "7"])
+def test_a_file_that_is_no_event_is_no_event(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "event.json"
+    file.write_bytes(text.encode("latin-1"))
+    found = trust(loaded(GITHUB_EVENT_NAME="pull_request", GITHUB_EVENT_PATH=str(file)))
+    assert found.tier is Tier.UNTRUSTED
+
+
+def test_neither_a_pipe_nor_a_giant_holds_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert read_event(str(tmp_path / "pipe")) is None
+    assert read_event(str(tmp_path)) is None
+    assert read_event("") is None
+    monkeypatch.setattr(run_event, "MAX_EVENT_BYTES", 10)
+    (tmp_path / "long").write_text('{"a": "01234567890"}')
+    assert read_event(str(tmp_path / "long")) is None
+
+
+def test_the_repository_comes_from_the_workflow_or_the_scope() -> None:
+    assert repository(loaded(GITHUB_REPOSITORY="octo/r")) == "octo/r"
+    assert repository(loaded({"github_scope": "octo"}, GITHUB_REPOSITORY="octo/r")) == "octo/r"
+    assert repository(loaded({"github_scope": "octo"})) == ""
+    # Another repository's workflow may ask for runners of this one; they serve this one alone.
+    assert repository(loaded({"github_scope": "octo/r"}, GITHUB_REPOSITORY="octo/other")) == "octo/r"
+
+
+@pytest.mark.parametrize("scope", ["octo", "octo/r"])
+def test_a_repository_that_the_runners_do_not_serve_is_refused(scope: str) -> None:
+    with pytest.raises(UserError, match="eve/r") as refused:
+        repository(loaded({"github_scope": scope, "repository": "eve/r"}))
+    assert (refused.value.field, bool(refused.value.fix)) == ("--repository", True)
+
+
+@pytest.mark.parametrize("text", ["octo", "octo/r/x", "../r", "octo/r\n"])
+def test_what_is_no_repository_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="repository"):
+        loaded({"repository": text})
