@@ -59,6 +59,9 @@ PASSED_ON = (
     "max_instances",
     "max_runtime_min",
     "idle_time_sec",
+    "max_age_sec",
+    "max_uses",
+    "reuse",
     "resource_class_config",
     "log_format",
 )

@@ -16,13 +16,15 @@ from remuda.adapters.memory.forge import MemoryJob
 from remuda.controlplane.levers import Lever
 from remuda.domain.errors import InvariantViolated, RemudaError
 from remuda.domain.instance import Instance, State
+from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.resources import PoolMessage
+from remuda.domain.resources import PoolMessage, Reuse
 from remuda.domain.signals import Report, Signal
 from remuda.ports.compute import POOL_TAG, MachineState
 from remuda.simulation.faults import MAX_SKEW_S
 from remuda.simulation.loop import current_process
 from remuda.simulation.names import runner_of
+from remuda.simulation.reuse import ReuseJudge
 
 if TYPE_CHECKING:
     from remuda.simulation.host import Host
@@ -39,9 +41,10 @@ INVARIANTS: Mapping[str, str] = {
     "S8": "intent before money",
     "S9": "terminated means: EC2 confirmed it",
     "S10": "every operation can be cut at any await and finished by another process; none breaks",
-    "S11": "an instance never changes its trust tier",
+    "S11": "an instance never rises in its trust tier, and falls only where it is given to a run of the lower one",
     "S12": "no credential in logs, tags, messages or history, nor on a record past its step",
     "S13": "safety never rests on clocks: nothing expires early, nothing is claimed late",
+    "S14": "a machine serves only whom the pool's reuse policy lets it serve, an ephemeral one nobody else",
     "L1": "every live state ends by its threshold and two sweeps",
     "L2": "no machine is without a record for more than its grace and a sweep",
     "L3": "ghost registrations go within a sweep after GitHub lets them",
@@ -58,7 +61,7 @@ SKEW = timedelta(seconds=MAX_SKEW_S)
 NEWS_S = 60.0
 #: How long scale-down lets a machine of its fleet boot: younger ones without a record are not its own.
 BOOT_MIN = 5.0
-_SECRETS = ("AREGISTRATION", "AREMOVAL", "github_pat_")
+_SECRETS = ("AREGISTRATION", "AREMOVAL", "AJITCONFIG", "github_pat_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +91,7 @@ class Safety:
         self._given: dict[tuple[str, int], str] = {}
         #: Provisions that were ever written: who stands still for long enough acts for one that is forgotten.
         self._intended: set[str] = set()
+        self._reuse = ReuseJudge()
         self.checks = 0
 
     def violated(self, invariant: str, what: str, instance_id: str = "") -> None:
@@ -95,6 +99,9 @@ class Safety:
 
     def written_at(self, instance_id: str) -> float:
         return self._written_at.get(instance_id, -1e9)
+
+    def configured(self, config: PoolConfig) -> None:
+        self._reuse.configured(config.reuse, self._world.loop.time())
 
     # Records
 
@@ -129,6 +136,8 @@ class Safety:
         if after.state is State.CREATED and after.provision_id not in self._intended:
             yield "S8", "a record without a provision"
         party = self._party()
+        if after.state is State.CREATED:
+            yield from self._reuse.born(after, party)
         age = self._world.clock.now() - machine.launched_at
         grace = timedelta(seconds=self._world.lifetimes.unrecorded_grace_s)
         if after.state is State.TERMINATING and party.kind == "refresh" and age < grace - SKEW - SLACK:
@@ -146,8 +155,8 @@ class Safety:
             yield "S1", f"owner {before.owner} became {after.owner} at {before.state} to {after.state}"
         if party.kind == "provision" and not claimed and before.provision_id not in party.provisions:
             yield "S1", f"{party} wrote to an instance of {before.provision_id}"
-        if after.tier is not before.tier:
-            yield "S11", f"tier {before.tier} became {after.tier}"
+        if (after.tier, after.repository) != (before.tier, before.repository) and not claimed:
+            yield "S11", f"tier {before.tier} became {after.tier}, or its repository changed, at {after.state}"
         judges = {
             State.CLAIMED: self._claim,
             State.RUNNING: self._commit,
@@ -214,8 +223,7 @@ class Safety:
             yield "S8", "a claim without a provision"
         if after.provision_id not in party.provisions:
             yield "S1", f"claimed by {party} for {after.provision_id}"
-        if party.order is not None and party.order.tier is not after.tier:
-            yield "S11", f"a {after.tier} instance for a {party.order.tier} run"
+        yield from self._reuse.claimed(after, party)
         if party.order is not None and party.order.run_id != after.run_id:
             yield "S1", f"claimed for run {after.run_id} by {party}"
         if before.retire:
@@ -263,6 +271,7 @@ class Safety:
             yield "S4", f"idle by {report and report.signal} of epoch {report and report.epoch}"
         if after.retire and not self._is_held(after, slack=SKEW + SLACK):
             yield "S6", f"idle although {after.retire}"
+        yield from self._reuse.pooled(after)
         yield from self._idle(after)
 
     def _idle(self, record: Instance) -> Iterable[tuple[str, str]]:
@@ -290,7 +299,7 @@ class Safety:
             State.RUNNING: signal is Signal.UD_REG_FAILED,
             State.RELEASING: signal in {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
             or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire)),
-            State.IDLE: self._may_retire(before, report),
+            State.IDLE: self._may_retire(before, report) or Reuse.NEVER in self._reuse.may_have_read(party),
         }[before.state]
         if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-SKEW - SLACK):
             fine = False
@@ -317,6 +326,8 @@ class Safety:
         allowed = {State.CREATED: "AREGISTRATION", State.CLAIMED: "AREGISTRATION", State.RELEASING: "AREMOVAL"}
         if credential is not None and not credential.token.startswith(allowed.get(record.state, "no credential")):
             yield "S12", f"{record.state} with a credential of another step"
+        if record.assignment is not None and record.assignment.jit_config and record.state is not State.CREATED:
+            yield "S12", f"{record.state} with a configuration that only a new one needs"
         entries = self._world.database.histories.get(record.instance_id, ())
         if entries and is_secret(entries[-1].why):
             yield "S12", "a credential in its history"
@@ -450,6 +461,8 @@ class Safety:
         if (host.instance_id, epoch) not in self._ran:
             state = record.state if record else "without a record"
             self.violated("S2", f"the listener of {host.instance_id} starts while it is {state}", host.instance_id)
+        elif host.state().spent:
+            self.violated("S14", f"the listener of {host.instance_id} starts again after its one job", host.instance_id)
         elif record is not None and record.state is State.IDLE:
             self.violated("S3", f"the listener of {host.instance_id} starts while it is idle", host.instance_id)
 
@@ -495,9 +508,17 @@ class Safety:
         if record is None:
             return
         in_use = record.epoch == epoch and record.state not in {*ABSORBING, State.IDLE}
+        if runner.ephemeral and self._is_given_back(record):
+            # Nobody else can remove it, and GitHub refuses while a job runs.
+            in_use = False
         if in_use or record.epoch < epoch:
             what = f"{runner.name} was removed as a ghost; its instance is {record.state} at epoch {record.epoch}"
             self.violated("S6", what, instance_id)
+
+    def _is_given_back(self, record: Instance) -> bool:
+        provision = self._provision(record.provision_id)
+        released = provision is None or provision.status is ProvisionStatus.RELEASED
+        return released or record.provision_id in self._party().provisions
 
     # Hints
 

@@ -6,6 +6,8 @@ import re
 
 POOL = "sim"
 SCOPE = "octo/repo"
+#: Whose runs come.
+REPOSITORIES = ("octo/repo", "octo/other", "octo/third")
 #: Names that look like this pool's at first sight, and are not.
 STRANGERS = ("remuda-sim-2-1-i-00000000000000001", "remuda-simulation-1-i-00000000000000001")
 

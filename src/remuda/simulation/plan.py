@@ -7,12 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from remuda.controlplane.levers import Lever
-from remuda.domain.resources import Tier, UsageClass
+from remuda.domain.resources import Reuse, Tier, UsageClass
 from remuda.simulation.faults import Fault, Strike, draw_half
+from remuda.simulation.names import REPOSITORIES
 
 #: How long a run holds its instances, about: sets how many runs a world of a size has.
 HOLDS_S = 150.0
 CLASSES = ("large", "xlarge")
+#: How many configurations a world's people switch between.
+CONFIGURATIONS = 4
+#: What a pool's policy is at first, besides the rare `never`, which leaves no pool to speak of.
+POLICIES = (Reuse.SAME_TRUST, Reuse.SAME_TRUST, Reuse.ALWAYS, Reuse.SAME_REPO)
 #: After which calls a command may crash: those that change something.
 CALLS = {
     "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
@@ -46,9 +51,14 @@ class Run:
     credentialed: bool = False
     attempts: int = 1
     released: bool = True
+    repository: str = REPOSITORIES[0]
+    #: Its machines are for one job each; its commands have a credential then.
+    ephemeral: bool = False
 
     def __str__(self) -> str:
-        return f"run {self.run_id}: {self.count} {self.usage_class} {self.resource_class}, {self.tier}"
+        kind = "ephemeral " if self.ephemeral else ""
+        what = f"{self.count} {kind}{self.usage_class} {self.resource_class}"
+        return f"run {self.run_id} of {self.repository}: {what}, {self.tier}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +162,8 @@ class Plan:
     instances: int
     faults: frozenset[Fault]
     operations: tuple[Operation, ...]
+    #: Whose machines runs may be given, with each of the world's configurations.
+    reuses: tuple[Reuse, ...] = (Reuse.SAME_TRUST,) * CONFIGURATIONS
     #: Faults that a shrunk run leaves out.
     spared: frozenset[Strike] = frozenset()
 
@@ -165,7 +177,37 @@ def draw(seed: int, *, hours: float, instances: int, faults: frozenset[Fault] | 
     half = draw_half(chance)
     on = half if faults is None else faults
     draft = _Draft(chance, on, hours * 3_600.0, instances)
-    return Plan(seed=seed, hours=hours, instances=instances, faults=on, operations=tuple(draft.operations()))
+    # Drawn apart: what else happens in a seed does not hang on it.
+    trust = random.Random(f"{seed} reuse")
+    return Plan(
+        seed=seed,
+        hours=hours,
+        instances=instances,
+        faults=on,
+        reuses=_reuses(trust),
+        operations=tuple(_with_owners(draft.operations(), trust)),
+    )
+
+
+def _reuses(chance: random.Random) -> tuple[Reuse, ...]:
+    """Most worlds have one policy, half of them the usual one; others change it with their configuration."""
+    first = Reuse.NEVER if chance.random() < 0.05 else chance.choice(POLICIES)
+    changes = chance.random() < 0.4
+    later = [chance.choice(tuple(Reuse)) for _ in range(CONFIGURATIONS - 1)]
+    return (first, *(later if changes else [first] * len(later)))
+
+
+def _with_owners(operations: list[Operation], chance: random.Random) -> list[Operation]:
+    """Runs of several repositories; in some worlds some of them want machines for one job each."""
+    single = chance.random() < 0.35
+    made: list[Operation] = []
+    for item in operations:
+        if isinstance(item, Run):
+            repository, drawn = chance.choice(REPOSITORIES), chance.random() < 0.25
+            made.append(replace(item, repository=repository, ephemeral=single and drawn))
+        else:
+            made.append(item)
+    return made
 
 
 class _Draft:
@@ -276,7 +318,7 @@ class _Draft:
         for number in range(max(1, round(self._seconds / 300))):
             at = self._chance.random() * self._seconds
             twice = self._sometimes(Fault.REFRESH_TWICE, 0.7)
-            config = self._chance.randrange(4) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
+            config = self._chance.randrange(CONFIGURATIONS) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
             if twice or config is not None:
                 made.append(Refresh(at=at, twice=twice, config=config))
             made += self._cuts(f"sweep {number * 3 + self._chance.randint(1, 3)}", 90)

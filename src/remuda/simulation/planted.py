@@ -67,6 +67,46 @@ MUTANTS: tuple[Mutant, ...] = (
         (_TRANSITIONS, "        tiers=tiers,\n", ""),
     ),
     _mutant(
+        "claim-across-repositories",
+        "a claim forgets to look at the repository that a machine has served",
+        (_RESOURCES, "    if request.reuse is Reuse.SAME_REPO and message", "    if request.reuse is None and message"),
+        (_TRANSITIONS, "    if event.reuse is Reuse.SAME_REPO and not alone:\n", "    if event.reuse is None:\n"),
+    ),
+    _mutant(
+        "repository-of-the-last-run",
+        "a claim writes down the run's repository as the only one, whatever the machine has served before",
+        (_TRANSITIONS, '        "repository": alone,\n', '        "repository": event.repository,\n'),
+    ),
+    _mutant(
+        "tier-that-rises",
+        "with reuse `always` a machine of the lower tier is given to a run of the higher one",
+        (
+            _RESOURCES,
+            "        if self is Reuse.ALWAYS and tier is Tier.UNTRUSTED:\n",
+            "        if self is Reuse.ALWAYS:\n",
+        ),
+    ),
+    _mutant(
+        "tier-that-stays",
+        "a machine that served an untrusted run is trusted as before",
+        (_TRANSITIONS, '        "tier": event.tier,\n', '        "tier": instance.tier,\n'),
+    ),
+    _mutant(
+        "ephemeral-in-the-pool",
+        "a machine for one job is not retired from its birth on, and is pooled",
+        (_SELECTION, "            return EPHEMERAL\n", '            return ""\n'),
+    ),
+    _mutant(
+        "jit-kept-on-the-record",
+        "a configuration made just in time stays on the record after its step",
+        (_TRANSITIONS, 'credential=credential, jit_config="")', "credential=credential)"),
+    ),
+    _mutant(
+        "spent-is-failed",
+        "a listener that served its one job is started again, and counts as one that failed",
+        (_LIFECYCLE, "    if view.runner.spent:\n", "    if view.runner.spent is None:\n"),
+    ),
+    _mutant(
         "claim-under-the-old-name",
         "the runner's name carries the epoch before the claim",
         (

@@ -27,7 +27,7 @@ from remuda.simulation.invariants import ABSORBING, BOOT_MIN
 from remuda.simulation.liveness import SWEEP_S, Liveness
 from remuda.simulation.names import POOL, SCOPE, STRANGERS
 from remuda.simulation.plan import ExtraRelease, Loss, Pull, Refresh, Run, ScaleDown
-from remuda.simulation.world import CONFIGURATIONS, LIFETIMES, Party, World
+from remuda.simulation.world import LIFETIMES, Party, World
 
 #: The longest that a world may take to come to rest.
 REST_S = 3_600.0
@@ -143,13 +143,16 @@ class Workload:
             patterns=TypePatterns(("*",)),
             scope=SCOPE,
             tier=run.tier,
+            repository=run.repository,
+            ephemeral=run.ephemeral,
         )
 
         async def work(context: Context) -> Any:
             return await provision(context, order)
 
         name = f"provision {run.run_id}.{attempt}"
-        return self._world.command(name, "provision", work, credentialed=run.credentialed, order=order)
+        credentialed = run.credentialed or run.ephemeral
+        return self._world.command(name, "provision", work, credentialed=credentialed, order=order)
 
     def _release(self, run_id: str, attempt: int, name: str) -> Party:
         async def work(context: Context) -> Any:
@@ -244,7 +247,7 @@ class Workload:
         self._world.command(f"scale-down {item.number}", "scale-down", work, credentialed=True)
 
     def _start_refresh(self, name: str, config: int | None) -> Party:
-        desired = None if config is None else self._world.desired(CONFIGURATIONS[config])
+        desired = None if config is None else self._world.desired(config)
 
         async def work(context: Context) -> RefreshResult:
             return await refresh(context, desired)

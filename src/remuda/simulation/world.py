@@ -24,6 +24,7 @@ from remuda.controlplane.levers import Lever
 from remuda.controlplane.provision import ProvisionOrder
 from remuda.controlplane.refresh import Desired
 from remuda.domain.instance import Instance
+from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.resources import DEFAULT_CLASSES, Tier
 from remuda.domain.signals import Report
@@ -154,6 +155,16 @@ class _Provisions(dict[tuple[str, str], Provision]):
 class _Database(MemoryDatabase):
     provisions: _Provisions
 
+    def __init__(self, world: World) -> None:
+        self._world = world
+        super().__init__(changes=_Watched(world))
+        self.provisions = _Provisions(world)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "config" and isinstance(value, PoolConfig):
+            self._world.safety.configured(value)
+
 
 class WatchedGithub(MemoryGithub):
     """GitHub, which remembers what its list looked like, and shows what happens to the judge."""
@@ -167,6 +178,13 @@ class WatchedGithub(MemoryGithub):
         runner = super().register(scope, token, name, labels)
         self._changed(f"registered {name}")
         self._world.safety.registered(name)
+        return runner
+
+    def add(self, scope: str, name: str, labels: Sequence[str] = (), *, ephemeral: bool = False) -> MemoryRunner:
+        runner = super().add(scope, name, labels, ephemeral=ephemeral)
+        if ephemeral:
+            self._changed(f"registered {name} for one job")
+            self._world.safety.registered(name)
         return runner
 
     def connect(self, runner_id: int, take: Callable[[MemoryJob], None]) -> bool:
@@ -257,8 +275,7 @@ class World:
         #: Whose late write is applied just now.
         self.acting: Party | None = None
         self.safety = Safety(self)
-        self.database = _Database(changes=_Watched(self))
-        self.database.provisions = _Provisions(self)
+        self.database = _Database(self)
         #: What records looked like, for indexes that lag.
         self.versions: dict[str, deque[tuple[float, Instance | None]]] = {}
         self.queues = MemoryQueues(clock=self.clock)
@@ -434,11 +451,12 @@ class World:
         if not party.ended.done():
             party.ended.set_result(None)
 
-    def desired(self, lifetimes: Lifetimes) -> Desired:
+    def desired(self, config: int) -> Desired:
         return Desired(
             pool=POOL,
             classes=DEFAULT_CLASSES,
-            lifetimes=lifetimes,
+            lifetimes=CONFIGURATIONS[config],
+            reuse=self.plan.reuses[config],
             max_instances=self.plan.instances,
             github_url="https://github.com",
             scope=SCOPE,

@@ -22,6 +22,7 @@ from remuda.domain.resources import (
     MAX_PATTERN_TEXT,
     Request,
     ResourceClass,
+    Reuse,
     Tier,
     TypePatterns,
     UsageClass,
@@ -197,6 +198,36 @@ def test_one_thing_amiss_is_a_misfit_with_its_reason(changed: dict[str, Any], wh
 
 def test_a_trusted_machine_does_not_fit_an_untrusted_run() -> None:
     assert misfit(message(), replace(WANTED, tier=Tier.UNTRUSTED)) is not None
+
+
+@pytest.mark.parametrize(
+    ("reuse", "tier", "admitted"),
+    [
+        (Reuse.ALWAYS, Tier.TRUSTED, (Tier.TRUSTED,)),
+        (Reuse.ALWAYS, Tier.UNTRUSTED, (Tier.TRUSTED, Tier.UNTRUSTED)),
+        (Reuse.SAME_TRUST, Tier.TRUSTED, (Tier.TRUSTED,)),
+        (Reuse.SAME_TRUST, Tier.UNTRUSTED, (Tier.UNTRUSTED,)),
+        (Reuse.SAME_REPO, Tier.UNTRUSTED, (Tier.UNTRUSTED,)),
+        (Reuse.NEVER, Tier.TRUSTED, ()),
+        (Reuse.NEVER, Tier.UNTRUSTED, ()),
+    ],
+)
+def test_whose_tier_a_run_may_be_given(reuse: Reuse, tier: Tier, admitted: tuple[Tier, ...]) -> None:
+    assert reuse.tiers(tier) == admitted
+
+
+def test_a_machine_of_another_repository_does_not_fit_where_the_policy_asks() -> None:
+    wanted = replace(WANTED, reuse=Reuse.SAME_REPO, repository="octo/one")
+    assert misfit(message(repository="octo/one"), wanted) is None
+    assert misfit(message(repository="octo/two"), wanted) == "served octo/two, not octo/one alone"
+    assert misfit(message(), wanted) == "served more than one repository, not octo/one alone"
+    assert misfit(message(repository="octo/two"), WANTED) is None
+
+
+@pytest.mark.parametrize("text", ["octo", "octo/", "a b/c", "octo/r\n", "octo/r/s", "x" * 300])
+def test_a_message_names_a_repository_or_none(text: str) -> None:
+    with pytest.raises(ValueError, match="repository"):
+        message(repository=text)
 
 
 # Ids --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import Instance, State
-from remuda.domain.resources import Tier
+from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import (
     Actor,
@@ -107,6 +107,50 @@ def test_a_claim_needs_the_same_tier_in_the_record_whatever_the_message_said() -
 def test_an_instance_keeps_its_tier(has: Tier, wants: Tier) -> None:
     with pytest.raises(IllegalTransition, match=r"claim of a .*trusted instance"):
         write(in_state(State.IDLE, tier=has), claim(tier=wants), P)
+
+
+def test_always_lets_a_tier_fall_and_never_rise() -> None:
+    trusted, untrusted = (in_state(State.IDLE, tier=tier) for tier in Tier)
+    change = write(trusted, claim(tier=Tier.UNTRUSTED, reuse=Reuse.ALWAYS), P)
+    assert change.guard.admits(trusted)
+    assert change.guard.admits(untrusted)
+    assert {change.applied_to(record).tier for record in (trusted, untrusted)} == {Tier.UNTRUSTED}
+    rising = claim(tier=Tier.TRUSTED, reuse=Reuse.ALWAYS)
+    assert not write(trusted, rising, P).guard.admits(untrusted)
+    with pytest.raises(IllegalTransition, match="claim of a untrusted instance"):
+        write(untrusted, rising, P)
+
+
+def test_same_repo_needs_the_repository_in_the_record_whatever_the_message_said() -> None:
+    record = in_state(State.IDLE, repository="octo/one")
+    guard = write(record, claim(repository="octo/one", reuse=Reuse.SAME_REPO), P).guard
+    assert guard.admits(record)
+    assert not guard.admits(replace(record, repository="octo/two"))
+    assert not guard.admits(replace(record, repository=""))
+
+
+@pytest.mark.parametrize(("has", "wants"), [("octo/one", "octo/two"), ("", "octo/two"), ("octo/one", ""), ("", "")])
+def test_same_repo_gives_a_machine_to_its_own_repository_alone(has: str, wants: str) -> None:
+    with pytest.raises(IllegalTransition, match="claim of an instance of"):
+        write(in_state(State.IDLE, repository=has), claim(repository=wants, reuse=Reuse.SAME_REPO), P)
+
+
+def test_never_claims_nothing() -> None:
+    with pytest.raises(IllegalTransition, match="reuse never"):
+        write(in_state(State.IDLE), claim(reuse=Reuse.NEVER), P)
+
+
+@pytest.mark.parametrize("reuse", [Reuse.ALWAYS, Reuse.SAME_TRUST])
+@pytest.mark.parametrize(
+    ("has", "wants", "kept"),
+    [("octo/one", "octo/one", "octo/one"), ("octo/one", "octo/two", ""), ("", "octo/two", ""), ("octo/one", "", "")],
+)
+def test_other_policies_write_down_what_is_still_true(reuse: Reuse, has: str, wants: str, kept: str) -> None:
+    record = in_state(State.IDLE, repository=has)
+    change = write(record, claim(repository=wants, reuse=reuse), P)
+    assert change.applied_to(record).repository == kept
+    # Kept only where the record itself proves it.
+    assert change.guard.admits(replace(record, repository="octo/other")) is not bool(kept)
 
 
 def test_only_its_owner_commits_an_instance() -> None:

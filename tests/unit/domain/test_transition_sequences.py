@@ -13,7 +13,7 @@ from remuda.domain.errors import IllegalTransition
 from remuda.domain.ghosts import ghost_reason
 from remuda.domain.instance import ABSORBING, ASSIGNED, Instance, State
 from remuda.domain.pool_config import runner_name
-from remuda.domain.resources import Tier
+from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import (
     Actor,
@@ -52,6 +52,8 @@ class Move:
     reason: str
     owner: str | None
     tier: Tier
+    reuse: Reuse
+    repository: str
     seconds: float
     #: Seen some writes ago: a worker that slept meanwhile.
     lag: int
@@ -72,6 +74,8 @@ MOVES = st.builds(
     reason=st.sampled_from(["", "", "too old"]),
     owner=st.sampled_from([None, "own", "own", "p-9/other"]),
     tier=st.sampled_from([Tier.TRUSTED, Tier.TRUSTED, Tier.UNTRUSTED]),
+    reuse=st.sampled_from(list(Reuse)),
+    repository=st.sampled_from(["", "octo/one", "octo/two"]),
     seconds=st.sampled_from([0.0, 0.0, 1.0, 10.0, 400.0]),
     lag=st.sampled_from([0, 0, 0, 1, 2]),
 )
@@ -89,6 +93,8 @@ def event_of(move: Move, record: Instance, now: datetime) -> Event:
             provision_id=f"p-{record.epoch + 1}",
             scope="octo/repo",
             tier=move.tier,
+            reuse=move.reuse,
+            repository=move.repository,
             threshold=now + timedelta(seconds=300),
             assignment=assignment(record.epoch + 1),
             margin_s=1.0,
@@ -109,7 +115,7 @@ def event_of(move: Move, record: Instance, now: datetime) -> Event:
 
 def tell(moves: list[Move]) -> list[tuple[Instance, Change | None]]:
     """Every record of a story, with the write that led to it."""
-    born = create(in_state(State.CREATED), by=Actor.PROVISION, why="launched")
+    born = create(in_state(State.CREATED, repository="octo/one"), by=Actor.PROVISION, why="launched")
     story: list[tuple[Instance, Change | None]] = [(born.applied_to(None), born)]
     now = NOW
     for move in moves:
@@ -175,8 +181,23 @@ def test_what_absorbs_keeps(moves: list[Move]) -> None:
 
 
 @given(STORIES)
-def test_an_instance_keeps_its_tier_whoever_asks(moves: list[Move]) -> None:
-    assert {record.tier for record, _ in tell(moves)} == {Tier.TRUSTED}
+def test_a_tier_never_rises_and_falls_only_where_the_policy_is_always(moves: list[Move]) -> None:
+    """S11, whatever policies come one after the other."""
+    story = tell(moves)
+    for (before, _), (after, change) in itertools.pairwise(story):
+        if before.tier is Tier.UNTRUSTED:
+            assert after.tier is Tier.UNTRUSTED
+        if after.tier is not before.tier:
+            assert change is not None
+            assert change.entry.transition == "claim"
+            assert len(change.guard.tiers) == 2
+
+
+@given(STORIES)
+def test_the_only_repository_that_a_record_names_is_the_only_one(moves: list[Move]) -> None:
+    """A claim can keep it or lose it: none can bring one in."""
+    for (before, _), (after, _) in itertools.pairwise(tell([*moves])):
+        assert after.repository in {before.repository, ""}
 
 
 @given(STORIES)
@@ -222,7 +243,7 @@ def test_stories_get_far() -> None:
     def move(kind: type, by: Actor, signal: Signal | None = None) -> Move:
         return Move(
             kind=kind, by=by, cause=Cause.GONE, signal=signal, epoch_off=0, busy=False, reason="", owner="own",
-            tier=Tier.TRUSTED, seconds=1.0, lag=0,
+            tier=Tier.TRUSTED, reuse=Reuse.SAME_TRUST, repository="", seconds=1.0, lag=0,
         )  # fmt: skip
 
     use = [
