@@ -8,7 +8,7 @@ import contextlib
 import os
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from remuda.agent import keyrings
@@ -16,7 +16,7 @@ from remuda.agent.findings import Finding, Kind
 from remuda.agent.job_user import JobUser
 from remuda.agent.privileges import why_privileged
 from remuda.agent.reset import erase
-from remuda.agent.shared_places import Places, SharedPlaces, mounts
+from remuda.agent.shared_places import SharedPlaces, mounts
 from remuda.domain.errors import Unavailable
 from remuda.ports.clock import Clock
 
@@ -49,6 +49,7 @@ SYSV = {"shm": ("shmid", "-m"), "sem": ("semid", "-s"), "msg": ("msqid", "-q")}
 
 
 COMMAND_LIMIT_S = 15.0
+MAX_PROBLEMS = 5
 
 
 def _try(command: Sequence[str]) -> None:
@@ -130,18 +131,17 @@ class Leftovers:
             *self._remove_files(folders),
             *self._remove_records(),
             *self._remove_memory(),
-            *self._remove_keys(),
         ]
-        self._check(folders, places)
+        problems = [f"{name} cannot be removed" for name in (*map(str, self._found(folders)), *self._memory())]
+        problems += places.changes()
+        try:
+            removed += [Finding(kind=Kind.KEY, name=self._user.name)] * keyrings.empty(self._user)
+        except Unavailable as problem:
+            problems.append(problem.message)
+        if problems:
+            more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+            raise Unavailable(f"only a new machine is clean: {'; '.join(problems[:MAX_PROBLEMS])}{more}")
         return removed
-
-    def _check(self, folders: Sequence[Path], places: Places) -> None:
-        left = [*map(str, self._found(folders)), *self._memory()]
-        if left:
-            raise Unavailable(f"cannot be removed: {left[0]}")
-        why_not = places.why_changed()
-        if why_not:
-            raise Unavailable(f"only a new machine is clean: {why_not}")
 
     def _folders(self) -> list[Path]:
         """Those that every system has; some come with their first use."""
@@ -157,7 +157,9 @@ class Leftovers:
         return removed
 
     def _found(self, folders: Sequence[Path]) -> list[Path]:
-        return [path for place in (*folders, self._session) for path in self._below(place)]
+        # Not by the number of the device: on a layered disk each file may have another one.
+        mounted = {mount.path for mount in mounts()}
+        return [path for place in (*folders, self._session) for path in self._below(place, mounted)]
 
     def _remove_records(self) -> list[Finding]:
         removed = []
@@ -166,18 +168,14 @@ class Leftovers:
             removed.append(Finding(kind=Kind.RECORD, name=str(path)))
         return removed
 
-    def _remove_keys(self) -> list[Finding]:
-        return [Finding(kind=Kind.KEY, name=self._user.name)] * keyrings.empty(self._user)
-
-    def _below(self, place: Path) -> Iterator[Path]:
+    def _below(self, place: Path, mounted: Collection[str]) -> Iterator[Path]:
         """What the user owns in a folder of another: the uppermost, without a look beyond links and mounts."""
         waiting = [place]
-        device = _look(place)
         while waiting:
             for path in _listed(waiting.pop()):
                 found = _look(path)
                 # Others may remove their own meanwhile.
-                if found is None or device is None or found.st_dev != device.st_dev or path in self._own:
+                if found is None or path in self._own or str(path) in mounted:
                     continue
                 if self._user.is_one_of_its(found.st_uid):
                     yield path

@@ -225,7 +225,7 @@ class Agent:
             await self._timed_release(self._runner.stop())
         elif step.do is Do.RESET:
             outcome = await self._timed_release(self._machine.reset())
-            self._journal.note("reset", outcome.detail, ok=outcome.ok, **_facts(outcome.found))
+            self._journal.note("reset", outcome.detail or step.why, ok=outcome.ok, **_facts(outcome.found))
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
             await self._signal(record, signal, outcome.detail, took_s=self._release_s)

@@ -60,18 +60,22 @@ class Places:
     def marks(self) -> int:
         return len(self.files) + sum(map(len, self.loose.values()))
 
-    def why_changed(self) -> str:
-        """What a job may have done to things of others, or empty. What is its own must have been removed."""
-        for path, mark in self.files.items():
-            if _mark(path) != mark:
-                return f"{path}, which it may write to, is not as it was"
+    def changes(self) -> list[str]:
+        """What a job may have done to things of others. What is its own must have been removed."""
+        found = [
+            f"{path}, which it may write to, is not as it was"
+            for path, mark in self.files.items()
+            if _mark(path) != mark
+        ]
         for folder, names in self.loose.items():
             if user_attributes(folder) != self.attributes[folder]:
-                return f"{folder}, which it may write to, has other attributes than before"
-            for name, number in names.items():
-                if _number(os.path.join(folder, name)) != number:  # noqa: PTH118 - a hundred thousand of them
-                    return f"{name} in {folder}, where it may rename all, is not what it was"
-        return ""
+                found.append(f"{folder}, which it may write to, has other attributes than before")
+            found += [
+                f"{name} in {folder}, where it may rename all, is not what it was"
+                for name, number in names.items()
+                if _number(os.path.join(folder, name)) != number  # noqa: PTH118 - a hundred thousand of them
+            ]
+        return found
 
 
 class SharedPlaces:

@@ -174,7 +174,10 @@ def test_queues_that_nobody_sees_cannot_be_removed(computer: Computer) -> None:
 
 #: A key in the user's keyring, and then the keyring's rights.
 KEY = """
-import ctypes
+import ctypes, os
+os.setgroups([])
+os.setresgid({uid}, {uid}, {uid})
+os.setresuid({uid}, {uid}, {uid})
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.syscall(248, b"user", b"planted", b"x", 1, -4) > 0
 assert libc.syscall(250, 5, -4, {rights}) == 0
@@ -188,8 +191,8 @@ def test_keys_go_or_the_machine_does(tmp_path: Path, rights: int) -> None:
     uid = 100_000_000 + int(SystemIds().new("")[:6], 16)
     user = other_user(tmp_path, uid=uid, gid=uid)
     assert keyrings.empty(user) == 0
-    code = KEY.format(rights=rights)
-    subprocess.run([sys.executable, "-ISc", code], user=uid, group=uid, extra_groups=[], cwd="/", check=True)
+    code = KEY.format(rights=rights, uid=uid)
+    subprocess.run([sys.executable, "-ISc", code], check=True)
     if rights:
         assert keyrings.empty(user) == 1
         assert keyrings.empty(user) == 0

@@ -75,10 +75,10 @@ def test_a_file_that_everybody_may_write_to_is_missed_once_it_is_written_to(disk
     path = disk.file(disk.deep / "log", 0o666)
     found = disk.found()
     assert list(found.files) == [str(path)]
-    assert found.why_changed() == ""
+    assert found.changes() == []
     with path.open("a") as file:
         file.write("planted")
-    assert f"{path}, which it may write to, is not as it was" in found.why_changed()
+    assert found.changes() == [f"{path}, which it may write to, is not as it was"]
 
 
 def test_a_change_that_is_taken_back_is_one_too(disk: Disk) -> None:
@@ -88,14 +88,14 @@ def test_a_change_that_is_taken_back_is_one_too(disk: Disk) -> None:
     path.write_text("planted")
     path.write_text("as it was")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert found.why_changed()
+    assert found.changes()
 
 
 def test_notes_on_a_file_of_others_are_changes(disk: Disk) -> None:
     path = disk.file(disk.deep / "log", 0o666)
     found = disk.found()
     os.setxattr(path, "user.planted", b"1")
-    assert found.why_changed()
+    assert found.changes()
 
 
 def test_where_a_job_cannot_come_to_it_cannot_write(disk: Disk) -> None:
@@ -117,22 +117,22 @@ def test_in_a_folder_without_a_sticky_bit_names_of_others_must_stay(disk: Disk) 
     kept = disk.file(loose / "kept")
     found = disk.found()
     disk.file(loose / "somebody-made-it-later")
-    assert found.why_changed() == ""
+    assert found.changes() == []
     kept.rename(loose / "moved")
-    assert "kept in" in found.why_changed()
+    assert found.changes() == [f"kept in {loose}, where it may rename all, is not what it was"]
     (loose / "moved").rename(kept)
-    assert found.why_changed() == ""
+    assert found.changes() == []
     kept.unlink()
     kept.write_text("as it was")
     disk.file(loose / "another")
-    assert found.why_changed() or kept.stat().st_ino == found.loose[str(loose)]["kept"]
+    assert found.changes() or kept.stat().st_ino == found.loose[str(loose)]["kept"]
 
 
 def test_notes_on_such_a_folder_are_changes(disk: Disk) -> None:
     loose = disk.folder(disk.deep / "loose", 0o777)
     found = disk.found()
     os.setxattr(loose, "user.planted", b"1")
-    assert "other attributes" in found.why_changed()
+    assert found.changes() == [f"{loose}, which it may write to, has other attributes than before"]
 
 
 @pytest.mark.parametrize("kind", ["owner", "group", "list"])
@@ -163,14 +163,14 @@ def test_an_agent_that_is_started_again_knows_how_it_was(disk: Disk) -> None:
     before = disk.found()
     path.write_text("planted")
     assert disk.found(anew=False) == before
-    assert before.why_changed()
+    assert before.changes()
 
 
 def test_what_changed_before_it_was_looked_at_is_not_trusted(disk: Disk) -> None:
     log = disk.file(disk.deep / "log", 0o666)
     disk.memory.write_text('{"since": 1}', encoding="ascii")
     found = disk.found(anew=False)
-    assert str(log) in found.why_changed()
+    assert found.changes() == [f"{log}, which it may write to, is not as it was"]
     loose = disk.folder(disk.deep / "loose", 0o777)
     disk.memory.write_text('{"since": 1}', encoding="ascii")
     assert f"{loose}, where remuda-other may rename all, was changed" in disk.found(anew=False).why_not
@@ -180,7 +180,7 @@ def test_what_changed_before_it_was_looked_at_is_not_trusted(disk: Disk) -> None
 def test_a_memory_that_is_broken_is_no_proof(disk: Disk, text: str) -> None:
     path = disk.file(disk.deep / "log", 0o666)
     disk.memory.write_text(text, encoding="latin-1")
-    assert str(path) in disk.found(anew=False).why_changed()
+    assert disk.found(anew=False).changes() == [f"{path}, which it may write to, is not as it was"]
 
 
 def test_too_much_is_not_looked_at(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
