@@ -28,7 +28,7 @@ PLAYED = ("var/spool/cron/crontabs", "var/spool/cron/atjobs", "var/lib/systemd/l
 
 
 #: Some of what the reset must have told.
-TOLD = ("processes", "crontab", "at job", "lasting login", "message queue", "kernel keys", "System V objects")
+TOLD = ("processes", "crontab", "at job", "lasting login", "message queue", "kernel keys", "IPC objects")
 
 
 def furnish(image: Path) -> None:
@@ -53,11 +53,6 @@ def furnish(image: Path) -> None:
     (image / LOG.lstrip("/")).chmod(0o666)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    return {attack.name: attack.outcome for attack in attacks.GROUPS["What is not played here"]}
-
-
 @pytest.fixture
 def region(tmp_path: Path) -> Iterator[Region]:
     furnish(tmp_path / "image")
@@ -76,7 +71,7 @@ def names(attacked: Mapping[str, int], among: tuple[Attack, ...], *, worked: boo
     return [attack.name for attack in among if attack.name in attacked and (attacked[attack.name] == 0) == worked]
 
 
-async def test_the_next_run_sees_none_of_it(region: Region, outcomes: dict[str, Outcome]) -> None:
+async def test_the_next_run_sees_none_of_it_or_gets_another_machine(region: Region) -> None:
     await region.refresh("--margin-sec", "0.5")
     async with region.booting():
         assert (await region.provision("1"))["created"] == 1
@@ -85,61 +80,45 @@ async def test_the_next_run_sees_none_of_it(region: Region, outcomes: dict[str, 
         assert names(planted, PLANTED, worked=False) == [], "the computer cannot play these"
         assert names(planted, REFUSED, worked=True) == [], "a job may do these"
 
-        # Without a reset: whoever looks does find them. No other job of the run would see less.
+        # Without a reset: whoever looks does find them.
         seen = await told(region, machine, "1", attacks.looking(PLANTED))
         played = tuple(attack for attack in PLANTED if attack.name in planted)
         assert names(seen, played, worked=False) == [], "these would not be seen, were they there"
 
-        released = await region.remuda("release", "--run-id", "1")
-        assert released["released"] == [name], machine.console
+        assert (await region.remuda("release", "--run-id", "1"))["released"] == [name], machine.console
         async with region.github() as github:
             assert await github.runners() == []
+        story = str(await region.remuda("explain", name))
+        assert [part for part in TOLD if part not in story] == [], story
+
         assert (await region.provision("2"))["reused"] == 1
-        assert list(region.machines) == [name]
         seen = await told(region, machine, "2", attacks.looking(PLANTED))
         assert len(seen) == len(PLANTED)
         assert names(seen, PLANTED, worked=True) == [], "the next run sees these"
 
-        story = str(await region.remuda("explain", name))
-        for part in (
-            "processes",
-            "crontab",
-            "at job",
-            "lasting login",
-            "message queue",
-            "kernel keys",
-            "System V objects",
-        ):
-            assert part in story
-    for attack in played:
-        outcomes[attack.name] = Outcome.SEEN if seen[attack.name] == 0 else Outcome.REMOVED
-    for attack in REFUSED:
-        if attack.name in planted:
-            outcomes[attack.name] = Outcome.REFUSED
-
-
-async def test_what_cannot_be_proven_clean_is_ended(region: Region, outcomes: dict[str, Outcome]) -> None:
-    await region.refresh("--margin-sec", "0.5")
-    async with region.booting():
-        assert (await region.provision("1"))["created"] == 1
-        ((name, machine),) = region.machines.items()
-        planted = await told(region, machine, "1", attacks.planting(RETIRED))
-        assert names(planted, RETIRED, worked=False) == [], "the computer cannot play these"
-        released = await region.remuda("release", "--run-id", "1")
+        # Nothing that is done after these proves the machine clean: nobody gets it any more.
+        hopeless = await told(region, machine, "2", f"rm {attacks.HOME}/told\n{attacks.planting(RETIRED)}")
+        assert names(hopeless, RETIRED, worked=False) == [], "the computer cannot play these"
+        released = await region.remuda("release", "--run-id", "2")
         assert released["released"] == [], machine.console
         story = str(await region.remuda("explain", name))
-    for attack in RETIRED:
-        outcomes[attack.name] = Outcome.RETIRED if attack.look in story else Outcome.SEEN
-    assert [name for name, outcome in outcomes.items() if outcome is Outcome.SEEN] == [], story
+        assert "UD_REMOVE_REG_REMOVE_RUN_FAILED" in story
+        assert [attack.look for attack in RETIRED if attack.look not in story] == [], story
+        assert region.cloud.ec2.asked()["TerminateInstances"] == 1
+    outcomes = {attack.name: Outcome.REMOVED if seen[attack.name] else Outcome.SEEN for attack in played}
+    outcomes |= {attack.name: Outcome.REFUSED if planted[attack.name] else Outcome.SEEN for attack in REFUSED}
+    outcomes |= {attack.name: Outcome.RETIRED if attack.look in story else Outcome.SEEN for attack in RETIRED}
+    compare_with_docs(outcomes)
 
 
-def test_the_table_in_the_docs_is_what_came_out(outcomes: dict[str, Outcome]) -> None:
+def compare_with_docs(outcomes: Mapping[str, Outcome]) -> None:
+    """What this computer cannot play stays as one that could has written it."""
+    every = {attack.name: attack.outcome for group in attacks.GROUPS.values() for attack in group}
+    rows = attacks.table({**every, **outcomes})
     text = TABLE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    # What this computer cannot play is left as one that could has written it.
-    every = {attack.name: attack.outcome for group in attacks.GROUPS.values() for attack in group}
-    fresh = f"{head}{BEGIN}\n\n{attacks.table({**every, **outcomes})}\n\n{END}{tail}"
+    fresh = f"{head}{BEGIN}\n\n{rows}\n\n{END}{tail}"
     if os.environ.get(WRITE):
         TABLE.write_text(fresh, encoding="utf-8")
-    assert fresh == text or os.environ.get(WRITE), "the docs tell otherwise: run make attacks"
+    assert TABLE.read_text(encoding="utf-8") == fresh, "the docs tell otherwise: run make attacks"

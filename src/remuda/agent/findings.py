@@ -17,10 +17,10 @@ class Kind(StrEnum):
     """One of it, in words; more of it are named by their plural."""
 
     PROCESS = "process"
-    HOME = "thing in the home folder"
-    WORK = "thing in the work folder"
-    TMP = "thing in the temp folder"
-    RUNNER = "changed file of the runner"
+    HOME = "file in home"
+    WORK = "file in work"
+    TMP = "file in temp"
+    RUNNER = "changed runner file"
     FILE = "file elsewhere"
     SHARED_MEMORY = "file in shared memory"
     QUEUE = "message queue"
@@ -28,28 +28,20 @@ class Kind(StrEnum):
     AT_JOB = "at job"
     MAIL = "mailbox"
     LOGIN = "lasting login"
-    SYSTEM_V = "System V object"
+    SYSTEM_V = "IPC object"
     KEY = "kernel key"
-    RECORD = "core dump or journal"
-    UNFINISHED = "remainder of an earlier reset"
+    RECORD = "system record"
+    UNFINISHED = "unfinished removal"
 
     @property
     def plural(self) -> str:
-        return _PLURALS.get(self, f"{self.value}s")
+        if self in {Kind.PROCESS, Kind.MAIL}:
+            return f"{self.value}es"
+        noun, of, place = self.value.partition(" in ")
+        noun, elsewhere, _ = noun.partition(" elsewhere")
+        return f"{noun}s{of}{place}{elsewhere}"
 
 
-_PLURALS = {
-    Kind.PROCESS: "processes",
-    Kind.HOME: "things in the home folder",
-    Kind.WORK: "things in the work folder",
-    Kind.TMP: "things in the temp folder",
-    Kind.RUNNER: "changed files of the runner",
-    Kind.FILE: "files elsewhere",
-    Kind.SHARED_MEMORY: "files in shared memory",
-    Kind.MAIL: "mailboxes",
-    Kind.RECORD: "core dumps or journals",
-    Kind.UNFINISHED: "remainders of an earlier reset",
-}
 #: Folders by which a file is told; the first that holds it.
 _PLACES = (
     ("/dev/shm/", Kind.SHARED_MEMORY),  # noqa: S108 - a name

@@ -145,9 +145,9 @@ async def test_what_jobs_leave_is_removed_and_told(machine: Machine) -> None:
 
     assert outcome.ok, outcome.detail
     assert outcome.found == {
-        "things in the home folder": 1,
-        "things in the work folder": 1,
-        "changed files of the runner": 4,
+        "files in home": 1,
+        "files in work": 1,
+        "changed runner files": 4,
     }
     for name in (".bashrc", "repo", "Runner.Listener", ".runner", "and 1 more"):
         assert name in outcome.detail
@@ -159,7 +159,7 @@ async def test_many_files_and_long_names(machine: Machine) -> None:
         (machine.rooms[1] / f"{number:03d}{'x' * 200}").touch()
     outcome = await machine.reset.run()
     assert outcome.ok
-    assert "10000 things in the work folder" in outcome.detail
+    assert "10000 files in work" in outcome.detail
     assert len(outcome.detail) <= MAX_DETAIL
     assert machine.is_clean()
 
@@ -237,7 +237,7 @@ async def test_attributes_are_part_of_what_must_be_the_same(machine: Machine) ->
     os.setxattr(machine.runner / "bin" / "Runner.Listener", "system.posix_acl_access", text)
     outcome = await machine.reset.run()
     assert outcome.ok, outcome.detail
-    assert outcome.found == {"changed files of the runner": 4}
+    assert outcome.found == {"changed runner files": 4}
     assert machine.is_clean()
     assert os.listxattr(machine.runner / "bin") == ["user.kept"]
     assert os.listxattr(machine.runner / "bin" / "deep") == []
