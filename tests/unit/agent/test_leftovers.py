@@ -14,7 +14,7 @@ import pytest
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import keyrings
 from remuda.agent.findings import Finding, Kind
-from remuda.agent.leftovers import Leftovers
+from remuda.agent.leftovers import Leftovers, why_unseen
 from remuda.domain.errors import Unavailable
 from support.other_user import ROOT_ONLY, SUBORDINATE, UID, other_user
 
@@ -170,6 +170,15 @@ def test_queues_that_nobody_sees_cannot_be_removed(computer: Computer) -> None:
     leftovers.prepare(anew=True)
     with pytest.raises(Unavailable, match="only a new machine is clean: message queues cannot be looked at"):
         leftovers.remove()
+
+
+def test_links_that_the_kernel_allows_leave_no_trace(tmp_path: Path) -> None:
+    setting, none = tmp_path / "protected_hardlinks", tmp_path / "none"
+    setting.write_text("0\n")
+    assert "fs.protected_hardlinks = 1" in why_unseen(setting, none)
+    setting.write_text("1\n")
+    assert why_unseen(setting, none) == ""
+    assert why_unseen(none, none) == ""
 
 
 #: A key in the user's keyring, and then the keyring's rights.
