@@ -80,6 +80,7 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
 
         # An agent that is killed leaves the listener alone, and the next one finds it.
         assert (await region.provision("2"))["reused"] == 1
+        asked = region.cloud.ec2.asked().get("TerminateInstances", 0)
         await region.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
         (agent,) = agents(machine)
         machine.run("kill", "-9", agent)
@@ -89,7 +90,6 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
         assert agents(machine) != [agent]
 
         # Nobody wants it any more: it ends itself, with its own rights.
-        asked = region.cloud.ec2.asked().get("TerminateInstances", 0)
         await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) > asked, machine.console)
 
 

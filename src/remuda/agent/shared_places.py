@@ -43,6 +43,7 @@ _ACL = "system.posix_acl_access"
 _ACL_ENTRY = struct.Struct("<HHI")
 _NAMED_USER, _NAMED_GROUP = 0x02, 0x08
 _WRITE, _PASS = 2, 1
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(kw_only=True)
@@ -186,12 +187,16 @@ class SharedPlaces:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
                     try:
-                        below = entry.stat(follow_symlinks=False)
+                        below = None if entry.is_symlink() else entry.stat(follow_symlinks=False)
                     except OSError:
                         # Gone meanwhile.
                         continue
+                    if below is None:
+                        continue
                     if not stat.S_ISDIR(below.st_mode):
-                        yield entry.path, below, inside
+                        # Nearly all are root's alone: the less is asked about these, the better.
+                        if below.st_uid or below.st_mode & _OTHERS_WRITE:
+                            yield entry.path, below, inside
                     elif entry.path not in self._own and entry.path not in self._mounts:
                         waiting.append((entry.path, below, inside))
 
