@@ -17,7 +17,7 @@ LAMBDA_PYTHON ?= 3.13
 # What `make bench` is told.
 BENCH ?= --docs
 
-.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate bench screenshots docs lambda clean
+.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate attacks bench screenshots docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,9 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 	$(BIN)/python -m remuda.simulation.cells build/small-worlds.json build/worlds.json --write docs/reference/faults-and-states.md
 	$(BIN)/python benchmarks/simulation.py
 	$(BIN)/python -m remuda.simulation.report --write docs/reference/planted-bugs.md
+
+attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Attack the next run, and write down what came out (Linux, root)
+	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium ## Take the docs' pictures of the dashboard and the report again
 	@PYTHONPATH=tests $(BIN)/python docs/screenshots.py

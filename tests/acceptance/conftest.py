@@ -11,6 +11,7 @@ LONG = (
     "test_crash_points.py",
     "test_action.py",
     "test_lambda.py",
+    "test_attacks.py",
     "test_ec2_agent.py",
     "test_benchmarks.py",
     "test_dashboard_page.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -225,6 +225,7 @@ class Agent:
             await self._timed_release(self._runner.stop())
         elif step.do is Do.RESET:
             outcome = await self._timed_release(self._machine.reset())
+            self._journal.note("reset", outcome.detail or step.why, ok=outcome.ok, **_facts(outcome.found))
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
             await self._signal(record, signal, outcome.detail, took_s=self._release_s)
@@ -275,3 +276,7 @@ class Agent:
 
 def _beats_tell(runner: RunnerState) -> tuple[bool, bool]:
     return runner.busy, runner.listening
+
+
+def _facts(found: Mapping[str, int]) -> dict[str, int]:
+    return {kind.lower().replace(" ", "_"): number for kind, number in found.items()}

@@ -43,6 +43,11 @@ class MachineFolders:
         return self.state / "logs" / "runner.log"
 
     @property
+    def shared_places(self) -> Path:
+        """Where jobs may write among what is not theirs, as it was before them."""
+        return self.state / "shared-places.json"
+
+    @property
     def registrar(self) -> Path:
         """Beside the pristine one: so both can be the same files."""
         return self.pristine.with_name("registrar")

@@ -5,6 +5,7 @@ checked. Which processes those are, and what a job can leave elsewhere, whoever 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import shutil
@@ -15,18 +16,20 @@ from itertools import count
 from pathlib import Path
 
 from remuda.agent import processes
+from remuda.agent.findings import MAX_DETAIL, Finding, Kind, counts, printable, some, tell
 from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.ports.machine import Outcome
 
-MAX_DETAIL = 500
-#: Names in the detail, of each kind.
-MAX_NAMED = 5
-MAX_NAME = 80
 PRIVATE = 0o700
 #: Begins the names of folders on their way out. What a crash left of them goes with the next reset.
 ASIDE = ".erase-"
 _CHUNK = 1024 * 1024
+#: Folders that are made anew, by their names; any other is a home.
+_ROOMS = {"work": Kind.WORK, "tmp": Kind.TMP}
+#: Attributes that a job can give to its files, and that outlive a change of mode: access lists, rights of a program,
+#: notes. Others, a label of SELinux say, belong to the place.
+_ATTRIBUTES = ("user.", "system.posix_acl_", "security.capability")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +40,14 @@ class Entry:
     mode: int = 0
     size: int = 0
     content: str = ""
+    attributes: tuple[tuple[str, bytes], ...] = ()
 
 
 #: By path below the folder, parents first. The folder itself is "".
 Manifest = dict[str, Entry]
 
 
-def nothing_elsewhere() -> Sequence[str]:
+def nothing_elsewhere() -> Sequence[Finding]:
     return ()
 
 
@@ -56,10 +60,10 @@ class Reset:
         pristine: Path,
         recreate: Sequence[Path],
         owner: JobUser | None = None,
-        elsewhere: Callable[[], Sequence[str]] = nothing_elsewhere,
+        elsewhere: Callable[[], Sequence[Finding]] = nothing_elsewhere,
     ) -> None:
         """`kill` ends every process of past jobs. `owner` gets the folders, where the agent is root: their parents are
-        root's. `elsewhere` removes what jobs left outside of them and returns its names; `Unavailable` where the
+        root's. `elsewhere` removes what jobs left outside of them and says what it was; `Unavailable` where the
         machine cannot be made clean.
         """
         self._kill = kill
@@ -79,7 +83,7 @@ class Reset:
         try:
             return await asyncio.to_thread(self._make)
         except (OSError, shutil.Error, Unavailable) as problem:
-            return Outcome(ok=False, detail=_printable(f"{problem}", MAX_DETAIL))
+            return Outcome(ok=False, detail=printable(f"{problem}", MAX_DETAIL))
 
     async def prepare(self) -> None:
         """Learn what the pristine folder holds. Before the first job, where jobs could change it: it is what they are
@@ -93,7 +97,7 @@ class Reset:
             await self.prepare()
             return await asyncio.to_thread(self._run)
         except (OSError, Unavailable) as problem:
-            return Outcome(ok=False, detail=_printable(f"reset failed: {problem}", MAX_DETAIL))
+            return Outcome(ok=False, detail=printable(f"reset failed: {problem}", MAX_DETAIL))
 
     def _make(self) -> Outcome:
         removed = self._clear()
@@ -101,7 +105,7 @@ class Reset:
         shutil.copytree(self._pristine, self._runner, symlinks=True, copy_function=_copy)
         for path in (self._runner, *self._runner.rglob("*")):
             self._hand_over(path)
-        return Outcome(ok=True, detail=f"removed {_some(removed)}")
+        return Outcome(ok=True, detail=tell(removed))
 
     def _run(self) -> Outcome:
         for parent, place in self._parents.items():
@@ -109,33 +113,39 @@ class Reset:
                 raise Unavailable(f"{parent} is not the folder it was")
         killing = self._kill()
         if killing.left:
-            names = _some([" ".join(processes.command(process.pid)) for process in killing.left])
-            return Outcome(ok=False, detail=_printable(f"cannot be killed: {names}", MAX_DETAIL))
-        removed = self._clear()
-        changed = self._restore()
+            names = some([" ".join(processes.command(process.pid)) for process in killing.left])
+            return Outcome(ok=False, detail=printable(f"cannot be killed: {names}", MAX_DETAIL))
+        found = [
+            *(Finding(kind=Kind.PROCESS, name=name) for name in killing.killed),
+            *self._clear(),
+            *self._elsewhere(),
+            *(Finding(kind=Kind.RUNNER, name=name) for name in self._restore()),
+        ]
         problem = self._check()
-        story = f"killed {_some(killing.killed)}; removed {_some(removed)}; restored {_some(changed)}"
-        return Outcome(ok=not problem, detail=_printable(f"{problem}{story}", MAX_DETAIL))
+        return Outcome(ok=not problem, detail=printable(f"{problem}{tell(found)}", MAX_DETAIL), found=counts(found))
 
-    def _clear(self) -> list[str]:
-        """All but the runner's folder. Returns what was there."""
-        self._finish_earlier()
-        removed: list[str] = []
+    def _clear(self) -> list[Finding]:
+        """The folders of jobs, all but the runner's. Returns what was there."""
+        removed = [Finding(kind=Kind.UNFINISHED, name=name) for name in self._finish_earlier()]
         for path in self._recreate:
-            removed += _names_in(path)
+            kind = _ROOMS.get(path.name, Kind.HOME)
+            removed += [Finding(kind=kind, name=name) for name in _names_in(path)]
             erase(path)
             path.mkdir(mode=PRIVATE)
             path.chmod(PRIVATE)
             self._hand_over(path)
-        return [*removed, *self._elsewhere()]
+        return removed
 
-    def _finish_earlier(self) -> None:
+    def _finish_earlier(self) -> list[str]:
+        found: list[str] = []
         for parent in self._parents:
             if self._owner is None:
                 # Jobs may have shut us out. Root is shut out by nobody, and others need the way.
                 parent.chmod(PRIVATE)
             for name in [name for name in _listed(parent) if name.startswith(ASIDE)]:
                 erase(parent / name)
+                found.append(name)
+        return found
 
     def _hand_over(self, path: Path) -> None:
         if self._owner is not None:
@@ -155,6 +165,7 @@ class Reset:
             # A folder's mode is judged at the end: it must let us in first.
             if entry.kind == "folder":
                 changed += _open_folder(path, name)
+                changed += _strip(path, name, entry.attributes)
                 changed += _remove_others(path, name, folders.get(name, set()))
             elif not os.path.lexists(path) or _entry(path) != entry or path.lstat().st_nlink != 1:
                 # A second name of the file, elsewhere, would be a way to change it later.
@@ -269,12 +280,23 @@ def _entry(path: Path) -> Entry:
     place = path.lstat()
     mode = stat.S_IMODE(place.st_mode)
     if stat.S_ISDIR(place.st_mode):
-        return Entry(kind="folder", mode=mode)
+        return Entry(kind="folder", mode=mode, attributes=_attributes(path))
     if stat.S_ISLNK(place.st_mode):
         return Entry(kind="link", content=os.readlink(path))  # noqa: PTH115  # as it is, not made a path
     if stat.S_ISREG(place.st_mode):
-        return Entry(kind="file", mode=mode, size=place.st_size, content=_digest(path))
+        content = _digest(path)
+        return Entry(kind="file", mode=mode, size=place.st_size, content=content, attributes=_attributes(path))
     return Entry(kind=f"special {stat.S_IFMT(place.st_mode):o}", mode=mode)
+
+
+def _attributes(path: Path) -> tuple[tuple[str, bytes], ...]:
+    try:
+        names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(_ATTRIBUTES)]
+    except OSError as problem:
+        if problem.errno == errno.ENOTSUP:
+            return ()
+        raise
+    return tuple((name, os.getxattr(path, name, follow_symlinks=False)) for name in sorted(names))
 
 
 def _digest(path: Path) -> str:
@@ -297,6 +319,18 @@ def _open_folder(path: Path, name: str) -> list[str]:
             return []
         erase(path)
     path.mkdir(mode=PRIVATE)
+    return [name or "the runner's folder"]
+
+
+def _strip(path: Path, name: str, wanted: tuple[tuple[str, bytes], ...]) -> list[str]:
+    """Give a folder the attributes it should have."""
+    found = _attributes(path)
+    if found == wanted:
+        return []
+    for key, _ in found:
+        os.removexattr(path, key, follow_symlinks=False)
+    for key, value in wanted:
+        os.setxattr(path, key, value, follow_symlinks=False)
     return [name or "the runner's folder"]
 
 
@@ -325,16 +359,3 @@ def _listed(path: Path) -> list[str]:
 def _place(path: Path) -> tuple[int, int]:
     place = path.lstat()
     return place.st_dev, place.st_ino
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few, and how many there are."""
-    if not names:
-        return "nothing"
-    shown = ", ".join(_printable(name, MAX_NAME) for name in names[:MAX_NAMED])
-    return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
-
-
-def _printable(text: str, most: int) -> str:
-    """Names are the job's: they may hold anything."""
-    return (text if text.isprintable() else text.encode("unicode_escape").decode("ascii"))[:most]

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from remuda.domain.instance import Instance, retirement
 from remuda.domain.resources import Reuse
-from remuda.domain.signals import Report, Verdict, removal_verdict, took_s
+from remuda.domain.signals import Report, Verdict, removal_verdict, took_s, without_took
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Cause, End, Event, Extend, Pool
 
@@ -43,7 +43,9 @@ def next_for_releasing(
         if reason:
             return Next(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=f"clean, but {reason}")
         took = took_s(report.detail)
+        found = without_took(report.detail)
         why = "deregistered and reset" + (f" in {took:.3f} s" if took is not None else "")
+        why += f": {found}" if found else ""
         return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why=why)
     if report is not None and verdict is Verdict.FAILED and not instance.is_held(now):
         return Next(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")

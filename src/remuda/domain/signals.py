@@ -60,6 +60,11 @@ def took_s(detail: str) -> float | None:
     return float(found.group(1)) if found else None
 
 
+def without_took(detail: str) -> str:
+    """What the detail says beside how long it took."""
+    return _TOOK.sub("", detail, count=1).removeprefix("; ") if _TOOK.match(detail) else detail
+
+
 class Verdict(Enum):
     PENDING = "pending"
     OK = "ok"

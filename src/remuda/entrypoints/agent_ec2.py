@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -43,7 +44,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         state=Path(layout.state), jobs=Path(layout.jobs), pristine=Path(layout.opt) / "runner", user=user
     )
     folders.make()
-    leftovers = Leftovers(user=user, own=(folders.jobs, user.home))
+    leftovers = Leftovers(user=user, own=(folders.jobs, user.home), memory=folders.shared_places, clock=clock)
     reset = Reset(
         kill=partial(processes.kill_user, user, clock=clock),
         runner_folder=folders.runner,
@@ -74,8 +75,8 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         _check_pool(identity, environment)
         sts = await clients.client("sts", "STS", config())
         prefix = await _patiently(partial(own_key_prefix, sts, identity.instance_id), clock, journal)
-        await leftovers.prepare()
-        await _first_time(folders, identity.instance_id, machine, reset)
+        leftovers.prepare(anew=not folders.are_of(identity.instance_id))
+        await _first_time(folders, identity.instance_id, machine, reset, leftovers)
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
             table=f"remuda-{identity.pool}",
@@ -104,12 +105,15 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         ).run()
 
 
-async def _first_time(folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset) -> None:
+async def _first_time(
+    folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset, leftovers: Leftovers
+) -> None:
     if folders.are_of(instance_id):
         return
     # An image that was made of a machine in use remembers what that one did.
     machine.remember(Memory())
     folders.make_registrar()
+    await asyncio.to_thread(leftovers.sweep)
     outcome = await reset.make()
     if not outcome.ok:
         raise Unavailable(f"the machine cannot be made ready for jobs: {outcome.detail}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
@@ -39,6 +40,8 @@ class Outcome:
     ok: bool
     #: The story for a person. Never a credential.
     detail: str = ""
+    #: What was found and removed: how many of each kind.
+    found: Mapping[str, int] = field(default_factory=dict)
 
 
 class Machine(Protocol):

@@ -16,7 +16,7 @@ from support.ec2_machine.init import INTERPRETER
 
 ROOT = Path(__file__).parents[3]
 INIT = Path(__file__).with_name("init.py")
-UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child=KILL")
+UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL")
 STOP_WITHIN_S = 10.0
 
 
@@ -99,7 +99,7 @@ class NamespaceMachine:
     def run(self, *command: str, user: str = "root") -> subprocess.CompletedProcess[str]:
         """A command inside."""
         pid = str(self.processes[0].pid)
-        inside = ["nsenter", "--target", pid, "--mount", "--pid", "--root", "--wd=/"]
+        inside = ["nsenter", "--target", pid, "--mount", "--pid", "--ipc", "--root", "--wd=/"]
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != "root" else []
         return subprocess.run(
             [*inside, *become, *command], capture_output=True, text=True, check=False, env={"PATH": os.defpath}

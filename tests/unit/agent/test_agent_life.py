@@ -79,7 +79,7 @@ def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> No
         stable.start()
         await life(stable)
         noted = stable.journal.notes
-        assert {action for action, _, _ in noted} == {"state", "step"}
+        assert {action for action, _, _ in noted} == {"state", "step", "reset"}
         assert {facts["instance_id"] for _, _, facts in noted} == {ID}
         assert all(why for _, why, _ in noted)
         seen = [(why, facts.get("epoch"), facts.get("run_id")) for action, why, facts in noted if action == "state"]

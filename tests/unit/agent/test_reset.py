@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,8 @@ import pytest
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
-from remuda.agent.reset import MAX_DETAIL, Reset, erase, manifest
+from remuda.agent.findings import MAX_DETAIL, Finding, Kind
+from remuda.agent.reset import Reset, erase, manifest
 from remuda.domain.errors import Unavailable
 from support.other_user import ROOT_ONLY, UID, other_user
 
@@ -126,7 +128,7 @@ def machine(tmp_path: Path, supervisor: Supervisor) -> Machine:
 async def test_a_clean_machine_stays_so(machine: Machine) -> None:
     outcome = await machine.reset.run()
     assert outcome.ok
-    assert outcome.detail == "killed nothing; removed nothing; restored nothing"
+    assert outcome.detail == "nothing was left"
     assert machine.is_clean()
 
 
@@ -142,7 +144,12 @@ async def test_what_jobs_leave_is_removed_and_told(machine: Machine) -> None:
     outcome = await machine.reset.run()
 
     assert outcome.ok, outcome.detail
-    for name in (".bashrc", "repo", "Runner.Listener", "config.sh", ".runner", "bin/node"):
+    assert outcome.found == {
+        "files in home": 1,
+        "files in work": 1,
+        "changed runner files": 4,
+    }
+    for name in (".bashrc", "repo", "Runner.Listener", ".runner", "and 1 more"):
         assert name in outcome.detail
     assert machine.is_clean()
 
@@ -152,7 +159,7 @@ async def test_many_files_and_long_names(machine: Machine) -> None:
         (machine.rooms[1] / f"{number:03d}{'x' * 200}").touch()
     outcome = await machine.reset.run()
     assert outcome.ok
-    assert "and 9995 more" in outcome.detail
+    assert "10000 files in work" in outcome.detail
     assert len(outcome.detail) <= MAX_DETAIL
     assert machine.is_clean()
 
@@ -218,6 +225,24 @@ async def test_a_second_name_of_a_file_is_cut_off(machine: Machine) -> None:
     assert (machine.runner / "config.sh").stat().st_nlink == 1
 
 
+async def test_attributes_are_part_of_what_must_be_the_same(machine: Machine) -> None:
+    os.setxattr(machine.pristine / "config.sh", "user.kept", b"1")
+    os.setxattr(machine.pristine / "bin", "user.kept", b"1")
+    os.setxattr(machine.runner / "config.sh", "user.planted", b"1")
+    os.setxattr(machine.runner / "bin", "user.planted", b"1")
+    # Read and write for user 1: what is made in the folder later would get it.
+    rights = ((0x01, 7, 2**32 - 1), (0x02, 7, 1), (0x04, 5, 2**32 - 1), (0x10, 7, 2**32 - 1), (0x20, 5, 2**32 - 1))
+    text = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in rights)
+    os.setxattr(machine.runner / "bin" / "deep", "system.posix_acl_default", text)
+    os.setxattr(machine.runner / "bin" / "Runner.Listener", "system.posix_acl_access", text)
+    outcome = await machine.reset.run()
+    assert outcome.ok, outcome.detail
+    assert outcome.found == {"changed runner files": 4}
+    assert machine.is_clean()
+    assert os.listxattr(machine.runner / "bin") == ["user.kept"]
+    assert os.listxattr(machine.runner / "bin" / "deep") == []
+
+
 async def test_a_changed_pristine_copy_is_noticed(machine: Machine) -> None:
     await machine.reset.prepare()
     (machine.pristine / "config.sh").write_text("evil")
@@ -272,7 +297,7 @@ async def test_what_cannot_be_killed_is_told(machine: Machine, supervisor: Super
 async def test_a_user_of_their_own_gets_the_folders_and_nothing_above(machine: Machine, tmp_path: Path) -> None:
     machine.folder.chmod(0o711)
     shutil.rmtree(machine.runner)
-    left: list[str] = ["/tmp/left"]  # noqa: S108 - a name
+    left = [Finding(kind=Kind.CRONTAB, name="remuda-job")]
     reset = Reset(
         kill=lambda: processes.Killing(killed=(), left=()),
         runner_folder=machine.runner,
@@ -283,10 +308,11 @@ async def test_a_user_of_their_own_gets_the_folders_and_nothing_above(machine: M
     )
     outcome = await reset.make()
     assert outcome.ok, outcome.detail
-    assert "/tmp/left" in outcome.detail  # noqa: S108 - as above
     assert machine.runner_is_pristine()
     shutil.rmtree(machine.runner)
-    assert (await reset.run()).ok
+    outcome = await reset.run()
+    assert outcome.ok
+    assert "1 crontab (remuda-job)" in outcome.detail
     places = [machine.runner, *machine.runner.rglob("*"), *machine.rooms]
     assert {(path.lstat().st_uid, path.lstat().st_gid) for path in places} == {(UID, UID)}
     assert machine.is_clean()
@@ -298,7 +324,7 @@ async def test_a_user_of_their_own_gets_the_folders_and_nothing_above(machine: M
 
 
 async def test_a_machine_that_cannot_be_made_clean_is_told(machine: Machine) -> None:
-    def elsewhere() -> list[str]:
+    def elsewhere() -> list[Finding]:
         raise Unavailable("only a new machine is clean: it may use sudo")
 
     reset = Reset(

@@ -1,0 +1,548 @@
+"""Ways in which a job of one run may reach the next run on the same machine: what it plants, how the next run would see
+it, and what becomes of it.
+
+Each is a few lines of bash that run as the job user: `plant` in a job of the first run, `look` in a later job. `look`
+succeeds where the planted thing is there. What a job is not allowed to do at all fails in `plant`.
+"""
+
+# Names of files, in a table.
+# ruff: noqa: S108
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+HOME = "/home/remuda-job"
+RUNNER = "/var/lib/remuda-jobs/runner"
+WORK = "/var/lib/remuda-jobs/work"
+#: What an image may have: everybody may write to the first three.
+SPOOL = "/opt/shared/a/b/c/d/e/spool"
+LOG = "/opt/shared/log"
+LOOSE = "/opt/shared/loose"
+KEPT = "kept"
+
+
+class Outcome(StrEnum):
+    REMOVED = "removed"
+    RETIRED = "the machine is ended"
+    REFUSED = "refused by the kernel"
+    SEEN = "SEEN BY THE NEXT RUN"
+    NOT_HERE = "not played"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    name: str
+    #: For the table.
+    what: str
+    plant: str = ""
+    look: str = ""
+    outcome: Outcome = Outcome.REMOVED
+    #: A command that fails where this computer cannot play the attack.
+    needs: str = ":"
+    #: Where it is not played: why, and what is known all the same.
+    why: str = ""
+
+
+def file(name: str, what: str, *paths: str, content: str = "planted", mode: str = "644") -> Attack:
+    every = " ".join(paths)
+    plant = (
+        f'for path in {every}; do mkdir -p "$(dirname "$path")"; '
+        f"printf '%s\\n' '{content}' >\"$path\"; chmod {mode} \"$path\"; done"
+    )
+    return Attack(name=name, what=what, plant=plant, look=" || ".join(f"test -e {path}" for path in paths))
+
+
+def process(name: str, what: str, plant: str, command: str) -> Attack:
+    """Planted once it runs: the runner kills what still has its mark when a job ends."""
+    wait = f"for i in $(seq 500); do runs '^{command}' && break; done; runs '^{command}'"
+    return Attack(name=name, what=what, plant=f"export RUNNER_TRACKING_ID=\n{plant}\n{wait}", look=f"runs '^{command}'")
+
+
+def python(code: str) -> str:
+    return f"py <<'END'\n{code.strip()}\nEND"
+
+
+def daemon(code: str) -> str:
+    """A program that says "ready" when it is what it wants to be, and stays."""
+    return (
+        "me=$TMPDIR/$BASHPID\n"
+        f"cat >$me.py <<'END'\n{code.strip()}\nEND\n"
+        "mkfifo $me.ready\n"
+        'RUNNER_TRACKING_ID= setsid "$PYTHON" -IS $me.py >$me.ready 2>/dev/null </dev/null &\n'
+        'read -r word <$me.ready && [ "$word" = ready ]'
+    )
+
+
+def listening(name: str, then: str) -> str:
+    """A daemon with a socket; `name` is an expression."""
+    return daemon(f"""
+import os, signal, socket
+server = socket.socket(socket.AF_UNIX)
+server.bind({name})
+server.listen()
+os.write(1, b"ready\\n")
+os.close(1)
+{then}
+""")
+
+
+def abstract(name: str) -> str:
+    """Sockets without a file are the whole computer's: so the user is part of the name."""
+    return f"chr(0) + '{name}-%d' % os.getuid()"
+
+
+def connects(name: str) -> str:
+    return python(f"import os, socket\nsocket.socket(socket.AF_UNIX).connect({name})")
+
+
+#: Holds the calls that have no command of their own.
+_KEYS = """
+import ctypes, platform, sys
+libc = ctypes.CDLL(None, use_errno=True)
+add, keyctl = {"x86_64": (248, 250), "aarch64": (217, 219)}[platform.machine()]
+def key(ring):
+    assert libc.syscall(add, b"user", b"planted", b"x", 1, ring) > 0
+def persistent():
+    return libc.syscall(keyctl, 22, -1, -2, 0, 0)
+def has(ring):
+    assert libc.syscall(keyctl, 10, ring, b"user", b"planted", 0) > 0
+"""
+_QUEUE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mq_open(b"/planted", os.O_RDWR | {flags}, 0o600, None) >= 0
+"""
+_ACL = (
+    "import os, struct\n"
+    "none = 2**32 - 1\n"
+    "rights = ((1, 7, none), (2, 7, 1), (4, 5, none), (16, 7, none), (32, 5, none))\n"
+    "text = struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *each) for each in rights)\n"
+)
+
+IN_HOME = (
+    file("shell start file", "`.bashrc` with `LD_PRELOAD`", "~/.bashrc", content="export LD_PRELOAD=/tmp/x.so"),
+    file("login file", "`.profile`, `.bash_login`", "~/.profile", "~/.bash_login"),
+    file(
+        "session environment",
+        "`.pam_environment`, `environment.d`: `BASH_ENV`",
+        "~/.pam_environment",
+        "~/.config/environment.d/x.conf",
+    ),
+    file("git configuration", "`.gitconfig`: `core.hooksPath`, `credential.helper`", "~/.gitconfig"),
+    file("git hooks of the user", "`.config/git/hooks`", "~/.config/git/hooks/post-checkout"),
+    file("git credentials", "`.git-credentials`", "~/.git-credentials"),
+    file("npm configuration", "`.npmrc`: another registry", "~/.npmrc"),
+    file("pip configuration", "`pip.conf`: another index", "~/.config/pip/pip.conf"),
+    file("Maven settings", "`.m2/settings.xml`: a mirror", "~/.m2/settings.xml"),
+    file("cargo configuration", "`.cargo/config.toml`: a wrapper of `rustc`", "~/.cargo/config.toml"),
+    file("Python start file", "`usercustomize.py` in the user's packages", "~/.local/lib/python3/usercustomize.py"),
+    file("authorised keys", "`.ssh/authorized_keys`", "~/.ssh/authorized_keys", mode="600"),
+    file("ssh configuration", "`.ssh/config`: `ProxyCommand`", "~/.ssh/config", mode="600"),
+    file("netrc", "`.netrc`", "~/.netrc", mode="600"),
+    file("docker credentials", "`.docker/config.json`: a credential helper", "~/.docker/config.json"),
+    file(
+        "cloud credentials",
+        "`.aws/credentials`, `.kube/config`, those of `gh`",
+        "~/.aws/credentials",
+        "~/.kube/config",
+        "~/.config/gh/hosts.yml",
+        mode="600",
+    ),
+    file("shim in the user's PATH", "`~/.local/bin/git`", "~/.local/bin/git", mode="755"),
+    file(
+        "systemd user unit", "a unit in `.config/systemd/user`", "~/.config/systemd/user/default.target.wants/x.service"
+    ),
+    Attack(
+        name="modes of the home folder",
+        what="opened for everybody",
+        plant="chmod 0777 ~",
+        look='[ "$(stat -c %a ~)" != 700 ]',
+    ),
+    Attack(
+        name="access list of the home folder",
+        what="a default list, which new files would get",
+        plant=python(f'{_ACL}os.setxattr("{HOME}", "system.posix_acl_default", text)'),
+        look=python(f'import os\nos.getxattr("{HOME}", "system.posix_acl_default")'),
+    ),
+)
+IN_THE_RUNNER = (
+    file("variables of the runner", "`.env`: `BASH_ENV`", f"{RUNNER}/.env", content="BASH_ENV=/tmp/x"),
+    file("path of the runner", "`.path`: a folder of the job first", f"{RUNNER}/.path", content="/tmp/bin"),
+    file("registration", "`.credentials` of the run kept aside", f"{RUNNER}/.credentials.kept"),
+    file("job hook", "a script for `ACTIONS_RUNNER_HOOK_JOB_STARTED`", f"{RUNNER}/hooks/started.sh", mode="755"),
+    file("shim in the runner", "`externals/node20/bin/node`", f"{RUNNER}/externals/node20/bin/node", mode="755"),
+    Attack(
+        name="changed start script",
+        what="a line in `run.sh`",
+        plant=f"echo '# planted' >>{RUNNER}/run.sh",
+        look=f"grep -q planted {RUNNER}/run.sh",
+    ),
+    Attack(
+        name="changed program",
+        what="a line in `bin/Runner.Listener`",
+        plant=f"echo '# planted' >>{RUNNER}/bin/Runner.Listener",
+        look=f"grep -q planted {RUNNER}/bin/Runner.Listener",
+    ),
+    Attack(
+        name="second name of a program",
+        what="a hard link to `bin/Runner.Worker`, to change it later",
+        plant=f"ln {RUNNER}/bin/Runner.Worker {RUNNER}/second && ln {RUNNER}/bin/Runner.Worker ~/second",
+        look=f'[ "$(stat -c %h {RUNNER}/bin/Runner.Worker)" != 1 ]',
+    ),
+    Attack(
+        name="note on a program",
+        what="an extended attribute of `config.sh`",
+        plant=python(f'import os\nos.setxattr("{RUNNER}/config.sh", "user.planted", b"1")'),
+        look=python(f'import os\nos.getxattr("{RUNNER}/config.sh", "user.planted")'),
+    ),
+    Attack(
+        name="access list of the runner",
+        what="a default list of its folder: what is made there later is writable for another",
+        plant=python(f'{_ACL}os.setxattr("{RUNNER}", "system.posix_acl_default", text)'),
+        look=python(f'import os\nos.getxattr("{RUNNER}", "system.posix_acl_default")'),
+    ),
+    Attack(
+        name="link in the place of a folder",
+        what="`bin` of the runner leads elsewhere",
+        plant=f"mv {RUNNER}/bin {RUNNER}/other && ln -s other {RUNNER}/bin",
+        look=f"test -L {RUNNER}/bin",
+    ),
+    file("poisoned tool cache", "`_tool/node/20/x64/bin/node`", f"{WORK}/_tool/node/20/x64/bin/node", mode="755"),
+    file("poisoned action", "`_actions/actions/checkout/v4`", f"{WORK}/_actions/actions/checkout/v4/dist/index.js"),
+    file(
+        "hook in a checkout", "`.git/hooks` of the workspace", f"{WORK}/repo/repo/.git/hooks/post-checkout", mode="755"
+    ),
+)
+IN_SHARED_PLACES = (
+    file("hidden file", "a dot file in `/tmp`", "/tmp/.planted"),
+    file("file in /var/tmp", "it outlives a reboot", "/var/tmp/planted"),
+    file("shared memory", "a file in `/dev/shm`", "/dev/shm/planted"),
+    file("lock folder", "a file in `/run/lock`", "/run/lock/planted"),
+    file("folder that everybody may write to", "of the image, seven levels deep", f"{SPOOL}/planted"),
+    Attack(
+        name="setuid program",
+        what="a shell with the setuid bit in `/var/tmp`",
+        plant="cp /bin/sh /var/tmp/sh && chmod 6755 /var/tmp/sh",
+        look="test -u /var/tmp/sh",
+    ),
+    Attack(
+        name="closed folder",
+        what="mode 000, with files in it",
+        plant="mkdir -p /var/tmp/closed/in && touch /var/tmp/closed/in/file && chmod 000 /var/tmp/closed",
+        look="test -d /var/tmp/closed",
+    ),
+    Attack(
+        name="link to a folder of the system",
+        what="`/tmp/etc`, which a careless removal would follow",
+        plant="ln -s /etc /tmp/etc",
+        look="test -L /tmp/etc",
+    ),
+    Attack(
+        name="names that are no text",
+        what="line breaks, escape sequences, bytes that are not UTF-8",
+        plant="touch $'/tmp/new\\nline' $'/tmp/\\xff\\xfe' $'/tmp/\\e[2J' /tmp/-rf",
+        look="test -e $'/tmp/new\\nline' || test -e $'/tmp/\\xff\\xfe' || test -e $'/tmp/\\e[2J' || test -e /tmp/-rf",
+    ),
+    Attack(
+        name="a tree deeper than any path",
+        what="400 folders of 20 letters below `/tmp/deep`",
+        plant="mkdir /tmp/deep && cd /tmp/deep && for i in $(seq 400); do mkdir dddddddddddddddddddd && cd -P d*; done",
+        look="test -d /tmp/deep",
+    ),
+    Attack(name="named pipe", what="in `/tmp`", plant="mkfifo /tmp/pipe", look="test -p /tmp/pipe"),
+    Attack(
+        name="socket that listens",
+        what="as tmux, screen and agents have one, in `/tmp`, with its process",
+        plant=listening("'/tmp/socket'", "signal.pause()"),
+        look=connects("'/tmp/socket'"),
+    ),
+    Attack(
+        name="abstract socket",
+        what="it has a name and no file",
+        plant=listening(abstract("planted"), "signal.pause()"),
+        look=connects(abstract("planted")),
+    ),
+    Attack(
+        name="large file without content",
+        what="a terabyte in `/var/tmp`",
+        plant="truncate -s 1T /var/tmp/large",
+        look="test -e /var/tmp/large",
+    ),
+    Attack(name="System V shared memory", what="a segment", plant="ipcmk -M 4096", look='ipcs -m | grep -q "$USER"'),
+    Attack(name="System V semaphores", what="a set", plant="ipcmk -S 1", look='ipcs -s | grep -q "$USER"'),
+    Attack(name="System V queue", what="a queue", plant="ipcmk -Q", look='ipcs -q | grep -q "$USER"'),
+    Attack(
+        name="POSIX message queue",
+        what="`/planted`",
+        plant=python(_QUEUE.format(flags="os.O_CREAT")),
+        look=python(_QUEUE.format(flags="0")),
+    ),
+    Attack(
+        name="key of the user", what="in its keyring", plant=python(f"{_KEYS}key(-4)"), look=python(f"{_KEYS}has(-4)")
+    ),
+    Attack(
+        name="key that persists",
+        what="in the keyring that outlives all sessions",
+        plant=python(f"{_KEYS}key(persistent())"),
+        look=python(f"{_KEYS}has(persistent())"),
+        needs=python(f"{_KEYS}assert persistent() > 0"),
+    ),
+)
+LATER = (
+    file("crontab", "in the spool folder; played: the image has it open", "/var/spool/cron/crontabs/remuda-job"),
+    file("at job", "in the spool folder; played: the image has it open", "/var/spool/cron/atjobs/a00001"),
+    file(
+        "lasting login",
+        "`loginctl enable-linger`; played: the image has its folder open",
+        "/var/lib/systemd/linger/remuda-job",
+    ),
+    file("mailbox", "a mail that `.forward` or a filter acts on; played", "/var/mail/remuda-job"),
+)
+PROCESSES = (
+    process(
+        "background process",
+        "left by a step",
+        "sleep 1001 >/dev/null 2>&1 </dev/null &",
+        "sleep 1001",
+    ),
+    process(
+        "nohup",
+        "with the signal ignored",
+        "nohup sleep 1002 >/dev/null 2>&1 </dev/null &",
+        "sleep 1002",
+    ),
+    process(
+        "session of its own",
+        "`setsid`, two forks, an empty environment, folder `/`",
+        "(cd / && env -i setsid sh -c 'sleep 1003 & sleep 1004 &' >/dev/null 2>&1 </dev/null)",
+        "sleep 100[34]",
+    ),
+    process(
+        "process that ignores signals",
+        "all but those that cannot be",
+        "cd / && env -i setsid bash -c 'trap \"\" TERM INT HUP QUIT; sleep 1005; :' >/dev/null 2>&1 </dev/null &",
+        "sleep 1005",
+    ),
+    process(
+        "stopped process",
+        "it sleeps until it is waked",
+        "env -i setsid sleep 1006 >/dev/null 2>&1 </dev/null &\nuntil pkill -STOP -f '^sleep 1006'; do :; done",
+        "sleep 1006",
+    ),
+    Attack(
+        name="container by hand",
+        what="user, mount and PID namespaces, with a mount in them",
+        plant="mkfifo $TMPDIR/mounted\n"
+        "env -i setsid unshare -Urmpf sh -c 'mount -t tmpfs t /mnt && echo >$1 && exec sleep 1007' - $TMPDIR/mounted"
+        " >/dev/null 2>&1 </dev/null &\n"
+        "read -rt 20 <>$TMPDIR/mounted",
+        look="runs 'sleep 1007'",
+        needs="unshare -Urmpf true",
+    ),
+    Attack(
+        name="process that forks all the time",
+        what="each lives for a moment, and is another one",
+        plant=listening(
+            abstract("race"), "while True:\n    if os.fork():\n        os._exit(0)\n    signal.sigtimedwait([], 0.0005)"
+        ),
+        look=connects(abstract("race")),
+    ),
+    Attack(
+        name="process without its first thread",
+        what="the first one has ended, another runs on",
+        plant=listening(
+            abstract("headless"),
+            "import ctypes, threading\nthreading.Thread(target=signal.sigwait, args=([signal.SIGUSR1],)).start()\n"
+            "ctypes.CDLL(None).pthread_exit(None)",
+        ),
+        look=connects(abstract("headless")),
+    ),
+    Attack(
+        name="file that was deleted",
+        what="held open by a process",
+        plant=daemon(
+            "import os, signal\nfile = open('/tmp/deleted', 'w')\nos.unlink('/tmp/deleted')\n"
+            'os.write(1, b"ready\\n")\nos.close(1)\nsignal.pause()'
+        ),
+        look="ls -l /proc/[0-9]*/fd 2>/dev/null | grep -q '/tmp/deleted (deleted)'",
+    ),
+    Attack(
+        name="watcher",
+        what="makes its file again as soon as it is gone",
+        plant=daemon(
+            "import os, signal\nopen('/tmp/watched', 'w').close()\n"
+            'os.write(1, b"ready\\n")\nos.close(1)\n'
+            "while True:\n    os.path.exists('/tmp/watched') or open('/tmp/watched', 'w').close()\n"
+            "    signal.sigtimedwait([], 0.001)"
+        ),
+        look="test -e /tmp/watched",
+    ),
+    process(
+        "process with a deceptive name",
+        "it calls itself as a thread of the kernel",
+        "env -i setsid bash -c 'exec -a \"[kworker/0:1-planted]\" sleep 1008' >/dev/null 2>&1 </dev/null &",
+        ".kworker/0:1-planted",
+    ),
+)
+#: What the job user has no right to: were it done, no reset could be trusted.
+REFUSED = tuple(
+    Attack(name=name, what=what, plant=plant, outcome=Outcome.REFUSED)
+    for name, what, plant in (
+        ("immutable bit", "`chattr +i` on an own file", "touch ~/fixed && chattr +i ~/fixed"),
+        ("append-only bit", "`chattr +a` on an own file", "touch ~/fixed && chattr +a ~/fixed"),
+        ("hard link to a file of root", "`/etc/passwd` under a name in `/var/tmp`", "ln /etc/passwd /var/tmp/passwd"),
+        ("pristine runner", "a change of `/opt/remuda/runner`", "echo planted >>/opt/remuda/runner/run.sh"),
+        ("registrar", "a look into `/opt/remuda/registrar`", "ls /opt/remuda/registrar"),
+        ("memory of the agent", "a look into `/var/lib/remuda`", "ls /var/lib/remuda"),
+        ("folder beside the jobs' own", "a folder in `/var/lib/remuda-jobs`", "mkdir /var/lib/remuda-jobs/planted"),
+        ("preloaded library", "`/etc/ld.so.preload`", "echo /tmp/x.so >/etc/ld.so.preload"),
+        ("system's crontab", "`/etc/cron.d`", "mkdir -p /etc/cron.d && echo planted >/etc/cron.d/planted"),
+        ("system's profile", "`/etc/profile.d`", "echo planted >/etc/profile.d/planted.sh"),
+        ("system's unit", "`/etc/systemd/system`", "echo planted >/etc/systemd/system/planted.service"),
+        ("program of the system", "a shim in `/usr/local/bin`", "cp /bin/true /usr/local/bin/git"),
+        ("the agent's process", "a signal to it", "kill -STOP $(pgrep -o -f 'remuda agent')"),
+    )
+)
+#: By a job, too, but nothing that is done afterwards proves the machine clean. Its record must say each reason.
+RETIRED = (
+    Attack(
+        name="file of root that everybody may write to",
+        what=f"a line in it; the image has one, `{LOG}`",
+        plant=f"echo planted >>{LOG}",
+        look=f"{LOG}, which it may write to, is not as it was",
+        outcome=Outcome.RETIRED,
+    ),
+    Attack(
+        name="folder in which everybody may rename",
+        what=f"a file of root replaced; the image has one, `{LOOSE}`",
+        plant=f"rm -f {LOOSE}/{KEPT} && echo planted >{LOOSE}/{KEPT}",
+        look=f"{KEPT} in {LOOSE}, where it may rename all, is not what it was",
+        outcome=Outcome.RETIRED,
+    ),
+    Attack(
+        name="note on a folder of root",
+        what=f"an extended attribute of `{LOOSE}`",
+        plant=python(f'import os\nos.setxattr("{LOOSE}", "user.planted", b"1")'),
+        look=f"{LOOSE}, which it may write to, has other attributes than before",
+        outcome=Outcome.RETIRED,
+    ),
+    Attack(
+        name="keyring that is closed",
+        what="for its owner, too: nobody can empty it any more",
+        plant=python(f"{_KEYS}key(-4)\nassert libc.syscall(keyctl, 5, -4, 0) == 0"),
+        look="the kernel's keys of remuda-job cannot be removed",
+        outcome=Outcome.RETIRED,
+    ),
+)
+NOT_HERE = tuple(
+    Attack(name=name, what=what, why=why, outcome=Outcome.NOT_HERE)
+    for name, what, why in (
+        (
+            "docker containers, volumes, networks, images",
+            "left by a job",
+            (
+                "there is no docker daemon here. A job user who may talk to one is as good as root: "
+                "its machine is ended after each run (`tests/unit/agent/test_privileges.py`)"
+            ),
+        ),
+        (
+            "service of the user's systemd",
+            "started by `systemctl --user`, kept by a lasting login",
+            (
+                "there is no systemd as the first process here. Its files and its login are played above; "
+                "its processes belong to the user"
+            ),
+        ),
+        (
+            "hard links where the kernel does not forbid them",
+            "`fs.protected_hardlinks = 0`",
+            (
+                "the kernel is everybody's here. The reset looks at the setting: such a machine is ended after a run "
+                "(`tests/unit/agent/test_leftovers.py`)"
+            ),
+        ),
+        (
+            "cron and at that fire",
+            "while the reset runs",
+            (
+                "their daemons are not installed here. What they start belongs to the user, and the reset looks for "
+                "its processes again at its end"
+            ),
+        ),
+        (
+            "mount by a setuid helper",
+            "FUSE in the home folder",
+            (
+                "`fusermount` is not installed here. A folder with a mount cannot be made anew: the reset fails, and "
+                "the machine is ended"
+            ),
+        ),
+        (
+            "core dump and journal of the user",
+            "which systemd lets that user read",
+            "there is no systemd here; played with files in `tests/unit/agent/test_leftovers.py`",
+        ),
+        (
+            "subordinate ids",
+            "processes and files of user ids that `/etc/subuid` gives",
+            (
+                "the user that the bootstrap makes has none; played in `tests/unit/agent/test_leftovers.py` and "
+                "`test_job_user.py`"
+            ),
+        ),
+    )
+)
+PLANTED = (*IN_HOME, *IN_THE_RUNNER, *IN_SHARED_PLACES, *LATER, *PROCESSES)
+GROUPS: Mapping[str, tuple[Attack, ...]] = {
+    "In the home folder": IN_HOME,
+    "In the runner's and the work folder": IN_THE_RUNNER,
+    "Where everybody may write, and in the kernel": IN_SHARED_PLACES,
+    "For later": LATER,
+    "Processes": PROCESSES,
+    "What ends the machine": RETIRED,
+    "What a job may not do": REFUSED,
+    "What is not played here": NOT_HERE,
+}
+
+PRELUDE = f"""
+set +e
+PYTHON=/opt/interpreter/bin/python3
+py() {{ "$PYTHON" -IS - >/dev/null 2>&1; }}
+runs() {{ pgrep -u "$USER" -f -- "$1" >/dev/null; }}
+tell={HOME}
+"""
+
+
+def planting(attacks: Iterable[Attack]) -> str:
+    """A step that plants them all and notes for each how that ended."""
+    return PRELUDE + "\n".join(
+        f"( {attack.needs}\n) >/dev/null 2>&1 && {{ ( set -e\n{attack.plant}\n) >/dev/null 2>&1; "
+        f'echo "{attack.name}=$?" >>$tell/told; }}'
+        for attack in attacks
+    )
+
+
+def looking(attacks: Iterable[Attack]) -> str:
+    """A step that notes for each whether it is there: 0 where it is."""
+    lines = (f'( {attack.look}\n) >/dev/null 2>&1; echo "{attack.name}=$?" >>$tell/told' for attack in attacks)
+    return "\n".join([PRELUDE, "rm -f $tell/told", *lines])
+
+
+def told(text: str) -> dict[str, int]:
+    pairs = (line.rpartition("=") for line in text.splitlines())
+    return {name: int(code) for name, _, code in pairs}
+
+
+def table(outcomes: Mapping[str, Outcome]) -> str:
+    """As the docs have it."""
+    lines = []
+    for group, attacks in GROUPS.items():
+        lines += [f"### {group}", "", "| attack | what it plants | outcome |", "|---|---|---|"]
+        for attack in attacks:
+            outcome = f"{outcomes[attack.name]}: {attack.why}" if attack.why else outcomes[attack.name]
+            lines.append(f"| {attack.name} | {attack.what} | {outcome} |")
+        lines.append("")
+    return "\n".join(lines).strip()
