@@ -17,7 +17,12 @@ LAMBDA_PYTHON ?= 3.13
 # What `make bench` is told.
 BENCH ?= --docs
 
-.PHONY: help demo demo-aws test check unit conformance acceptance simulation simulate attacks bench screenshots docs lambda clean
+# Some waits while another computes: parts of `make test` share the cores, and each tells all when it is done.
+TOGETHER := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+# What computes only, and waits for nothing, steps back for those who keep an eye on the clock.
+STEP_BACK :=
+
+.PHONY: help demo demo-aws test installed check unit conformance acceptance simulation simulate attacks bench screenshots docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,7 +33,13 @@ demo: $(VENV)/.installed ## The whole story on this machine, in under two minute
 demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed ## The same with backend aws, on servers here (Linux, root)
 	@PYTHONPATH=tests $(BIN)/python -m support.aws_demo
 
-test: check unit conformance acceptance simulation ## Everything: style, types, directions, and all tests
+test: ## Everything: style, types, directions, and all tests
+	@$(TOGETHER) -j 4 installed
+	@$(TOGETHER) -j 2 check unit
+	@echo 'now acceptance, and beside it conformance and simulation: each is shown when it is done'
+	@$(TOGETHER) -j 2 acceptance conformance simulation STEP_BACK='nice -n 5'
+
+installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed | /usr/bin/shellcheck /usr/bin/chromium ## All that the tests need
 
 check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types, directions, generated docs, template, workflows
 	$(BIN)/ruff check .
@@ -49,10 +60,10 @@ conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $
 	$(BIN)/pytest tests/conformance -q -n 2
 
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium ## The installed command, with real processes
-	$(BIN)/pytest tests/acceptance -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
-	$(BIN)/pytest tests/simulation -q -p no:xdist
+	$(STEP_BACK) $(BIN)/pytest tests/simulation -q -n 2 --dist worksteal --timeout 1200
 
 simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and small worlds in every order
 	@mkdir -p build
@@ -94,22 +105,26 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -m pip install -q -e '.[aws]'
 	@touch $@
 
-$(VENV)/.tools: $(VENV)/.installed requirements/dev.txt
+# With all that .installed has: one look at the registry is enough.
+$(VENV)/.tools: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) requirements/dev.txt
+	@echo 'setting up with what tests need (once)'
 	@$(BIN)/python -m pip install -q -e '.[aws]' -r requirements/dev.txt
-	@touch $@
+	@touch $(VENV)/.installed $@
+
+# In $(1), what $(2) lists: by the pip that is there already, and compiled where it is used.
+install_apart = $(PYTHON) -m venv --without-pip $(1) && \
+  PIP_CONSTRAINT= $(BIN)/python -m pip --python $(1)/bin/python install -q --no-compile -r $(2)
 
 # The test servers pin versions of their own: they live apart.
-$(VENV)-servers/.installed: $(VENV)/bin/python requirements/servers.txt
+$(VENV)-servers/.installed: requirements/servers.txt | $(VENV)/bin/python
 	@echo 'setting up the test servers (once)'
-	@$(PYTHON) -m venv $(VENV)-servers
-	@PIP_CONSTRAINT= $(VENV)-servers/bin/python -m pip install -q -r requirements/servers.txt
+	@$(call install_apart,$(VENV)-servers,requirements/servers.txt)
 	@touch $@
 
 # The EC2 test server pins another botocore: a virtualenv of its own, and none of our constraints.
 $(VENV)-moto/.installed: requirements/moto.txt | $(VENV)/bin/python
 	@echo 'setting up the EC2 test server (once)'
-	@$(PYTHON) -m venv $(VENV)-moto
-	@PIP_CONSTRAINT= $(VENV)-moto/bin/python -m pip install -q -r requirements/moto.txt
+	@$(call install_apart,$(VENV)-moto,requirements/moto.txt)
 	@touch $@
 
 # What comes from npm; the tests that use it say why where they are skipped.
@@ -130,7 +145,8 @@ $(NPM)/.installed: requirements/package.json
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
 # The browser of the dashboard's tests; they say why where they are skipped. Playwright brings none and gets none.
-/usr/bin/chromium:
+# After the other one: apt-get works for one at a time.
+/usr/bin/chromium: | /usr/bin/shellcheck
 	@skipped='chromium is not installed (Debian: apt-get install chromium): the tests of the page will be skipped'; \
 	if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

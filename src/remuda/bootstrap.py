@@ -341,7 +341,8 @@ async def _open_aws(
         stack.push_async_callback(store.close)
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
-        ec2 = await clients.client("ec2", "EC2", client_config())
+        # A warm provision, a release or a look at the pool never asks EC2.
+        ec2 = clients.later("ec2", "EC2", client_config())
         compute = Ec2Compute(
             client=ec2,
             pool=settings.pool,

@@ -8,6 +8,7 @@ LONG = (
     "test_demo_aws.py",
     "test_demo.py",
     "test_aws_weather.py",
+    "test_aws_faults.py",
     "test_crash_points.py",
     "test_action.py",
     "test_lambda.py",
@@ -18,6 +19,8 @@ LONG = (
     "test_aws_backend.py",
     "test_read_side.py",
     "test_kill9.py",
+    "test_doctor.py",
+    "test_cli_input.py",
 )
 
 

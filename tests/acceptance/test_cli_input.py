@@ -1,17 +1,24 @@
-"""Bad input at the installed command: refused with one sentence, before anything is made."""
+"""Bad input at the command: refused with one sentence, before anything is made.
+
+Where many values of a kind are tried, the command runs in this process: that it does the same there is a test, too.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from remuda.entrypoints.cli import main
 
 REMUDA = Path(sys.executable).with_name("remuda")
 LIMIT_S = 60
@@ -37,10 +44,23 @@ class Shell:
             check=False,
         )
 
-    def refused(self, *arguments: str, code: int = 2) -> dict[str, Any]:
+    def here(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The same, without a process of its own."""
+        out, told = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
+            patch.chdir(self.folder)
+            patch.setattr(sys, "argv", [str(REMUDA), *arguments])
+            for name in os.environ.keys() - self.environ.keys():
+                patch.delenv(name)
+            for name, value in self.environ.items():
+                patch.setenv(name, value)
+            code = main(list(arguments))
+        return subprocess.CompletedProcess(arguments, code, out.getvalue(), told.getvalue())
+
+    def refused(self, *arguments: str, code: int = 2, installed: bool = False) -> dict[str, Any]:
         """The error, told to people and to programs alike; nothing was made."""
         before = sorted(self.folder.rglob("*"))
-        done = self(*arguments, "--json")
+        done = (self if installed else self.here)(*arguments, "--json")
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stdout + done.stderr
         document = json.loads(done.stdout)
@@ -59,6 +79,23 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*ANY_RUN, "--instance-count", "0"),
+        ("refresh", "--resource-class-config", "[" * 50_000),
+        ("provision", "--nope"),
+        ("status", "--backend", "aws"),
+        ("release", "--run-id", "1", "--dir", "elsewhere"),
+    ],
+    ids=lambda each: " ".join(each)[:30],
+)
+def test_the_installed_command_refuses_as_it_does_here(shell: Shell, arguments: tuple[str, ...]) -> None:
+    done, here = shell(*arguments, "--json"), shell.here(*arguments, "--json")
+    assert (done.returncode, done.stdout, done.stderr) == (here.returncode, here.stdout, here.stderr)
+    assert done.returncode == 2
 
 
 # Values -----------------------------------------------------------------------------------------------------------
@@ -167,12 +204,12 @@ def test_patterns_that_are_none_are_refused(shell: Shell, text: str) -> None:
 
 def test_a_value_from_the_environment_is_told_by_its_variable(shell: Shell) -> None:
     shell.environ["REMUDA_INSTANCE_COUNT"] = "many"
-    error = shell.refused(*ANY_RUN)
+    error = shell.refused(*ANY_RUN, installed=True)
     assert (error["field"], error["message"]) == ("REMUDA_INSTANCE_COUNT", "REMUDA_INSTANCE_COUNT is 'many'")
 
 
 def test_bytes_that_are_no_text_are_refused_like_any_word(shell: Shell) -> None:
-    assert shell.refused(*ANY_RUN, "--pool", os.fsdecode(b"\xff\xfe"))["field"] == "--pool"
+    assert shell.refused(*ANY_RUN, "--pool", os.fsdecode(b"\xff\xfe"), installed=True)["field"] == "--pool"
 
 
 # Options and commands ---------------------------------------------------------------------------------------------

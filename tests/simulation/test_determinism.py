@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
+from remuda.simulation.world import World
 
 PROGRAM = """
 import sys
@@ -45,6 +47,13 @@ def test_a_seed_gives_the_same_trace_again_and_another_seed_another():
     first, again, other = (simulate(draw(seed, hours=0.25, instances=6)) for seed in (21, 21, 22))
     assert first.digest == again.digest
     assert first.digest != other.digest
+
+
+def test_nothing_of_a_world_is_left_when_it_is_over():
+    """Not even of one whose processes crashed in the middle of their work: a long campaign would fill the memory."""
+    outcomes = [simulate(draw(seed, hours=0.25, instances=6)) for seed in (1, 2, 3)]
+    assert any(outcome.stats["crashes"] for outcome in outcomes)
+    assert not [item for item in gc.get_objects() if isinstance(item, World)]
 
 
 def test_what_a_trace_keeps_does_not_change_it():

@@ -17,9 +17,8 @@ from remuda.simulation.invariants import Violation
 from remuda.simulation.plan import draw
 from remuda.simulation.run import Outcome, simulate
 
-#: Seeds that a worker takes at a time, and after how many of those another takes its place: the dead leave traces.
+#: Seeds that a worker takes at a time.
 BATCH = 4
-BATCHES_OF_A_WORKER = 4
 #: What is counted for people, and which note of the world it is.
 COUNTED = {
     "lives": "lives",
@@ -109,9 +108,7 @@ def run_many(
     total = Summary()
     batches = _batches(seeds)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        max_workers=workers, mp_context=context, initializer=_begin, max_tasks_per_child=BATCHES_OF_A_WORKER
-    ) as pool:
+    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_begin) as pool:
         running: set[Future[Summary]] = set()
         try:
             for batch in batches:

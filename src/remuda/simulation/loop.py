@@ -356,8 +356,24 @@ def undisturbed() -> Generator[None]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                gc.collect()
+                # Twice: what the first clean-ups began is still tied to the world.
+                for _ in range(2):
+                    with _nobodys_loop():
+                        gc.collect()
         finally:
             sys.unraisablehook = hook
             if was_on:
                 gc.enable()
+
+
+@contextmanager
+def _nobodys_loop() -> Generator[None]:
+    """For clean-ups that start tasks: without a loop of their own, asyncio would make one that lives as long as the
+    interpreter, and through its tasks every world that ever was would live on with it.
+    """
+    before = asyncio._get_running_loop()  # noqa: SLF001 - as in `VirtualLoop.run`
+    asyncio._set_running_loop(new_loop(random.Random(0)))  # noqa: SLF001
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(before)  # noqa: SLF001

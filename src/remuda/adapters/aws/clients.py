@@ -8,13 +8,15 @@ told to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
+from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
 from remuda.adapters.aws.errors import DYNAMODB, SQS, settings_checked
 from remuda.domain.errors import UserError
@@ -54,6 +56,9 @@ def passed_to_agents(environment: Mapping[str, str]) -> dict[str, str]:
     for name, value in passed.items():
         if "@" in value:
             raise UserError(f"{name} carries a credential", field=name, fix="give an address without a user in it")
+        is_address = is_valid_endpoint_url(value) or is_valid_ipv6_endpoint_url(value)
+        if name.startswith("AWS_ENDPOINT_URL") and not is_address:
+            raise UserError(f"{name} is {value!r}: no address", field=name, fix="give one such as https://host:443")
     return passed
 
 
@@ -107,6 +112,10 @@ class AwsClients:
             raise UserError("there is no AWS region", field="AWS_REGION", fix="set AWS_REGION")
         return str(found)
 
+    def later(self, name: str, title: str, settings: AioConfig) -> Any:
+        """A client that is opened at its first call. EC2's model is large: what never asks EC2 need not read it."""
+        return _Later(partial(self.client, name, title, settings))
+
     async def client(self, name: str, title: str, settings: AioConfig) -> Any:
         """Any other service's client, opened once for each region that `settings` may name."""
         region = settings.region_name  # type: ignore[attr-defined]  # botocore makes it from its options
@@ -119,3 +128,16 @@ class AwsClients:
                 with settings_checked(title):
                     self._opened[opened] = await self._stack.enter_async_context(create(name, config=settings))
         return self._opened[opened]
+
+
+class _Later:
+    """Calls as the client has them; nothing else of it."""
+
+    def __init__(self, opened: Callable[[], Awaitable[Any]]) -> None:
+        self._opened = opened
+
+    def __getattr__(self, operation: str) -> Callable[..., Awaitable[Any]]:
+        async def call(**parameters: Any) -> Any:
+            return await getattr(await self._opened(), operation)(**parameters)
+
+        return call
