@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
+from remuda.agent import processes
 from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
 
@@ -14,12 +14,11 @@ USERS = Path("/proc/key-users")
 LIMIT_S = 15.0
 #: The number of `keyctl`, which no C library wraps.
 _SYSCALLS = {"x86_64": 250, "aarch64": 219}
-#: Becomes the user, for whom alone the keyrings open, empties them and reads them back. The user's, the one of its
+#: As the user, for whom alone the keyrings open: empties them and reads them back. The user's, the one of its
 #: sessions, and the one that outlives them: all else hangs on these or on a process. A session of its own, so that
 #: none of root's keys is in reach. Not every kernel has keyrings that persist.
 _EMPTY = """
-import ctypes, errno, os, sys
-number, uid, gid = map(int, sys.argv[1:])
+number = int(sys.argv[3])
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 def keyctl(*arguments, without=()):
@@ -28,9 +27,6 @@ def keyctl(*arguments, without=()):
     if done < 0 and code not in without:
         sys.exit(os.strerror(code))
     return None if done < 0 else done
-os.setgroups([])
-os.setresgid(gid, gid, gid)
-os.setresuid(uid, uid, uid)
 if keyctl(1, 0, without=(errno.ENOSYS,)) is None:
     print(0)
     sys.exit()
@@ -61,16 +57,7 @@ def empty(user: JobUser) -> int:
     if number is None:
         raise Unavailable(f"the kernel's keys of {user.name} cannot be removed on {platform.machine()}")
     try:
-        done = subprocess.run(
-            [sys.executable, "-ISc", _EMPTY, str(number), str(user.uid), str(user.gid)],
-            env={},
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        done = processes.run_as(user, _EMPTY, str(number), limit_s=LIMIT_S, modules=("ctypes", "errno"))
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise Unavailable(f"the kernel's keys of {user.name} cannot be removed: {problem}") from problem
     if done.returncode or not done.stdout.strip().isdecimal():

@@ -121,30 +121,38 @@ def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> 
     return _kill_until_none(find, end, clock=clock, limit_s=limit_s)
 
 
-#: Becomes the user and signals all that it may: nobody but that user's own. Not by another program after the change of
-#: user: that could not be started where the user has as many processes as it may have.
-_SIGNAL_ALL = """
-import os, sys
-uid, gid = map(int, sys.argv[1:])
+#: Not by another program after the change of user: that could not be started where the user has as many processes as it
+#: may have. What is imported is so before, from where the user may not look.
+_BECOME = """
+import os, sys{more}
+uid, gid = map(int, sys.argv[1:3])
 os.setgroups([])
 os.setresgid(gid, gid, gid)
 os.setresuid(uid, uid, uid)
-os.kill(-1, 9)
 """
 
 
+def run_as(
+    user: JobUser, code: str, *arguments: str, limit_s: float, modules: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Python code in a process that has become the user, with these modules. Needs root; fails as `subprocess.run`."""
+    become = _BECOME.format(more="".join(f", {module}" for module in modules))
+    return subprocess.run(
+        [sys.executable, "-ISc", become + code, str(user.uid), str(user.gid), *arguments],
+        env={},
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
 def _signal_all_of(user: JobUser) -> None:
+    """All that it may signal: nobody but its own. Where nobody is left, that is said and not listened to."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(
-            [sys.executable, "-ISc", _SIGNAL_ALL, str(user.uid), str(user.gid)],
-            env={},
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            # Where there is nobody left to signal, it says so.
-            capture_output=True,
-            timeout=SIGNAL_LIMIT_S,
-            check=False,
-        )
+        run_as(user, "os.kill(-1, 9)", limit_s=SIGNAL_LIMIT_S)
 
 
 def _kill_until_none(

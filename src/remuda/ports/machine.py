@@ -41,7 +41,7 @@ class Outcome:
     #: The story for a person. Never a credential.
     detail: str = ""
     #: What was found and removed: how many of each kind.
-    found: Mapping[str, int] = field(default_factory=dict)
+    found: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
 class Machine(Protocol):
