@@ -42,6 +42,8 @@ class Assignment:
     url: str
     runner_name: str
     labels: tuple[str, ...]
+    #: The repository of the run, owner/name, where it is known.
+    repository: str = ""
     #: Registration or removal token, for this step only.
     credential: Credential | None = None
     #: A just-in-time configuration in place of a registration token: one job only.
