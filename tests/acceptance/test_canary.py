@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Story:
     #: Of the operator.
     aws_secret: str
     seen: dict[str, str | bytes] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -71,7 +73,7 @@ class Story:
 
     async def remuda(self, *arguments: str, code: int = 0, **variables: str) -> str:
         command = (sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", POOL)
-        return await self.run(f"remuda {' '.join(arguments)} {len(self.seen)}", command, code, variables)
+        return await self.run(f"remuda {' '.join(arguments)} ({next(self._numbers)})", command, code, variables)
 
     async def run(self, place: str, command: tuple[str, ...], code: int, variables: Mapping[str, str]) -> str:
         process = await asyncio.create_subprocess_exec(
@@ -84,7 +86,7 @@ class Story:
         async with asyncio.timeout(LIMIT_S):
             out, told = await process.communicate()
         self.seen[f"stdout of {place}"], self.seen[f"stderr of {place}"] = out, told
-        print("CODE", place, process.returncode, code, told[-300:] if process.returncode != code else "")
+        assert process.returncode == code, (place, out, told, self.region.consoles())
         return out.decode()
 
     async def act(self, mode: str, folder: Path, **inputs: str) -> None:
@@ -312,7 +314,7 @@ async def test_no_credential_is_found_where_it_does_not_belong(region: Region, t
             await story.remuda("release", "--run-id", "1", "--json")
             await story.act("provision", tmp_path, github_token=own, github_scope=SCOPE, instance_count="1")
             await story.act("release", tmp_path)
-            await story.remuda("scale-down", "--dry-run", "--environment", POOL, *scope, REMUDA_GITHUB_TOKEN=admin)
+            await story.remuda("scale-down", "--dry-run", "--environment", POOL, REMUDA_GITHUB_TOKEN=admin)
     story.adopt_minted()
 
     await gather_cloud(story)
