@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 #: A piece of so many characters is as good as the whole: it is no accident, and the rest may be elsewhere.
 PIECE = 16
+#: Only every so manieth place is looked at: what is that much longer than a piece cannot hide between two.
 STRIDE = 4
 #: What is given a credential lives longer.
 LOOK_EVERY_S = 0.1
@@ -31,7 +32,7 @@ class Leak:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    for start in (*range(0, len(text) - PIECE, STRIDE), len(text) - PIECE):
+    for start in range(len(text) - PIECE + 1):
         yield text[start : start + PIECE]
 
 
@@ -70,7 +71,8 @@ class Canaries:
         """Line breaks and blanks, escaped ones too, hide nothing."""
         data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
         bare = _BLANKS.sub(b"", data.replace(b"\\n", b"").replace(b"\0", b""))
-        windows = (text[start : start + PIECE] for text in (data, bare) for start in range(len(text) - PIECE + 1))
+        starts = range(0, max(len(data), len(bare)), STRIDE)
+        windows = (text[start : start + PIECE] for text in (data, bare) for start in starts)
         found = {self._names[window] for window in windows if window in self._names}
         return [Leak(name=name, form=form, place=place) for name, form in sorted(found)]
 
