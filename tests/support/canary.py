@@ -60,7 +60,7 @@ class Canaries:
         """Returns it. A key's frame is no secret, nor are its line breaks."""
         self.secrets[name] = secret
         bare = "".join(_PEM_FRAME.sub("", secret).split())
-        if len(bare) < PIECE:
+        if len(bare) < PIECE + STRIDE:
             raise ValueError(f"{name} is too short to be told from an accident")
         for form, text in _forms(bare):
             for piece in _pieces(text):
