@@ -115,6 +115,8 @@ class Worker:
 
     def _execute(self, script: pathlib.Path, environment: Mapping[str, str]) -> int:
         """Run the script in its own process group. A child that keeps the pipe open does not hold us up."""
+        # Before its start: it may be the script that has us shut down.
+        told = self._shut_down
         child = subprocess.Popen(
             ["bash", "-e", str(script)],
             cwd=self._workspace,
@@ -129,7 +131,6 @@ class Worker:
         os.set_blocking(pipe, False)
         sources = {pipe, 0, self._wake}
         signals = iter(CANCEL_SIGNALS)
-        told = self._shut_down
         strike_at = time.monotonic() + HOOK_LIMIT_S if self._cancelled else None
         while child.poll() is None:
             left = None if strike_at is None else max(0.0, strike_at - time.monotonic())
