@@ -59,7 +59,7 @@ unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
-acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium ## The installed command, with real processes
+acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium /usr/sbin/iptables ## The installed command, with real processes
 	$(BIN)/pytest tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
@@ -143,6 +143,14 @@ $(NPM)/.installed: requirements/package.json
 	  echo 'installing shellcheck'; apt-get install -y -qq shellcheck >/dev/null \
 	    || { apt-get update -qq && apt-get install -y -qq shellcheck >/dev/null; } || true; \
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
+
+# Tries the rules of machines in networks of their own; its test says why where it is skipped.
+/usr/sbin/iptables:
+	@if command -v iptables >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing iptables'; apt-get install -y -qq iptables >/dev/null \
+	    || { apt-get update -qq && apt-get install -y -qq iptables >/dev/null; } || true; \
+	else echo 'iptables is not installed: the rules of machines will not be tried'; fi
 
 # The browser of the dashboard's tests; they say why where they are skipped. Playwright brings none and gets none.
 # After the other one: apt-get works for one at a time.

@@ -14,7 +14,7 @@ from support import attacks
 from support.attacks import KEPT, LOG, LOOSE, PLANTED, REFUSED, RETIRED, SPOOL, Attack, Outcome
 from support.aws_cloud import aws_cloud
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
-from support.region import Region
+from support.ec2_region import Region
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

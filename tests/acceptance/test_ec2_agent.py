@@ -15,7 +15,7 @@ import pytest
 
 from support.aws_cloud import aws_cloud
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
-from support.region import LIMIT_S, Region
+from support.ec2_region import LIMIT_S, Region
 
 JOB_USER = "remuda-job"
 
@@ -35,6 +35,8 @@ id -Gn
 ! ls /opt/remuda/registrar || exit 12
 ! touch /opt/remuda/runner/mine || exit 13
 ! touch /var/lib/remuda-jobs/mine || exit 14
+! touch /var/lib/remuda-jobs/hook/mine || exit 17
+! sh -c 'echo exit 0 >/var/lib/remuda-jobs/hook/job-started.sh' || exit 18
 cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' >seen
 ! grep -e REMUDA -e ACTIONS_RUNNER_INPUT -e AWS_ seen || exit 15
 [ "$HOME" = ~remuda-job ] && [ "$(id -un)" = "$USER" ] || exit 16
@@ -66,6 +68,12 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
         assert job.conclusion == "success", f"{job} {machine.console}"
         assert len(machine.run("pgrep", "-u", JOB_USER, "sleep").stdout.split()) == 2
         assert JOB_USER in machine.run("ipcs", "-m").stdout
+
+        # A job of another run that has guessed the label, and would not mind a failure.
+        foreign = await region.run_job("9", "touch /tmp/foreign", label="1", always=True)
+        assert (foreign.conclusion, foreign.steps[0].conclusion) == ("cancelled", "skipped"), foreign.log
+        assert "it belongs to run 9 of" in foreign.log
+        assert machine.run("test", "-e", "/tmp/foreign").returncode == 1  # noqa: S108 - the machine's own
 
         released = await region.remuda("release", "--run-id", "1")
         assert released["released"] == [name], machine.console

@@ -380,6 +380,16 @@ def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathl
     bad = server.finished(server.queue("echo never"))
     assert bad["conclusion"] == "failure"
     assert [step["conclusion"] for step in bad["steps"]] == ["skipped"]
+    # As in the real one: what always runs does so after a hook that failed, too, unless the worker was told to stop.
+    steps = [
+        {"run": "echo never"},
+        {"run": "kill $PPID; sleep 600", "if": "always()"},
+        {"run": "true", "if": "always()"},
+    ]
+    body = {"repo": REPO, "run_id": 7, "labels": ["warm"], "steps": steps}
+    always = server.finished(server.http.post("/_sim/jobs", json=body).json()["id"])
+    assert always["conclusion"] == "cancelled"
+    assert [step["conclusion"] for step in always["steps"]] == ["skipped", "cancelled", "skipped"]
 
 
 def test_lost_answers_do_not_stop_the_runner(server: Server, runner: RunnerFolder) -> None:

@@ -96,6 +96,26 @@ async def test_jobs_of_two_runs_never_meet(backend: LocalBackend) -> None:
         assert (await github.job(stray.id)).status == "queued"
 
 
+async def test_a_foreign_job_with_the_runs_label_is_refused(backend: LocalBackend, tmp_path: Path) -> None:
+    """A label is no secret, and a failed hook alone does not keep `if: always()` from running."""
+    await backend.provision("1")
+    trace = tmp_path / "was-here"
+    steps = [SimStep(run=f"touch {trace}"), SimStep(run=f"touch {trace}", always=True)]
+    async with backend.github() as github:
+        # The workflow cannot pass itself off as another by its variables.
+        disguise = {"GITHUB_RUN_ID": "1", "BASH_ENV": "/dev/stdin"}
+        job = await github.queue_job(repo=REPO, run_id="2", labels=["1"], steps=steps, env=disguise)
+        job = await after(github, job, status="completed")
+        assert (job.conclusion, {step.conclusion for step in job.steps}) == ("cancelled", {"skipped"}), job.log
+        assert f"Remuda refused this job: it belongs to run 2 of {REPO}, and this machine is assigned to" in job.log
+        assert not trace.exists()
+        own = await after(github, await queue(github, "1"), status="completed")
+        assert (own.conclusion, machine_of(own)) == ("success", machine_of(job)), own.log
+    assert (await backend.release("1")).code == 0
+    (report,) = backend.reports().values()
+    assert f"refused 1 foreign job(s): run 2 of {REPO}; " in report["detail"]
+
+
 async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path: Path) -> None:
     await backend.provision("1")
     gate = tmp_path / "gate"

@@ -43,6 +43,7 @@ from remuda.adapters.local.machine import LocalMachine, job_environment, machine
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
 from remuda.agent.actions_runner import ActionsRunner
+from remuda.agent.job_hook import JobHook
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.machine import Memory, Script
@@ -60,9 +61,10 @@ async def main():
     runner = ActionsRunner(
         folder=folder / "runner", work=folder / "work", log=folder / "logs" / "listener.log", clock=clock,
         environment=job_environment(folder),
+        hook=JobHook(folder=folder / "hook", pristine=pristine_runner(folder), notes=folder / "work" / "refused"),
     )
     def assignment(url, name, token):
-        return Assignment(url=url, runner_name=name, labels=("label",),
+        return Assignment(url=url, runner_name=name, labels=("1", "label"),
                           credential=Credential(token=token, expires_at=clock.now()))
     calls = {
         "pid": lambda: os.getpid(),
@@ -77,7 +79,7 @@ async def main():
         "reset": lambda: machine.reset(),
         "state": lambda: runner.state(),
         "configure": lambda *given: runner.configure(assignment(*given)),
-        "start": lambda: runner.start(),
+        "start": lambda: runner.start(assignment("http://github/o/r", "name", "token")),
         "remove": lambda *given: runner.remove(assignment(*given)),
         "stop": lambda: runner.stop(),
         "wait": lambda: runner.wait_for_change(runner.state(), 20),

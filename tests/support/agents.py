@@ -81,6 +81,8 @@ class FakeRunner:
         #: Exit codes of listeners that end at once, one for each start; afterwards they stay.
         self.exits: list[int] = []
         self.removed_with: list[Credential | None] = []
+        self.started: list[Assignment] = []
+        self.turned_away = ""
         self._changed = asyncio.Event()
 
     def state(self) -> RunnerState:
@@ -98,12 +100,16 @@ class FakeRunner:
             self.become(configured_as=assignment.runner_name)
         return self.configure_outcome
 
-    async def start(self) -> None:
+    async def start(self, assignment: Assignment) -> None:
         self.log.append("start")
+        self.started.append(assignment)
         if self.exits:
             self.become(listening=False, exit_code=self.exits.pop(0))
         else:
             self.become(listening=True, exit_code=None)
+
+    def refused(self) -> str:
+        return self.turned_away
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         removal = self.removals.pop(0) if self.removals else Removal.REMOVED

@@ -167,10 +167,13 @@ class Host:
         self._set(RunnerState(configured_as=assignment.runner_name))
         return outcome
 
-    async def start(self) -> None:
+    async def start(self, _assignment: Assignment) -> None:
         self._set(replace(self._state, listening=True, exit_code=None))
         if not self._world.github.connect(self._runner_id, self._take):
             self._set(replace(self._state, listening=False, exit_code=1))
+
+    def refused(self) -> str:
+        return ""
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         await asyncio.sleep(self._world.behaviour.remove_s)

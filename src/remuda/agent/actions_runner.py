@@ -17,6 +17,7 @@ from typing import Any
 
 from remuda import procfs
 from remuda.agent import processes
+from remuda.agent.job_hook import JobHook
 from remuda.agent.job_user import JobUser
 from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import Unavailable
@@ -88,6 +89,7 @@ class ActionsRunner:
         log: Path,
         clock: Clock,
         environment: Mapping[str, str],
+        hook: JobHook,
         user: JobUser | None = None,
         registrar: Path | None = None,
         stop_limit_s: float = STOP_LIMIT_S,
@@ -96,6 +98,7 @@ class ActionsRunner:
         self._user = user
         self._registrar = registrar or folder
         self._work = work
+        self._hook = hook
         self._log = log
         self._clock = clock
         self._stop_limit_s = stop_limit_s
@@ -154,10 +157,10 @@ class ActionsRunner:
             story = f"{FORGE_UNREACHABLE}: {story}"
         return Outcome(ok=ok, detail=story)
 
-    async def start(self) -> None:
+    async def start(self, assignment: Assignment) -> None:
         if self._is_listening():
             return
-        environment = dict(self._environment)
+        environment = self._environment | self._hook.put(assignment, runner=self._folder, environment=self._environment)
         jit = self._jit_config()
         if jit is not None and jit.config:
             environment[_INPUT + "JITCONFIG"] = jit.config
@@ -191,6 +194,9 @@ class ActionsRunner:
         self._is_ours = True
         self._listener = _started(process.pid)
         self._note(self._listener)
+
+    def refused(self) -> str:
+        return self._hook.refused()
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         if self._jit_config() is not None and not assignment.runner_id:

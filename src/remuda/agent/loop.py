@@ -214,21 +214,30 @@ class Agent:
             outcome = await self._runner.configure(record.assignment)
             signal = Signal.UD_REG_OK if outcome.ok else Signal.UD_REG_FAILED
             await self._signal(record, signal, outcome.detail, took_s=self._clock.monotonic() - started)
-        elif step.do is Do.START:
+        elif step.do is Do.START and record.assignment is not None:
             if self._starts:
                 await self._back_off(self._starts)
             self._starts += 1
-            await self._runner.start()
+            await self._runner.start(record.assignment)
         elif step.do is Do.REMOVE:
             await self._timed_release(self._remove(record))
         elif step.do is Do.STOP:
             await self._timed_release(self._runner.stop())
         elif step.do is Do.RESET:
+            refused = self._note_refused()
             outcome = await self._timed_release(self._machine.reset())
             self._journal.note("reset", outcome.detail or step.why, ok=outcome.ok, **_facts(outcome.found))
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
-            await self._signal(record, signal, outcome.detail, took_s=self._release_s)
+            await self._signal(record, signal, f"{refused}{outcome.detail}", took_s=self._release_s)
+
+    def _note_refused(self) -> str:
+        """Before the reset, which takes the notes away."""
+        refused = self._runner.refused()
+        if not refused:
+            return ""
+        self._journal.note("job-refused", refused)
+        return f"{refused}; "
 
     async def _timed_release(self, work: Awaitable[T]) -> T:
         """A release is several steps; what they take together is the machine's own part of it."""

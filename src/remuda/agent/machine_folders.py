@@ -39,6 +39,11 @@ class MachineFolders:
         return self.jobs / "tmp"
 
     @property
+    def hook(self) -> Path:
+        """Root's, for jobs to run."""
+        return self.jobs / "hook"
+
+    @property
     def log(self) -> Path:
         return self.state / "logs" / "runner.log"
 

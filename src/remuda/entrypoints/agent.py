@@ -15,6 +15,7 @@ from remuda import __version__
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import processes
 from remuda.agent.actions_runner import ActionsRunner
+from remuda.agent.job_hook import REFUSED, JobHook
 from remuda.agent.loop import Agent
 from remuda.agent.reset import Reset
 from remuda.domain.errors import RemudaError, Unavailable, UserError
@@ -129,6 +130,7 @@ async def _run_local(root: Path, journal: Journal) -> None:
                 log=folder / "logs" / "runner.log",
                 clock=clock,
                 environment=job_environment(folder),
+                hook=JobHook(folder=folder / "hook", pristine=pristine_runner(folder), notes=folder / "work" / REFUSED),
             ),
             clock=clock,
             ids=ids,

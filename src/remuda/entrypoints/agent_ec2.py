@@ -19,6 +19,7 @@ from remuda.adapters.aws.user_data import Layout
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import processes
 from remuda.agent.actions_runner import ActionsRunner
+from remuda.agent.job_hook import REFUSED, JobHook
 from remuda.agent.job_user import JobUser
 from remuda.agent.leftovers import Leftovers
 from remuda.agent.loop import Agent
@@ -95,6 +96,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
                 log=folders.log,
                 clock=clock,
                 environment=user.environment() | {"TMPDIR": str(folders.tmp)},
+                hook=JobHook(folder=folders.hook, pristine=folders.pristine, notes=folders.work / REFUSED),
                 user=user,
                 registrar=folders.registrar,
             ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 from starlette.requests import Request
@@ -23,6 +23,7 @@ class Step(pydantic.BaseModel):
     name: str | None = None
     run: str
     env: dict[str, str] = {}
+    condition: Literal["", "always()"] = pydantic.Field(default="", alias="if")
 
 
 class NewJob(pydantic.BaseModel):
@@ -101,7 +102,7 @@ class AdminApi:
             run_attempt=new.run_attempt,
             name=new.name,
             labels=tuple(new.labels),
-            steps=[step.model_dump() for step in new.steps],
+            steps=[step.model_dump(by_alias=True) for step in new.steps],
             env=new.env,
         )
         return JSONResponse(job_document(job), status_code=201)

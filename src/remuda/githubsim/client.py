@@ -26,6 +26,8 @@ class SimStep:
     #: Of a finished job: success, failure, cancelled, skipped.
     conclusion: str | None = None
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    #: Runs after a failure, too, as with `if: always()`.
+    always: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +116,10 @@ class SimClient:
             "run_attempt": run_attempt,
             "name": name,
             "labels": list(labels),
-            "steps": [{"name": step.name, "run": step.run, "env": dict(step.env)} for step in steps],
+            "steps": [
+                {"name": step.name, "run": step.run, "env": dict(step.env), "if": "always()" if step.always else ""}
+                for step in steps
+            ],
             "env": dict(env or {}),
         }
         return _job(await self._call("POST", "/_sim/jobs", body=body))

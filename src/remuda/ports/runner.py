@@ -41,8 +41,14 @@ class RunnerSoftware(Protocol):
         """Register with the forge; the listener stays off. A half registration of the same name is replaced."""
         ...
 
-    async def start(self) -> None:
-        """Start the listener. It outlives the agent; a later agent finds it."""
+    async def start(self, assignment: Assignment) -> None:
+        """Start the listener. It outlives the agent; a later agent finds it. It runs jobs of the assignment alone."""
+        ...
+
+    def refused(self) -> str:
+        """What jobs of others were turned away since the last reset, for people; empty where none was. A job may have
+        written it: it is told, and decides nothing.
+        """
         ...
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:

@@ -190,7 +190,7 @@ class Host:
         await self._loop.rest(self._chance.random())
         return Outcome(ok=True)
 
-    async def start(self) -> None:
+    async def start(self, _assignment: Assignment) -> None:
         if self._state.listening:
             return
         self._world.safety.listener_starts(self)
@@ -205,6 +205,9 @@ class Host:
             self._world.faults.cover(Fault.LISTENER_DIES, self.instance_id)
             self._world.github.disconnect(self._runner_id)
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
+
+    def refused(self) -> str:
+        return ""
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
         await self._loop.rest(self._chance.uniform(0.3, 4.0))

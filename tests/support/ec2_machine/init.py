@@ -30,7 +30,10 @@ UNITS = Path("/etc/systemd/system")
 #: Where the interpreter of this computer is seen by everyone, whoever may look where it really lies.
 INTERPRETER = Path("/opt/interpreter")
 PATH = f"{STAND_INS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-COMMANDS = ("systemctl", "systemd-run", "iptables", "ip6tables", "shutdown")
+COMMANDS = (
+    *("systemctl", "systemd-run", "shutdown"),
+    *("iptables", "ip6tables", "iptables-restore", "ip6tables-restore"),
+)
 #: What systemctl answers about a unit that there is not.
 NOT_LOADED = 5
 #: A system call that no C library wraps, by machine.
@@ -202,7 +205,11 @@ class Init:
         self._rules.append(rule)
         return 0
 
+    def _iptables_restore(self, _arguments: list[str]) -> int:
+        return 0
+
     _ip6tables = _iptables
+    _ip6tables_restore = _iptables_restore
 
     # Services
 

@@ -96,13 +96,18 @@ class NamespaceMachine:
         """Its root, as seen from outside: for looks. Links in it that are absolute lead out of it."""
         return Path(f"/proc/{self.processes[0].pid}/root")
 
-    def run(self, *command: str, user: str = "root") -> subprocess.CompletedProcess[str]:
-        """A command inside."""
+    def run(self, *command: str, user: str = "root", told: str = "") -> subprocess.CompletedProcess[str]:
+        """A command inside, with that on its standard input."""
         pid = str(self.processes[0].pid)
         inside = ["nsenter", "--target", pid, "--mount", "--pid", "--ipc", "--root", "--wd=/"]
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != "root" else []
         return subprocess.run(
-            [*inside, *become, *command], capture_output=True, text=True, check=False, env={"PATH": os.defpath}
+            [*inside, *become, *command],
+            input=told,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PATH": os.defpath},
         )
 
     def stop(self) -> None:

@@ -22,6 +22,7 @@ from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import actions_runner, processes
 from remuda.agent.actions_runner import UNKNOWN_EXIT, ActionsRunner
+from remuda.agent.job_hook import STARTED, JobHook
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.runner import Removal, RunnerState
 
@@ -71,6 +72,7 @@ class Folder:
         # Held open: what is said before the listener listens waits for it.
         self.pipe = os.open(self.runner / "say", os.O_RDWR)
         self.log = root / "logs" / "listener.log"
+        self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", notes=root / "refused")
         self.log.parent.mkdir()
         self.behave(REGISTER)
 
@@ -81,6 +83,7 @@ class Folder:
             log=self.log,
             clock=SystemClock(),
             environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
+            hook=self.hook,
             stop_limit_s=stop_limit_s,
         )
 
@@ -93,6 +96,7 @@ class Folder:
             log=self.log,
             clock=SystemClock(),
             environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
+            hook=self.hook,
             registrar=registrar,
         )
 
@@ -208,7 +212,7 @@ class TestConfigure:
 
     async def test_not_over_a_listener(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         assert not (await runner.configure(ASSIGNMENT)).ok
         await runner.stop()
 
@@ -220,27 +224,27 @@ class TestListener:
         monkeypatch.setenv("REMUDA_MACHINE_FD", "7")
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1", listening=True)
         folder.say("Listening for Jobs", "Running job: x")
         await until(runner, busy=True)
         names = {line.partition("=")[0] for line in folder.read("listener-environment").splitlines()}
-        assert names <= {"PATH", "LANG", "HOME", "RUNNER_ALLOW_RUNASROOT", "PWD", "SHLVL", "_", "OLDPWD"}
+        assert names <= {"PATH", "LANG", "HOME", "RUNNER_ALLOW_RUNASROOT", "PWD", "SHLVL", "_", "OLDPWD", STARTED}
         assert os.getsid(folder.listener()) == folder.listener()
         await runner.stop()
         assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
 
     async def test_is_started_once(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         first = folder.listener()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         assert folder.listener() == first
         await runner.stop()
 
     async def test_tells_jobs_by_its_last_word(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say("2026-01-01 00:00:00Z: Running job: Job a completed with result: Succeeded")
         await until(runner, busy=True)
         folder.say("2026-01-01 00:00:01Z: Job a completed with result: Succeeded")
@@ -252,32 +256,32 @@ class TestListener:
 
     async def test_a_worker_is_a_job_too(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say("work")
         await until(runner, busy=True)
         await runner.stop()
 
     async def test_words_of_an_earlier_one_do_not_count(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say("Running job: a")
         await until(runner, busy=True)
         folder.say("exit 2")
         assert await until(runner, listening=False) == RunnerState(exit_code=2)
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         assert runner.state() == RunnerState(listening=True)
         await runner.stop()
 
     @pytest.mark.parametrize("code", [0, 1, 5])
     async def test_its_exit_code_is_told(self, folder: Folder, code: int) -> None:
         runner = folder.open()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say(f"exit {code}")
         assert (await until(runner, listening=False)).exit_code == code
 
     async def test_a_later_agent_finds_it(self, folder: Folder) -> None:
         first = folder.open()
-        await first.start()
+        await first.start(ASSIGNMENT)
         folder.say("Running job: a")
         await until(first, busy=True)
 
@@ -289,7 +293,7 @@ class TestListener:
 
     async def test_one_that_nobody_wrote_down_is_found(self, folder: Folder) -> None:
         first = folder.open()
-        await first.start()
+        await first.start(ASSIGNMENT)
         folder.log.with_suffix(".listener.json").unlink()
         second = folder.open()
         assert second.state().listening
@@ -312,7 +316,7 @@ class TestListener:
     async def test_a_stubborn_one_is_killed(self, folder: Folder) -> None:
         (folder.runner / "stubborn").touch()
         runner = folder.open(stop_limit_s=0.2)
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say("work", "Running job: a")
         await until(runner, busy=True)
         await runner.stop()
@@ -335,7 +339,7 @@ class TestListener:
 
     async def test_killed_from_outside(self, folder: Folder) -> None:
         runner = folder.open()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         waiting = asyncio.ensure_future(runner.wait_for_change(runner.state(), LONG_S))
         await asyncio.sleep(0)
         os.kill(folder.listener(), signal.SIGKILL)
@@ -355,7 +359,7 @@ class TestJustInTime:
         assert "PACKED" not in repr(runner.state())
         removal, _ = await runner.remove(JUST_IN_TIME)
         assert removal is Removal.FAILED
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say("Running job: a")
         await until(runner, busy=True, configured_as="jit")
         assert "ACTIONS_RUNNER_INPUT_JITCONFIG=PACKED" in folder.read("listener-environment")
@@ -366,7 +370,7 @@ class TestJustInTime:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
         assert not runner.state().spent
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         assert not runner.state().spent
         folder.say("exit 0")
         await until(runner, listening=False)
@@ -378,7 +382,7 @@ class TestJustInTime:
     async def test_an_agent_that_comes_after_the_job_knows_that_it_is_over(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say("exit 0")
         await until(runner, listening=False)
         later = folder.open()
@@ -390,7 +394,7 @@ class TestJustInTime:
     async def test_a_listener_that_failed_is_not_taken_for_one_that_served(self, folder: Folder, code: int) -> None:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say(f"exit {code}")
         state = await until(runner, listening=False)
         assert (state.exit_code, state.spent) == (code, False)
@@ -403,7 +407,7 @@ class TestJustInTime:
         assert (await runner.remove(gone))[0] is Removal.REMOVED
         assert runner.state() == RunnerState()
         await runner.configure(JUST_IN_TIME)
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         assert (await runner.remove(gone))[0] is Removal.REMOVED
         assert (runner.state().listening, runner.state().configured_as) == (True, "")
         await runner.stop()
@@ -457,7 +461,7 @@ class TestRegistrar:
         assert (folder.runner / ".runner").stat().st_mode & 0o777 == 0o600
         assert not (folder.runner / "environment").exists()
         assert "ACTIONS_RUNNER_INPUT_TOKEN=SECRET" in (registrar / "environment").read_text()
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         await until(runner, listening=True)
         assert runner.state().configured_as == "remuda-p-1-i-1"
         await runner.stop()
@@ -483,7 +487,7 @@ class TestRegistrar:
         runner = folder.open_apart(tmp_path / "registrar")
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
         await runner.configure(given)
-        await runner.start()
+        await runner.start(ASSIGNMENT)
         folder.say("Listening for Jobs")
         while "Listening" not in folder.log.read_text():
             await runner.wait_for_change(runner.state(), 0.01)

@@ -73,6 +73,24 @@ def test_a_machine_lives_through_two_runs_and_ends() -> None:
     run(story())
 
 
+def test_a_listener_is_started_for_its_assignment_and_the_jobs_it_refused_are_told() -> None:
+    async def story() -> None:
+        stable = Stable()
+        stable.start()
+        await stable.create()
+        stable.runner.turned_away = "refused 1 foreign job(s): run 9 of evil/corp"
+        await use(stable, 1)
+        assert [each.runner_name for each in stable.runner.started] == [FIRST]
+        report = await stable.store.get_report(ID)
+        assert report is not None
+        assert "refused 1 foreign job(s): run 9 of evil/corp; " in report.detail
+        assert ("job-refused", "refused 1 foreign job(s): run 9 of evil/corp") in [
+            (action, why) for action, why, _ in stable.journal.notes
+        ]
+
+    run(story())
+
+
 def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> None:
     async def story() -> None:
         stable = Stable()

@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import configparser
 import hashlib
-import io
 import os
 import shutil
 import stat
 import subprocess
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from remuda.adapters.aws.ec2.options import Options
-from remuda.adapters.aws.user_data import MAX_BYTES, Layout, build_user_data
+from remuda.adapters.aws.user_data import MAX_BYTES, build_user_data
 from remuda.domain.errors import UserError
-from support.fake_imds import FakeImds, fake_imds
+from support.bootstrap_box import LIMIT_S, NEEDED, NOTE, Box, executable, user_data
+from support.fake_imds import fake_imds
 
-NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
-LIMIT_S = 60
 RUNNER = "https://github.com/actions/runner/releases/download/v2.336.0/actions-runner-linux-"
-#: Notes how it was called.
-NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
-#: Serves https:// from a folder; the metadata service is asked for real.
-CURL = """#!/bin/bash
-for last; do :; done
-case $last in
-  https://*)
-    echo "fetch $last" >>"$CALLS"
-    while [[ $1 != -o ]]; do shift; done
-    exec cp "$MIRROR/${last##*/}" "$2" ;;
-esac
-exec "$REAL_CURL" "$@"
-"""
-
-
-def user_data(launch: dict[str, str] | None = None, **more: object) -> str:
-    options = Options.parse({**NEEDED, **(launch or {})})
-    return build_user_data(options, pool="pool", environment={}, **more)  # type: ignore[arg-type]
 
 
 def everything() -> dict[str, str]:
@@ -104,70 +83,6 @@ def test_an_environment_that_would_not_survive_is_refused(pair: dict[str, str]) 
 # Run for real
 
 
-class Box:
-    """Folders that play a machine, and commands that only note how they were called."""
-
-    def __init__(self, folder: Path, imds: FakeImds) -> None:
-        self.layout = Layout(
-            opt=str(folder / "opt"), state=str(folder / "state"), units=str(folder / "units"), job_user="remuda-nobody"
-        )
-        self.opt, self.state, self.units = (folder / name for name in ("opt", "state", "units"))
-        self.mirror, self.bin = folder / "mirror", folder / "bin"
-        self.mirror.mkdir()
-        self.bin.mkdir()
-        self._calls = folder / "calls"
-        for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "ip6tables", "dnf"):
-            self.command(name, NOTE)
-        self.command("ldconfig", NOTE + "echo libicuuc.so.72\n")
-        self.command("curl", CURL)
-        self.environment = {
-            "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin",
-            "CALLS": str(self._calls),
-            "MIRROR": str(self.mirror),
-            "REAL_CURL": shutil.which("curl") or "curl",
-            "AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url,
-        }
-
-    def command(self, name: str, text: str) -> None:
-        executable(self.bin / name, text)
-
-    def offer(self, name: str, files: dict[str, str]) -> str:
-        """Put an archive on the mirror; returns its digest."""
-        with tarfile.open(self.mirror / name, "w:gz") as archive:
-            for path, text in files.items():
-                entry = tarfile.TarInfo(path)
-                entry.size, entry.mode = len(text), 0o755
-                archive.addfile(entry, io.BytesIO(text.encode()))
-        return hashlib.sha256((self.mirror / name).read_bytes()).hexdigest()
-
-    def bake(self) -> None:
-        """An image that has all."""
-        executable(self.opt / "bin" / "remuda", "#!/bin/sh\n")
-        executable(self.opt / "runner" / "bin" / "Runner.Listener", "#!/bin/sh\n")
-
-    def boot(self, launch: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        text = user_data(launch, layout=self.layout)
-        return subprocess.run(
-            ["bash"],
-            input=text,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_S,
-        )
-
-    @property
-    def calls(self) -> list[str]:
-        return self._calls.read_text().splitlines()
-
-
-def executable(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Box]:
     with fake_imds() as imds:
@@ -205,15 +120,16 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     assert "OnBootSec=1800" in (box.units / "remuda-dead-man-reboot.timer").read_text()
 
 
-RULE = "OUTPUT -d {} -m owner --uid-owner remuda-nobody -j REJECT"
-V4, V6 = RULE.format("169.254.169.254"), RULE.format("fd00:ec2::254")
+RULES = ("filter -I OUTPUT -j REMUDA", "mangle -I FORWARD -d {} -j DROP")
+OUTPUT = "-A REMUDA -d {} -m owner --uid-owner nobody -j REJECT"
+ADDRESSES = {"iptables": "169.254.169.254", "ip6tables": "fd00:ec2::254"}
 #: Plays a kernel that keeps rules in a file.
 IPTABLES = """#!/bin/sh
 echo "$(basename "$0") $*" >>"$CALLS"
 rules="$CALLS.$(basename "$0")"
-case $2 in
-  -C) shift 2; grep -qxF "$*" "$rules" ;;
-  -I) shift 2; echo "$*" >>"$rules" ;;
+case $4 in
+  -C) shift 4; grep -qxF "$*" "$rules" ;;
+  -I) shift 4; echo "$*" >>"$rules" ;;
 esac
 """
 
@@ -239,16 +155,19 @@ def test_the_firewall_sets_its_rules_once(box: Box) -> None:
     for _ in range(2):
         assert firewall(box).returncode == 0
     calls = [call for call in box.calls if "tables" in call]
-    has_v6 = Path("/proc/net/if_inet6").exists()
-    expected = {f"iptables -w -I {V4}"} | ({f"ip6tables -w -I {V6}"} if has_v6 else set())
+    families = ["iptables", *(["ip6tables"] if Path("/proc/net/if_inet6").exists() else [])]
+    expected = {f"{name} -w -t {rule.format(ADDRESSES[name])}" for name in families for rule in RULES}
     assert {call for call in calls if " -I " in call} == expected
     assert len([call for call in calls if " -I " in call]) == len(expected), "the second time they were there"
+    for name in families:
+        assert box.calls.count(OUTPUT.format(ADDRESSES[name])) == 2
+        assert box.calls.count(f"{name}-restore -w --noflush") == 2, "without what is there already"
 
 
-@pytest.mark.parametrize("broken", ["iptables", "ip6tables"])
+@pytest.mark.parametrize("broken", ["iptables", "ip6tables", "iptables-restore", "ip6tables-restore"])
 def test_a_rule_that_cannot_be_set_fails(box: Box, broken: str) -> None:
     """And with it the agent's start, and cron's, at's and the job user's systemd after a reboot."""
-    if broken == "ip6tables" and not Path("/proc/net/if_inet6").exists():
+    if broken.startswith("ip6") and not Path("/proc/net/if_inet6").exists():
         pytest.skip("there is no IPv6 in this kernel: no such rule is asked for")
     box.bake()
     box.command("iptables", IPTABLES)

@@ -107,11 +107,29 @@ cat >"$opt/bin/remuda-firewall" <<EOF
 #!/bin/sh
 # Keeps the machine's metadata from jobs. It fails where a rule is missing in the end.
 set -eu
+# Jobs' own user, and the ids that its user namespaces may use.
+users=$job_user
+uid=\$(id -u $job_user)
+[ ! -r /etc/subuid ] || while IFS=: read -r who first count; do
+  case \$who in $job_user | "\$uid") ;; *) continue ;; esac
+  case \$first:\$count in :* | *: | *[!0-9:]* | *:0) continue ;; esac
+  users="\$users \$first-\$((first + count - 1))"
+done </etc/subuid
+rule() { # COMMAND TABLE RULE...
+  command=\$1 table=\$2
+  shift 2
+  "\$command" -w -t "\$table" -C "\$@" 2>/dev/null || "\$command" -w -t "\$table" -I "\$@"
+}
 guard() { # COMMAND ADDRESS
-  set -- "\$1" OUTPUT -d "\$2" -m owner --uid-owner $job_user -j REJECT
-  command=\$1
-  shift
-  "\$command" -w -C "\$@" 2>/dev/null || "\$command" -w -I "\$@"
+  # All at once, in a chain of its own: some ip6tables take the rule of one user for that of another.
+  {
+    printf '*filter\n:REMUDA - [0:0]\n'
+    for user in \$users; do printf -- '-A REMUDA -d %s -m owner --uid-owner %s -j REJECT\n' "\$2" "\$user"; done
+    printf 'COMMIT\n'
+  } | "\$1-restore" -w --noflush
+  rule "\$1" filter OUTPUT -j REMUDA
+  # What containers send is forwarded. In this table, as their software puts rules of its own before others' in filter.
+  rule "\$1" mangle FORWARD -d "\$2" -j DROP
 }
 guard iptables 169.254.169.254
 # Without IPv6 there is no such way, and the launch template leaves it closed.

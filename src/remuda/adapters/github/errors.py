@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import datetime
+from urllib.parse import quote
 
 import httpx
 
@@ -45,7 +47,19 @@ def _message(response: httpx.Response) -> str:
         body = response.json()
     except ValueError:
         return "no explanation"
-    return str(body.get("message", "no explanation"))[:200] if isinstance(body, dict) else "no explanation"
+    said = str(body.get("message", "no explanation")) if isinstance(body, dict) else "no explanation"
+    # Before it is cut: half a credential is too much as well.
+    return _without_credential(said, response.request)[:200]
+
+
+def _without_credential(said: str, request: httpx.Request) -> str:
+    """Something between GitHub and us may send back what it was sent."""
+    credential = request.headers.get("authorization", "").partition(" ")[2].strip()
+    if not credential:
+        return said
+    for form in (credential, quote(credential, safe=""), b64encode(credential.encode()).decode().rstrip("=")):
+        said = said.replace(form, "***")
+    return said
 
 
 def _is_rate_limit(response: httpx.Response, said: str) -> bool:

@@ -24,6 +24,7 @@ CANCEL_SIGNALS = ((signal.SIGINT, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, 
 #: A hook may tidy up after a cancelled job for this long.
 HOOK_LIMIT_S = 300.0
 CHUNK = 64 * 1024
+ALWAYS = "always()"
 HOOK_STARTED = "ACTIONS_RUNNER_HOOK_JOB_STARTED"
 HOOK_COMPLETED = "ACTIONS_RUNNER_HOOK_JOB_COMPLETED"
 
@@ -33,18 +34,28 @@ class Worker:
         self._home = home
         self._job = job
         self._cancelled = False
+        #: Told to end at once: then not even steps that always run do.
+        self._shut_down = False
         repo = str(job["repo"]).partition("/")[2]
         work = home.root / str(job["work"])
         self._temp = work / "_temp"
         self._workspace = work / repo / repo
         self._tracking = f"github_{job['tracking']}"
-        self._environment = self._base_environment(work)
+        own = self._own_variables(work)
+        #: Hooks see nothing of what the workflow sets.
+        self._hook_environment = {**os.environ, **own}
+        self._step_environment = {
+            **os.environ,
+            **{str(name): str(value) for name, value in job["env"].items()},
+            **own,
+        }
         self._wake, wake_end = os.pipe()
         for end in (self._wake, wake_end):
             os.set_blocking(end, False)
         # Not ignored: what is ignored would stay so in the steps. The listener decides when the job ends.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        for number in (signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._stop)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
 
     def run(self) -> str:
@@ -55,10 +66,10 @@ class Worker:
         failed = not self._hook(HOOK_STARTED)
         outcomes = []
         for number, step in enumerate(self._job["steps"], start=1):
-            outcome = "skipped" if failed or self._cancelled else self._step(number, step)
+            outcome = self._step(number, step) if self._runs(step, failed=failed) else "skipped"
             outcomes.append({"conclusion": outcome})
             failed = failed or outcome == "failure"
-        if not self._hook(HOOK_COMPLETED):
+        if not self._shut_down and not self._hook(HOOK_COMPLETED):
             failed = True
         self._end_orphans()
         shutil.rmtree(self._temp, ignore_errors=True)
@@ -66,12 +77,20 @@ class Worker:
         _tell({"result": result, "steps": outcomes})
         return result
 
+    def _runs(self, step: Mapping[str, Any], *, failed: bool) -> bool:
+        if self._shut_down:
+            return False
+        return step.get("if") == ALWAYS or not (failed or self._cancelled)
+
+    def _stop(self, *_: object) -> None:
+        self._cancelled = self._shut_down = True
+
     def _step(self, number: int, step: Mapping[str, Any]) -> str:
         script = self._temp / f"step-{number}.sh"
         script.write_text(step["run"] + "\n")
         _tell({"output": f"##[group]Run {step.get('name') or step['run'].partition(chr(10))[0]}\n##[endgroup]\n"})
-        code = self._execute(script, step.get("env") or {})
-        if self._cancelled:
+        code = self._execute(script, {**self._step_environment, **(step.get("env") or {})})
+        if self._cancelled and (self._shut_down or step.get("if") != ALWAYS):
             _tell({"output": "##[error]The operation was canceled.\n"})
             return "cancelled"
         if code != 0:
@@ -89,17 +108,19 @@ class Worker:
             _tell({"output": f"##[error]{variable}: {path} is not the absolute path of a .sh file.\n"})
             return False
         _tell({"output": f"A job hook has been configured: {path}\n"})
-        code = self._execute(hook, {})
+        code = self._execute(hook, self._hook_environment)
         if code != 0:
             _tell({"output": f"##[error]{variable} ended with exit code {code}.\n"})
         return code == 0
 
-    def _execute(self, script: pathlib.Path, more: Mapping[str, str]) -> int:
+    def _execute(self, script: pathlib.Path, environment: Mapping[str, str]) -> int:
         """Run the script in its own process group. A child that keeps the pipe open does not hold us up."""
+        # Before its start: it may be the script that has us shut down.
+        told = self._shut_down
         child = subprocess.Popen(
             ["bash", "-e", str(script)],
             cwd=self._workspace,
-            env={**self._environment, **more},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -121,6 +142,8 @@ class Worker:
             if 0 in ready:
                 os.read(0, CHUNK)  # `cancel`, or the end: the same thing
                 self._cancelled, strike_at = True, time.monotonic()
+            if self._shut_down and not told:
+                told, strike_at = True, time.monotonic()
             if strike_at is not None and time.monotonic() >= strike_at:
                 number, pause_s = next(signals, CANCEL_SIGNALS[-1])
                 _signal_group(child.pid, number)
@@ -143,11 +166,9 @@ class Worker:
             except OSError:
                 continue
 
-    def _base_environment(self, work: pathlib.Path) -> dict[str, str]:
+    def _own_variables(self, work: pathlib.Path) -> dict[str, str]:
         job = self._job
         return {
-            **os.environ,
-            **{str(name): str(value) for name, value in job["env"].items()},
             "CI": "true",
             "GITHUB_ACTIONS": "true",
             "GITHUB_API_URL": job["server"],

@@ -1,4 +1,4 @@
-"""A region of AWS on this computer in which machines really boot, in namespaces."""
+"""A cloud in which machines really boot: namespaces with the real user data and the real agent, servers around them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Region:
     folder: Path
     cloud: Cloud
     machines: dict[str, NamespaceMachine] = field(default_factory=dict)
+    metadata: dict[str, FakeImds] = field(default_factory=dict)
 
     async def remuda(self, *arguments: str) -> dict[str, Any]:
         code, answer = await asyncio.to_thread(self.cloud.remuda, *arguments)
@@ -47,10 +48,10 @@ class Region:
     def github(self) -> SimClient:
         return SimClient(self.cloud.environment["GITHUB_API_URL"], self.cloud.environment["REMUDA_GITHUB_TOKEN"])
 
-    async def run_job(self, run_id: str, *runs: str) -> SimJob:
+    async def run_job(self, run_id: str, *runs: str, label: str = "", always: bool = False) -> SimJob:
         async with self.github() as github:
-            steps = [SimStep(run=run) for run in runs]
-            job = await github.queue_job(repo=SCOPE, run_id=run_id, labels=[run_id], steps=steps)
+            steps = [SimStep(run=run, always=always) for run in runs]
+            job = await github.queue_job(repo=SCOPE, run_id=run_id, labels=[label or run_id], steps=steps)
             limit = time.monotonic() + LIMIT_S
             while job.status != "completed":
                 assert time.monotonic() < limit, self.consoles()
@@ -88,6 +89,7 @@ class Region:
                             imds = stack.enter_context(fake_imds())
                             tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
                             await self._play_metadata(imds, name, tags)
+                            self.metadata[name] = imds
                             self.machines[name] = NamespaceMachine(
                                 self.folder / name,
                                 image=self.folder / "image",

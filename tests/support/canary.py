@@ -1,0 +1,133 @@
+"""Credentials that are looked for wherever they do not belong: plain, encoded, escaped, wrapped or cut."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+#: A piece of so many characters is as good as the whole: it is no accident, and the rest may be elsewhere.
+PIECE = 16
+#: Only every so manieth place is looked at: what is that much longer than a piece cannot hide between two.
+STRIDE = 4
+#: What is given a credential lives longer.
+LOOK_EVERY_S = 0.1
+_BLANKS = re.compile(rb"\s+")
+_PEM_FRAME = re.compile(r"-----[A-Z ]+-----")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leak:
+    """Which credential, in which form, where."""
+
+    name: str
+    form: str
+    place: str
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(len(text) - PIECE + 1):
+        yield text[start : start + PIECE]
+
+
+def _forms(secret: str) -> Iterator[tuple[str, str]]:
+    yield "plain", secret
+    yield "url", quote(secret, safe="")
+    yield "json", json.dumps(secret)[1:-1]
+    yield "hex", secret.encode().hex()
+    for shift in range(3):
+        # What stands before it in the encoded text moves it: the characters at both ends depend on their neighbours.
+        encoded = base64.b64encode(b"\0" * shift + secret.encode()).decode().rstrip("=")
+        middle = encoded[2 if shift else 0 : -1]
+        yield "base64", middle
+        yield "base64", middle.replace("+", "-").replace("/", "_")
+
+
+class Canaries:
+    def __init__(self, secrets: Mapping[str, str] | None = None) -> None:
+        self._names: dict[bytes, tuple[str, str]] = {}
+        self.secrets: dict[str, str] = {}
+        for name, secret in (secrets or {}).items():
+            self.add(name, secret)
+
+    def add(self, name: str, secret: str) -> str:
+        """Returns it. A key's frame is no secret, nor are its line breaks."""
+        self.secrets[name] = secret
+        bare = "".join(_PEM_FRAME.sub("", secret).split())
+        if len(bare) < PIECE + STRIDE:
+            raise ValueError(f"{name} is too short to be told from an accident")
+        for form, text in _forms(bare):
+            for piece in _pieces(text):
+                self._names.setdefault(piece.encode(), (name, form))
+        return secret
+
+    def find(self, content: str | bytes, place: str) -> list[Leak]:
+        """Line breaks and blanks, escaped ones too, hide nothing."""
+        data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
+        bare = _BLANKS.sub(b"", data.replace(b"\\n", b"").replace(b"\0", b""))
+        starts = range(0, max(len(data), len(bare)), STRIDE)
+        windows = (text[start : start + PIECE] for text in (data, bare) for start in starts)
+        found = {self._names[window] for window in windows if window in self._names}
+        return [Leak(name=name, form=form, place=place) for name, form in sorted(found)]
+
+    def find_all(self, contents: Mapping[str, str | bytes]) -> list[Leak]:
+        return [leak for place, content in contents.items() for leak in self.find(content, place)]
+
+
+@dataclass(kw_only=True)
+class Processes:
+    """What all processes of this computer showed of themselves while they were watched."""
+
+    #: By kind ("argv", "environ") and content: the users that had it, and a command to tell it by.
+    seen: dict[tuple[str, bytes], tuple[set[int], str]] = field(default_factory=dict)
+    looks: int = 0
+
+    def look(self) -> None:
+        self.looks += 1
+        for process in Path("/proc").iterdir():
+            if not process.name.isdecimal():
+                continue
+            try:
+                uid = process.stat().st_uid
+                argv = (process / "cmdline").read_bytes()
+                contents = {"argv": argv, "environ": (process / "environ").read_bytes()}
+            except OSError:
+                continue
+            for kind, content in contents.items():
+                if content:
+                    users, _ = self.seen.setdefault((kind, content), (set(), argv[:200].decode(errors="replace")))
+                    users.add(uid)
+
+    def argv(self) -> dict[str, bytes]:
+        return {f"argv of {told!r}": data for (kind, data), (_, told) in self.seen.items() if kind == "argv"}
+
+    def environ_of(self, users: Iterable[int]) -> dict[str, bytes]:
+        wanted = set(users)
+        return {
+            f"environ of {told!r}": data
+            for (kind, data), (uids, told) in self.seen.items()
+            if kind == "environ" and uids & wanted
+        }
+
+
+@contextmanager
+def watched_processes() -> Iterator[Processes]:
+    processes, over = Processes(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            processes.look()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield processes
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,275 @@
+"""The hook that every job meets first: the script run for real, and what the agent writes for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from remuda.agent.job_hook import STARTED, JobHook
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Assignment
+
+LIMIT_S = 30
+SHELLS = [shell for shell in ("bash", "dash") if shutil.which(shell)]
+#: Runs the hook as the runner's worker does, and then a step with `if: always()` unless it was told to stop.
+WORKER = """#!/bin/bash
+cd "$(dirname "$0")"
+trap '{on_term}' TERM
+{shell} -e "$1" >log 2>&1 &
+child=$!
+wait $child; wait $child
+grep -q told trace || echo "always ran" >>trace
+"""
+
+
+class Hooked:
+    def __init__(self, root: Path) -> None:
+        self.runner, self.pristine = root / "runner", root / "pristine"
+        for folder in (self.runner, self.pristine):
+            folder.mkdir()
+        self.notes = root / "notes"
+        self.hook = JobHook(folder=root / "hook", pristine=self.pristine, notes=self.notes)
+        self.script = root / "hook" / "job-started.sh"
+
+    def put(
+        self,
+        label: str = "123",
+        *,
+        repository: str = "",
+        url: str = "https://github.com/acme/widgets",
+        environment: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
+        assignment = Assignment(url=url, runner_name="runner", labels=(label, "large"), repository=repository)
+        return self.hook.put(assignment, runner=self.runner, environment=environment or {})
+
+    def run(self, shell: str = "bash", **job: str) -> subprocess.CompletedProcess[str]:
+        """What a job of this run and repository meets."""
+        environment = {"PATH": os.environ["PATH"], **job}
+        command = [shell, "-e", str(self.script)]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd=self.runner
+        )
+
+
+@pytest.fixture
+def hooked(tmp_path: Path) -> Hooked:
+    return Hooked(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("label", "run", "fits"),
+    [
+        ("123", "123", True),
+        ("123.large", "123", True),
+        ("123-1", "123", True),
+        ("123_a", "123", True),
+        ("1234", "123", False),
+        ("123", "1234", False),
+        ("123", "12", False),
+        ("123", "", False),
+        ("123", "*", False),
+        ("123", "1??", False),
+        ("", "123", False),
+        ("", "", False),
+    ],
+)
+def test_the_run(hooked: Hooked, label: str, run: str, *, fits: bool) -> None:
+    hooked.put(label)
+    done = hooked.run(GITHUB_RUN_ID=run, GITHUB_REPOSITORY="acme/widgets")
+    assert (done.returncode == 0) == fits, done
+    assert ("Remuda refused this job" in done.stdout) != fits
+
+
+@pytest.mark.parametrize(
+    ("url", "known", "repository", "fits"),
+    [
+        ("https://github.com/acme/widgets", "", "acme/widgets", True),
+        ("https://github.com/Acme/Widgets", "", "aCME/wIDGETS", True),
+        ("https://github.com/acme/widgets", "", "acme/gadgets", False),
+        ("https://github.com/acme/widgets", "", "acme/widgets2", False),
+        ("https://github.com/acme/widgets", "", "", False),
+        ("https://github.com/acme", "", "acme/anything", True),
+        ("https://github.com/acme", "", "acme2/widgets", False),
+        ("https://github.com/acme", "", "acme/", False),
+        ("https://github.com/acme", "acme/widgets", "acme/widgets", True),
+        ("https://github.com/acme", "acme/widgets", "acme/gadgets", False),
+        ("https://github.com/enterprises/big", "", "acme/widgets", True),
+        ("https://github.com/enterprises/big", "", "", False),
+        ("https://github.com/enterprises/big", "acme/widgets", "acme/gadgets", False),
+    ],
+)
+def test_the_repository(hooked: Hooked, url: str, known: str, repository: str, *, fits: bool) -> None:
+    hooked.put(url=url, repository=known)
+    done = hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY=repository)
+    assert (done.returncode == 0) == fits, done
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_any_shell_will_do(hooked: Hooked, shell: str) -> None:
+    hooked.put("123.large", url="https://github.com/Acme")
+    assert hooked.run(shell, GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/Widgets").returncode == 0
+    assert hooked.run(shell, GITHUB_RUN_ID="12", GITHUB_REPOSITORY="acme/Widgets").returncode == 1
+
+
+def test_a_job_that_says_nothing_about_itself_is_refused(hooked: Hooked) -> None:
+    hooked.put()
+    assert hooked.run().returncode == 1
+    assert hooked.run(GITHUB_RUN_ID="123").returncode == 1
+    assert hooked.run(GITHUB_REPOSITORY="acme/widgets").returncode == 1
+
+
+def test_without_what_it_expects_all_are_refused(hooked: Hooked) -> None:
+    hooked.put()
+    expected = hooked.script.with_name("assigned")
+    for content in ("", "123\n", "123\nacme/widgets\n"):
+        expected.chmod(0o644)
+        expected.write_text(content)
+        assert hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").returncode == 1
+    expected.unlink()
+    assert hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").returncode == 1
+
+
+def test_it_says_whose_the_job_is_whose_the_machine_is_and_what_to_do(hooked: Hooked) -> None:
+    hooked.put(repository="acme/widgets")
+    done = hooked.run(GITHUB_RUN_ID="9", GITHUB_REPOSITORY="evil/corp")
+    assert done.stdout == (
+        "::error::Remuda refused this job: it belongs to run 9 of evil/corp, and this machine is assigned to run 123 "
+        "of acme/widgets. Let runs-on name the label of the job's own run, and provision runners for that run.\n"
+    )
+    assert hooked.hook.refused() == "refused 1 foreign job(s): run 9 of evil/corp"
+
+
+@pytest.mark.parametrize(
+    "text", ["$(touch hurt)", "`touch hurt`", '"; touch hurt; "', "'; touch hurt; '", "%s\\n", "-n"]
+)
+def test_values_are_no_code(hooked: Hooked, text: str) -> None:
+    hooked.put(text, repository=f"{text}/{text}", environment={})
+    assert hooked.run(GITHUB_RUN_ID=text, GITHUB_REPOSITORY="acme/widgets").returncode == 1
+    hooked.run(GITHUB_RUN_ID="1", GITHUB_REPOSITORY=text)
+    assert hooked.run(GITHUB_RUN_ID=text, GITHUB_REPOSITORY=f"{text}/{text}").returncode == 0
+    assert list(hooked.runner.iterdir()) == []
+
+
+def test_a_value_of_two_lines_never_gets_there(hooked: Hooked) -> None:
+    with pytest.raises(Unavailable):
+        hooked.put("123\nacme/widgets")
+
+
+def test_shellcheck_finds_nothing(hooked: Hooked) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck): the hook is not linted")
+    hooked.put()
+    command = ["shellcheck", "--severity=style", str(hooked.script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+class TestWorker:
+    """A hook that fails is not enough."""
+
+    def work(self, hooked: Hooked, shell: str, on_term: str = "echo told >>trace; kill -TERM $child") -> str:
+        worker = hooked.runner / "Runner.Worker"
+        worker.write_text(WORKER.format(shell=shell, on_term=on_term))
+        worker.chmod(0o755)
+        subprocess.run(
+            [str(worker), str(hooked.script)],
+            env={"PATH": os.environ["PATH"], "GITHUB_RUN_ID": "9", "GITHUB_REPOSITORY": "acme/widgets"},
+            check=False,
+            timeout=LIMIT_S,
+        )
+        trace = hooked.runner / "trace"
+        return trace.read_text() if trace.exists() else ""
+
+    @pytest.mark.parametrize("shell", SHELLS)
+    def test_is_told_to_stop(self, hooked: Hooked, shell: str) -> None:
+        hooked.put()
+        began = time.monotonic()
+        assert self.work(hooked, shell) == "told\n"
+        assert time.monotonic() - began < 9, "it waits no longer than it must"
+
+    @pytest.mark.parametrize("shell", SHELLS)
+    def test_is_killed_where_it_does_not(self, hooked: Hooked, shell: str) -> None:
+        hooked.put()
+        text = hooked.script.read_text()
+        hooked.script.unlink()
+        hooked.script.write_text(text.replace("sleep 10", "sleep 0.2"))
+        assert self.work(hooked, shell, on_term=":") == ""
+
+
+class TestOthersHook:
+    def theirs(self, hooked: Hooked, code: int = 0) -> Path:
+        path = hooked.pristine / "their hook.sh"
+        path.write_text(f"echo theirs of run $GITHUB_RUN_ID with $PATH\nexit {code}\n")
+        return path
+
+    @pytest.mark.parametrize("code", [0, 7])
+    def test_in_the_environment_is_called_after_ours(self, hooked: Hooked, code: int) -> None:
+        hooked.put(environment={STARTED: str(self.theirs(hooked, code))})
+        done = hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets")
+        assert (done.returncode, done.stdout) == (code, f"theirs of run 123 with {os.environ['PATH']}\n")
+        assert "theirs" not in hooked.run(GITHUB_RUN_ID="9", GITHUB_REPOSITORY="acme/widgets").stdout
+
+    def test_in_the_images_file_is_called_and_no_longer_named_there(self, hooked: Hooked) -> None:
+        (hooked.pristine / ".env").write_text(f"LANG=C\n{STARTED}={self.theirs(hooked)}\nLAST=1\n")
+        assert hooked.put() == {STARTED: str(hooked.script)}
+        assert (hooked.runner / ".env").read_text() == "LANG=C\nLAST=1\n"
+        assert "theirs" in hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").stdout
+
+
+def test_what_a_job_left_for_the_next_listener_is_gone(hooked: Hooked) -> None:
+    (hooked.pristine / ".path").write_text("/usr/bin")
+    (hooked.runner / ".path").write_text("/home/shims")
+    (hooked.runner / ".env").mkdir()
+    (hooked.runner / ".env" / "file").touch()
+    hooked.put()
+    assert (hooked.runner / ".path").read_text() == "/usr/bin"
+    assert not (hooked.runner / ".env").exists()
+    secret = hooked.pristine / "secret"
+    secret.write_text("secret")
+    (hooked.runner / ".path").unlink()
+    (hooked.runner / ".path").symlink_to(secret)
+    hooked.put()
+    assert secret.read_text() == "secret"
+    assert not (hooked.runner / ".path").is_symlink()
+
+
+def test_it_is_written_anew(hooked: Hooked) -> None:
+    hooked.put("1")
+    hooked.script.unlink()
+    hooked.script.write_text("exit 0\n")
+    hooked.put("2")
+    assert hooked.run(GITHUB_RUN_ID="1", GITHUB_REPOSITORY="acme/widgets").returncode == 1
+    assert hooked.script.stat().st_mode & 0o777 == 0o444
+
+
+class TestNotes:
+    def test_none(self, hooked: Hooked) -> None:
+        assert hooked.hook.refused() == ""
+
+    def test_of_a_job_are_told_where_they_fit_and_only_so_many(self, hooked: Hooked) -> None:
+        lines = [
+            *(f"{number} evil/corp" for number in range(5)),
+            "0 evil/corp",
+            "x" * 9_000,
+            "\x1b[31m 1 a/b",
+            "1 a/b c",
+        ]
+        hooked.notes.write_text("\n".join(lines))
+        told = "refused 6 foreign job(s): run 0 of evil/corp, run 1 of evil/corp, run 2 of evil/corp and 2 more"
+        assert hooked.hook.refused() == told
+
+    def test_may_be_anything(self, hooked: Hooked) -> None:
+        os.mkfifo(hooked.notes)
+        assert hooked.hook.refused() == ""
+        hooked.notes.unlink()
+        hooked.notes.mkdir()
+        assert hooked.hook.refused() == ""
+        hooked.notes.rmdir()
+        hooked.notes.symlink_to("/etc/passwd")
+        assert hooked.hook.refused() == ""
