@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum, StrEnum
 
+from remuda.domain.shown import brief
+
 
 class Signal(StrEnum):
     UD_OK = "UD_OK"
@@ -74,7 +76,7 @@ class Report:
     #: The assignment that `signal` speaks of; 0 before the first signal.
     epoch: int = 0
     signal: Signal | None = None
-    #: The signal's story for a person, bounded by the writer.
+    #: The signal's story for a person.
     detail: str = ""
     #: Rises with each beat while the agent's main loop is healthy.
     beat: int = 0
@@ -86,6 +88,11 @@ class Report:
     #: A spot notice, or empty.
     notice: str = ""
     version: str = ""
+
+    def __post_init__(self) -> None:
+        # Whoever has taken a machine writes what he likes here: it is for people's eyes, and in every log.
+        for name in ("detail", "notice", "version"):
+            object.__setattr__(self, name, brief(getattr(self, name), MAX_DETAIL))
 
     @property
     def rank(self) -> int:
