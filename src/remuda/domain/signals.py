@@ -48,7 +48,7 @@ CREDENTIAL_REFUSED = "credential refused"
 #: How it begins where the forge did not answer: no machine is to blame.
 FORGE_UNREACHABLE = "GitHub out of reach"
 
-_TOOK = re.compile(r"took (\d+\.\d{3}) s")
+_TOOK = re.compile(r"took (\d{1,7}\.\d{3}) s", re.ASCII)
 
 
 def with_took(seconds: float, detail: str) -> str:
