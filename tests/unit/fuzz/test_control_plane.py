@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.adapters.memory.forge import MemoryForge
@@ -22,14 +22,17 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.resources import PoolMessage
+from remuda.domain.resources import PoolMessage, UsageClass
 from remuda.domain.signals import Report
 from support.mutations import any_json, check_shown, check_told, fuzzed, mutated
+from support.records import message as make_message
 from support.spoiled_store import Spoil, SpoiledStore
 from support.world import World
 from support.world_time import run_virtual
 
-FEW = 12
+FEW = 10
+#: Of an instance of another class.
+LIE = make_message(1, resource_class="xlarge", usage_class=UsageClass.ON_DEMAND, cpu=4, mmem=8_192)
 
 
 class SpoiledWorld(World):
@@ -111,6 +114,35 @@ def test_messages(data: st.DataObject) -> None:
             await sweep(world)
         assert not [item for item in world.queues.named("large").messages if item.message is None]
         world.check()
+        await world.end()
+
+    run_virtual(story())
+
+
+@fuzzed(FEW)
+@given(mutated(to_document(LIE)))
+@example(to_document(LIE))
+def test_a_message_that_lies(document: Any) -> None:
+    """It says that a small machine is a large one. Its record says otherwise, and rules."""
+
+    async def story() -> None:
+        world = await opened()
+        (small,) = await world.warm(1)
+        try:
+            lie = replace(from_document(PoolMessage, document), id=small)
+        except ValueError:
+            lie = replace(LIE, id=small)
+        world.queues.put("xlarge", lie, shuffle=0.5)
+        made = await world.provision("2", resource_class="xlarge")
+        assert [item.instance.resource_class for item in made.instances] == ["xlarge"]
+        assert world.record(small).state is State.IDLE
+        for _ in range(3):
+            await asyncio.sleep(11)
+            await sweep(world)
+        assert world.hints("xlarge") == []
+        assert world.hints("large") == [small]
+        world.check()
+        await world.release("2")
         await world.end()
 
     run_virtual(story())

@@ -195,10 +195,12 @@ class Selection:
 
 
 def _is_still_idle(current: object, message: PoolMessage) -> bool:
-    """Refused for its threshold alone: its time may be renewed, so the hint stays and comes back by itself."""
+    """Refused for its threshold alone: its time may be renewed, so the hint stays and comes back by itself. One that
+    says other things than the record goes: the next announcement tells the truth.
+    """
     if not isinstance(current, Instance) or current.retire:
         return False
-    return (current.state, current.epoch) == (State.IDLE, message.epoch)
+    return current.state is State.IDLE and current.message() == message
 
 
 def _why_lost(current: object, message: PoolMessage) -> str:
