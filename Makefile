@@ -16,13 +16,16 @@ LAMBDA_ARCH ?= x86_64
 LAMBDA_PYTHON ?= 3.13
 # What `make bench` is told.
 BENCH ?= --docs
+# What `make fuzz` is told.
+FUZZ ?= 5000
+FUZZ_S ?= 600
 
 # Some waits while another computes: parts of `make test` share the cores, and each tells all when it is done.
 TOGETHER := $(MAKE) --no-print-directory $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # What computes only, and waits for nothing, steps back for those who keep an eye on the clock.
 STEP_BACK :=
 
-.PHONY: help demo demo-aws test installed check unit conformance acceptance simulation simulate attacks bench screenshots docs lambda clean
+.PHONY: help demo demo-aws test installed check unit conformance acceptance simulation simulate attacks fuzz bench screenshots docs lambda clean
 
 help: ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,6 +78,14 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Attack the next run, and write down what came out (Linux, root)
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
+
+# FUZZ: examples of each property; FUZZ_S: seconds of coverage-guided fuzzing afterwards, 0 for none (Linux).
+fuzz: $(VENV)/.tools ## Bad input from outside, for long (FUZZ, FUZZ_S)
+	REMUDA_FUZZ=$(FUZZ) $(BIN)/pytest tests/unit/fuzz -q -n 2 --timeout 0
+	@if [ $(FUZZ_S) -gt 0 ]; then \
+	  [ -e $(VENV)-fuzz ] || PIP_CONSTRAINT= $(BIN)/python -m pip install -q --no-deps --target $(VENV)-fuzz -r requirements/fuzz.txt; \
+	  PYTHONPATH=$(VENV)-fuzz:tests $(BIN)/python -m support.guided build/corpus -max_total_time=$(FUZZ_S) -artifact_prefix=build/ -print_final_stats=1; \
+	fi
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium ## Take the docs' pictures of the dashboard and the report again
 	@PYTHONPATH=tests $(BIN)/python docs/screenshots.py
@@ -164,4 +175,4 @@ $(NPM)/.installed: requirements/package.json
 	else echo "$$skipped"; fi
 
 clean: ## Remove what was generated
-	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-servers $(VENV)-moto $(VENV)-fuzz $(NPM) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -38,6 +38,7 @@ from remuda.domain.resources import (
     parse_classes,
 )
 from remuda.domain.scale_down import BOOT_MIN, IdleScope, Policy
+from remuda.domain.shown import quoted
 from remuda.domain.thresholds import Lifetimes
 
 FILE_NAME = "remuda.toml"
@@ -626,5 +627,5 @@ def _refuse(error: ValidationError, origins: Mapping[str, str]) -> NoReturn:
     schema = Settings.model_fields[name].json_schema_extra
     fix = str(schema["fix"]) if isinstance(schema, dict) and "fix" in schema else first["msg"]
     secret = name in {"github_token", "github_app_key"}
-    shown = "(hidden)" if secret else repr(first["input"])[:MAX_SHOWN]
+    shown = "(hidden)" if secret else quoted(first["input"], MAX_SHOWN)
     raise UserError(f"{_shown(name, origins)} is {shown}", field=_shown(name, origins), fix=fix) from None

@@ -580,6 +580,18 @@ async def test_what_is_due_is_forgotten(store: InstanceStore) -> None:
     assert [each.provision_id for each in await store.provisions_of_run("1234")] == ["p-2", "p-3"]
 
 
+@pytest.mark.parametrize(
+    "lie", [{"cpu": 64}, {"mmem": 1}, {"resource_class": "xlarge"}, {"instance_type": "m6i.large"}]
+)
+async def test_a_claim_by_a_hint_that_lies_is_refused(store: InstanceStore, lie: dict[str, Any]) -> None:
+    record = instance()
+    await store.apply(birth(record))
+    with pytest.raises(Conflict) as refused:
+        await store.apply(claim(replace(record, **lie), "p-1/a"))
+    assert refused.value.current == record
+    assert (await store.apply(claim(record, "p-1/a"))).state is State.CLAIMED
+
+
 # Records that cannot be parsed ------------------------------------------------------------------------------------
 
 

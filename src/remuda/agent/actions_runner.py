@@ -293,7 +293,7 @@ class ActionsRunner:
     def _find_listener(self) -> Process | None:
         document = _read(self._listener_file)
         if document is not None:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 return Process(pid=int(document["pid"]), ppid=0, started=int(document["started"]))
         # An agent that was killed right after the start had no time to write it down.
         for process in processes.running(self._program, procfs.table().values()):

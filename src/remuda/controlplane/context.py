@@ -181,6 +181,9 @@ async def apply_surely(context: Context, change: Change) -> Instance:
             if isinstance(current, Instance) and made_by(change, current):
                 return current
             raise
+        except Unreadable:
+            # It will not be better the next time.
+            raise
         except Unavailable as error:
             context.journal.note("write-unsure", error.message, instance_id=change.instance_id)
             if tries > AMBIGUOUS_TRIES:

@@ -42,7 +42,7 @@ class Taken:
 class Refusal:
     """One hint of the pool that did not become a runner."""
 
-    #: `misfit`, `lost`, `failed`, `malformed` or `duplicate`.
+    #: `misfit`, `lost`, `failed`, `malformed`, `unreadable` or `duplicate`.
     kind: str
     why: str
     #: From the provision's begin.

@@ -8,17 +8,36 @@ newer version may add some.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import Enum
 from functools import cache, partial
 from typing import Any, TypeVar
 
 from remuda.domain import timestamps
+from remuda.domain.shown import brief
 
 T = TypeVar("T")
+
+#: Every JSON parser and every store can hold these whole numbers, and one more.
+MAX_WHOLE = 2**53 - 1
+#: Times outside are nobody's: with these, no span that a record may hold leads out of what a clock can show.
+EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
+LATEST = datetime(9000, 1, 1, tzinfo=UTC)
+#: How much of a key an error repeats.
+MAX_KEY = 80
+
+
+@typing.runtime_checkable
+class Checked(typing.Protocol):
+    """A record that must be more than its fields: what was read is asked, what is made here is not."""
+
+    def check(self) -> None:
+        """`ValueError` says what is wrong, and never with which value."""
+        ...
 
 
 def camel(name: str) -> str:
@@ -54,7 +73,10 @@ def from_document(cls: type[T], document: Mapping[str, Any]) -> T:
             values[name] = parser(document[key], where)
         elif required:
             raise ValueError(f"{cls.__name__} lacks {key}")
-    return cls(**values)
+    record = cls(**values)
+    if isinstance(record, Checked):
+        record.check()
+    return record
 
 
 #: Takes a JSON value, and says where it stood if it is wrong.
@@ -122,16 +144,19 @@ def _mapping_parser(kind: Any) -> _Parser:
     def parse_mapping(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} must be an object, not {type(value).__name__}")
-        return {_typed(str, key, where): inner(item, f"{where}.{key}") for key, item in value.items()}
+        return {_typed(str, key, where): inner(item, f"{where}.{brief(key, MAX_KEY)}") for key, item in value.items()}
 
     return parse_mapping
 
 
 def _parse_time(value: Any, where: str) -> datetime:
     try:
-        return timestamps.from_text(_typed(str, value, where))
+        at = timestamps.from_text(_typed(str, value, where))
     except ValueError:
         raise ValueError(f"{where} is not a time of the form 2025-05-31T12:00:00.000Z") from None
+    if not EARLIEST <= at <= LATEST:
+        raise ValueError(f"{where} is a time before {EARLIEST.year} or after {LATEST.year}")
+    return at
 
 
 def _parse_enum(kind: type[Enum], members: Mapping[Any, Enum], value: Any, where: str) -> Enum:
@@ -144,10 +169,10 @@ def _parse_enum(kind: type[Enum], members: Mapping[Any, Enum], value: Any, where
 
 
 def _parse_float(value: Any, where: str) -> float:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    number: float = _typed(float, value, where)
-    return number
+    number = _typed(int if isinstance(value, int) else float, value, where)
+    if not math.isfinite(number):
+        raise ValueError(f"{where} is not a number that can be counted with")
+    return float(number)
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
@@ -155,4 +180,17 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where} must be {kind.__name__}, not bool")
     if not isinstance(value, kind):
         raise ValueError(f"{where} must be {kind.__name__}, not {type(value).__name__}")
+    if kind is int and abs(value) > MAX_WHOLE:
+        raise ValueError(f"{where} is beyond {MAX_WHOLE}")
+    if kind is str and not _is_text(value):
+        raise ValueError(f"{where} holds half a character")
     return value
+
+
+def _is_text(value: str) -> bool:
+    """JSON can spell half of a surrogate pair, which nothing can write again."""
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

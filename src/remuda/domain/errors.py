@@ -19,6 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from remuda.domain.shown import brief
+
+#: How much of an error is told: what others said is part of many.
+MAX_MESSAGE = 10_000
+
 
 class RemudaError(Exception):
     """Something went wrong in Remuda."""
@@ -26,9 +31,9 @@ class RemudaError(Exception):
     exit_code = 70
 
     def __init__(self, message: str = "", *, fix: str = "") -> None:
-        super().__init__(message or (type(self).__doc__ or "").strip())
+        super().__init__(brief(message, MAX_MESSAGE) or (type(self).__doc__ or "").strip())
         #: What the reader can do about it, as one sentence.
-        self.fix = fix
+        self.fix = brief(fix, MAX_MESSAGE)
 
     @property
     def message(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from remuda.domain.cron import Cron, parse_cron
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.shown import quoted
 
 MAX_WINDOWS = 100
 MAX_IDLE = 100_000
@@ -62,13 +63,13 @@ def parse_idle_config(document: Any, *, zone_of: Callable[[str], tzinfo]) -> tup
 
 def _window(where: str, body: Any, zone_of: Callable[[str], tzinfo]) -> IdleWindow:
     if not isinstance(body, Mapping):
-        raise UserError(f"{where} is {_brief(body)}, not a window", field=FIELD, fix=FIX)
+        raise UserError(f"{where} is {quoted(body, MAX_SHOWN)}, not a window", field=FIELD, fix=FIX)
     zone_name = body.get("timeZone") or "UTC"
     try:
         cron = parse_cron(_text(body.get("cron")))
     except ValueError as error:
         raise UserError(
-            f"{where}: cron is {_brief(body.get('cron'))}: {error}",
+            f"{where}: cron is {quoted(body.get('cron'), MAX_SHOWN)}: {error}",
             field=FIELD,
             fix="give five fields, or six with seconds first, such as '* * 9-17 * * 1-5'",
         ) from None
@@ -76,7 +77,9 @@ def _window(where: str, body: Any, zone_of: Callable[[str], tzinfo]) -> IdleWind
         zone = zone_of(_text(zone_name))
     except ValueError:
         raise UserError(
-            f"{where}: timeZone is {_brief(zone_name)}", field=FIELD, fix="name a time zone such as Europe/Berlin"
+            f"{where}: timeZone is {quoted(zone_name, MAX_SHOWN)}",
+            field=FIELD,
+            fix="name a time zone such as Europe/Berlin",
         ) from None
     return IdleWindow(
         cron=cron,
@@ -96,7 +99,9 @@ def _text(value: Any) -> str:
 def _count(where: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_IDLE:
         raise UserError(
-            f"{where}: idleCount is {_brief(value)}", field=FIELD, fix=f"give a whole number from 0 to {MAX_IDLE}"
+            f"{where}: idleCount is {quoted(value, MAX_SHOWN)}",
+            field=FIELD,
+            fix=f"give a whole number from 0 to {MAX_IDLE}",
         )
     return value
 
@@ -108,9 +113,7 @@ def _eviction(where: str, value: Any) -> Eviction:
         return Eviction(value)
     except ValueError:
         raise UserError(
-            f"{where}: evictionStrategy is {_brief(value)}", field=FIELD, fix="use oldest_first or newest_first"
+            f"{where}: evictionStrategy is {quoted(value, MAX_SHOWN)}",
+            field=FIELD,
+            fix="use oldest_first or newest_first",
         ) from None
-
-
-def _brief(value: Any) -> str:
-    return repr(value)[:MAX_SHOWN]

@@ -90,6 +90,13 @@ class Instance:
     #: When a terminated record may be forgotten.
     forget_at: datetime | None = None
 
+    def check(self) -> None:
+        """Of a record that was read: `ValueError` where no step could be taken with it."""
+        if self.epoch < 1 or self.uses < 0:
+            raise ValueError("its epoch or its uses are below what they begin with")
+        if self.state is State.IDLE:
+            self.message()
+
     def is_held(self, now: datetime) -> bool:
         return self.held_until is not None and self.held_until > now
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from remuda.domain.errors import UserError
+from remuda.domain.shown import quoted
 
 MAX_PATTERN_TEXT = 1_000
 MAX_PATTERN = 64
@@ -20,6 +21,7 @@ MAX_MMEM = 32 * 1024 * 1024
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _PATTERN = re.compile(r"[A-Za-z0-9.*-]+")
+_INSTANCE_TYPE = re.compile(r"[A-Za-z0-9.-]{1,64}")
 _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
@@ -95,7 +97,7 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
     for name, body in document.items():
         if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name.lower() in _GENERIC_LABELS:
             raise UserError(
-                f"{field}: {_brief(name)} cannot be a class name",
+                f"{field}: {quoted(name, MAX_SHOWN)} cannot be a class name",
                 field=field,
                 fix="use up to 40 letters, digits, - and _, and no label that every runner has",
             )
@@ -111,15 +113,11 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
     return tuple(classes)
 
 
-def _brief(value: Any) -> str:
-    """As a person wrote it, but never a page of it."""
-    shown = repr(value)
-    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
-
-
 def _whole(value: Any, what: str, most: int, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(f"{what} is {_brief(value)}", field=field, fix=f"give a whole number from 1 to {most}")
+        raise UserError(
+            f"{what} is {quoted(value, MAX_SHOWN)}", field=field, fix=f"give a whole number from 1 to {most}"
+        )
     return value
 
 
@@ -188,6 +186,10 @@ class PoolMessage:
             raise ValueError("its id is not an instance id")
         if self.epoch < 1:
             raise ValueError("its epoch is below 1")
+        if not _CLASS_NAME.fullmatch(self.resource_class):
+            raise ValueError("its class cannot be one")
+        if not _INSTANCE_TYPE.fullmatch(self.instance_type):
+            raise ValueError("its instance type cannot be one")
         if self.repository and not is_repository(self.repository):
             raise ValueError("its repository is not of the form owner/name")
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum, StrEnum
 
+from remuda.domain.shown import brief
+
 
 class Signal(StrEnum):
     UD_OK = "UD_OK"
@@ -46,7 +48,7 @@ CREDENTIAL_REFUSED = "credential refused"
 #: How it begins where the forge did not answer: no machine is to blame.
 FORGE_UNREACHABLE = "GitHub out of reach"
 
-_TOOK = re.compile(r"took (\d+\.\d{3}) s")
+_TOOK = re.compile(r"took (\d{1,7}\.\d{3}) s", re.ASCII)
 
 
 def with_took(seconds: float, detail: str) -> str:
@@ -79,7 +81,7 @@ class Report:
     #: The assignment that `signal` speaks of; 0 before the first signal.
     epoch: int = 0
     signal: Signal | None = None
-    #: The signal's story for a person, bounded by the writer.
+    #: The signal's story for a person.
     detail: str = ""
     #: Rises with each beat while the agent's main loop is healthy.
     beat: int = 0
@@ -91,6 +93,11 @@ class Report:
     #: A spot notice, or empty.
     notice: str = ""
     version: str = ""
+
+    def __post_init__(self) -> None:
+        # Whoever has taken a machine writes what he likes here: it is for people's eyes, and in every log.
+        for name in ("detail", "notice", "version"):
+            object.__setattr__(self, name, brief(getattr(self, name), MAX_DETAIL))
 
     @property
     def rank(self) -> int:

@@ -75,6 +75,7 @@ _REFUSED: Mapping[str, str] = {
     "lost": "claim lost",
     "failed": "claimed, but it did not register",
     "malformed": "a message of the pool could not be read",
+    "unreadable": "the record of an instance could not be read",
     "duplicate": "a message of the pool came twice",
 }
 _BIRTHS = frozenset({"create", "tombstone"})

@@ -6,13 +6,15 @@ plus the margin.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
 #: A heartbeat that did not change for so long is dead, one first seen with an older stamp too (skew included).
 HEARTBEAT_INTERVAL_S = 5.0
 HEARTBEAT_DEAD_AFTER_S = 15.0
 HEARTBEAT_STALE_AFTER_S = 75.0
+#: A century: with more, times could not be counted with.
+MAX_LIFETIME = 100 * 366 * 86_400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,11 @@ class Lifetimes:
     reannounce_s: float = 600.0
     #: How long the record of a terminated instance is kept.
     keep_records_s: float = 30 * 86_400.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 <= getattr(self, field.name) <= MAX_LIFETIME:
+                raise ValueError(f"Lifetimes.{field.name} is not from 0 to {MAX_LIFETIME}")
 
 
 def expired(threshold: datetime, *, now: datetime, margin_s: float) -> bool:

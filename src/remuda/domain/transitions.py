@@ -246,6 +246,8 @@ class Guard:
     #: None: there must be no record.
     state: State | None
     epoch: int
+    #: Fields with the values that they must have: what a hint says of an instance is proven by its record.
+    offered: tuple[tuple[str, Any], ...] = ()
     #: Whose assignment it must be, where that matters.
     owner: str | None = None
     #: The threshold must lie after this time.
@@ -267,6 +269,7 @@ class Guard:
         return (
             record.state is self.state
             and record.epoch == self.epoch
+            and all(getattr(record, name) == value for name, value in self.offered)
             and (self.owner is None or record.owner == self.owner)
             and (self.unexpired_at is None or record.threshold > self.unexpired_at)
             and (self.expired_at is None or record.threshold <= self.expired_at)
@@ -568,6 +571,10 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
             )
 
 
+#: What a run chooses an instance by, besides its tier.
+_OFFERED = ("resource_class", "instance_type", "usage_class", "cpu", "mmem")
+
+
 def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[Guard, dict[str, Any]]:
     tiers = event.reuse.tiers(event.tier)
     if instance.tier not in tiers:
@@ -578,6 +585,7 @@ def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[Guard, dict
     guard = Guard(
         state=State.IDLE,
         epoch=instance.epoch,
+        offered=tuple((name, getattr(instance, name)) for name in _OFFERED),
         unexpired_at=now + timedelta(seconds=event.margin_s),
         not_retired=True,
         tiers=tiers,

@@ -20,6 +20,7 @@ from remuda.bootstrap import desired, open_context
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
 from remuda.domain.scale_down import Action
+from remuda.domain.shown import quoted
 from remuda.domain.transitions import ENDINGS
 from remuda.entrypoints import views
 from remuda.entrypoints.emf import Measure, Unit, camel, emf_line
@@ -184,12 +185,12 @@ def parse(event: Any) -> Order:
     name = document.get("command")
     known = " or ".join(f'{{"command": "{each}"}}' for each in COMMANDS)
     if not isinstance(name, str) or name not in COMMANDS:
-        said = "the event has no command" if name is None else f"command is {str(name)[:MAX_SHOWN]!r}"
+        said = "the event has no command" if name is None else f"command is {quoted(name, MAX_SHOWN)}"
         raise UserError(said, field="command", fix=f"send {known}")
     switches = {key: document.get(key, False) for key in ("sweep_only", "dry_run")}
     for key, value in switches.items():
         if not isinstance(value, bool):
-            raise UserError(f"{key} is {str(value)[:MAX_SHOWN]!r}", field=key, fix="send true or false")
+            raise UserError(f"{key} is {quoted(value, MAX_SHOWN)}", field=key, fix="send true or false")
     return Order(command=name, **switches)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.shown import printable
 from remuda.domain.timestamps import to_text
 from remuda.ports.clock import Clock
 from remuda.ports.journal import Journal
@@ -91,9 +92,9 @@ class Output:
     def console(self) -> Console:
         """People's output: rich on a terminal, plain lines in a log."""
         if self._console is None:
-            from rich.console import Console  # noqa: PLC0415 - rich is slow to import and often not needed
+            from remuda.entrypoints.terminal import PlainConsole  # noqa: PLC0415 - slow to import and often not needed
 
-            self._console = Console(stderr=True, highlight=False, width=self.width, soft_wrap=True)
+            self._console = PlainConsole(stderr=True, highlight=False, width=self.width, soft_wrap=True)
         return self._console
 
     def say(self, text: str, *, style: str | None = None) -> None:
@@ -123,9 +124,9 @@ class Output:
         """
         if self.as_json:
             return
-        from rich.console import Console  # noqa: PLC0415 - rich is slow to import and often not needed
+        from remuda.entrypoints.terminal import PlainConsole  # noqa: PLC0415 - slow to import and often not needed
 
-        console = Console(highlight=False, width=self.width)
+        console = PlainConsole(highlight=False, width=self.width)
         for renderable in renderables:
             console.print(renderable, soft_wrap=soft_wrap)
 
@@ -189,7 +190,8 @@ class ConsoleJournal:
         if facts.get("source") or facts.get("target"):
             arrow = f"{facts.get('source') or 'new'} to {facts.get('target')}: "
         line = f"{at:%H:%M:%S} {action:<16} {subject:<20} {arrow}{why}"
-        self._output.say(line.rstrip(), style=self._style(action))
+        # One line an event: what somebody else wrote makes no second one.
+        self._output.say(printable(line).rstrip(), style=self._style(action))
 
     @staticmethod
     def _style(action: str) -> str | None:

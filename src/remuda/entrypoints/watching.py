@@ -24,10 +24,11 @@ class Screen:
     """In place: the terminal's other screen, given back at the end."""
 
     def __init__(self) -> None:
-        from rich.console import Console  # noqa: PLC0415 - only where there is a terminal
-        from rich.live import Live  # noqa: PLC0415 - as above
+        from rich.live import Live  # noqa: PLC0415 - only where there is a terminal
 
-        self._console = Console(highlight=False)
+        from remuda.entrypoints.terminal import PlainConsole  # noqa: PLC0415 - as above
+
+        self._console = PlainConsole(highlight=False)
         self._live = Live(console=self._console, screen=True, auto_refresh=False, vertical_overflow="crop")
 
     def __enter__(self) -> Self:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import yaml
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.bootstrap import layout, local_endpoint
 from remuda.domain.errors import Unavailable, UserError
 from remuda.entrypoints.output import Output
-from remuda.entrypoints.workflow_file import Job, parse_workflow
+from remuda.entrypoints.workflow_file import MAX_BYTES, Job, load_workflow, parse_workflow
 from remuda.githubsim.client import SimClient, SimError, SimJob, SimStep
 from remuda.settings import Settings
 
@@ -83,10 +82,14 @@ async def run_workflow(settings: Settings, output: Output, *, file: str) -> int:
 
 def _read(file: str) -> object:
     try:
-        return yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}", field="FILE", fix="name a workflow file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        with Path(file).open("rb") as opened:
+            text = opened.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{file} cannot be read: {reason}", field="FILE", fix="name a workflow file") from None
+    try:
+        return load_workflow(text)
+    except ValueError as error:
         told = " ".join(str(error).split())[:200]
         raise UserError(f"{file} is not YAML: {told}", field="FILE", fix="mend it") from None
 

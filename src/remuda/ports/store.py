@@ -81,7 +81,9 @@ class InstanceStore(Protocol):
         ...
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
-        """The last `HISTORY_LIMIT` entries, oldest first; all that were applied through this store are in it."""
+        """The last `HISTORY_LIMIT` entries, oldest first; all that were applied through this store are in it. One that
+        cannot be parsed is left out, and named in `malformed_records`.
+        """
         ...
 
     async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:

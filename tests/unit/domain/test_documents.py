@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.documents import camel, from_document, plain, to_document
+from remuda.domain.documents import MAX_WHOLE, camel, from_document, plain, to_document
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
@@ -38,7 +38,13 @@ def test_a_record_survives_json(record: Any) -> None:
     assert from_document(type(record), json.loads(text)) == record
 
 
-@given(st.builds(HistoryEntry, at=st.just(NOW)), st.builds(Report, beat_at=st.just(NOW)))
+wholes = st.integers(-MAX_WHOLE, MAX_WHOLE)
+
+
+@given(
+    st.builds(HistoryEntry, at=st.just(NOW), epoch=wholes),
+    st.builds(Report, beat_at=st.just(NOW), epoch=wholes, beat=wholes, detail=st.text(), notice=st.text()),
+)
 def test_any_text_survives(line: HistoryEntry, report: Report) -> None:
     for record in (line, report):
         assert from_document(type(record), json.loads(json.dumps(to_document(record)))) == record

@@ -78,7 +78,7 @@ def test_events(event: Any, order: Order):
         (["refresh"], "the event has no command"),
         ({"source": "aws.events", "detail": {}}, "the event has no command"),
         ({"command": "reboot"}, "command is 'reboot'"),
-        ({"command": 7}, "command is '7'"),
+        ({"command": 7}, "command is 7"),
         ({"command": "refresh", "sweep_only": "yes"}, "sweep_only is 'yes'"),
     ],
 )

@@ -87,10 +87,14 @@ def test_conditions(condition: str | None, after_success: bool, after_failure: b
         ({"a": {"runs-on": "x", "steps": STEPS, "needs": "b"}}, "jobs.a.needs"),
         ({"a": {"runs-on": "x", "steps": STEPS, "services": {}}}, "jobs.a"),
         ({"a": {"runs-on": "x", "steps": STEPS, "if": "github.ref == 'x'"}}, "jobs.a.if"),
-        ({"a": {"runs-on": "${{ secrets.X }}", "steps": STEPS}}, "jobs.a"),
+        ({"a": {"runs-on": "${{ secrets.X }}", "steps": STEPS}}, "jobs.a.runs-on"),
         ({"a": {"runs-on": "x", "steps": STEPS, "timeout-minutes": -1}}, "jobs.a.timeout-minutes"),
         ({"a": {"runs-on": "x", "steps": STEPS, "strategy": {"matrix": {"n": 3}}}}, "jobs.a.strategy.matrix.n"),
-        ({"a": {"runs-on": "x", "steps": STEPS, "strategy": {"matrix": {"n": list(range(300))}}}}, "jobs"),
+        (
+            {"a": {"runs-on": "x", "steps": STEPS, "strategy": {"matrix": {"n": list(range(300))}}}},
+            "jobs.a.strategy.matrix",
+        ),
+        ({str(n): {"runs-on": "x", "steps": STEPS} for n in range(300)}, "jobs"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(jobs: Any, where: str):

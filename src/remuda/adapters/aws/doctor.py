@@ -17,7 +17,7 @@ from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.aws.ec2.fleet import fleet_request
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Options
 from remuda.adapters.aws.ec2.template import template_name
-from remuda.adapters.aws.errors import code_of, said_by, translated
+from remuda.adapters.aws.errors import answered, code_of, said_by, translated
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
@@ -102,7 +102,7 @@ class AwsDoctor:
     async def _identity(self) -> dict[str, Any]:
         client = await self._clients.client("sts", "STS", config())
         with translated("STS", "the caller's identity"):
-            answer: dict[str, Any] = await client.get_caller_identity()
+            answer: dict[str, Any] = await answered(client.get_caller_identity())
         return answer
 
     async def _clocks(self) -> Finding:
@@ -194,7 +194,7 @@ class AwsDoctor:
         client = await self._clients.client("iam", "IAM", config())
         with translated("IAM", name):
             try:
-                answer = await client.get_instance_profile(InstanceProfileName=name)
+                answer = await answered(client.get_instance_profile(InstanceProfileName=name))
             except ClientError as error:
                 if code_of(error) != _NO_PROFILE:
                     raise

@@ -6,16 +6,19 @@ An answer that was lost (`TimedOut`, `Unavailable`) may have been a yes: callers
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
+
+T = TypeVar("T")
 
 #: How much of a service's own words an error repeats.
 MAX_SAID = 300
@@ -46,6 +49,26 @@ _TABLE_FIX = "run remuda refresh, or check the region and the pool's name"
 
 #: What the library raises in place of an answer.
 FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError)
+
+
+#: Where botocore takes answers apart, and who takes what comes of it for a document.
+_PARSERS = frozenset({"botocore.parsers", "aiobotocore.parsers"})
+_TAKERS = frozenset({"botocore.endpoint", "aiobotocore.endpoint"})
+
+
+async def answered(call: Awaitable[T]) -> T:
+    """One call. What no service would send fails botocore's parsers in ways of their own: here, in one."""
+    try:
+        return await call
+    except Exception as error:
+        if isinstance(error, FAILURES) or not _is_of_parsers(error):
+            raise
+        raise ResponseParserError(f"an answer cannot be read: {type(error).__name__}") from error
+
+
+def _is_of_parsers(error: Exception) -> bool:
+    modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return modules[-1] in _TAKERS or not _PARSERS.isdisjoint(modules)
 
 
 class Kind(Enum):

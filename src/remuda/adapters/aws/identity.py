@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.ec2.options import PROFILE, Options
-from remuda.adapters.aws.errors import Kind, code_of, kind_of, translated
+from remuda.adapters.aws.errors import Kind, answered, code_of, kind_of, translated
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.resources import MAX_SHOWN
 from remuda.ports.calls import CallCounter
@@ -51,7 +51,7 @@ async def _role_id_of(client: IAMClient, name: str) -> str:
 
 async def _get_profile(client: IAMClient, name: str) -> Any:
     try:
-        return await client.get_instance_profile(InstanceProfileName=name)
+        return await answered(client.get_instance_profile(InstanceProfileName=name))
     except ClientError as error:
         if code_of(error) == _UNKNOWN:
             raise UserError(
@@ -71,7 +71,7 @@ async def _get_profile(client: IAMClient, name: str) -> Any:
 async def own_key_prefix(client: STSClient, instance_id: str) -> str:
     """Of the machine whose credentials the client has."""
     with translated("STS", "the machine's identity"):
-        answer = await client.get_caller_identity()
+        answer = await answered(client.get_caller_identity())
     user_id = str(answer.get("UserId", ""))
     if not _ROLE_ID.fullmatch(user_id.removesuffix(f":{instance_id}")) or ":" not in user_id:
         raise UserError(

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
@@ -21,6 +22,7 @@ from remuda.adapters.aws.user_data import Layout
 from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
+from remuda.domain.shown import brief
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.machine import Identity, Memory, Outcome
@@ -29,11 +31,16 @@ ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 #: It is on this very machine: what takes longer does not answer.
 TIMEOUT_S = 2.0
+#: For a whole answer, byte by byte.
+ANSWER_S = 2 * TIMEOUT_S
+MAX_ANSWER_BYTES = 64 * 1024
 TOKEN_LIFE_S = 21_600
 #: A token is renewed when less than this is left of it.
 TOKEN_LEFT_S = 60.0
 COMMAND_LIMIT_S = 15.0
 MAX_NOTICE = 500
+#: What EC2 allows.
+MAX_TAG = 256
 MAX_MEMORY_BYTES = 1024 * 1024
 
 MEMORY = "memory.json"
@@ -47,6 +54,11 @@ REBOOT_TIMER = f"{TIMER_PREFIX}reboot"
 #: What `systemctl stop` says of a unit that there is not (any more).
 NOT_LOADED = 5
 POWER_OFF = ("systemctl", "poweroff", "--force")
+
+#: It goes into a header.
+_TOKEN = re.compile(r"[!-~]{1,2000}")
+#: A tag may be written by hand; more than a day is no difference of clocks.
+MAX_MARGIN_S = 86_400.0
 
 RunCommand = Callable[[Sequence[str]], int]
 
@@ -102,14 +114,23 @@ class Imds:
             response = await self._request("PUT", "/latest/api/token", headers)
             if not response.is_success:
                 raise Unavailable(f"the machine's metadata service gives no token: {response.status_code}")
-            self._token = response.text.strip()
+            token = response.text.strip()
+            if not _TOKEN.fullmatch(token):
+                raise Unavailable("the machine's metadata service gives no token that can be one")
+            self._token = token
             self._token_until = asked_at + TOKEN_LIFE_S - TOKEN_LEFT_S
         return self._token
 
     async def _request(self, method: str, path: str, headers: Mapping[str, str]) -> httpx.Response:
         try:
-            return await self._client.request(method, path, headers=headers)
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(ANSWER_S), self._client.stream(method, path, headers=headers) as response:
+                body = bytearray()
+                async for chunk in response.aiter_raw():
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise Unavailable(f"the machine's metadata service answers more than {MAX_ANSWER_BYTES} bytes")
+                return httpx.Response(response.status_code, content=bytes(body))
+        except (httpx.HTTPError, TimeoutError) as error:
             raise Unavailable(f"the machine's metadata service cannot be reached: {type(error).__name__}") from error
 
 
@@ -152,9 +173,9 @@ class Ec2Machine:
             margin_s = float(margin)
         except ValueError:
             margin_s = math.nan
-        if not 0 <= margin_s < math.inf:
+        if not 0 <= margin_s <= MAX_MARGIN_S:
             raise UserError(f"the machine's tag {MARGIN_TAG} is {margin[:40]!r}", field=MARGIN_TAG, fix=_TAG_FIX)
-        return Identity(instance_id=instance_id, pool=await self._tag(POOL_TAG), margin_s=margin_s)
+        return Identity(instance_id=instance_id, pool=brief(await self._tag(POOL_TAG), MAX_TAG), margin_s=margin_s)
 
     def recall(self) -> Memory:
         try:
@@ -243,7 +264,7 @@ class Ec2Machine:
             document = json.loads(await self._imds.get(path))
         except NotFound:
             return None
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
 
@@ -283,4 +304,4 @@ def _lines(names: Sequence[str]) -> bytes:
 
 
 def _words(text: str) -> str:
-    return " ".join(text.split())[:MAX_NOTICE]
+    return brief(" ".join(text.split()), MAX_NOTICE)

@@ -9,7 +9,7 @@ from aiobotocore.config import AioConfig
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.errors import Kind, code_of, kind_of, translated
+from remuda.adapters.aws.errors import Kind, answered, code_of, kind_of, translated
 from remuda.domain.errors import RemudaError, UserError
 
 TITLE = "Secrets Manager"
@@ -28,7 +28,7 @@ async def read_secret(clients: AwsClients, arn: str, *, key: str, field: str) ->
     try:
         with translated(TITLE, arn):
             try:
-                answer = await client.get_secret_value(SecretId=arn)
+                answer = await answered(client.get_secret_value(SecretId=arn))
             except ClientError as error:
                 refusal = _refusal(error, arn, field)
                 if refusal is None:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.errors import FAILURES, QUEUE_MISSING, SQS, attempts_of, code_of, translated
+from remuda.adapters.aws.errors import FAILURES, QUEUE_MISSING, SQS, answered, attempts_of, code_of, translated
 from remuda.adapters.aws.gathering import chunks, gathered
 from remuda.domain import documents
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
+from remuda.domain.shown import brief
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
@@ -143,7 +144,8 @@ class SqsResourcePool:
             messages = answer.get("Messages", [])
             over = self._clock.monotonic() >= give_up_at if wait_s > 0 else polls >= SHORT_POLLS
             if messages or over:
-                return [_delivery(message) for message in messages]
+                # Without a receipt it can be neither deleted nor handed back: it comes again by itself.
+                return [_delivery(message) for message in messages if message.get("ReceiptHandle")]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
         await self._with_receipts("DeleteMessageBatch", self._client.delete_message_batch, resource_class, receipts, {})
@@ -159,7 +161,10 @@ class SqsResourcePool:
 
     async def depth(self, resource_class: str) -> int:
         found = await self._attributes(resource_class, await self._url(resource_class), _DEPTHS)
-        return sum(int(found.get(name, "0")) for name in _DEPTHS)
+        try:
+            return sum(int(found.get(name, "0")) for name in _DEPTHS)
+        except (TypeError, ValueError):
+            raise Unavailable(f"{SQS} gives no number for the depth of {self._queue(resource_class)}") from None
 
     # Queues ---------------------------------------------------------------------------------------------------
 
@@ -171,8 +176,14 @@ class SqsResourcePool:
             answer = await self._call(
                 "GetQueueUrl", self._client.get_queue_url, resource_class, QueueName=self._queue(resource_class)
             )
-            self._urls[resource_class] = answer["QueueUrl"]
+            self._urls[resource_class] = self._url_in(answer, resource_class)
         return self._urls[resource_class]
+
+    def _url_in(self, answer: Mapping[str, Any], resource_class: str) -> str:
+        url = answer.get("QueueUrl")
+        if not isinstance(url, str) or not url:
+            raise Unavailable(f"{SQS} gives no address for queue {self._queue(resource_class)}")
+        return url
 
     async def _prepare(self, name: str) -> str:
         """What was done, or empty."""
@@ -187,7 +198,7 @@ class SqsResourcePool:
                 QueueName=self._queue(name),
                 Attributes=ATTRIBUTES,
             )
-            self._urls[name] = answer["QueueUrl"]
+            self._urls[name] = self._url_in(answer, name)
             return f"queue {self._queue(name)}"
         found = await self._attributes(name, url, (*ATTRIBUTES, REDRIVE))
         if found.get(REDRIVE):
@@ -240,7 +251,7 @@ class SqsResourcePool:
             batch = [{"Id": key, **entry} for key, entry in left.items()]
             answer = await self._call(operation, method, resource_class, QueueUrl=url, Entries=batch)
             failed = {
-                each["Id"]: each.get("Code", "")
+                str(each.get("Id")): str(each.get("Code", ""))
                 for each in answer.get("Failed", [])
                 if "ReceiptHandle" not in entries[0] or each.get("Code") not in _STALE
             }
@@ -260,7 +271,7 @@ class SqsResourcePool:
         try:
             with translated(SQS, self._queue(resource_class)):
                 try:
-                    answer = await method(**arguments)
+                    answer = await answered(method(**arguments))
                 except FAILURES as error:
                     attempts = failed = attempts_of(error.response) if isinstance(error, ClientError) else 1
                     if isinstance(error, ClientError) and code_of(error) in QUEUE_MISSING:
@@ -291,7 +302,15 @@ def _body(message: PoolMessage) -> str:
 def _delivery(message: Mapping[str, Any]) -> Delivery:
     receipt = str(message["ReceiptHandle"])
     try:
-        return Delivery(receipt=receipt, message=documents.from_document(PoolMessage, json.loads(message["Body"])))
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        return Delivery(receipt=receipt, message=None, malformed=reason[:MAX_REASON])
+        return Delivery(receipt=receipt, message=documents.from_document(PoolMessage, _document(message)))
+    except ValueError as error:
+        return Delivery(receipt=receipt, message=None, malformed=brief(str(error), MAX_REASON))
+
+
+def _document(message: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(message.get("Body", ""))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except TypeError:
+        raise ValueError("its body is no text") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
+from remuda.adapters.github import answers
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.ports.clock import Clock
 
@@ -118,13 +119,8 @@ class AppAuth:
         except NotFound:
             known.id = 0
             raise Unavailable(f"the GitHub App's installation for {scope} has just gone") from None
-        try:
-            expires_at = datetime.fromisoformat(str(answer["expires_at"]))
-            token = str(answer["token"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise Unavailable("GitHub's installation token has no usable token or expiry") from error
-        known.token = token
-        known.expires_at = expires_at if expires_at.tzinfo else expires_at.replace(tzinfo=UTC)
+        minted = answers.credential(answer, "installation token")
+        known.token, known.expires_at = minted.token, minted.expires_at
 
     async def _find(self, scope: str, api: Api, bearer: str) -> int:
         path = f"/repos/{scope}/installation" if "/" in scope else f"/orgs/{scope}/installation"
@@ -142,10 +138,7 @@ class AppAuth:
                 field=APP_KEY_FIELD,
                 fix=f"{_KEY_FIX}; it must belong to REMUDA_GITHUB_APP_ID; check this machine's clock",
             ) from error
-        try:
-            return int(answer["id"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise Unavailable("GitHub's installation has no usable id") from error
+        return answers.identifier(answer, "installation")
 
     def _jwt(self) -> str:
         import jwt  # noqa: PLC0415 - an extra: only an App needs it

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import httpx
 
+from remuda.adapters.github import answers
 from remuda.adapters.github.auth import Auth, StaticToken
 from remuda.adapters.github.errors import translate
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
-from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
@@ -127,15 +126,7 @@ class GithubForge:
         # Minting twice does no harm: it may be repeated.
         with _needs(scope):
             response = await self._call(scope, "POST", f"{_runners(scope)}/{kind}", repeat=True)
-        body = _object(response)
-        try:
-            expires_at = datetime.fromisoformat(str(body["expires_at"]))
-            token = str(body["token"])
-        except (KeyError, ValueError) as error:
-            raise Unavailable(f"GitHub's {kind} has no usable token or expiry") from error
-        if expires_at.tzinfo is None:
-            expires_at = expires_at.replace(tzinfo=UTC)
-        return Credential(token=token, expires_at=to_milliseconds(expires_at.astimezone(UTC)))
+        return answers.credential(answers.fields(response), kind)
 
     async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
         body = {"name": name, "runner_group_id": 1, "labels": list(labels)}
@@ -145,11 +136,7 @@ class GithubForge:
             raise
         except Unavailable:
             response = await self._ask_for_jit_again(scope, body)
-        answer = _object(response)
-        try:
-            return JitRunner(runner_id=int(answer["runner"]["id"]), config=str(answer["encoded_jit_config"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise Unavailable("GitHub's JIT configuration lacks its runner or its configuration") from error
+        return answers.jit_runner(answers.fields(response))
 
     async def _ask_for_jit(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
         with _needs(scope):
@@ -194,13 +181,12 @@ class GithubForge:
             params = {**only, "per_page": str(PER_PAGE), "page": str(page)}
             with _needs(scope):
                 response = await self._call(scope, "GET", _runners(scope), params=params, repeat=True)
-            body = _object(response)
-            found, total = body.get("runners"), body.get("total_count")
-            if not isinstance(found, list) or not isinstance(total, int):
-                raise Unavailable("GitHub's list of runners is not a list with its length")
+            found, total = answers.page(answers.fields(response))
             totals.append(total)
-            runners.update((runner.runner_id, runner) for runner in map(_parse_runner, found))
-            if 'rel="next"' not in response.headers.get("link", ""):
+            before = len(runners)
+            runners.update((runner.runner_id, runner) for runner in found)
+            # A page that brings nothing new is the last one, whatever it says of a next.
+            if 'rel="next"' not in response.headers.get("link", "") or len(runners) == before:
                 break
         return _Listed(runners, totals)
 
@@ -218,7 +204,7 @@ class GithubForge:
             response = await self._call(scope, "GET", f"{_runners(scope)}/{runner_id}", repeat=True)
         except NotFound:
             return None
-        return _parse_runner(_object(response))
+        return answers.runner(answers.fields(response))
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         try:
@@ -251,7 +237,7 @@ class GithubForge:
 
     async def _call_as_app(self, method: str, path: str, *, bearer: str) -> dict[str, Any]:
         # A token that is minted twice does no harm.
-        return _object(await self._send(_Request(method, path, None, None, repeat=True), bearer))
+        return answers.fields(await self._send(_Request(method, path, None, None, repeat=True), bearer))
 
     async def _send(self, request: _Request, token: str, accept: AbstractSet[int] = frozenset()) -> httpx.Response:
         """Repeat what may be repeated, and wait where GitHub asks for a short wait: what it refused for that was not
@@ -289,9 +275,12 @@ class GithubForge:
         headers = {"Authorization": f"Bearer {token}"}
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._client.request(
+                async with self._client.stream(
                     request.method, request.path, params=request.params, json=request.json, headers=headers
-                )
+                ) as response:
+                    return await answers.whole(response)
+        except Unavailable as error:
+            return error
         except (TimeoutError, httpx.TimeoutException):
             return TimedOut(f"GitHub did not answer within {TIMEOUT_S:g} s ({request.what})")
         except httpx.HTTPError as error:
@@ -317,26 +306,3 @@ def _is_local(url: str) -> bool:
 
 def _runners(scope: str) -> str:
     return f"/repos/{scope}/actions/runners" if "/" in scope else f"/orgs/{scope}/actions/runners"
-
-
-def _object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        body = response.json()
-    except ValueError as error:
-        raise Unavailable("GitHub's answer is not JSON") from error
-    if not isinstance(body, dict):
-        raise Unavailable("GitHub's answer is not an object")
-    return body
-
-
-def _parse_runner(body: Any) -> ForgeRunner:
-    try:
-        return ForgeRunner(
-            runner_id=int(body["id"]),
-            name=str(body["name"]),
-            online=body["status"] == "online",
-            busy=bool(body["busy"]),
-            labels=tuple(str(label["name"]) for label in body.get("labels") or ()),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unavailable("GitHub's runner lacks a field") from error

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
+from remuda.adapters.github import answers
 from remuda.adapters.github.client import GithubForge
 from remuda.domain.errors import UserError
 from remuda.ports.clock import Clock
@@ -48,7 +49,7 @@ class GithubDoctor:
         if not self._scope:
             raise UserError("nobody says which scope", fix="give --github-scope: an organisation or owner/repo")
         answer = await self._asked()
-        count = answer.json().get("total_count", 0)
+        _, count = answers.page(answers.fields(answer))
         return ok(f"{self._scope} can be reached: {count} runners registered")
 
     async def _asked(self) -> httpx.Response:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from base64 import b64encode
 from datetime import datetime
 from urllib.parse import quote
 
 import httpx
 
+from remuda.adapters.github.answers import document
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable, UserError
 
 #: GitHub's word for it: without a retry-after, wait a minute at least.
 DEFAULT_RETRY_AFTER_S = 60.0
+#: No limit of GitHub's lasts longer than an hour: what names more than a day is no time.
+MAX_RETRY_AFTER_S = 86_400.0
 
 
 def translate(response: httpx.Response, what: str, now: datetime) -> RemudaError:
@@ -44,7 +48,7 @@ def translate(response: httpx.Response, what: str, now: datetime) -> RemudaError
 
 def _message(response: httpx.Response) -> str:
     try:
-        body = response.json()
+        body = document(response)
     except ValueError:
         return "no explanation"
     said = str(body.get("message", "no explanation")) if isinstance(body, dict) else "no explanation"
@@ -73,13 +77,16 @@ def _is_rate_limit(response: httpx.Response, said: str) -> bool:
 
 def _retry_after_s(response: httpx.Response, now: datetime) -> float:
     """As GitHub asks: `retry-after` first, then the reset of a limit that is used up, else a minute."""
+    asked = _number(response.headers.get("retry-after"))
+    if asked is None and response.headers.get("x-ratelimit-remaining") == "0":
+        reset = _number(response.headers.get("x-ratelimit-reset"))
+        asked = None if reset is None else reset - now.timestamp()
+    return DEFAULT_RETRY_AFTER_S if asked is None else min(max(0.0, asked), MAX_RETRY_AFTER_S)
+
+
+def _number(text: str | None) -> float | None:
     try:
-        return max(0.0, float(response.headers["retry-after"]))
-    except (KeyError, ValueError):
-        pass
-    if response.headers.get("x-ratelimit-remaining") == "0":
-        try:
-            return max(0.0, float(response.headers["x-ratelimit-reset"]) - now.timestamp())
-        except (KeyError, ValueError):
-            pass
-    return DEFAULT_RETRY_AFTER_S
+        found = float(text or "")
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from remuda.adapters.local import folder as files
 from remuda.domain.documents import from_document
 from remuda.domain.resources import is_instance_id
+from remuda.domain.thresholds import MAX_LIFETIME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,10 @@ class Record:
     reason: str = ""
     #: Nothing of it is left but the record and the logs.
     finished: bool = False
+
+    def check(self) -> None:
+        if not 0 <= self.margin_s <= MAX_LIFETIME or not 0 <= self.first_life_s <= MAX_LIFETIME:
+            raise ValueError("its margin or its first life cannot be one")
 
 
 def read_record(folder: Path) -> Record | None:

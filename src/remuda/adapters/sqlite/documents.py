@@ -8,6 +8,9 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from remuda.domain import documents, timestamps
+from remuda.domain.instance import Instance
+from remuda.domain.provision import Provision
+from remuda.domain.signals import Report
 
 T = TypeVar("T")
 
@@ -16,9 +19,19 @@ def encode(record: Any) -> str:
     return json.dumps(documents.plain(record), separators=(",", ":"))
 
 
-def decode(kind: type[T], text: str) -> T:
-    """`ValueError` where the text is not such a record."""
-    return documents.from_document(kind, _load(text))
+def decode(kind: type[T], text: str, name: str = "") -> T:
+    """`ValueError` where the text is not such a record, or lies where the record of `name` belongs and is another's."""
+    record = documents.from_document(kind, _load(text))
+    match record:
+        case Instance() | Report():
+            own = record.instance_id
+        case Provision():
+            own = record.provision_id
+        case _:
+            own = name
+    if name and own != name:
+        raise ValueError("its key is not that of the record that it claims to be")
+    return record
 
 
 def decode_times(text: str) -> Mapping[str, datetime]:

@@ -16,6 +16,7 @@ from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.queues import Incoming, Outgoing, Seal
 from remuda.adapters.sqlite.watch import Watch
 from remuda.domain.resources import PoolMessage
+from remuda.domain.shown import brief
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
@@ -139,4 +140,4 @@ def _delivery(incoming: Incoming) -> Delivery:
     try:
         return Delivery(receipt=incoming.receipt, message=decode(PoolMessage, incoming.body))
     except ValueError as error:
-        return Delivery(receipt=incoming.receipt, message=None, malformed=str(error)[:MAX_REASON])
+        return Delivery(receipt=incoming.receipt, message=None, malformed=brief(str(error), MAX_REASON))

@@ -116,14 +116,14 @@ class SqliteInstanceStore:
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         docs = await self._read("history", partial(tables.history, instance_id=instance_id))
-        return [self._there(HistoryEntry, doc, instance_id) for doc in docs]
+        return self._lines(instance_id, docs)
 
     async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
         rows = await self._read("histories", partial(tables.histories, instance_ids=instance_ids))
-        found: dict[str, list[HistoryEntry]] = {}
+        docs: dict[str, list[str]] = {}
         for instance_id, doc in rows:
-            found.setdefault(instance_id, []).append(self._there(HistoryEntry, doc, instance_id))
-        return found
+            docs.setdefault(instance_id, []).append(doc)
+        return {instance_id: self._lines(instance_id, found) for instance_id, found in docs.items()}
 
     async def forget(self, now: datetime) -> int:
         return await self._write("forget", partial(tables.write_forget, now=now))
@@ -245,7 +245,7 @@ class SqliteInstanceStore:
     async def _wait(self, record: type[R], instance_id: str, since: R | None, timeout_s: float) -> R | None:
         def differs(text: str | None) -> bool:
             try:
-                return (None if text is None else decode(record, text)) != since
+                return (None if text is None else decode(record, text, instance_id)) != since
             except ValueError:
                 return True  # the waiter's own parsing says what is wrong
 
@@ -284,13 +284,22 @@ class SqliteInstanceStore:
         return None if text is None else self._there(record, text, what)
 
     def _there(self, record: type[T], text: str, what: str) -> T:
-        return self._checked(lambda: decode(record, text), what)
+        return self._checked(lambda: decode(record, text, what), what)
 
     def _checked(self, parse: Callable[[], T], what: str) -> T:
         try:
             return parse()
         except ValueError as error:
             raise Unreadable(str(self._file.path), {what: str(error)}) from error
+
+    def _lines(self, instance_id: str, docs: Iterable[str]) -> list[HistoryEntry]:
+        lines: list[HistoryEntry] = []
+        for doc in docs:
+            try:
+                lines.append(decode(HistoryEntry, doc))
+            except ValueError as error:
+                self._malformed[f"history of {instance_id}"] = str(error)
+        return lines
 
     def _all(self, record: type[T], texts: Iterable[tuple[str, str]]) -> dict[str, T]:
         records, unreadable = _sorted_out(record, texts)
@@ -316,7 +325,7 @@ def _sorted_out(
     for name, text in texts:
         past = known.get(name)
         try:
-            records[name] = past[1] if past is not None and past[0] == text else decode(record, text)
+            records[name] = past[1] if past is not None and past[0] == text else decode(record, text, name)
         except ValueError as error:
             unreadable[name] = str(error)
     return records, unreadable

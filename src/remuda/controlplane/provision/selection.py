@@ -11,7 +11,7 @@ from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.waiting import Ended, SignalWait, Waited
 from remuda.domain.course import Source
-from remuda.domain.errors import Conflict, TimedOut, Unavailable, UserError
+from remuda.domain.errors import Conflict, TimedOut, Unavailable, Unreadable, UserError
 from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
@@ -155,6 +155,12 @@ class Selection:
             if not _is_still_idle(conflict.current, message):
                 self._pickup.used(delivery)
             context.journal.note("claim-lost", why, instance_id=message.id, run_id=terms.provision.run_id)
+            return None
+        except Unreadable as error:
+            # The next one will do. Its message comes back, for when somebody has mended the record.
+            self._holdings.drop(hoped_for)
+            self._recorder.refuse("unreadable", error.message, message.id)
+            context.journal.note("claim-failed", error.message, instance_id=message.id)
             return None
         self._holdings.hold(claimed)
         self._pickup.used(delivery)

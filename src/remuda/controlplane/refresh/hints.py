@@ -80,7 +80,8 @@ class HintSweep:
             if (
                 message is None
                 or record is None
-                or (record.state, record.epoch) != (State.IDLE, message.epoch)
+                or record.state is not State.IDLE
+                or record.message() != message
                 or came_at - seen.get((message.id, message.epoch), -inf) < VISIBILITY_S
             ):
                 stale.append(receipt)

@@ -19,7 +19,7 @@ from remuda.controlplane.refresh.hints import HintSweep
 from remuda.controlplane.refresh.machines import MachineSweep, Sightings
 from remuda.controlplane.refresh.provisions import ProvisionSweep
 from remuda.controlplane.refresh.result import Tally
-from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State, retirement
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.signals import Report, Verdict, registration_verdict
@@ -47,7 +47,7 @@ class Sweep:
     async def run(self) -> None:
         context, config, tally = self._context, self._config, self._tally
         outside = await self._look_outside()
-        sightings = Sightings(await context.store.get_sightings(), now=context.clock.now())
+        sightings = Sightings(await self._seen_before(), now=context.clock.now())
         await self._guarded("provisions", ProvisionSweep(context, config, tally).run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
         counts = Counter(item.state for item in records.values())
@@ -73,6 +73,17 @@ class Sweep:
             await sweep()
         except RemudaError as error:
             self._tally.error(f"{what}: {error.message}")
+
+    async def _seen_before(self) -> Mapping[str, datetime]:
+        """What sweeps remember is theirs: where it cannot be parsed they begin anew, and wait as long as for the first
+        sight.
+        """
+        try:
+            return await self._context.store.get_sightings()
+        except Unreadable as error:
+            self._tally.error(f"{error.message}; it begins anew")
+            await self._context.store.put_sightings({})
+            return {}
 
     async def _look_outside(self) -> Outside:
         listed_at = self._context.clock.now()

@@ -102,6 +102,7 @@ def _guard(expression: Expression, guard: Guard) -> str:
     if guard.state is None:
         return f"attribute_not_exists({expression.name(items.PK)})"
     terms = [_equal(expression, "state", guard.state), _equal(expression, "epoch", guard.epoch)]
+    terms += [_equal(expression, camel(name), value) for name, value in guard.offered]
     if guard.owner is not None:
         terms.append(_equal(expression, "owner", guard.owner))
     # Stored times have milliseconds, and text order is time order: the text of the limit, cut, compares the same.

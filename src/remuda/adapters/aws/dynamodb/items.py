@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from remuda.domain import documents, timestamps
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.shown import brief
 from remuda.domain.signals import Report
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ KEPT = timedelta(days=30)
 CONTROL, CONTROL_PREFIX = "control", "control#"
 REPORT, REPORT_PREFIX = "report", "report#"
 
+#: What a record's attributes are, and how botocore hands them over. There are others; no record has them.
+_KINDS: Mapping[str, Any] = {"NULL": bool, "S": str, "BOOL": bool, "N": str, "M": dict, "L": list}
 _WHOLE = re.compile(r"-?\d{1,38}", re.ASCII)
 
 
@@ -131,7 +134,11 @@ def attribute(value: Any) -> Attribute:
 
 def value_of(found: Attribute) -> Any:
     """`ValueError` for kinds that no record has."""
-    ((kind, value),) = found.items()
+    if not isinstance(found, Mapping) or len(found) != 1:
+        raise ValueError("an attribute is not one value of one kind")
+    kind, value = next(iter(found.items()))
+    if not isinstance(value, _KINDS.get(kind, ())):
+        raise ValueError(f"an attribute of kind {brief(str(kind), 20)} is in no record")
     if kind == "NULL":
         return None
     if kind in {"S", "BOOL"}:
@@ -140,9 +147,7 @@ def value_of(found: Attribute) -> Any:
         return int(value) if _WHOLE.fullmatch(value) else float(value)
     if kind == "M":
         return {name: value_of(item) for name, item in value.items()}
-    if kind == "L":
-        return [value_of(item) for item in value]
-    raise ValueError(f"an attribute of kind {kind} is in no record")
+    return [value_of(item) for item in value]
 
 
 def record_of(kind: type[T], item: Item) -> T:

@@ -250,7 +250,13 @@ class DynamoInstanceStore:
         newest = await self._table.query_first(
             {"ConsistentRead": True, "ScanIndexForward": False, **arguments}, HISTORY_LIMIT
         )
-        return [self._there(HistoryEntry, item, instance_id) for item in reversed(newest)]
+        lines: list[HistoryEntry] = []
+        for item in reversed(newest):
+            try:
+                lines.append(record_of(HistoryEntry, item))
+            except ValueError as error:
+                self._malformed[f"history of {instance_id}"] = str(error)
+        return lines
 
     async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
         found: dict[str, Sequence[HistoryEntry]] = {}

@@ -13,6 +13,7 @@ from remuda.adapters.aws.errors import (
     DYNAMODB,
     FAILURES,
     TRANSACTION_REFUSED,
+    answered,
     attempts_of,
     blames_of,
     code_of,
@@ -20,7 +21,7 @@ from remuda.adapters.aws.errors import (
     translated,
 )
 from remuda.adapters.aws.gathering import chunks, gathered
-from remuda.domain.errors import Throttled
+from remuda.domain.errors import Throttled, Unavailable
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 
@@ -86,7 +87,7 @@ class Table:
         try:
             with translated(DYNAMODB, self.name):
                 try:
-                    answer = await method(**arguments)
+                    answer = await answered(method(**arguments))
                 except FAILURES as error:
                     attempts = failed = attempts_of(error.response) if isinstance(error, ClientError) else 1
                     if isinstance(error, ClientError) and code_of(error) == CONDITION_FAILED:
@@ -109,6 +110,9 @@ class Table:
         answer = await self.call(
             "GetItem", self.client.get_item, prefix, TableName=self.name, Key=key, ConsistentRead=True
         )
+        # Nothing at all is what an answer says that is none; where there is no such item, it says who answered.
+        if "Item" not in answer and not answer.get("ResponseMetadata", {}).get("RequestId"):
+            raise self._unreadable()
         return answer.get("Item") or None
 
     async def update(self, key: Item, arguments: Mapping[str, Any]) -> Item:
@@ -122,7 +126,8 @@ class Table:
             ReturnValuesOnConditionCheckFailure="ALL_OLD",
             **arguments,
         )
-        return answer["Attributes"]
+        item: Item = self._part(answer, "Attributes", Mapping)
+        return item
 
     async def update_together(self, updates: Sequence[tuple[Item, Mapping[str, Any]]]) -> None:
         """All of these updates, at most `TRANSACTION` of them; `Cancelled` where none of them was made."""
@@ -155,7 +160,7 @@ class Table:
         for tries in range(BATCH_TRIES):
             await self._pause(tries)
             answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=wanted)
-            found.extend(answer.get("Responses", {}).get(self.name, []))
+            found.extend(self._keyed(self._part(answer, "Responses", Mapping).get(self.name, [])))
             wanted = answer.get("UnprocessedKeys", {})
             if not wanted:
                 return found
@@ -177,7 +182,7 @@ class Table:
             await self.clock.sleep(BATCH_PAUSE_S * 2**tries * (0.5 + self._ids.jitter()))
 
     async def query(self, arguments: Mapping[str, Any]) -> list[Item]:
-        return [item async for page in self._pages("Query", self.client.query, arguments) for item in page["Items"]]
+        return [item async for page in self._pages("Query", self.client.query, arguments) for item in self._items(page)]
 
     async def query_first(
         self, arguments: Mapping[str, Any], limit: int, counts: Callable[[Item], bool] = lambda _: True
@@ -186,13 +191,32 @@ class Table:
         found: list[Item] = []
         if limit > 0:
             async for page in self._pages("Query", self.client.query, {"Limit": limit, **arguments}):
-                found.extend(item for item in page["Items"] if counts(item))
+                found.extend(item for item in self._items(page) if counts(item))
                 if len(found) >= limit:
                     break
         return found[:limit]
 
     async def scan(self, arguments: Mapping[str, Any]) -> list[Item]:
-        return [item async for page in self._pages("Scan", self.client.scan, arguments) for item in page["Items"]]
+        return [item async for page in self._pages("Scan", self.client.scan, arguments) for item in self._items(page)]
+
+    def _items(self, page: Mapping[str, Any]) -> list[Item]:
+        return self._keyed(self._part(page, "Items", list))
+
+    def _keyed(self, found: list[Item]) -> list[Item]:
+        # Some ask for the first key alone.
+        keys = (item.get(name, missing) for item in found for name, missing in ((PK, {}), (SK, {"S": ""})))
+        if not all(isinstance(key.get("S"), str) for key in keys):
+            raise self._unreadable()
+        return found
+
+    def _part(self, answer: Mapping[str, Any], name: str, kind: Any) -> Any:
+        """What every such answer has: without it nobody may think that there is nothing."""
+        if not isinstance(answer.get(name), kind):
+            raise self._unreadable()
+        return answer[name]
+
+    def _unreadable(self) -> Unavailable:
+        return Unavailable(f"{DYNAMODB} gave an answer about table {self.name} that cannot be read")
 
     async def _pages(
         self, operation: str, method: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]

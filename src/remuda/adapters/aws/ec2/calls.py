@@ -9,7 +9,7 @@ from aiobotocore.config import AioConfig
 from botocore import xform_name
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.errors import EC2, FAILURES, code_of, translate
+from remuda.adapters.aws.errors import EC2, FAILURES, answered, code_of, translate
 from remuda.domain.errors import Throttled, TimedOut, Unavailable
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -88,7 +88,7 @@ class Ec2Calls:
 
     async def _once(self, operation: str, parameters: dict[str, Any]) -> dict[str, Any]:
         self._calls.add(SERVICE, operation)
-        answer: dict[str, Any] = await getattr(self._client, xform_name(operation))(**parameters)
+        answer: dict[str, Any] = await answered(getattr(self._client, xform_name(operation))(**parameters))
         return answer
 
 

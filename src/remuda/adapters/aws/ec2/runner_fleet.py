@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
-from remuda.adapters.aws.ec2.views import DESCRIBE_PAGE, by_tag
+from remuda.adapters.aws.ec2.views import DESCRIBE_PAGE, by_tag, instance_id_of, tags_of, utc
 from remuda.domain.errors import NotFound, RemudaError, Unavailable
 from remuda.domain.fleet import (
     GHR_APPLICATION,
@@ -134,8 +133,8 @@ class _Patience:
 def _machine(item: Mapping[str, Any]) -> FleetMachine:
     launched_at = item.get("LaunchTime")
     return FleetMachine(
-        instance_id=str(item["InstanceId"]),
-        launched_at=None if launched_at is None else launched_at.astimezone(UTC),
-        tags={str(tag["Key"]): str(tag.get("Value", "")) for tag in item.get("Tags", ())},
+        instance_id=instance_id_of(item),
+        launched_at=None if launched_at is None else utc(launched_at),
+        tags=tags_of(item),
         os="windows" if str(item.get("Platform", "")).lower() == _WINDOWS else "linux",
     )

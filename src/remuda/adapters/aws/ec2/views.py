@@ -8,11 +8,12 @@ from typing import Any
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls
 from remuda.adapters.aws.tags import RESERVED_PREFIX
+from remuda.domain.errors import Unavailable
+from remuda.domain.resources import is_instance_id
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.compute import MachineState, MachineView
 
 DESCRIBE_PAGE = 1_000
-_BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
 
 #: Nothing of ours is ever stopped; one that somebody stopped by hand will not run again: it is to be ended.
 _STATES = {
@@ -41,20 +42,42 @@ async def views_of(calls: Ec2Calls, filters: Filters) -> list[MachineView]:
     async for page in calls.pages("DescribeInstances", Filters=filters, MaxResults=DESCRIBE_PAGE):
         for reservation in page.get("Reservations", ()):
             for item in reservation.get("Instances", ()):
-                view = _view(item)
+                view = machine_view(item)
                 found[view.instance_id] = view
     return list(found.values())
 
 
-def _view(item: Mapping[str, Any]) -> MachineView:
+def instance_id_of(item: Mapping[str, Any]) -> str:
+    """A list with a machine that cannot be named is no list: what is left out would look gone."""
+    name = str(item.get("InstanceId", ""))
+    if not is_instance_id(name):
+        raise Unavailable("EC2 lists a machine without a usable id")
+    return name
+
+
+def tags_of(item: Mapping[str, Any]) -> dict[str, str]:
+    return {str(tag.get("Key", "")): str(tag.get("Value", "")) for tag in item.get("Tags") or ()}
+
+
+def utc(at: datetime) -> datetime:
+    try:
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).astimezone(UTC)
+    except OverflowError:
+        raise Unavailable("EC2 lists a machine with a time that cannot be one") from None
+
+
+def machine_view(item: Mapping[str, Any]) -> MachineView:
     state = str((item.get("State") or {}).get("Name", ""))
-    launched_at = item.get("LaunchTime") or _BEGINNING
+    launched_at = item.get("LaunchTime")
+    # It has a grace from then on: without it, what was just launched would look old.
+    if launched_at is None:
+        raise Unavailable("EC2 lists a machine without the time of its launch")
     return MachineView(
-        instance_id=str(item["InstanceId"]),
+        instance_id=instance_id_of(item),
         # A state that we do not know yet is no reason to think that it has ended.
         state=_STATES.get(state, MachineState.RUNNING),
         instance_type=str(item.get("InstanceType", "")),
-        launched_at=to_milliseconds(launched_at.astimezone(UTC)),
+        launched_at=to_milliseconds(utc(launched_at)),
         image=str(item.get("ImageId", "")),
-        tags={tag["Key"]: tag["Value"] for tag in item.get("Tags", ()) if not tag["Key"].startswith(RESERVED_PREFIX)},
+        tags={key: value for key, value in tags_of(item).items() if not key.startswith(RESERVED_PREFIX)},
     )

@@ -1,0 +1,96 @@
+"""Coverage-guided fuzzing of what is parsed from bytes: `python -m support.guided CORPUS -max_total_time=60`.
+
+libFuzzer goes where a new branch is taken, over hundreds of thousands of inputs: that pays for parsers, where one wrong
+byte opens a path. Where a document must be right in ten places to get anywhere, `tests/unit/fuzz` gets further. What it
+finds becomes an `@example` there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import UTC
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["remuda", "yaml", "tomllib"]):
+    import httpx
+    import yaml
+
+    from remuda.adapters.github import answers
+    from remuda.adapters.sqlite import documents
+    from remuda.domain.cron import parse_cron
+    from remuda.domain.documents import to_document
+    from remuda.domain.errors import RemudaError
+    from remuda.domain.instance import Instance
+    from remuda.domain.resources import PoolMessage, TypePatterns
+    from remuda.domain.signals import Report
+    from remuda.entrypoints.workflow_file import load_workflow, parse_workflow
+    from remuda.settings import load
+    from support.records import NOW, instance, message
+
+GITHUB = {"run_id": "77", "run_attempt": "1", "repository": "octo/repo"}
+WORKFLOW = {
+    "on": "push",
+    "jobs": {"a": {"runs-on": "x", "needs": [], "steps": [{"run": "echo ${{ github.run_id }}"}]}},
+}
+RUNNERS = {
+    "total_count": 1,
+    "runners": [{"id": 7, "name": "x", "status": "online", "busy": False, "labels": [{"name": "x"}]}],
+}
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _cron(data: bytes) -> object:
+    return parse_cron(_text(data)).is_open(NOW, UTC)
+
+
+def _page(data: bytes) -> object:
+    return answers.page(answers.fields(httpx.Response(200, content=data)))
+
+
+def _json(record: object) -> bytes:
+    return json.dumps(to_document(record)).encode()
+
+
+#: Each with a seed that is right.
+TARGETS: tuple[tuple[Callable[[bytes], object], bytes], ...] = (
+    (lambda data: documents.decode(PoolMessage, _text(data)), _json(message())),
+    (lambda data: documents.decode(Instance, _text(data)), _json(instance())),
+    (lambda data: documents.decode(Report, _text(data)), _json(Report(instance_id="i-1", beat_at=NOW))),
+    (lambda data: parse_workflow(load_workflow(data), GITHUB), yaml.safe_dump(WORKFLOW).encode()),
+    (_page, json.dumps(RUNNERS).encode()),
+    (_cron, b"0 */5 9-17 * JAN,5L MON#2"),
+    (lambda data: TypePatterns.parse(_text(data)).matches("c6i.large"), b"c* m6i.large"),
+    (lambda data: load({"idle_config": _text(data)}, environ={}), b'[{"cron": "* * * * *", "idleCount": 2}]'),
+    (lambda data: load({"resource_class_config": _text(data)}, environ={}), b'{"large": {"cpu": 2, "mmem": 4096}}'),
+)
+
+
+def one(data: bytes) -> None:
+    """The first byte says which parser gets the rest. A refusal is what should happen; all else is a find."""
+    if not data:
+        return
+    parse, _ = TARGETS[data[0] % len(TARGETS)]
+    try:
+        parse(data[1:])
+    except (ValueError, RemudaError):
+        return
+
+
+def main() -> None:
+    corpus = Path(sys.argv[1])
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, (_, seed) in enumerate(TARGETS):
+        (corpus / f"seed-{number}").write_bytes(bytes([number]) + seed)
+    atheris.Setup(sys.argv, one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Bad input that is nearly good: valid documents with something dropped, retyped, swapped, nested or blown up.
+
+What is random all through is refused at the first look. What is wrong in one place goes deep.
+
+The short profile is the same on every run. `REMUDA_FUZZ=5000` makes it that many examples for each test, new ones each
+time; what fails is kept in `.hypothesis` and tried first the next time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from remuda.domain.errors import MAX_MESSAGE, RemudaError
+
+#: How many examples a test tries in the short profile, unless it says otherwise.
+SHORT = 40
+LONG = int(os.environ.get("REMUDA_FUZZ", "0"))
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\r\nERROR forged line\u202e\x00"
+LONE = "\ud800"
+DEEP = 3_000
+
+
+def fuzzed(examples: int = SHORT) -> Callable[[Any], Any]:
+    """How a property here is tried. Where an example is dear it says how few will do."""
+    return settings(
+        max_examples=max(LONG * examples // SHORT, 1) if LONG else examples,
+        derandomize=not LONG,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=bool(LONG),
+    )
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+TIMES = (
+    "0001-01-01T00:00:00.000Z",
+    "9999-12-31T23:59:59.999Z",
+    "0000-00-00T00:00:00.000Z",
+    "2025-02-30T12:00:00.000Z",
+    "1900-01-01T00:00:00.000Z",
+    "2025-05-31T12:00:00+00:00",
+    "2025-05-31T12:00:00",
+    "9999-12-31T23:59:59-23:59",
+    "0001-01-01T00:00:00+23:59",
+)
+TEXTS = (
+    "",
+    " ",
+    "None",
+    "null",
+    "-1",
+    "1e400",
+    "nan",
+    ESCAPES,
+    LONE,
+    "x" * 1_200,
+    "../../etc/passwd",
+    "::error::x",
+    *TIMES,
+)
+NUMBERS = (
+    *(0, -1, 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63) - 1, 10**30, 10**400, -(10**400)),
+    *(0.5, -0.0, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")),
+)
+OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [None],
+    {"": None},
+    {"message": {}},
+    [[[]]],
+    {"a": {"a": {"a": {}}}},
+)
+
+extremes = st.sampled_from([*TEXTS, *NUMBERS, *OTHERS])
+any_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | extremes,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a document has a value, the outermost first."""
+    yield path
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from places(item, (*path, key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from places(item, (*path, number))
+
+
+def _at(document: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
+        document = document[step]
+    return document
+
+
+def _changed(draw: st.DrawFn, value: Any) -> Any:
+    kind = draw(st.integers(0, 6))
+    if kind == 0:
+        return draw(any_json)
+    if kind == 1:
+        return [value]
+    if kind == 2:
+        return {"value": value}
+    if isinstance(value, str) and kind in {3, 4}:
+        cut = draw(st.integers(0, len(value)))
+        return value[:cut] + draw(st.sampled_from(["", *TEXTS]) | st.text(max_size=5)) + value[cut:]
+    if isinstance(value, dict) and kind in {3, 4, 5}:
+        key = draw(st.sampled_from([*value, "extra", "", ESCAPES, "x" * 300, "__proto__"]))
+        return {**value, key: draw(any_json)}
+    if isinstance(value, list) and kind in {3, 4, 5}:
+        return [*value, *value[:1] * draw(st.integers(0, 3)), draw(extremes)]
+    return draw(extremes)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, document: Any, *, most: int = 3) -> Any:
+    """The document with one to so many things wrong."""
+    holder = {"": copy.deepcopy(document)}
+    for _ in range(draw(st.integers(1, most))):
+        found = [path for path in places(holder) if path]
+        path = draw(st.sampled_from(found))
+        parent = _at(holder, path[:-1])
+        kind = draw(st.integers(0, 5))
+        if kind == 0 and len(path) > 1:
+            del parent[path[-1]]
+        elif kind == 1:
+            other = draw(st.sampled_from(found))
+            parent[path[-1]] = copy.deepcopy(_at(holder, other))
+        else:
+            parent[path[-1]] = copy.deepcopy(_changed(draw, parent[path[-1]]))
+    return holder[""]
+
+
+@st.composite
+def spoiled_text(draw: st.DrawFn, document: Any) -> bytes:
+    """As bytes: a mutated document, or a good one that was cut, stuffed, doubled or replaced on its way."""
+    kind = draw(st.integers(0, 9))
+    if kind <= 4:
+        return json.dumps(draw(mutated(document))).encode()
+    good = json.dumps(document).encode()
+    at = draw(st.integers(0, len(good)))
+    match kind:
+        case 5:
+            return good[:at]
+        case 6:
+            return good[:at] + draw(st.binary(min_size=1, max_size=6)) + good[at:]
+        case 7 if isinstance(document, dict) and document:
+            # Twice the same key: the last one counts.
+            key = draw(st.sampled_from(list(document)))
+            return good[:-1] + b"," + json.dumps(key).encode() + b":" + json.dumps(draw(extremes)).encode() + b"}"
+        case 8:
+            whole = [b"", b"null", b"[" * DEEP, b'{"a":' * DEEP, b"[" * DEEP + b"]" * DEEP, b"1" * 5_000, b"NaN"]
+            return draw(
+                st.sampled_from([*whole, b"\xff\xfe{}", b"\xef\xbb\xbf" + good, b"<!DOCTYPE html><html>502</html>"])
+            )
+        case _:
+            return draw(st.binary(max_size=64))
+
+
+def check_told(error: BaseException) -> None:
+    """An error that was meant, in words that can be shown."""
+    assert isinstance(error, RemudaError), f"{type(error).__name__}: {error}"
+    check_shown(error.message, MAX_MESSAGE)
+    check_shown(error.fix, MAX_MESSAGE)
+
+
+def check_shown(text: str, most: int) -> None:
+    assert text.isprintable(), ascii(text)
+    assert len(text) <= most, len(text)
+    text.encode()

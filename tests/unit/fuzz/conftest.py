@@ -1,0 +1,14 @@
+"""What is asynchronous here runs in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from support.world_time import VirtualLoop
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
+    return {"virtual": VirtualLoop}

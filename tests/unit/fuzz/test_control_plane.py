@@ -1,0 +1,286 @@
+"""A whole pool while somebody spoils what it reads: others go on, nothing is done that should not be, all is told.
+
+Real use cases and real agents in virtual time; every write is judged by the law of `support.world_law`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from remuda.adapters.memory.forge import MemoryForge
+from remuda.controlplane.context import Context
+from remuda.controlplane.explain import explain
+from remuda.controlplane.refresh import RefreshResult, refresh
+from remuda.controlplane.status import status
+from remuda.domain.documents import from_document, to_document
+from remuda.domain.errors import RemudaError
+from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision
+from remuda.domain.resources import PoolMessage, UsageClass
+from remuda.domain.signals import Report
+from support.mutations import any_json, check_shown, check_told, fuzzed, mutated
+from support.records import message as make_message
+from support.spoiled_store import Spoil, SpoiledStore
+from support.world import World
+from support.world_time import run_virtual
+
+FEW = 10
+#: Of an instance of another class.
+LIE = make_message(1, resource_class="xlarge", usage_class=UsageClass.ON_DEMAND, cpu=4, mmem=8_192)
+
+
+class SpoiledWorld(World):
+    """Its agents read what they should; its control plane reads what somebody made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spoil = Spoil()
+
+    def process(self, hook: Any = None, *, credentialed: bool = False) -> Context:
+        context = super().process(hook, credentialed=credentialed)
+        store = SpoiledStore(clock=self.clock, calls=context.calls, database=self.database, spoil=self.spoil)
+        forge = MemoryForge(github=self.github, token=self.token, calls=context.calls) if credentialed else None
+        return replace(context, store=store, forge=forge)
+
+    def check_others(self, *spoiled: str) -> None:
+        """The law holds for every machine whose own documents were left alone."""
+        broken = [line for line in self.law.broken if not line.startswith(tuple(f"{name}:" for name in spoiled))]
+        assert not broken, "\n".join(broken)
+
+    async def close(self) -> None:
+        for host in self.hosts.values():
+            host.power_off()
+        await asyncio.gather(*(host.task for host in self.hosts.values()), return_exceptions=True)
+
+
+async def opened() -> SpoiledWorld:
+    world = SpoiledWorld()
+    await world.configure()
+    return world
+
+
+def is_readable(kind: type[Any], name: str, document: Any) -> bool:
+    try:
+        record = from_document(kind, document)
+    except ValueError:
+        return False
+    return getattr(record, "instance_id", None) == name or getattr(record, "provision_id", None) == name
+
+
+async def sweep(world: World) -> RefreshResult:
+    result = await refresh(world.process(credentialed=True), None)
+    for error in result.errors:
+        check_shown(error, 12_000)
+    return result
+
+
+@fuzzed(FEW)
+@given(st.data())
+def test_messages(data: st.DataObject) -> None:
+    """What is no message is dropped and counted; one that is, and lies, gets nobody a machine that does not fit."""
+
+    async def story() -> None:
+        world = await opened()
+        (name,) = await world.warm(1)
+        good = world.record(name).message()
+        documents = data.draw(st.lists(mutated(to_document(good)), min_size=1, max_size=4))
+        dropped = 0
+        for document in documents:
+            try:
+                message: PoolMessage | None = from_document(PoolMessage, document)
+                why = ""
+            except ValueError as error:
+                message, why = None, str(error)
+                dropped += 1
+            world.queues.put("large", message, shuffle=0.5, malformed=why)
+        process = world.process()
+        made = await world.provision("2", count=1, process=process)
+        assert [item.instance.resource_class for item in made.instances] == ["large"]
+        assert made.refused.get("malformed", 0) <= dropped
+        for note, why in process.journal.lines:  # type: ignore[attr-defined]
+            check_shown(f"{note} {why}", 12_000)
+        for item in made.instances:
+            assert world.record(item.instance.instance_id).epoch <= 2
+        await world.release("2")
+        # Two sweeps see that there are too many hints, and the next provisions find none of the bad ones.
+        for _ in range(3):
+            await asyncio.sleep(11)
+            await sweep(world)
+        assert not [item for item in world.queues.named("large").messages if item.message is None]
+        world.check()
+        await world.end()
+
+    run_virtual(story())
+
+
+@fuzzed(FEW)
+@given(mutated(to_document(LIE)))
+@example(to_document(LIE))
+def test_a_message_that_lies(document: Any) -> None:
+    """It says that a small machine is a large one. Its record says otherwise, and rules."""
+
+    async def story() -> None:
+        world = await opened()
+        (small,) = await world.warm(1)
+        try:
+            lie = replace(from_document(PoolMessage, document), id=small)
+        except ValueError:
+            lie = replace(LIE, id=small)
+        world.queues.put("xlarge", lie, shuffle=0.5)
+        made = await world.provision("2", resource_class="xlarge")
+        assert [item.instance.resource_class for item in made.instances] == ["xlarge"]
+        assert world.record(small).state is State.IDLE
+        for _ in range(3):
+            await asyncio.sleep(11)
+            await sweep(world)
+        assert world.hints("xlarge") == []
+        assert world.hints("large") == [small]
+        world.check()
+        await world.release("2")
+        await world.end()
+
+    run_virtual(story())
+
+
+@fuzzed(FEW)
+@given(st.data())
+def test_reports(data: st.DataObject) -> None:
+    """A machine that writes what it likes into its own report harms itself at most."""
+
+    async def story() -> None:
+        world = await opened()
+        bad, good = await world.warm(2)
+        world.spoil.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])) | any_json)
+        try:
+            made = await world.provision("2", count=2)
+            assert len(made.instances) == 2
+        except RemudaError as error:
+            check_told(error)
+        world.spoil.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])))
+        await sweep(world)
+        assert not world.spoil.documents or await status(world.process())
+        try:
+            await explain(world.process(), "2")
+        except RemudaError as error:
+            check_told(error)
+        for told in (await world.release("2")).errors:
+            check_shown(told, 12_000)
+        await sweep(world)
+        assert world.states()[good] in {State.IDLE, State.RUNNING, State.RELEASING, *ABSORBING}
+        world.check_others(bad)
+        world.spoil.documents.clear()
+        await world.pass_time(480)
+        assert not world.alive()
+        await world.close()
+
+    run_virtual(story())
+
+
+@fuzzed(FEW)
+@given(st.data(), st.sampled_from([State.IDLE, State.RUNNING]))
+def test_control_records(data: st.DataObject, state: State) -> None:
+    """One that cannot be parsed is told of by name and left alone; all others are provisioned, released and swept."""
+
+    async def story() -> None:
+        world = await opened()
+        names = await world.warm(2)
+        if state is State.RUNNING:
+            await world.provision("2", count=2)
+        bad, good = names
+        document = data.draw(
+            (mutated(to_document(world.record(bad))) | any_json).filter(
+                lambda found: not is_readable(Instance, bad, found)
+            )
+        )
+        before = world.record(bad)
+        world.spoil.documents[Instance, bad] = document
+        process = world.process()
+        if state is State.IDLE:
+            made = await world.provision("3", count=1, process=process)
+            assert [item.instance.instance_id for item in made.instances] != [bad]
+        result = await sweep(world)
+        assert any(bad in error for error in result.errors), result.errors
+        await world.release("2")
+        await world.release("3")
+        await sweep(world)
+        assert (await status(world.process())).unreadable
+        assert world.record(bad) == before, "it is left as it is"
+        assert world.cloud.is_alive(bad)
+        assert world.record(good).run_id == ""
+        world.check()
+        # Somebody mends it.
+        world.spoil.documents.clear()
+        await world.end()
+
+    run_virtual(story())
+
+
+@fuzzed(FEW)
+@given(st.data())
+def test_provisions(data: st.DataObject) -> None:
+    async def story() -> None:
+        world = await opened()
+        await world.provision("1")
+        await world.provision("2")
+        spoiled = next(item for (run, _), item in world.database.provisions.items() if run == "1")
+        document = data.draw(
+            mutated(to_document(spoiled)).filter(lambda found: not is_readable(Provision, spoiled.provision_id, found))
+        )
+        world.spoil.documents[Provision, spoiled.provision_id] = document
+        told = await world.release("1")
+        assert any(spoiled.provision_id in error for error in told.errors)
+        done = await world.release("2")
+        assert not done.errors
+        await sweep(world)
+        world.check()
+        world.spoil.documents.clear()
+        await world.end()
+
+    run_virtual(story())
+
+
+@fuzzed(FEW)
+@given(mutated({"missing:i-00000000000000001": "2025-05-31T12:00:00.000Z"}) | any_json)
+def test_sightings(document: Any) -> None:
+    """What sweeps remember is lost: they begin anew, and say so once."""
+
+    async def story() -> None:
+        world = await opened()
+        await world.warm(1)
+        world.spoil.sightings = document
+        await sweep(world)
+        assert not (await sweep(world)).errors
+        world.check()
+        await world.end()
+
+    run_virtual(story())
+
+
+@fuzzed(FEW)
+@given(st.data())
+def test_the_configuration(data: st.DataObject) -> None:
+    """Nothing is begun with a configuration that cannot be used; it is an error in one sentence."""
+
+    async def story() -> None:
+        world = await opened()
+        await world.warm(1)
+        assert world.database.config is not None
+        document = data.draw(mutated(to_document(world.database.config)))
+        world.spoil.documents[PoolConfig, "config"] = document
+        for work in (world.provision("2"), refresh(world.process(credentialed=True), None), world.release("2")):
+            try:
+                await work
+            except RemudaError as error:
+                check_told(error)
+        world.spoil.documents.clear()
+        await world.release("2")
+        world.check_others()
+        await world.close()
+
+    run_virtual(story())

@@ -1,0 +1,267 @@
+"""GitHub's answers: whatever comes in place of one, the caller gets a result that can be used or an error of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from datetime import UTC, timedelta
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from remuda.adapters.github.answers import MAX_BODY
+from remuda.adapters.github.auth import AppAuth, Auth, StaticToken
+from remuda.adapters.github.client import LIST_TRIES, TRIES, GithubForge
+from remuda.adapters.github.doctor import GithubDoctor
+from remuda.adapters.github.errors import MAX_RETRY_AFTER_S
+from remuda.domain.errors import RemudaError, Throttled
+from remuda.domain.instance import Credential
+from remuda.domain.skew import skew_s
+from remuda.ports.calls import CallCounter
+from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
+from support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, check_told, fuzzed, spoiled_text
+from support.records import NOW
+from support.world_time import SeededIds, VirtualClock, VirtualLoop
+
+RUNNER = {
+    "id": 7,
+    "name": "remuda-test-1-i-00000000000000001",
+    "os": "linux",
+    "status": "online",
+    "busy": False,
+    "labels": [{"id": 1, "name": "self-hosted", "type": "read-only"}],
+}
+LIST = {"total_count": 1, "runners": [RUNNER]}
+TOKEN = {"token": "LLBF3JGZDX3P5PMEXLND6TS6FCWO6", "expires_at": "2025-05-31T13:00:00.000Z"}
+JIT = {"runner": RUNNER, "encoded_jit_config": "abc123"}
+REFUSAL = {"message": "API rate limit exceeded", "documentation_url": "https://docs.github.com"}
+GOOD = {"list": LIST, "token": TOKEN, "jit": JIT, "runner": RUNNER, "refusal": REFUSAL, "delete": {}}
+STATUS = {"list": 200, "token": 201, "jit": 201, "runner": 200, "refusal": 403, "delete": 204}
+
+numbers = st.sampled_from(["0", "1", "-1", "nan", "inf", "-inf", "1e400", "9" * 400, "1_0", " 5 ", "Wed, 21 Oct 2015"])
+headers = st.fixed_dictionaries(
+    {},
+    optional={
+        "link": st.sampled_from(['<https://api.github.com/?page=2>; rel="next"', 'rel="next"' * 50, "<", ESCAPES[:3]]),
+        "retry-after": numbers,
+        "x-ratelimit-remaining": numbers,
+        "x-ratelimit-reset": numbers,
+        "x-ratelimit-limit": numbers,
+        "date": st.sampled_from(["Sat, 31 May 2025 12:00:00 GMT", "Mon, 99 Abc 0000 99:99:99 GMT", *TEXTS[:6]]),
+        "content-type": st.sampled_from(
+            ["text/html", "application/json; charset=utf-7", "application/json; charset=x"]
+        ),
+        "content-encoding": st.sampled_from(["gzip", "br", "identity", "deflate"]),
+    },
+)
+statuses = st.sampled_from([200, 201, 204, 206, 301, 304, 400, 401, 403, 404, 409, 422, 429, 500, 502, 503])
+
+
+class Answering(httpx.AsyncBaseTransport):
+    """One answer to all that is asked; how often it was asked."""
+
+    def __init__(self, status: int, found: dict[str, str], body: bytes) -> None:
+        self._answer = (
+            status,
+            [(name.encode(), value.encode("latin-1", "replace")) for name, value in found.items()],
+            body,
+        )
+        self.asked = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002 - all the same
+        self.asked += 1
+        status, found, body = self._answer
+        return httpx.Response(status, headers=found, stream=httpx.ByteStream(body))
+
+
+#: One for all examples: a client takes its time to be made, and remembers nothing.
+_FORGE = GithubForge(
+    api_url="http://127.0.0.1:1", clock=VirtualClock(), ids=SeededIds(), calls=CallCounter(), token="t0ken"
+)
+_FORGE._client._mounts = {}
+
+
+def forge_on(transport: httpx.AsyncBaseTransport, auth: Auth | None = None) -> GithubForge:
+    _FORGE._client._transport = transport
+    _FORGE._auth = auth or StaticToken("t0ken")
+    return _FORGE
+
+
+CALLS: dict[str, Callable[[GithubForge], Awaitable[Any]]] = {
+    "token": lambda forge: forge.registration_token("octo/repo"),
+    "list": lambda forge: forge.list_runners("octo"),
+    "runner": lambda forge: forge.get_runner("octo", 7),
+    "jit": lambda forge: forge.jit_config("octo", name="remuda-x", labels=["1"]),
+    "delete": lambda forge: forge.delete_runner("octo", 7),
+}
+
+
+def check_result(result: Any) -> None:
+    """What passes is what it says it is."""
+    match result:
+        case Credential():
+            check_shown(result.token, 10_000)
+            assert result.token
+            assert result.expires_at.tzinfo is UTC
+            assert result.expires_at - timedelta(days=365) < result.expires_at + timedelta(days=365)
+        case JitRunner():
+            assert type(result.runner_id) is int
+            assert result.config
+            result.config.encode()
+        case ForgeRunner():
+            assert type(result.runner_id) is int
+            assert type(result.online) is bool
+            assert type(result.busy) is bool
+            "".join([result.name, *result.labels]).encode()
+        case list():
+            for runner in result:
+                assert isinstance(runner, ForgeRunner)
+                check_result(runner)
+        case Deletion() | None:
+            pass
+        case _:
+            raise AssertionError(result)
+
+
+def run(work: Awaitable[Any]) -> Any:
+    """In virtual time: waits cost nothing, and none may be endless."""
+
+    async def bounded() -> Any:
+        async with asyncio.timeout(3_600):
+            return await work
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        try:
+            return runner.run(bounded())
+        except RemudaError as error:
+            check_told(error)
+            return error
+
+
+@pytest.mark.parametrize("call", CALLS)
+@fuzzed()
+@given(data=st.data())
+def test_an_answer(call: str, data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from([call, call, call, "refusal"]))
+    status = data.draw(st.just(STATUS[kind]) | statuses)
+    transport = Answering(status, data.draw(headers), data.draw(spoiled_text(GOOD[kind])))
+    result = run(CALLS[call](forge_on(transport)))
+    assert transport.asked <= 3 * TRIES * LIST_TRIES
+    if isinstance(result, Throttled):
+        assert 0 <= result.retry_after_s <= MAX_RETRY_AFTER_S
+    if not isinstance(result, RemudaError):
+        check_result(result)
+
+
+BAD_BODIES = [
+    b"[" * DEEP * 40,
+    json.dumps({**TOKEN, "expires_at": "0001-01-01T00:00:00+23:59"}).encode(),
+    json.dumps({**TOKEN, "expires_at": "9999-12-31T23:59:59-23:59"}).encode(),
+    json.dumps({**TOKEN, "token": None}).encode(),
+    json.dumps({**TOKEN, "token": LONE}).encode(),
+    json.dumps({**TOKEN, "token": "t\r\nX-Evil: 1"}).encode(),
+    b'{"id":Infinity,"name":"x","status":"online","busy":false}',
+    b'{"id":NaN,"name":"x","status":"online","busy":false}',
+    b'{"id":true,"name":null,"status":"online","busy":"false"}',
+    b'{"runner":{"id":1e999},"encoded_jit_config":"x"}',
+    b'{"runner":{"id":1},"encoded_jit_config":null}',
+    b'{"total_count":true,"runners":[]}',
+    b'{"message":"\\u001b[2J\\n::error::forged \\ud800"}',
+    b'{"message":' * DEEP,
+]
+
+
+@pytest.mark.parametrize("body", BAD_BODIES, ids=range(len(BAD_BODIES)))
+@pytest.mark.parametrize("call", ["token", "list", "runner", "jit"])
+@pytest.mark.parametrize("status", [200, 403])
+def test_what_was_found_once(body: bytes, call: str, status: int) -> None:
+    transport = Answering(status, {}, body)
+    result = run(CALLS[call](forge_on(transport)))
+    if not isinstance(result, RemudaError):
+        check_result(result)
+
+
+def test_pages_without_end_are_not_followed() -> None:
+    """Every page says that there is another, and shows the same."""
+    transport = Answering(
+        200, {"link": '<x>; rel="next"'}, json.dumps({"total_count": 500, "runners": [RUNNER]}).encode()
+    )
+    error = run(forge_on(transport).list_runners("octo"))
+    assert "not complete: 1 of 500" in str(error)
+    assert transport.asked <= 2 * LIST_TRIES
+
+
+def test_a_giant_is_not_read_to_its_end() -> None:
+    class Giant(httpx.AsyncByteStream):
+        sent = 0
+
+        async def __aiter__(self):
+            while True:
+                self.sent += 1_000_000
+                yield b" " * 1_000_000
+
+    giant = Giant()
+
+    class Sending(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002
+            return httpx.Response(200, stream=giant)
+
+    error = run(forge_on(Sending()).registration_token("octo"))
+    assert "longer than" in str(error)
+    assert giant.sent <= TRIES * (MAX_BODY + 2_000_000)
+
+
+@fuzzed()
+@given(spoiled_text({"id": 9, "app_id": 1}), spoiled_text({"token": "ghs_x", "expires_at": "2025-05-31T13:00:00Z"}))
+@example(b'{"id":Infinity}', b"{}")
+@example(b'{"id":9}', b'{"token":"x","expires_at":"9999-12-31T23:59:59-23:59"}')
+@example(b'{"id":"../../user"}', b"{}")
+def test_an_installation(found: bytes, minted: bytes) -> None:
+    """A GitHub App finds its installation, and mints a token."""
+    paths: list[str] = []
+
+    class Both(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            paths.append(request.url.path)
+            if request.url.path.endswith("/access_tokens"):
+                return httpx.Response(201, content=minted)
+            return httpx.Response(
+                200, content=found if request.url.path.endswith("/installation") else json.dumps(LIST)
+            )
+
+    auth = AppAuth.__new__(AppAuth)
+    auth._app_id, auth._clock, auth._installations = "1", VirtualClock(), {}
+    auth._jwt = lambda: "jwt"  # type: ignore[method-assign]
+    result = run(forge_on(Both(), auth=auth).list_runners("octo/repo"))
+    for path in paths:
+        assert path.split("/")[1] in {"repos", "orgs"} or path.split("/")[3].isdecimal(), path
+    if not isinstance(result, RemudaError):
+        check_result(result)
+
+
+@fuzzed()
+@given(st.data())
+def test_the_doctor(data: st.DataObject) -> None:
+    transport = Answering(200, data.draw(headers), data.draw(spoiled_text(LIST)))
+    forge = forge_on(transport)
+
+    async def opened() -> GithubForge:
+        return forge
+
+    doctor = GithubDoctor(forge=opened, scope="octo", clock=VirtualClock())
+    for check in doctor.checks():
+        finding = run(check.look())
+        if not isinstance(finding, RemudaError):
+            check_shown(finding.found, 1_000)
+
+
+@fuzzed()
+@given(st.text(max_size=40) | st.sampled_from(TEXTS))
+@example("Mon, 01 Jan 0001 00:00:00 GMT")
+def test_a_date(text: str) -> None:
+    found = skew_s(text, NOW)
+    assert found is None or abs(found) < 1e12

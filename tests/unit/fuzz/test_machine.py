@@ -1,0 +1,258 @@
+"""What an agent reads on its machine: metadata, files that a job may have written, lines of a log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from remuda.adapters.aws.imds import MEMORY, TIMERS, Ec2Machine, Imds
+from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.local import folder as machine_folder
+from remuda.adapters.local.folder import supervisor
+from remuda.adapters.local.record import Record, read_record
+from remuda.agent.actions_runner import ActionsRunner, _JobLog, _story
+from remuda.agent.job_hook import JobHook
+from remuda.agent.lifetime import Lifetime
+from remuda.domain.documents import to_document
+from remuda.domain.errors import RemudaError
+from remuda.domain.signals import Report, took_s
+from remuda.ports.machine import Identity, Memory, Outcome, Script
+from support.mutations import ESCAPES, LONE, TEXTS, check_shown, check_told, fuzzed, spoiled_text
+from support.records import NOW
+from support.world_time import VirtualClock, VirtualLoop
+
+ONE = "i-0123456789abcdef0"
+texts = st.sampled_from(TEXTS) | st.text(max_size=20)
+bodies = texts.map(lambda text: text.encode(errors="replace")) | st.binary(max_size=20)
+
+
+RECORD = Record(
+    instance_id=ONE,
+    pool="p",
+    instance_type="c6i.large",
+    cpu=2,
+    mmem=4_096,
+    tags={"remuda:pool": "p"},
+    launched_at=NOW,
+    first_life_s=300.0,
+    margin_s=1.0,
+    runner_source="/opt/runner",
+)
+LINES = (b"Running job: a\n", b"Job a completed with result: Succeeded\n", b"Job ")
+
+
+class _Metadata(httpx.AsyncBaseTransport):
+    def __init__(self) -> None:
+        self.token, self.status = b"token", 200
+        self.values: dict[str, bytes] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "PUT":
+            return httpx.Response(self.status, stream=httpx.ByteStream(self.token))
+        found = self.values.get(request.url.path.removeprefix("/latest/meta-data/"))
+        return httpx.Response(404 if found is None else self.status, stream=httpx.ByteStream(found or b""))
+
+
+class Machine:
+    """The EC2 machine on metadata of ours, made once."""
+
+    def __init__(self, folder: Path) -> None:
+        async def clean() -> Outcome:
+            return Outcome(ok=True)
+
+        self.folder = folder
+        self.metadata = _Metadata()
+        self.imds = Imds(endpoint="http://127.0.0.1:1", clock=VirtualClock())
+        self.imds._client._transport = self.metadata
+        self.imds._client._mounts = {}
+        self.agent = Ec2Machine(
+            imds=self.imds, clock=VirtualClock(), reset=clean, layout=Layout(state=str(folder)), run=lambda _: 0
+        )
+
+    def answers(self, **changed: bytes) -> None:
+        self.imds._token_until = -1.0
+        self.agent._is_spot, self.agent._notice = None, ""
+        self.metadata.token, self.metadata.status = b"token", 200
+        self.metadata.values = {
+            "instance-id": ONE.encode(),
+            "instance-life-cycle": b"spot",
+            "tags/instance/remuda:pool": b"pool",
+            "tags/instance/remuda:margin-s": b"60",
+            **changed,
+        }
+
+    def ask(self, work: Awaitable[Any]) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(60):
+                return await work
+
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            try:
+                return runner.run(bounded())
+            except RemudaError as error:
+                check_told(error)
+                return None
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    yield Machine(tmp_path_factory.mktemp("machine"))  # noqa: PT022 - the transport holds nothing
+
+
+@fuzzed()
+@given(
+    token=bodies,
+    identifier=st.just(ONE.encode()) | bodies,
+    margin=bodies,
+    pool=bodies,
+    status=st.sampled_from([200, 200, 401, 500]),
+)
+@example(token="tök\r\nx: y".encode(), identifier=ONE.encode(), margin=b"60", pool=b"p", status=200)
+@example(token=b"", identifier=ONE.encode(), margin=b"60", pool=b"p", status=200)
+@example(token=b"t", identifier=ONE.encode(), margin=b"1e300", pool=b"p", status=200)
+@example(token=b"t", identifier=ONE.encode(), margin=b"nan", pool=ESCAPES.encode(), status=200)
+@example(token=b"t", identifier=ONE.encode(), margin=b"6" * 100_000, pool=b"p", status=200)
+def test_who_it_is(machine: Machine, token: bytes, identifier: bytes, margin: bytes, pool: bytes, status: int) -> None:
+    machine.answers(
+        **{"instance-id": identifier, "tags/instance/remuda:pool": pool, "tags/instance/remuda:margin-s": margin}
+    )
+    machine.metadata.token, machine.metadata.status = token, status
+    found = machine.ask(machine.agent.identity())
+    if isinstance(found, Identity):
+        assert found.instance_id == ONE
+        check_shown(found.pool, 256)
+        assert NOW + timedelta(seconds=3 * found.margin_s) > NOW - timedelta(seconds=found.margin_s)
+
+
+@fuzzed()
+@given(action=spoiled_text({"action": "terminate", "time": "2025-05-31T12:00:00Z"}), advice=bodies)
+@example(action=b"[" * 100_000, advice=b"")
+@example(action=b'{"action":"\\ud800\\u001b[2J","time":"x\\ny"}', advice=b"")
+@example(action=b"x" * 1_000_000, advice=b"")
+def test_a_spot_notice(machine: Machine, action: bytes, advice: bytes) -> None:
+    """A beat is never lost because of it, and what it says can be shown and stored."""
+    machine.answers(**{"spot/instance-action": action, "events/recommendations/rebalance": advice})
+    notice = machine.ask(machine.agent.spot_notice())
+    assert notice is not None
+    check_shown(notice, 500)
+
+
+@fuzzed()
+@given(memory=spoiled_text(to_document(Memory(script=Script.OK, threshold=NOW))), timers=bodies)
+@example(memory=b'{"threshold":"9999-12-31T23:59:59.999Z"}', timers=b"remuda-dead-man-1\nsshd\n")
+@example(memory=b'{"threshold":"0001-01-01T00:00:00.000Z"}', timers=b"")
+def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> None:
+    """An agent that starts on it arms its timer, and stops nothing but its own."""
+    (machine.folder / MEMORY).write_bytes(memory)
+    (machine.folder / TIMERS).write_bytes(timers)
+    stopped: list[str] = []
+
+    def run(command: Any) -> int:
+        stopped.extend(command[2:] if command[:2] == ["systemctl", "stop"] else [])
+        return 0
+
+    machine.agent._run = run
+
+    async def start() -> bool:
+        return Lifetime(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).is_over()
+
+    assert machine.ask(start()) is not None
+    assert all(name.startswith("remuda-dead-man-") for name in stopped)
+
+
+# Files that jobs may have written ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runner")
+
+
+@fuzzed()
+@given(
+    settings=spoiled_text({"agentName": "remuda-x", "agentId": 1}),
+    listener=spoiled_text({"pid": 1, "started": 1}),
+    jit=spoiled_text({"runnerName": "remuda-y", "config": "x"}),
+    log=bodies,
+)
+@example(settings=b"[" * 100_000, listener=b'{"pid":1e999,"started":1}', jit=b"{}", log=b"")
+@example(settings=b"\xef\xbb\xbf{}", listener=b'{"pid":' + b"9" * 4_000 + b',"started":1}', jit=b"", log=b"")
+@example(settings=b'{"agentName":"\\ud800"}', listener=b'{"pid":-1,"started":true}', jit=b"{}", log=b"")
+def test_a_runners_folder(place: Path, settings: bytes, listener: bytes, jit: bytes, log: bytes) -> None:
+    (place / ".runner").write_bytes(settings)
+    (place / "runner.listener.json").write_bytes(listener)
+    (place / "runner.jit.json").write_bytes(jit)
+    (place / "runner.log").write_bytes(log)
+    runner = ActionsRunner(
+        folder=place,
+        work=place / "work",
+        log=place / "runner.log",
+        clock=VirtualClock(),
+        environment={},
+        hook=JobHook(folder=place / "hook", pristine=place, notes=place / "notes"),
+    )
+    state = runner.state()
+    assert not state.listening, "nobody else's process is taken for the runner's"
+    assert isinstance(state.configured_as, str)
+
+
+@fuzzed()
+@given(
+    st.lists(
+        st.sampled_from([b"Running job: a\n", b"Job a completed with result: Succeeded\n", b"Job "]) | bodies,
+        max_size=6,
+    )
+)
+@example([b"Job " * 200_000, b"\n"])
+def test_lines_of_the_listener(place: Path, parts: list[bytes]) -> None:
+    path = place / "lines.log"
+    path.write_bytes(b"".join(parts))
+    assert _JobLog(path).is_running() in {True, False}
+
+
+@fuzzed()
+@given(st.none() | st.integers(-5, 300), st.text(max_size=200) | texts)
+def test_the_story_of_a_program(code: int | None, output: str) -> None:
+    """What a program printed becomes the detail of a report."""
+    detail = Report(instance_id=ONE, detail=_story(code, output)).detail
+    check_shown(detail, 1_000)
+
+
+@fuzzed()
+@given(texts | st.from_regex(r"took \d*\.?\d* s.*"))
+@example("took " + "9" * 400 + ".000 s")
+@example("took \u0661\u0661.\u0661\u0661\u0661 s")
+def test_how_long_it_took(detail: str) -> None:
+    """It goes into the record of a provision: a number that cannot be stored would fail its commit."""
+    found = took_s(detail)
+    assert found is None or 0 <= found < 1e8
+
+
+@fuzzed()
+@given(record=spoiled_text(to_document(RECORD)), power=bodies)
+@example(record=json.dumps({**to_document(RECORD), "marginS": 1e300}).encode(), power=b"1 2 3")
+@example(record=b"[" * 100_000, power=b"9" * 5_000)
+def test_a_local_machines_folder(place: Path, record: bytes, power: bytes) -> None:
+    own = place / ONE
+    own.mkdir(exist_ok=True)
+    (own / machine_folder.RECORD).write_bytes(record)
+    (own / machine_folder.POWER).write_bytes(power)
+    found = read_record(own)
+    if found is not None:
+        assert found.instance_id == ONE
+        assert NOW + timedelta(seconds=2 * found.margin_s + found.first_life_s) >= NOW
+    told = supervisor(str(own))
+    assert told is None or all(isinstance(number, int) for number in told)
+
+
+def test_what_is_no_text_is_spelt() -> None:
+    assert json.loads(json.dumps(Report(instance_id=ONE, detail=f"a{LONE}b\nc").detail)) == "a\\ud800b c"

@@ -1,0 +1,160 @@
+"""Records and messages in the three forms they are stored in: what is not one is refused by name, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.sqs import _delivery
+from remuda.adapters.sqlite import documents as sqlite_documents
+from remuda.adapters.sqlite.pool import _delivery as sqlite_delivery
+from remuda.adapters.sqlite.queues import Incoming
+from remuda.domain.documents import from_document, to_document
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.pool_config import PoolConfig, runner_name
+from remuda.domain.provision import Provision
+from remuda.domain.resources import PoolMessage
+from remuda.domain.signals import MAX_DETAIL, Report, Signal
+from support.mutations import ESCAPES, LONE, any_json, check_shown, fuzzed, mutated, spoiled_text
+from support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
+
+GOOD: dict[type[Any], Any] = {
+    Instance: instance(state=State.RELEASING, assignment=assignment(), run_deadline=at(9), forget_at=at(9)),
+    Report: Report(instance_id="i-1", epoch=3, signal=Signal.UD_REG_OK, detail="took 0.125 s", beat=9, beat_at=NOW),
+    HistoryEntry: entry(),
+    Provision: provision(instance_ids=("i-1",), released_at=at(1)),
+    PoolConfig: pool_config(),
+    PoolMessage: message(),
+}
+#: How long a refusal may be: it goes into logs, and into the record of a provision.
+MAX_REFUSAL = 500
+DAY = timedelta(days=365)
+
+kinds = pytest.mark.parametrize("kind", list(GOOD), ids=lambda kind: kind.__name__)
+
+
+def judged(parse: Callable[[], Any]) -> Any:
+    """What was parsed, or None where it was refused in words that can be shown."""
+    try:
+        return parse()
+    except ValueError as error:
+        check_shown(str(error), MAX_REFUSAL)
+        return None
+
+
+def check_usable(record: Any) -> None:
+    """What passes can be stored again, written down, and counted with: no step after it stumbles."""
+    assert from_document(type(record), json.loads(json.dumps(to_document(record)))) == record
+    json.dumps(to_document(record), allow_nan=False).encode()
+    for value in to_document(record).values():
+        items.value_of(items.attribute(value))
+    match record:
+        case Instance():
+            assert record.threshold - DAY < record.threshold < record.threshold + DAY
+            assert record.state is not State.IDLE or record.message()
+        case Report():
+            for text in (record.detail, record.notice, record.version):
+                check_shown(text, MAX_DETAIL)
+        case PoolConfig():
+            spans = to_document(record.lifetimes).values()
+            assert all(NOW + timedelta(seconds=span) > NOW - DAY for span in spans)
+        case PoolMessage():
+            check_shown(f"{record.resource_class} {record.instance_type}", 200)
+            assert runner_name("p" * 20, record.epoch + 1, record.id)
+        case _:
+            pass
+
+
+@kinds
+@fuzzed()
+@given(data=st.data())
+def test_a_document(kind: type[Any], data: st.DataObject) -> None:
+    document: Any = data.draw(mutated(to_document(GOOD[kind])) | any_json)
+    record = judged(lambda: from_document(kind, document))
+    if record is not None:
+        check_usable(record)
+
+
+@kinds
+@fuzzed()
+@given(data=st.data())
+def test_a_text_in_sqlite(kind: type[Any], data: st.DataObject) -> None:
+    text = data.draw(spoiled_text(to_document(GOOD[kind])))
+    # A column may hold bytes, too.
+    body: Any = data.draw(st.sampled_from([text, text.decode(errors="replace"), None, 7]))
+    record = judged(lambda: sqlite_documents.decode(kind, body))
+    if record is not None:
+        check_usable(record)
+
+
+@kinds
+@fuzzed()
+@given(data=st.data())
+def test_an_item_in_dynamodb(kind: type[Any], data: st.DataObject) -> None:
+    """Items as botocore hands them over: each attribute one of DynamoDB's types, with whatever in it."""
+    document = data.draw(mutated(to_document(GOOD[kind])))
+    where = items.key("control#i-1", "control")
+    wrong = mutated(_item(to_document(GOOD[kind])))
+    item = {**where, **data.draw(st.just(_item(document)) | wrong.filter(lambda found: isinstance(found, dict)))}
+    record = judged(lambda: items.record_of(kind, item))
+    if record is not None:
+        check_usable(record)
+    judged(lambda: items.times_of(item))
+    records, unreadable = items.sorted_out(kind, [("bad", item), ("good", _whole(kind))])
+    assert "good" in records
+    assert "good" not in unreadable
+
+
+def _item(document: Any) -> dict[str, Any]:
+    fields = document.items() if isinstance(document, dict) else ()
+    return {str(key): items.attribute(value) for key, value in fields}
+
+
+def _whole(kind: type[Any]) -> Any:
+    record = GOOD[kind]
+    match record:
+        case Instance():
+            where = items.key(f"control#{record.instance_id}", "control")
+        case Report():
+            where = items.key(f"report#AROA:{record.instance_id}", "report")
+        case Provision():
+            where = items.key(f"run#{record.run_id}", record.provision_id)
+        case _:
+            where = items.CONFIG
+    return items.document_item(where, record)
+
+
+@fuzzed()
+@given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "hints:large": "2025-05-31T12:00:00.000Z"}))
+def test_sightings(text: bytes) -> None:
+    times = judged(lambda: sqlite_documents.decode_times(text.decode(errors="replace")))
+    for since in (times or {}).values():
+        assert NOW - since < NOW - since + DAY
+
+
+@fuzzed(200)
+@given(spoiled_text(to_document(message())))
+@example(b'{"id":"i-00000000000000001","epoch":' + b"9" * 4_000 + b"}")
+@example(json.dumps({**to_document(message()), "instanceType": ESCAPES}).encode())
+@example(json.dumps({**to_document(message()), "resourceClass": LONE}).encode())
+@example(json.dumps({**to_document(message()), "epoch": 10**18}).encode())
+@example(b"[" * 100_000)
+def test_a_message(body: bytes) -> None:
+    """A delivery is a message, or says why it is none: then it is dropped and counted."""
+    text = body.decode(errors="replace")
+    for delivery in (
+        _delivery({"ReceiptHandle": "r", "Body": text}),
+        sqlite_delivery(Incoming(receipt="r", body=text)),
+    ):
+        assert delivery.receipt == "r"
+        assert bool(delivery.malformed) is (delivery.message is None)
+        check_shown(delivery.malformed, 200)
+        if delivery.message is not None:
+            check_usable(delivery.message)

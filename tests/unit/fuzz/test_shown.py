@@ -1,0 +1,186 @@
+"""What people see of text from outside: requests to the dashboard, lines on a terminal, lines of a log."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rich.table import Table
+
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.controlplane.context import Context
+from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
+from remuda.domain.shown import brief, printable, quoted
+from remuda.entrypoints.dashboard.app import build_app
+from remuda.entrypoints.dashboard.board import Board
+from remuda.entrypoints.dashboard.feed import Feed
+from remuda.entrypoints.dashboard.guard import Token, names_loopback
+from remuda.entrypoints.output import ConsoleJournal, Output, error_line, note_line
+from remuda.entrypoints.terminal import PlainConsole
+from support.mutations import ESCAPES, LONE, TEXTS, any_json, check_shown, fuzzed
+from support.records import NOW
+
+texts = st.sampled_from(TEXTS) | st.text(max_size=40) | st.text(alphabet=ESCAPES + LONE + "a", max_size=10)
+octets = texts.map(lambda text: text.encode(errors="replace")) | st.binary(max_size=30)
+
+
+@fuzzed(100)
+@given(texts, st.integers(0, 50))
+@example(LONE, 5)
+@example("\x9b2J\u2028\u202e", 50)
+def test_text(text: str, most: int) -> None:
+    check_shown(printable(text), 10 * len(text) + 10)
+    check_shown(brief(text, most), most)
+    for error in (UserError(text, fix=text), Unavailable(text * 500)):
+        check_shown(error.message, MAX_MESSAGE)
+        check_shown(error.fix, MAX_MESSAGE)
+        assert error_line(NOW, error).isprintable()
+
+
+@fuzzed()
+@given(any_json, st.integers(0, 50))
+@example(10**5_000, 50)
+def test_a_value(value: Any, most: int) -> None:
+    check_shown(quoted(value, most), most)
+
+
+@fuzzed()
+@given(action=texts, why=texts, name=texts)
+@example(action="claim", why=ESCAPES, name="i-1")
+def test_lines_of_a_terminal(action: str, why: str, name: str) -> None:
+    """A line an event, and nothing in it but letters: no colour, no cursor, no second line."""
+    shown = io.StringIO()
+    output = Output(as_json=False)
+    output._console = PlainConsole(file=shown, width=10_000, soft_wrap=True, highlight=False, force_terminal=False)
+    ConsoleJournal(output, SystemClock()).note(action, why, instance_id=name)
+    assert shown.getvalue().count("\n") <= 1
+    check_shown(shown.getvalue().rstrip("\n"), 20_000)
+    assert note_line(NOW, action, why, {"instance_id": name}).isprintable()
+
+
+@fuzzed()
+@given(st.lists(texts, max_size=3))
+def test_tables(cells: list[str]) -> None:
+    shown = io.StringIO()
+    table = Table("name", "why")
+    for cell in cells:
+        table.add_row(cell.replace("[", "("), "x")
+    PlainConsole(file=shown, width=100, force_terminal=False).print(table)
+    for line in shown.getvalue().splitlines():
+        assert line.isprintable()
+
+
+# The dashboard ----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def nothing() -> AsyncIterator[Context]:
+    raise Unavailable("there is no store")
+    yield
+
+
+FEED = Feed(open_context=nothing, backend="local", every_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds())
+# It has something to show: nobody waits for it.
+FEED._first.set()
+COOKIE = (b"cookie", b"remuda_session=\xff;;=;")
+APPS = [build_app(FEED, token=token, loopback=True) for token in (None, Token("t0ken"))]
+PATHS = (
+    "/",
+    "/login",
+    "/api/snapshot",
+    "/api/events",
+    "/api/story",
+    "/style.css",
+    "/metrics",
+    "/../x",
+    "/api/%00",
+    "//",
+)
+NAMES = (
+    b"cookie",
+    b"authorization",
+    b"host",
+    b"last-event-id",
+    b"if-none-match",
+    b"sec-fetch-site",
+    b"x-forwarded-proto",
+)
+
+
+async def ask(app: Any, scope: dict[str, Any], body: bytes) -> int:
+    sent: list[MutableMapping[str, Any]] = []
+    said = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        return next(said, {"type": "http.disconnect"})
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    FEED.board.put("x", "y", "1")
+    FEED.board.commit()
+    async with asyncio.timeout(20):
+        await app(scope, receive, send)
+    start = next(message for message in sent if message["type"] == "http.response.start")
+    return int(start["status"])
+
+
+@fuzzed(80)
+@given(
+    which=st.sampled_from([0, 1]),
+    method=st.sampled_from(["GET", "HEAD", "POST", "PUT", "OPTIONS", "X"]),
+    path=st.sampled_from(PATHS) | texts.map(lambda text: f"/{text}"),
+    query=octets | octets.map(lambda octet: b"of=" + octet) | octets.map(lambda octet: b"since=" + octet),
+    headers=st.lists(st.tuples(st.sampled_from(NAMES), octets), max_size=4),
+    body=octets | octets.map(lambda octet: b"token=" + octet) | st.just(b"token=" + b"x" * 9_000),
+    known=st.booleans(),
+)
+@example(which=0, method="GET", path="/api/story", query=b"of=%ed%a0%80", headers=[], body=b"", known=True)
+@example(which=1, method="POST", path="/login", query=b"", headers=[], body=b"token=%ff%00", known=True)
+@example(which=1, method="GET", path="/", query=b"", headers=[COOKIE], body=b"", known=True)
+def test_a_request(
+    which: int,
+    method: str,
+    path: str,
+    query: bytes,
+    headers: list[tuple[bytes, bytes]],
+    body: bytes,
+    known: bool,  # noqa: FBT001 - drawn
+) -> None:
+    """Answered, and never with a bug; without its token, with nothing but the way in."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": method,
+        "path": path.encode(errors="replace").decode(),
+        "raw_path": path.encode(errors="replace"),
+        "query_string": query,
+        "headers": [*([(b"host", b"127.0.0.1")] if known else []), *headers],
+        "server": ("127.0.0.1", 80),
+        "client": ("127.0.0.1", 1),
+    }
+    status = asyncio.run(ask(APPS[which], scope, body))
+    assert status != 500
+    if which == 1 and path not in {"/", "/login", "/login.js", "/style.css", "/icon.svg"}:
+        assert status in {401, 403, 404, 405}
+
+
+@fuzzed()
+@given(texts)
+@example("[::1")
+@example("[" * 1_000)
+@example("127.0.0.1" * 1_000)
+def test_small_words_of_a_request(text: str) -> None:
+    assert names_loopback(text) in {True, False}
+    board = Board(life="l")
+    assert board.version_of(text) is None or text.startswith("l-")
+    assert board.version_of(f"l-{text}") in {None, 0}
+    json.loads(board.snapshot())
