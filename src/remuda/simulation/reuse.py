@@ -73,7 +73,8 @@ class ReuseJudge:
         yield from self._believed(record)
 
     def pooled(self, record: Instance) -> Found:
-        if record.instance_id in self._ephemeral:
+        # In quarantine it lies idle as well, and nobody is given it.
+        if record.instance_id in self._ephemeral and not record.retire:
             yield "S14", "pooled although it was for one job"
 
     def _believed(self, record: Instance) -> Found:
