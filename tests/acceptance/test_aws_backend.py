@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from support.aws_cloud import SCOPE, Cloud, aws_cloud
+from support.aws_cloud import LIMIT_S, SCOPE, Cloud, aws_cloud
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +65,18 @@ def test_a_profile_that_there_is_not_is_named_before_anything_is_made(cloud: Clo
     assert "'nobody'" in answer["error"]["message"]
     code, answer = cloud.remuda("status", pool="profileless")
     assert (code, "no table" in answer["error"]["message"]) == (2, True), answer
+
+
+def test_the_installed_command_does_as_the_prepared_one(cloud: Cloud):
+    """Tests of many commands save their imports (`support/prepared.py`)."""
+    cloud.refresh()
+    for arguments in (("status",), ("release", "--run-id", "9"), ("explain", "no-such-run")):
+        code, answer = cloud.remuda(*arguments)
+        done = subprocess.run(
+            [sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", "test", "--json"],
+            capture_output=True,
+            timeout=LIMIT_S,
+            check=False,
+            env=cloud.environment,
+        )
+        assert (done.returncode, json.loads(done.stdout).keys()) == (code, answer.keys()), done.stderr

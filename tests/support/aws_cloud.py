@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support.moto_server import MotoServer
+from support.prepared import run_prepared
 from support.servers import ministack
 
 LIMIT_S = 120
@@ -27,13 +28,10 @@ class Cloud:
     ec2: MotoServer
 
     def remuda(self, *arguments: str, pool: str = "test", **changed: str) -> tuple[int, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", pool, "--json"],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-            env={**self.environment, **changed},
+        done = run_prepared(
+            [*arguments, "--backend", "aws", "--pool", pool, "--json"],
+            environment={**self.environment, **changed},
+            timeout_s=LIMIT_S,
         )
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, json.loads(done.stdout)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from aiobotocore.session import AioSession, get_session
 
 from support.moto_server import MotoServer
+from support.prepared import run_prepared
 from support.servers import ENVIRONMENT, Ministack, ministack
 
 T = TypeVar("T")
@@ -43,13 +44,10 @@ class Cloud:
     launch: dict[str, str]
 
     def remuda(self, *arguments: str, **changed: str) -> tuple[int, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--json"],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-            env={**self.environment, **changed},
+        done = run_prepared(
+            [*arguments, "--backend", "aws", "--json"],
+            environment={**self.environment, **changed},
+            timeout_s=LIMIT_S,
         )
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, json.loads(done.stdout)
