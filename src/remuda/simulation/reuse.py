@@ -95,12 +95,15 @@ def _births(policies: Sequence[Reuse]) -> set[str]:
 
 
 def _admits(reuse: Reuse, run: Served, before: Sequence[Served]) -> bool:
+    # What `always` has mixed before is of the lower tier, and stays there.
+    fallen = any(item.tier is Tier.UNTRUSTED for item in before)
+    same_tier = fallen is (run.tier is Tier.UNTRUSTED)
     match reuse:
         case Reuse.ALWAYS:
             return True
         case Reuse.SAME_TRUST:
-            return all(item.tier is run.tier for item in before)
+            return same_tier
         case Reuse.SAME_REPO:
-            return all(item == run for item in before)
+            return same_tier and all(item.repository == run.repository for item in before)
         case Reuse.NEVER:
             return False
