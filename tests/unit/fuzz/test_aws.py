@@ -179,7 +179,10 @@ def test_an_answer_in_json(aws: Aws, method: str, data: st.DataObject) -> None:
             assert result is None or isinstance(result, int)
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>sign in</html>", b"null", b"[]", b'{"Item":null}', b"{}"])
+NULLS = (b'{"Items":[null]}', b'{"Items":[{"pk":null}]}', b'{"Responses":{"t":[null]}}')
+
+
+@pytest.mark.parametrize("body", [*NULLS, b"", b"<html>sign in</html>", b"null", b"[]", b'{"Item":null}', b"{}"])
 def test_a_page_in_place_of_an_answer_is_no_empty_table(aws: Aws, body: bytes) -> None:
     """Whoever takes it for one ends machines: they would look unrecorded."""
     aws.wire.status, aws.wire.body, aws.wire.headers, aws.wire.fixed = 200, body, {"content-type": "text/html"}, {}

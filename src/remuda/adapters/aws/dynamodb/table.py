@@ -203,9 +203,7 @@ class Table:
         return self._keyed(self._part(page, "Items", list))
 
     def _keyed(self, found: list[Item]) -> list[Item]:
-        # Some ask for the first key alone.
-        keys = (item.get(name, missing) for item in found for name, missing in ((PK, {}), (SK, {"S": ""})))
-        if not all(isinstance(key.get("S"), str) for key in keys):
+        if not all(isinstance(item, Mapping) and _has_keys(item) for item in found):
             raise self._unreadable()
         return found
 
@@ -228,6 +226,12 @@ class Table:
             if not page.get("LastEvaluatedKey"):
                 return
             start = {"ExclusiveStartKey": page["LastEvaluatedKey"]}
+
+
+def _has_keys(item: Item) -> bool:
+    # Some ask for the first key alone.
+    keys = (item.get(PK), item.get(SK, {"S": ""}))
+    return all(isinstance(key, Mapping) and isinstance(key.get("S"), str) for key in keys)
 
 
 def key_of(item: Item) -> tuple[str, str]:
