@@ -292,3 +292,8 @@ def test_a_delivery_without_a_body(aws: Aws) -> None:
     for delivery in found:
         assert delivery.message is None
         check_shown(delivery.malformed, 200)
+
+
+def test_a_refusal_whose_code_is_no_text(aws: Aws) -> None:
+    aws.wire.status, aws.wire.body, aws.wire.headers, aws.wire.fixed = 400, b'{"__type":{"a":null}}', {}, {}
+    assert isinstance(aws.ask(METHODS["get"][1]), RemudaError)

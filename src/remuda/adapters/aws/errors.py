@@ -53,7 +53,9 @@ FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.C
 
 #: Where botocore takes answers apart, and who takes what comes of it for a document.
 _PARSERS = frozenset({"botocore.parsers", "aiobotocore.parsers"})
-_TAKERS = ("botocore.endpoint", "aiobotocore.endpoint", "botocore.retr", "aiobotocore.retr")
+_TAKERS = tuple(
+    f"{of}botocore.{part}" for of in ("", "aio") for part in ("endpoint", "client", "errorfactory", "model", "retr")
+)
 
 
 async def answered(call: Awaitable[T]) -> T:
