@@ -179,7 +179,10 @@ def test_an_answer_in_json(aws: Aws, method: str, data: st.DataObject) -> None:
             assert result is None or isinstance(result, int)
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>sign in</html>", b"null", b"[]", b'{"Item":null}', b"{}"])
+NULLS = (b'{"Items":[null]}', b'{"Items":[{"pk":null}]}', b'{"Responses":{"t":[null]}}')
+
+
+@pytest.mark.parametrize("body", [*NULLS, b"", b"<html>sign in</html>", b"null", b"[]", b'{"Item":null}', b"{}"])
 def test_a_page_in_place_of_an_answer_is_no_empty_table(aws: Aws, body: bytes) -> None:
     """Whoever takes it for one ends machines: they would look unrecorded."""
     aws.wire.status, aws.wire.body, aws.wire.headers, aws.wire.fixed = 200, body, {"content-type": "text/html"}, {}
@@ -289,3 +292,8 @@ def test_a_delivery_without_a_body(aws: Aws) -> None:
     for delivery in found:
         assert delivery.message is None
         check_shown(delivery.malformed, 200)
+
+
+def test_a_refusal_whose_code_is_no_text(aws: Aws) -> None:
+    aws.wire.status, aws.wire.body, aws.wire.headers, aws.wire.fixed = 400, b'{"__type":{"a":null}}', {}, {}
+    assert isinstance(aws.ask(METHODS["get"][1]), RemudaError)

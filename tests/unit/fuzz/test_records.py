@@ -158,3 +158,8 @@ def test_a_message(body: bytes) -> None:
         check_shown(delivery.malformed, 200)
         if delivery.message is not None:
             check_usable(delivery.message)
+
+
+def test_an_attribute_that_is_no_number_is_not_quoted() -> None:
+    with pytest.raises(ValueError, match=r"^an attribute of kind N is no number$"):
+        items.value_of({"N": "a secret"})

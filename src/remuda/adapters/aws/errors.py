@@ -53,7 +53,9 @@ FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.C
 
 #: Where botocore takes answers apart, and who takes what comes of it for a document.
 _PARSERS = frozenset({"botocore.parsers", "aiobotocore.parsers"})
-_TAKERS = frozenset({"botocore.endpoint", "aiobotocore.endpoint"})
+_TAKERS = tuple(
+    f"{of}botocore.{part}" for of in ("", "aio") for part in ("endpoint", "client", "errorfactory", "model", "retr")
+)
 
 
 async def answered(call: Awaitable[T]) -> T:
@@ -67,8 +69,8 @@ async def answered(call: Awaitable[T]) -> T:
 
 
 def _is_of_parsers(error: Exception) -> bool:
-    modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return modules[-1] in _TAKERS or not _PARSERS.isdisjoint(modules)
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return modules[-1].startswith(_TAKERS) or not _PARSERS.isdisjoint(modules)
 
 
 class Kind(Enum):

@@ -144,10 +144,17 @@ def value_of(found: Attribute) -> Any:
     if kind in {"S", "BOOL"}:
         return value
     if kind == "N":
-        return int(value) if _WHOLE.fullmatch(value) else float(value)
+        return _number(value)
     if kind == "M":
         return {name: value_of(item) for name, item in value.items()}
     return [value_of(item) for item in value]
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text) if _WHOLE.fullmatch(text) else float(text)
+    except ValueError:
+        raise ValueError("an attribute of kind N is no number") from None
 
 
 def record_of(kind: type[T], item: Item) -> T:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, ParamValidationError
 
 from remuda.adapters.aws.dynamodb.items import PK, SK, Item
 from remuda.adapters.aws.errors import (
@@ -159,7 +160,8 @@ class Table:
         wanted: Mapping[str, Any] = {self.name: {"Keys": keys, "ConsistentRead": True}}
         for tries in range(BATCH_TRIES):
             await self._pause(tries)
-            answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=wanted)
+            with self._continued(again=tries > 0):
+                answer = await self.call("BatchGetItem", self.client.batch_get_item, prefix, RequestItems=wanted)
             found.extend(self._keyed(self._part(answer, "Responses", Mapping).get(self.name, [])))
             wanted = answer.get("UnprocessedKeys", {})
             if not wanted:
@@ -171,7 +173,8 @@ class Table:
         wanted: Mapping[str, Any] = {self.name: [{"PutRequest": {"Item": item}} for item in new]}
         for tries in range(BATCH_TRIES):
             await self._pause(tries)
-            answer = await self.call("BatchWriteItem", self.client.batch_write_item, RequestItems=wanted)
+            with self._continued(again=tries > 0):
+                answer = await self.call("BatchWriteItem", self.client.batch_write_item, RequestItems=wanted)
             wanted = answer.get("UnprocessedItems", {})
             if not wanted:
                 return
@@ -203,9 +206,7 @@ class Table:
         return self._keyed(self._part(page, "Items", list))
 
     def _keyed(self, found: list[Item]) -> list[Item]:
-        # Some ask for the first key alone.
-        keys = (item.get(name, missing) for item in found for name, missing in ((PK, {}), (SK, {"S": ""})))
-        if not all(isinstance(key.get("S"), str) for key in keys):
+        if not all(isinstance(item, Mapping) and _has_keys(item) for item in found):
             raise self._unreadable()
         return found
 
@@ -215,6 +216,16 @@ class Table:
             raise self._unreadable()
         return answer[name]
 
+    @contextmanager
+    def _continued(self, *, again: bool) -> Iterator[None]:
+        """What an answer said of the rest is sent back as it came: botocore refuses it where it cannot be."""
+        try:
+            yield
+        except ParamValidationError:
+            if not again:
+                raise
+            raise self._unreadable() from None
+
     def _unreadable(self) -> Unavailable:
         return Unavailable(f"{DYNAMODB} gave an answer about table {self.name} that cannot be read")
 
@@ -223,11 +234,18 @@ class Table:
     ) -> AsyncIterator[Any]:
         start: Mapping[str, Any] = {}
         while True:
-            page = await self.call(operation, method, TableName=self.name, **{**arguments, **start})
+            with self._continued(again=bool(start)):
+                page = await self.call(operation, method, TableName=self.name, **{**arguments, **start})
             yield page
             if not page.get("LastEvaluatedKey"):
                 return
             start = {"ExclusiveStartKey": page["LastEvaluatedKey"]}
+
+
+def _has_keys(item: Item) -> bool:
+    # Some ask for the first key alone.
+    keys = (item.get(PK), item.get(SK, {"S": ""}))
+    return all(isinstance(key, Mapping) and isinstance(key.get("S"), str) for key in keys)
 
 
 def key_of(item: Item) -> tuple[str, str]:

@@ -46,7 +46,7 @@ def _point(item: Mapping[str, Any]) -> SpotPoint | None:
     at = item.get("Timestamp")
     try:
         price = float(item.get("SpotPrice", ""))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if not isinstance(at, datetime):
         return None
