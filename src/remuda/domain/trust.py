@@ -60,7 +60,8 @@ def _pull_request(event: str, payload: Mapping[str, Any] | None) -> Trust:
     request = _part(payload, "pull_request")
     number = request.get("number")
     name = f"pull request #{number}" if isinstance(number, int) and not isinstance(number, bool) else "pull request"
-    home = _repository(_part(request, "base")) or _repository(payload, "repository")
+    # Where the workflow runs, not what the request says of itself.
+    home = _repository(payload, "repository") or _repository(_part(request, "base"))
     return _compared(name, _repository(_part(request, "head")), home)
 
 

@@ -30,6 +30,11 @@ UNTRUSTED: list[tuple[str, Any, str]] = [
     ("pull_request_review", pull_request(FORK), "from fork eve/repo"),
     ("pull_request_review_comment", pull_request(FORK), "from fork eve/repo"),
     ("pull_request_of_some_later_kind", pull_request(FORK), "from fork eve/repo"),
+    (
+        "pull_request",
+        {"pull_request": {"head": {"repo": FORK}, "base": {"repo": FORK}}, "repository": HOME},
+        "from fork",
+    ),
     # A fork that was deleted since.
     ("pull_request", pull_request(None), "not told, or is gone"),
     ("pull_request", pull_request({}), "not told, or is gone"),
