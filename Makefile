@@ -42,7 +42,7 @@ test: ## Everything: style, types, directions, and all tests
 	@echo 'now acceptance, and beside it conformance and simulation: each is shown when it is done'
 	@$(TOGETHER) -j 2 acceptance conformance simulation STEP_BACK='nice -n 5'
 
-installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed | /usr/bin/shellcheck /usr/bin/chromium ## All that the tests need
+installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed | /usr/bin/shellcheck /usr/bin/chromium /usr/sbin/iptables ## All that the tests need
 
 check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types, directions, generated docs, template, workflows
 	$(BIN)/ruff check .
@@ -156,7 +156,7 @@ $(NPM)/.installed: requirements/package.json
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
 # Tries the rules of machines in networks of their own; its test says why where it is skipped.
-/usr/sbin/iptables:
+/usr/sbin/iptables: | /usr/bin/chromium
 	@if command -v iptables >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo 'installing iptables'; apt-get install -y -qq iptables >/dev/null \
