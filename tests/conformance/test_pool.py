@@ -215,8 +215,14 @@ async def test_a_cancelled_receive_loses_nothing(pools: Pools, pool: ResourcePoo
     waiting.cancel()
     await pool.send([message(1)])
     await asyncio.wait({waiting})
-    await pools.let_pass(HIDDEN_S + 1)
-    assert numbers(await pool.receive("large", visibility_s=HIDDEN_S, wait_s=LONG_S)) == [1]
+    again: list[int] = []
+    for _ in range(3):
+        # A server may serve the one who is gone at any time until its wait is over: then the message is hidden once more.
+        await pools.let_pass(HIDDEN_S + 1)
+        again = numbers(await pool.receive("large", visibility_s=HIDDEN_S, wait_s=LONG_S))
+        if again:
+            break
+    assert again == [1]
 
 
 SECRET = "ghp_0123456789"

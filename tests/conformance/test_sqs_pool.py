@@ -146,6 +146,7 @@ async def test_a_message_has_the_fields_that_others_know(pool: SqsResourcePool, 
         "cpu": 2,
         "mmem": 4096,
         "tier": "trusted",
+        "repository": "",
     }
 
 
