@@ -217,7 +217,7 @@ async def test_a_cancelled_receive_loses_nothing(pools: Pools, pool: ResourcePoo
     await asyncio.wait({waiting})
     again: list[int] = []
     for _ in range(3):
-        # A server may serve the one who is gone at any time until its wait is over: then the message is hidden once more.
+        # A server may serve him who is gone until his wait is over: then the message is hidden once more.
         await pools.let_pass(HIDDEN_S + 1)
         again = numbers(await pool.receive("large", visibility_s=HIDDEN_S, wait_s=LONG_S))
         if again:
