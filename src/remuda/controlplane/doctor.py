@@ -110,7 +110,8 @@ def _configuration(config: PoolConfig | None, pool: str) -> Finding:
     if pool and config.pool != pool:
         return problem(f"the store belongs to pool {config.pool!r}, not to {pool!r}", f"use --pool {config.pool}")
     names = ", ".join(each.name for each in config.classes)
-    return ok(f"pool {config.pool}, applied {config.applied_at:%Y-%m-%d %H:%M} UTC, classes {names}")
+    applied = f"applied {config.applied_at:%Y-%m-%d %H:%M} UTC"
+    return ok(f"pool {config.pool}, {applied}, reuse {config.reuse}, classes {names}")
 
 
 def _tokens(config: PoolConfig, clock: Clock, scope: str) -> Finding:

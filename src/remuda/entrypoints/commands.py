@@ -19,6 +19,7 @@ from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.scale_down import Action
 from remuda.domain.story import Story
 from remuda.entrypoints import status_view, story_view, views
+from remuda.entrypoints.applied import applied_lines
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
 from remuda.entrypoints.run_event import repository, trust
@@ -121,7 +122,7 @@ def _say_refresh(output: Output, result: RefreshResult) -> None:
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     output.say(f"refresh: {told or 'all is as it should be'} ({result.seconds:.2f} s)")
-    for line in result.applied:
+    for line in applied_lines(views.refresh_document(result)):
         output.say(f"  applied: {line}")
 
 

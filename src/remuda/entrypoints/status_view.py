@@ -25,6 +25,7 @@ def status_document(status: Status) -> dict[str, Any]:
     return {
         "at": plain(status.at),
         "pool": status.pool,
+        "reuse": status.config.reuse.value if status.config else None,
         "instances": [_instance(status, instance) for instance in status.instances],
         "pools": {name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()},
         "runs": [record_document(provision) for provision in status.runs],
@@ -72,6 +73,8 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
     if status.concerns:
         found = [(item.kind, item.subject, item.text) for item in status.concerns]
         yield table("Warnings", ("warning", "what", "means"), found, whole=_WHOLE)
+    if status.config:
+        yield f"pool {status.pool}, reuse {status.config.reuse}"
     if not status.instances and not status.runs:
         yield "no instances, no runs"
         return

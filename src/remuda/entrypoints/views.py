@@ -82,6 +82,7 @@ def release_document(result: ReleaseResult) -> dict[str, Any]:
 def refresh_document(result: RefreshResult) -> dict[str, Any]:
     return {
         "applied": list(result.applied),
+        "changes": plain(result.changes),
         "retired": list(result.retired),
         "reasons": dict(result.retired),
         "terminated": list(result.terminated),

@@ -17,7 +17,7 @@ from remuda.settings import Settings
 #: How often it looks, unless told otherwise. On AWS each look costs some calls.
 EVERY_S = {"local": 1.0, "aws": 5.0}
 #: Lines of a screen that instances do not get: titles, pools, runs.
-RESERVED_ROWS = 22
+RESERVED_ROWS = 23
 
 
 class Screen:

@@ -12,7 +12,9 @@ from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.resources import ResourceClass
+from remuda.domain.resources import ResourceClass, Reuse
+from remuda.entrypoints.applied import applied_lines
+from remuda.entrypoints.views import refresh_document
 from support.world import LIFETIMES, SCOPE, World
 from support.world_time import Call
 from unit.controlplane.cuts import Unsure
@@ -41,9 +43,32 @@ async def test_the_second_changes_nothing(world: World) -> None:
 
 async def test_a_change_is_named_and_applied(world: World) -> None:
     result = await world.configure(lifetimes=replace(LIFETIMES, idle_time_s=33.0), max_instances=7)
-    assert sorted(result.applied) == ["idle_time_s: 90 to 33", "max_instances"]
+    assert sorted(result.applied) == ["idle-time-sec", "max-instances"]
+    assert result.changes == {"idle-time-sec": (90.0, 33.0), "max-instances": (100, 7)}
     assert (config(world).revision, config(world).max_instances) == (2, 7)
     assert config(world).lifetimes.idle_time_s == 33.0
+
+
+async def test_a_change_is_told_by_the_settings_name_and_without_secrets(world: World) -> None:
+    await world.configure(launch={"boot-delay-s": "2", "agent-url": "https://s3/agent?X-Amz-Signature=old"})
+    launch = {"pre-runner-script": "TOKEN=hidden", "agent-url": "https://s3/agent?X-Amz-Signature=new"}
+    runtime = replace(LIFETIMES, max_runtime_s=600.0)
+    classes = (*config(world).classes, ResourceClass(name="tiny", cpu=1, mmem=512))
+    result = await world.configure(launch=launch, lifetimes=runtime, classes=classes, reuse=Reuse.NEVER)
+    assert set(result.changes) == {"boot-delay-sec", "max-runtime-min", "resource-class-config", "reuse"}
+    document = refresh_document(result)
+    lines = applied_lines(document)
+    assert {
+        "agent-url",
+        "boot-delay-sec: 2 -> not set",
+        "pre-runner-script",
+        "resource-class-config: none -> tiny (1 vCPU, 512 MiB)",
+        "reuse: same-trust -> never",
+    } <= set(lines)
+    assert f"max-runtime-min: {LIFETIMES.max_runtime_s / 60:g} -> 10" in lines
+    assert document["changes"]["reuse"] == ["same-trust", "never"]
+    assert "hidden" not in f"{document}{lines}"
+    assert "Signature" not in f"{document}{lines}"
 
 
 async def test_the_records_of_another_pool_are_never_swept(world: World) -> None:

@@ -40,6 +40,7 @@ async def test_a_pool_at_work(world: World) -> None:
     document = status_document(found)
     assert [item["seconds_left"] > 0 for item in document["instances"]] == [True] * 3
     assert document["warnings"] == document["open"] == []
+    assert (document["reuse"], "pool test, reuse same-trust" in text) == ("same-trust", True)
 
 
 async def test_an_open_launch_shows_what_it_holds(world: World) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from remuda.controlplane.context import Context
+from remuda.controlplane.refresh.changes import changes
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
@@ -19,9 +20,6 @@ from remuda.ports.forge import Forge
 TOKEN_LEFT_S = 3_000.0
 #: How often a write is tried again when another refresh was first.
 TRIES = 5
-
-#: What changes with every refresh and is not worth a line.
-_BOOKKEEPING = frozenset({"applied_at", "revision", "tokens"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,17 +61,19 @@ async def apply_configuration(context: Context, desired: Desired, tally: Tally) 
             revision=stored.revision + 1 if stored else 1,
             tokens=_with(kept, tokens),
         )
-        changes = _changes(stored, config)
+        changed = changes(stored, config) if stored else {}
+        applied = list(changed) if stored else [f"configuration of pool {config.pool}"]
         if tokens:
-            changes.append(f"tokens for {desired.scope}")
-        if stored is not None and not changes:
-            return await keep_tokens_fresh(context, stored, tally)
+            applied.append(f"tokens for {desired.scope}")
+        if not applied:
+            return await keep_tokens_fresh(context, stored or config, tally)
         try:
             await context.store.put_config(config)
         except Conflict:
             stored = await context.store.get_config()
             continue
-        tally.applied.extend(changes)
+        tally.applied.extend(applied)
+        tally.changes.update({name: values for name, values in changed.items() if values is not None})
         return await keep_tokens_fresh(context, config, tally)
     raise Conflict("the pool's configuration keeps changing; is another refresh at work?")
 
@@ -146,24 +146,3 @@ def _with(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tuple[Sco
     if new is None:
         return tokens
     return (*(item for item in tokens if item.scope.lower() != new.scope.lower()), new)
-
-
-def _changes(stored: PoolConfig | None, config: PoolConfig) -> list[str]:
-    if stored is None:
-        return [f"configuration of pool {config.pool}"]
-    changed: list[str] = []
-    for item in fields(PoolConfig):
-        before, after = getattr(stored, item.name), getattr(config, item.name)
-        if item.name in _BOOKKEEPING or before == after:
-            continue
-        if isinstance(before, Lifetimes):
-            changed += [
-                f"{part.name}: {getattr(before, part.name):g} to {getattr(after, part.name):g}"
-                for part in fields(Lifetimes)
-                if getattr(before, part.name) != getattr(after, part.name)
-            ]
-        elif isinstance(before, Mapping):
-            changed += sorted(key for key in {**before, **after} if before.get(key) != after.get(key))
-        else:
-            changed.append(item.name)
-    return changed

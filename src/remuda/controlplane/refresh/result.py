@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from remuda.controlplane.context import Context
 from remuda.ports.journal import Journal
@@ -11,8 +12,10 @@ from remuda.ports.journal import Journal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefreshResult:
-    #: What of the configuration changed, one sentence each.
+    #: What was made, and the settings that changed, by name.
     applied: tuple[str, ...]
+    #: What each of those settings was and is, where that can be told.
+    changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     #: Instances that were locked for their end, and those whose end is confirmed.
     retired: Mapping[str, str]
     terminated: tuple[str, ...]
@@ -39,6 +42,7 @@ class Tally:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.applied: list[str] = []
+        self.changes: dict[str, tuple[Any, Any]] = {}
         self.retired: dict[str, str] = {}
         self.terminated: list[str] = []
         self.rolled_back: list[str] = []
@@ -60,6 +64,7 @@ class Tally:
     def result(self, context: Context, started: float) -> RefreshResult:
         return RefreshResult(
             applied=tuple(self.applied),
+            changes=dict(self.changes),
             retired=dict(self.retired),
             terminated=tuple(self.terminated),
             rolled_back=tuple(self.rolled_back),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from remuda.entrypoints.applied import applied_lines
+
 #: A page may have a mebibyte; nobody reads more rows than that.
 MAX_ROWS = 100
 MAX_CELL = 300
@@ -107,7 +109,7 @@ _SWEPT = {
 
 
 def _refresh(document: Document) -> list[str]:
-    rows = [("configuration", line) for line in document["applied"]]
+    rows = [("configuration", line) for line in applied_lines(document)]
     rows += [("retired", f"{name}: {document['reasons'].get(name, '')}") for name in document["retired"]]
     rows += [(what, name) for field, what in _SWEPT.items() for name in document[field]]
     return [
