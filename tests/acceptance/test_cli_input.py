@@ -138,9 +138,10 @@ def test_a_tier_above_what_the_event_says_is_refused(shell: Shell) -> None:
 def test_ephemeral_machines_need_a_credential(shell: Shell) -> None:
     shell.environ |= {"AWS_REGION": "eu-central-1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     error = shell.refused(*ANY_RUN, "--backend", "aws", "--ephemeral", "--github-scope", "octo")
-    assert error["type"] == "UserError"
-    assert "credential" in error["message"]
+    assert (error["type"], error["field"]) == ("UserError", "ephemeral")
+    assert error["message"].startswith("ephemeral runners are registered one by one with a GitHub credential")
     assert "REMUDA_GITHUB_TOKEN" in error["fix"]
+    assert "leave --ephemeral out" in error["fix"]
 
 
 @pytest.mark.parametrize(

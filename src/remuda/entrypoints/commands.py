@@ -11,6 +11,7 @@ from remuda.bootstrap import check_local, desired, open_context
 from remuda.controlplane.context import Context
 from remuda.controlplane.explain import check_subject, explain
 from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
+from remuda.controlplane.provision.order import no_credential
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
 from remuda.controlplane.scale_down.result import ScaleDownResult
@@ -47,6 +48,12 @@ def _need_run_id(settings: Settings) -> None:
         raise UserError(
             "--run-id is empty", field="--run-id", fix="give the workflow's run id (GITHUB_RUN_ID in a workflow)"
         )
+
+
+def _need_credential(settings: Settings) -> None:
+    """Before any call. The local GitHub's is at hand."""
+    if settings.ephemeral and settings.backend == "aws" and not (settings.github_token or settings.github_app_id):
+        raise no_credential()
 
 
 def run_up(flags: Flags, config: str | None, output: Output) -> int:
@@ -130,6 +137,7 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
     loaded = load_settings(flags, config)
     settings = loaded.settings
     _need_run_id(settings)
+    _need_credential(settings)
     trusted = trust(loaded)
     order = ProvisionOrder(
         run_id=settings.run_id,

@@ -14,7 +14,7 @@ from remuda.controlplane.provision.commit import commit
 from remuda.controlplane.provision.creation import Creation
 from remuda.controlplane.provision.holdings import Holdings, roll_back
 from remuda.controlplane.provision.just_in_time import JustInTime
-from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult
+from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult, no_credential
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.recorder import Recorder
 from remuda.controlplane.provision.selection import Ready, Selection, Terms
@@ -95,12 +95,7 @@ async def _intend(context: Context, intent: Provision) -> None:
 async def _agree(context: Context, order: ProvisionOrder) -> Terms:
     """Everything that can be refused is refused here, before the first claim or launch."""
     if order.ephemeral and context.forge is None:
-        raise UserError(
-            "ephemeral instances need a GitHub credential of the provision's own: the pool's tokens cannot register "
-            "just in time",
-            field="ephemeral",
-            fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY",
-        )
+        raise no_credential()
     config = await read_config(context)
     resource_class = config.resource_class(order.resource_class)
     if config.reuse is Reuse.SAME_REPO and not order.ephemeral and not order.repository:

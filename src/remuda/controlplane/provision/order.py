@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from remuda.domain.course import Source
+from remuda.domain.errors import UserError
 from remuda.domain.instance import Instance
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 
@@ -29,6 +30,15 @@ class ProvisionOrder:
     #: None: the pool's.
     max_runtime_s: float | None = None
     timeout_s: float | None = None
+
+
+def no_credential() -> UserError:
+    """For an order of ephemeral instances by somebody who cannot register them."""
+    return UserError(
+        "ephemeral runners are registered one by one with a GitHub credential, and there is none",
+        field="ephemeral",
+        fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY, or leave --ephemeral out",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
