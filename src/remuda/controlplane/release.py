@@ -25,7 +25,7 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
-from remuda.domain.signals import removal_verdict, took_s
+from remuda.domain.signals import removal_verdict, took_s, without_took
 from remuda.domain.transitions import Actor, Cause, End, Release
 
 #: How often a waiting release looks at the record, its threshold and its credential.
@@ -52,6 +52,8 @@ class Outcome:
     why: str
     #: The machine's own part: deregistration and reset.
     deregistration_s: float | None = None
+    #: What its agent said of that: what was found and removed, and jobs that were turned away.
+    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +221,8 @@ class _Releasing:
                 context.journal.note("read-failed", error.message, instance_id=instance.instance_id)
                 await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
                 continue
-            took = took_s(waited.report.detail) if waited.report else None
+            said = waited.report.detail if waited.report else ""
+            took, detail = took_s(said), without_took(said)
             if after.state is State.IDLE:
                 self._announcer.add(after)
                 return Outcome(
@@ -227,9 +230,16 @@ class _Releasing:
                     fate=Fate.RELEASED,
                     why="clean, in the pool",
                     deregistration_s=took,
+                    detail=detail,
                 )
             if after.state is not State.RELEASING:
-                return Outcome(instance_id=instance.instance_id, fate=Fate.RETIRED, why=after.retire)
+                return Outcome(
+                    instance_id=instance.instance_id,
+                    fate=Fate.RETIRED,
+                    why=after.retire,
+                    deregistration_s=took,
+                    detail=detail,
+                )
             if waited.ended is Ended.VERDICT and after == instance:
                 # Its last word is said, and nothing follows from it: an operator keeps it for a look.
                 return _skipped(instance, f"not clean, and kept: {instance.retire}")

@@ -40,10 +40,11 @@ def next_for_releasing(
             reuse=reuse,
             notice=report.notice,
         )
-        if reason:
-            return Next(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=f"clean, but {reason}")
-        took = took_s(report.detail)
         found = without_took(report.detail)
+        if reason:
+            why = f"clean, but {reason}" + (f"; {found}" if found else "")
+            return Next(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=why)
+        took = took_s(report.detail)
         why = "deregistered and reset" + (f" in {took:.3f} s" if took is not None else "")
         why += f": {found}" if found else ""
         return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why=why)

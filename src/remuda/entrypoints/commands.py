@@ -181,7 +181,8 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
     result = run_async(work, farewell="interrupted; the sweeps finish what was begun")
     for outcome in result.outcomes:
         if outcome.fate is not Fate.RELEASED:
-            output.say(f"{outcome.instance_id} {outcome.fate.value}: {outcome.why}", style="yellow")
+            detail = f" ({outcome.detail})" if outcome.detail and outcome.detail not in outcome.why else ""
+            output.say(f"{outcome.instance_id} {outcome.fate.value}: {outcome.why}{detail}", style="yellow")
     for error in result.errors:
         output.say(f"error: {error}", style="bold red")
     counts = ", ".join(f"{len(result.of(fate))} {fate.value}" for fate in Fate if result.of(fate))

@@ -70,6 +70,7 @@ def release_document(result: ReleaseResult) -> dict[str, Any]:
         "run_id": result.run_id,
         **{fate.value: [item.instance_id for item in result.of(fate)] for fate in Fate},
         "reasons": {item.instance_id: item.why for item in result.outcomes},
+        "details": {item.instance_id: item.detail for item in result.outcomes if item.detail},
         "deregistration_seconds": {
             item.instance_id: item.deregistration_s for item in result.outcomes if item.deregistration_s is not None
         },

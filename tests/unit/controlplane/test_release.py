@@ -9,7 +9,9 @@ from typing import Any
 
 from remuda.controlplane.release import Fate, ReleaseResult
 from remuda.domain.instance import Instance, State
+from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
+from remuda.entrypoints.views import release_document
 from remuda.ports.machine import Outcome
 from support.world import LIFETIMES, SCOPE, World
 from support.world_time import Call, Hook
@@ -287,3 +289,19 @@ async def test_one_error_leaves_the_others(world: World) -> None:
     assert [outcome.fate for outcome in result.outcomes] == [Fate.RELEASED]
     assert world.in_state(State.IDLE) == [second.instance_id]
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope=SCOPE)
+
+
+async def test_what_a_reset_found_is_told_of_pooled_and_retired_ones(world: World) -> None:
+    for reuse, fate in ((Reuse.SAME_TRUST, Fate.RELEASED), (Reuse.NEVER, Fate.RETIRED)):
+        await world.configure(reuse=reuse)
+        instance_id = (await one(world, run_id=fate.value)).instance_id
+        world.behaviour.resets[instance_id] = Outcome(ok=True, detail="1 process (sleep 9)")
+        result = await world.release(fate.value)
+        (outcome,) = result.outcomes
+        assert (outcome.fate, outcome.detail) == (fate, "1 process (sleep 9)")
+        document = release_document(result)
+        assert document["details"] == {instance_id: "1 process (sleep 9)"}
+        assert document["reasons"] == {instance_id: outcome.why}
+        assert instance_id in document["deregistration_seconds"]
+        last = [entry for entry in await world.process().store.history(instance_id) if entry.run_id == fate.value]
+        assert any(entry.why.endswith("1 process (sleep 9)") for entry in last)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from remuda.domain.instance import Credential, State, retirement
 from remuda.domain.releasing import credential_is_short, next_for_releasing
+from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import Lifetimes, expired
 from remuda.domain.transitions import Actor, Cause, End, Extend, Pool, advance
@@ -45,6 +46,21 @@ def test_a_clean_machine_that_is_used_up_is_ended_with_the_reason(
 ) -> None:
     event = decide(report(CLEAN, notice=notice), **changed)
     assert (event.cause, event.reason) == (Cause.RETIRED, reason)
+
+
+@pytest.mark.parametrize(
+    ("detail", "why"),
+    [
+        ("", "clean, but reuse is never"),
+        ("took 0.412 s; refused 1 foreign job; 1 process (sleep 9)", "refused 1 foreign job; 1 process (sleep 9)"),
+    ],
+)
+def test_what_was_found_is_told_of_a_machine_that_ends(detail: str, why: str) -> None:
+    seen = replace(report(CLEAN), detail=detail)
+    decided = next_for_releasing(in_state(State.RELEASING), seen, now=NOW, lifetimes=LIFE, reuse=Reuse.NEVER)
+    assert decided is not None
+    assert decided.why.startswith("clean, but reuse is never")
+    assert decided.why.endswith(why)
 
 
 @pytest.mark.parametrize("signal", [Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED])
