@@ -117,7 +117,8 @@ def instance_story(instance: Instance, evidence: Evidence) -> Story:
         lines.append(Line(at=instance.created_at, instance_id=instance.instance_id, what=gone, why=why))
     report = evidence.reports.get(instance.instance_id)
     used = f"{instance.uses} use{'' if instance.uses == 1 else 's'}"
-    kind = f"{instance.instance_type}, {instance.usage_class}, class {instance.resource_class}"
+    kind = f"{instance.instance_type}, {instance.usage_class}, class {instance.resource_class}, {instance.tier}"
+    kind += f", served only {instance.repository}" if instance.repository else ""
     told = [f"{instance.instance_id}: {next_of(instance, report, evidence)}"]
     if report is not None and report.signal is not None:
         detail = f": {report.detail}" if report.detail else ""

@@ -18,7 +18,7 @@ WIDE = 120
 MAX_RUNS = 10
 
 _NUMBERS = frozenset({"time left", "beat", "uses", "idle", "hints", "asked", "attempt"})
-_WHOLE = frozenset({"instance", "state", "run", "class", "warning"})
+_WHOLE = frozenset({"instance", "state", "run", "class", "tier", "warning"})
 
 
 def status_document(status: Status) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _instances(status: Status, rows: int | None, *, wide: bool) -> Iterator[Any]
     if not status.instances:
         yield "no instances"
         return
-    columns = ["instance", "state", "run", "time left", "class", "uses", "remark"]
+    columns = ["instance", "state", "run", "time left", "class", "tier", "uses", "remark"]
     if wide:
         columns[4:4] = ["beat"]
         columns[6:6] = ["type", "usage"]
@@ -137,6 +137,7 @@ def _cells(status: Status, instance: Instance) -> dict[str, str]:
         "class": instance.resource_class,
         "type": instance.instance_type,
         "usage": instance.usage_class.value,
+        "tier": instance.tier.value,
         "uses": str(instance.uses),
         "remark": instance.retire or busy,
     }

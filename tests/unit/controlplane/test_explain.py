@@ -11,7 +11,7 @@ from rich.console import Console
 from remuda.controlplane.explain import check_subject, explain
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
-from remuda.domain.resources import TypePatterns, UsageClass
+from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.story import Story
 from remuda.entrypoints.story_view import story_document, story_lines
 from remuda.ports.machine import Outcome
@@ -126,6 +126,7 @@ async def test_an_instance_with_two_runs(world: World) -> None:
     assert {line.instance_id for line in story.lines} == {machine}
     assert "waits for jobs of its run" in story.upcoming[0]
     assert "UD_REG_OK of assignment 2" in story.upcoming[1]
+    assert "class large, trusted, 1 use" in story.title
     by_runner = await tell(world, f"remuda-test-2-{machine}")
     assert by_runner == story
 
@@ -188,3 +189,9 @@ async def test_programs_get_the_same_story(world: World) -> None:
     assert [line["what"] for line in document["lines"]] == words(story)
     assert document["next"] == list(story.upcoming)
     assert document["lines"][0]["at"].endswith("Z")
+
+
+async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -> None:
+    await world.provision("7", repository="Octo/One", tier=Tier.UNTRUSTED)
+    (machine,) = world.in_state(State.RUNNING)
+    assert "untrusted, served only octo/one, " in (await tell(world, machine)).title

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from remuda.controlplane.status import Status, status
 from remuda.domain.instance import State
+from remuda.domain.resources import Tier
 from remuda.entrypoints.status_view import changes, headline, status_document, status_tables
 from support.world import SCOPE, World
 
@@ -41,6 +42,11 @@ async def test_a_pool_at_work(world: World) -> None:
     assert [item["seconds_left"] > 0 for item in document["instances"]] == [True] * 3
     assert document["warnings"] == document["open"] == []
     assert (document["reuse"], "pool test, reuse same-trust" in text) == ("same-trust", True)
+
+
+async def test_the_table_tells_how_far_a_machine_is_trusted(world: World) -> None:
+    await world.provision("7", tier=Tier.UNTRUSTED)
+    assert "untrusted" in shown(await look(world), width=80)
 
 
 async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
