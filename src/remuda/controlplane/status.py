@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, readable
 from remuda.domain.concerns import Concern, concerns
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.ghosts import ghost_reason
-from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
-from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision import Provision, ProvisionStatus, machines_ended
 from remuda.domain.signals import Report
 from remuda.ports.forge import ForgeRunner
 
@@ -52,6 +52,8 @@ class Status:
     reports: Mapping[str, Report]
     pools: Mapping[str, PoolLevel]
     runs: Sequence[Provision]
+    #: Of committed runs whose machines have all ended, by provision: that, in words.
+    ended: Mapping[str, str] = field(default_factory=dict)
     concerns: Sequence[Concern] = ()
     #: Records that cannot be parsed, one sentence each.
     unreadable: Sequence[str] = ()
@@ -81,9 +83,10 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
-    (reports, _), depths = await asyncio.gather(
+    (reports, _), depths, ended = await asyncio.gather(
         readable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
+        _ended(context, runs, instances),
     )
     idle = Counter(item.resource_class for item in instances if item.state is State.IDLE)
     unreadable += [f"the record {name} cannot be read: {why}" for name, why in store.malformed_records.items()]
@@ -96,6 +99,7 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
         reports=reports,
         pools={name: PoolLevel(idle=idle[name], hints=hints) for name, hints in zip(classes, depths, strict=True)},
         runs=runs,
+        ended=ended,
         concerns=(
             *concerns(config, instances, reports, runs, now=now),
             *(await _ghosts(context, config, runners, instances) if config and runners else ()),
@@ -122,6 +126,18 @@ async def _runs(context: Context) -> Sequence[Provision]:
     known = {item.provision_id for item in newest}
     older = [item for item in unsettled if item.status is ProvisionStatus.OPEN and item.provision_id not in known]
     return [*newest, *sorted(older, key=lambda item: (item.created_at, item.provision_id), reverse=True)]
+
+
+async def _ended(context: Context, runs: Sequence[Provision], instances: Sequence[Instance]) -> dict[str, str]:
+    """Only where no machine of a run was found alive its records are read: the search may lag behind them."""
+    alive = {item.instance_id for item in instances if item.state not in ABSORBING}
+    doubtful = [run for run in runs if run.status is ProvisionStatus.COMMITTED and alive.isdisjoint(run.instance_ids)]
+    if not doubtful:
+        return {}
+    ids = {instance_id for run in doubtful for instance_id in run.instance_ids}
+    records, _ = await readable(context.store.get_many(ids), _say_nothing)
+    told = {run.provision_id: machines_ended(run, records) for run in doubtful}
+    return {provision_id: words for provision_id, words in told.items() if words}
 
 
 async def _depth(context: Context, resource_class: str) -> int:

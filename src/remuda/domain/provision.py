@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
 from remuda.domain.course import Course
 from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import ABSORBING, Instance
 
 
 class ProvisionStatus(StrEnum):
@@ -57,6 +59,16 @@ class Provision:
         if self.status is ProvisionStatus.RELEASED:
             return not self.settled
         return self.deadline <= deadline_before
+
+
+def machines_ended(provision: Provision, records: Mapping[str, Instance]) -> str:
+    """That all machines of a committed run have ended, in words; empty while one lives, or its record is not known."""
+    ids = provision.instance_ids
+    if provision.status is not ProvisionStatus.COMMITTED or not ids:
+        return ""
+    if any(item not in records or records[item].state not in ABSORBING for item in ids):
+        return ""
+    return "its machine has ended" if len(ids) == 1 else f"all {len(ids)} of its machines have ended"
 
 
 #: Which status may follow which.

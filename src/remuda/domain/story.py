@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from remuda.domain.course import Course, Refusal, Source
 from remuda.domain.instance import HistoryEntry, Instance, State
-from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision import Provision, ProvisionStatus, machines_ended
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes, expired
 
@@ -99,10 +99,12 @@ def run_story(run_id: str, provisions: Sequence[Provision], evidence: Evidence) 
     lines += [entry_line(instance_id, entry) for instance_id, entry in entries if entry.transition not in _KNOWN]
     last = provisions[-1]
     attempts = "" if len(provisions) == 1 else f", {len(provisions)} provisions"
+    why = machines_ended(last, evidence.instances)
+    told = f"; {why}" if why else f" ({last.why or 'under way'})"
     return Story(
         kind="run",
         subject=run_id,
-        title=f"Run {run_id}: {last.status.value}{attempts} ({last.why or 'under way'})",
+        title=f"Run {run_id}: {last.status.value}{attempts}{told}",
         lines=_in_order(lines),
         upcoming=tuple(_run_next(run_id, provisions, evidence)),
     )
@@ -221,8 +223,12 @@ def _run_next(run_id: str, provisions: Sequence[Provision], evidence: Evidence) 
     for provision in provisions:
         if provision.status is ProvisionStatus.OPEN:
             yield _open_next(provision, evidence)
-    committed = any(item.status is ProvisionStatus.COMMITTED for item in provisions)
-    if committed:
+    committed = [item for item in provisions if item.status is ProvisionStatus.COMMITTED]
+    ended = [machines_ended(item, evidence.instances) for item in committed]
+    if committed and all(ended):
+        until = f"{committed[-1].deadline:%Y-%m-%d %H:%M:%S} UTC"
+        yield f"{ended[-1]}: there is nothing to release; refresh closes the run once its time is up ({until})"
+    elif committed:
         yield f"the run keeps its runners until remuda release --run-id {run_id}, or until their time is up"
     held = [item for item in evidence.instances.values() if run_id == (item.run_id or item.last_run_id)]
     for instance in sorted(held, key=lambda item: item.instance_id):

@@ -18,6 +18,7 @@ from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import command
 from remuda.bootstrap import LocalLayout, check_local, layout, local_compute, open_context, passed_on, with_pool
+from remuda.controlplane.levers import Choice, choose, terminate
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.githubsim.endpoint import read_endpoint
@@ -226,7 +227,7 @@ async def _stop(
     stopped: list[str] = []
     if await Background(places, SWEEPER).stop(clock):
         stopped.append(SWEEPER)
-    terminated = await _end_machines(await _with_stored_pool(settings))
+    terminated = await _end_machines(await _with_stored_pool(settings), journal)
     github = Background(places, GITHUB)
     if github.alive() is not None:
         await _last_sweep(settings, journal)
@@ -262,15 +263,26 @@ async def _with_stored_pool(settings: Settings) -> Settings:
         await store.close()
 
 
-async def _end_machines(settings: Settings) -> tuple[str, ...]:
+async def _end_machines(settings: Settings, journal: Journal) -> tuple[str, ...]:
     compute = local_compute(settings, CallCounter())
     try:
         live = [view.instance_id for view in await compute.list_pool() if view.state is not MachineState.TERMINATED]
         if live:
+            await _record_their_end(settings, journal)
             await compute.terminate(live)
     finally:
         await compute.close()
     return tuple(live)
+
+
+async def _record_their_end(settings: Settings, journal: Journal) -> None:
+    """So that the records say who ended them. Without it they end as well: the sweeps find them gone."""
+    try:
+        async with open_context(settings, journal, credentialed=False, alive=False) as context:
+            held = await choose(context, Choice(everything=True))
+            await terminate(context, held, reason="remuda down", dry_run=False)
+    except RemudaError as error:
+        journal.note("end-unrecorded", error.message)
 
 
 async def _last_sweep(settings: Settings, journal: Journal) -> None:

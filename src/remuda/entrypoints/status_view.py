@@ -28,7 +28,7 @@ def status_document(status: Status) -> dict[str, Any]:
         "reuse": status.config.reuse.value if status.config else None,
         "instances": [_instance(status, instance) for instance in status.instances],
         "pools": {name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()},
-        "runs": [record_document(provision) for provision in status.runs],
+        "runs": [{**record_document(run), "machines_ended": run.provision_id in status.ended} for run in status.runs],
         "open": [_opening(opening) for opening in status.openings],
         "warnings": [record_document(concern) for concern in status.concerns],
         "unreadable": list(status.unreadable),
@@ -88,7 +88,10 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
         yield table("Pools", ("class", "idle", "hints"), pools, numbers=_NUMBERS, whole=_WHOLE)
     if status.runs:
         shown = [
-            (run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value, run.why)
+            (
+                *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
+                status.ended.get(run.provision_id, run.why),
+            )
             for run in status.runs[:MAX_RUNS]
         ]
         columns = ("run", "attempt", "class", "asked", "status", "why")

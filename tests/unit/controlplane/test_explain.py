@@ -9,10 +9,13 @@ import pytest
 from rich.console import Console
 
 from remuda.controlplane.explain import check_subject, explain
+from remuda.controlplane.levers import terminate
+from remuda.controlplane.status import status
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.story import Story
+from remuda.entrypoints.status_view import status_document
 from remuda.entrypoints.story_view import story_document, story_lines
 from remuda.ports.machine import Outcome
 from support.records import instance_id, message
@@ -195,3 +198,21 @@ async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -
     await world.provision("7", repository="Octo/One", tier=Tier.UNTRUSTED)
     (machine,) = world.in_state(State.RUNNING)
     assert "untrusted, served only octo/one, " in (await tell(world, machine)).title
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, "its machine has ended"), (2, "all 2 of its machines have ended")])
+async def test_a_committed_run_whose_machines_have_ended(world: World, count: int, told: str) -> None:
+    await world.provision("7", count=count)
+    process = world.process()
+    assert not (await status(process)).ended
+    machines = list((await process.store.get_many(world.in_state(State.RUNNING))).values())
+    # What is left of them is enough to keep the run.
+    await terminate(process, machines[1:], reason="enough", dry_run=False)
+    assert "keeps its runners" in (await tell(world, "7")).upcoming[0]
+    await terminate(process, machines[:1], reason="enough", dry_run=False)
+    story = await tell(world, "7")
+    assert story.title == f"Run 7: committed; {told}"
+    assert story.upcoming[0].startswith(f"{told}: there is nothing to release")
+    found = await status(process)
+    assert list(found.ended.values()) == [told]
+    assert [run["machines_ended"] for run in status_document(found)["runs"]] == [True]
