@@ -97,6 +97,9 @@ def test_a_folder_belongs_to_one_pool(folder: Path):
     assert [item["state"] for item in remuda(folder, "status")[1]["instances"]] == ["running"]
     code, answer = remuda(folder, "down")
     assert len(answer["terminated"]) == 1
+    (ended,) = remuda(folder, "status", "--all")[1]["instances"]
+    assert (ended["state"], ended["retire"]) == ("terminated", "terminated by an operator: remuda down")
+    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its machine has ended"
 
 
 def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder: Path):
