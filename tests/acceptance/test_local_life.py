@@ -113,7 +113,7 @@ async def test_a_foreign_job_with_the_runs_label_is_refused(backend: LocalBacken
         assert (own.conclusion, machine_of(own)) == ("success", machine_of(job)), own.log
     assert (await backend.release("1")).code == 0
     (report,) = backend.reports().values()
-    assert f"refused 1 foreign job(s): run 2 of {REPO}; " in report["detail"]
+    assert f"refused 1 foreign job: run 2 of {REPO}; " in report["detail"]
 
 
 async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ async def test_a_pool_is_seen_and_explained(backend: LocalBackend) -> None:
     logged = await backend.provision("42", 1, "--log-format", "json")
     events = {line["event"]: line for line in map(json.loads, logged.told.splitlines())}
     assert (events["claim-won"]["run_id"], events["claim-won"]["epoch"]) == ("42", 2)
-    assert events["commit"]["reason"] == "all 1 of run 42 are registered"
+    assert events["commit"]["reason"] == "the one of run 42 is registered"
     second = logged.document
     (reused,) = [item["instance_id"] for item in second["instances"]]
     assert reused in {item["instance_id"] for item in first["instances"]}

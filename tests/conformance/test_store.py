@@ -506,7 +506,7 @@ async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, o
         taken=(Taken(instance_id=ID, source=Source.POOL, seconds=1.5, registration_s=None),),
         refused={"lost": 2},
         refusals=(Refusal(kind="lost", why="stale", seconds=0.25, instance_id=instance_id(2)),),
-        launches=(Launching(count=2, launched=1, seconds=1.0, errors=("no room",)),),
+        launches=(Launching(count=2, launched=1, seconds=1.0, errors=("no room",), why="reuse is never"),),
     )
     committed = provisions.committed(opened, (ID,), deadline=at(99), course=course)
     await store.replace_provision(opened, committed)

@@ -71,7 +71,8 @@ class JobHook:
             return ""
         shown = ", ".join(list(found)[:MAX_NAMED])
         more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        return f"refused {found.total()} foreign job(s): {shown}{more}"
+        jobs = "1 foreign job" if found.total() == 1 else f"{found.total()} foreign jobs"
+        return f"refused {jobs}: {shown}{more}"
 
     def _lines(self) -> list[str]:
         try:

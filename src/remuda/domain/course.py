@@ -59,6 +59,8 @@ class Launching:
     #: From the provision's begin to the answer.
     seconds: float
     errors: tuple[str, ...] = ()
+    #: Why nothing was taken from the pool instead, where that was not tried.
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

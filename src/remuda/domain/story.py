@@ -168,7 +168,8 @@ def _beginning(provision: Provision) -> Iterator[Line]:
     for launch in course.launches:
         short = launch.launched < launch.count
         what = f"launch of {launch.count}: {launch.launched} came" if short else f"launched {launch.count}"
-        why = "; ".join(launch.errors) or "the pool had no more that fit"
+        alone = f"{launch.why}; nothing is taken from the pool" if launch.why else ""
+        why = "; ".join(launch.errors) or alone or "the pool had no more that fit"
         tone = Tone.BAD if short else Tone.PLAIN
         yield Line(at=_at(provision, course, launch.seconds), what=what, why=why, tone=tone)
 

@@ -56,6 +56,10 @@ def _need_credential(settings: Settings) -> None:
         raise no_credential()
 
 
+def _count(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
+
+
 def run_up(flags: Flags, config: str | None, output: Output) -> int:
     settings = load_settings(flags, config).settings
     from remuda.entrypoints.local_backend import start  # noqa: PLC0415 - only the local backend's commands need it
@@ -72,9 +76,10 @@ def run_down(flags: Flags, config: str | None, output: Output, *, purge: bool) -
 
     result = run_async(lambda: stop(settings, _journal(output), purge=purge))
     if result.left:
-        output.say(f"{len(result.left)} processes could not be ended: {', '.join(map(str, result.left))}")
+        left = _count(len(result.left), "process", "processes")
+        output.say(f"{left} could not be ended: {', '.join(map(str, result.left))}")
     else:
-        output.say(f"down: {len(result.terminated)} machines ended, no process is left")
+        output.say(f"down: {_count(len(result.terminated), 'machine', 'machines')} ended, no process is left")
     output.result(
         {
             "dir": str(settings.dir),
@@ -162,8 +167,9 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
             return await provision(context, order)
 
     result = run_async(work, farewell="interrupted; what was held has been given back")
+    runners = _count(len(result.instances), "runner", "runners")
     output.say(
-        f"run {result.run_id} has {len(result.instances)} runners: {result.reused} reused, {result.created} created, "
+        f"run {result.run_id} has {runners}: {result.reused} reused, {result.created} created, "
         f"in {result.seconds:.2f} s ({trusted})"
     )
     output.result(views.provision_document(result))

@@ -78,13 +78,13 @@ def test_a_listener_is_started_for_its_assignment_and_the_jobs_it_refused_are_to
         stable = Stable()
         stable.start()
         await stable.create()
-        stable.runner.turned_away = "refused 1 foreign job(s): run 9 of evil/corp"
+        stable.runner.turned_away = "refused 1 foreign job: run 9 of evil/corp"
         await use(stable, 1)
         assert [each.runner_name for each in stable.runner.started] == [FIRST]
         report = await stable.store.get_report(ID)
         assert report is not None
-        assert "refused 1 foreign job(s): run 9 of evil/corp; " in report.detail
-        assert ("job-refused", "refused 1 foreign job(s): run 9 of evil/corp") in [
+        assert "refused 1 foreign job: run 9 of evil/corp; " in report.detail
+        assert ("job-refused", "refused 1 foreign job: run 9 of evil/corp") in [
             (action, why) for action, why, _ in stable.journal.notes
         ]
 

@@ -142,7 +142,7 @@ def test_it_says_whose_the_job_is_whose_the_machine_is_and_what_to_do(hooked: Ho
         "::error::Remuda refused this job: it belongs to run 9 of evil/corp, and this machine is assigned to run 123 "
         "of acme/widgets. Let runs-on name the label of the job's own run, and provision runners for that run.\n"
     )
-    assert hooked.hook.refused() == "refused 1 foreign job(s): run 9 of evil/corp"
+    assert hooked.hook.refused() == "refused 1 foreign job: run 9 of evil/corp"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ class TestNotes:
             "1 a/b c",
         ]
         hooked.notes.write_text("\n".join(lines))
-        told = "refused 6 foreign job(s): run 0 of evil/corp, run 1 of evil/corp, run 2 of evil/corp and 2 more"
+        told = "refused 6 foreign jobs: run 0 of evil/corp, run 1 of evil/corp, run 2 of evil/corp and 2 more"
         assert hooked.hook.refused() == told
 
     def test_may_be_anything(self, hooked: Hooked) -> None:

@@ -13,7 +13,7 @@ from remuda.controlplane.levers import terminate
 from remuda.controlplane.status import status
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
-from remuda.domain.resources import Tier, TypePatterns, UsageClass
+from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
 from remuda.domain.story import Story
 from remuda.entrypoints.status_view import status_document
 from remuda.entrypoints.story_view import story_document, story_lines
@@ -216,3 +216,16 @@ async def test_a_committed_run_whose_machines_have_ended(world: World, count: in
     found = await status(process)
     assert list(found.ended.values()) == [told]
     assert [run["machines_ended"] for run in status_document(found)["runs"]] == [True]
+
+
+async def test_a_run_with_machines_of_its_own_does_not_blame_the_pool(world: World) -> None:
+    await world.provision("7")
+    await world.configure(reuse=Reuse.NEVER)
+    await world.provision("8")
+    await world.provision("9", ephemeral=True, process=world.process(credentialed=True))
+    reasons = {run: [line.why for line in (await tell(world, run)).lines if "launched" in line.what] for run in "789"}
+    assert reasons == {
+        "7": ["the pool had no more that fit"],
+        "8": ["reuse is never; nothing is taken from the pool"],
+        "9": ["ephemeral: for one job; nothing is taken from the pool"],
+    }

@@ -25,7 +25,8 @@ async def commit(
 ) -> list[Instance]:
     async def start(item: Ready) -> Instance:
         event = Commit(owner=item.instance.owner, report=item.report, max_runtime_s=max_runtime_s)
-        why = f"all {provision.count} of run {provision.run_id} are registered"
+        run = f"of run {provision.run_id}"
+        why = f"the one {run} is registered" if provision.count == 1 else f"all {provision.count} {run} are registered"
         running = await transition(context, item.instance, event, by=Actor.PROVISION, why=why)
         holdings.hold(running)
         return running
@@ -59,4 +60,6 @@ async def _record(context: Context, provision: Provision, after: Provision) -> N
                 raise
         else:
             break
-    context.journal.note("committed", f"all {len(after.instance_ids)} asked for are running", run_id=provision.run_id)
+    count = len(after.instance_ids)
+    told = "the one asked for is running" if count == 1 else f"all {count} asked for are running"
+    context.journal.note("committed", told, run_id=provision.run_id)

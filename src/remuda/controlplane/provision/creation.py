@@ -79,7 +79,7 @@ class Creation:
         why = terms.retired_because or f"the pool lacks {count}"
         context.journal.note("launch", why, count=count, run_id=terms.provision.run_id)
         result = await self._ask(request)
-        self._recorder.launch(count, len(result.instances), result.errors)
+        self._recorder.launch(count, len(result.instances), result.errors, why=terms.retired_because)
         if len(result.instances) < count:
             said = "; ".join(result.errors) or "no reason was given"
             raise CapacityError(

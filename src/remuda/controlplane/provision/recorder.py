@@ -48,10 +48,12 @@ class Recorder:
                 Refusal(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
             )
 
-    def launch(self, count: int, launched: int, errors: tuple[str, ...]) -> None:
+    def launch(self, count: int, launched: int, errors: tuple[str, ...], *, why: str = "") -> None:
         if len(self._launches) < MAX_LAUNCHES:
             cut = tuple(error[:MAX_REASON] for error in errors[:MAX_LAUNCHES])
-            self._launches.append(Launching(count=count, launched=launched, seconds=self.seconds, errors=cut))
+            self._launches.append(
+                Launching(count=count, launched=launched, seconds=self.seconds, errors=cut, why=why[:MAX_REASON])
+            )
 
     def take(self, instance_id: str, source: Source, registration_s: float | None) -> None:
         self._sources[source] += 1
