@@ -227,7 +227,7 @@ class Settings(BaseModel):
     event_path: str = Field(default="", description="The file that tells about it (default: GITHUB_EVENT_PATH).")
     ephemeral: bool = Field(
         default=False,
-        description="New instances for one job each, registered just in time; needs a credential of its own.",
+        description="New instances for one job each, registered just in time; on AWS it needs a GitHub credential.",
         json_schema_extra={"fix": "use true or false"},
     )
 

@@ -119,12 +119,14 @@ class ActionsRunner:
 
     def state(self) -> RunnerState:
         listening = self._is_listening()
+        spent = not listening and self._is_spent()
         return RunnerState(
             configured_as=self._configured_as(),
             listening=listening,
             busy=self._is_busy(listening=listening),
             exit_code=self._exit_code,
-            spent=not listening and self._is_spent(),
+            spent=spent,
+            refused=self.refused() if spent else "",
         )
 
     async def configure(self, assignment: Assignment) -> Outcome:

@@ -44,16 +44,16 @@ refuse() {
   printf '%s %s\n' "$job_run" "$job_repository" 2>/dev/null >>"$refused" || :
   # A hook that fails is not enough: steps with `if: always()` would still run. A worker that is told to stop skips
   # these, too, and tells this hook to stop as soon as it has understood. One that does not is killed.
-  trap 'kill "$waiting"; exit 1' INT TERM HUP
+  trap 'kill "$waiting" 2>/dev/null; exit 1' INT TERM HUP
   case $(tr '\0' ' ' <"/proc/$PPID/cmdline") in
     *Runner.Worker*) worker=$PPID ;;
     *) exit 1 ;;
   esac
   sleep 10 >/dev/null 2>&1 &
   waiting=$!
-  kill -TERM "$worker" || :
+  kill -TERM "$worker" 2>/dev/null || :
   wait "$waiting" || :
-  kill -KILL "$worker" || :
+  kill -KILL "$worker" 2>/dev/null || :
   exit 1
 }
 

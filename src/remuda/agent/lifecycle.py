@@ -115,6 +115,8 @@ def _run(view: View, record: Instance) -> Step:
         return _signal(view, Signal.UD_REG_FAILED, "not registered for this assignment")
     if view.runner.listening:
         return _wait("a job runs" if view.runner.busy else "listening for jobs")
+    if view.runner.spent and view.runner.refused:
+        return _signal(view, Signal.UD_REG_FAILED, f"its one job was not the run's: {view.runner.refused}")
     if view.runner.spent:
         return _wait("its one job is over; waiting to be released")
     if view.runner.exit_code in TERMINAL_EXITS:

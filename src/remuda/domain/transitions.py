@@ -112,7 +112,14 @@ _O = Actor.OPERATOR
 _ENDED = "run and assignment cleared; threshold = now"
 
 TRANSITIONS: tuple[Transition, ...] = (
-    _row("create", (None,), State.CREATED, (_P,), "no record", "epoch 1; threshold = provision deadline"),
+    _row(
+        "create",
+        (None,),
+        State.CREATED,
+        (_P,),
+        "no record",
+        "epoch 1; threshold = provision deadline; retired from birth where it is never to be used again",
+    ),
     _row(
         "tombstone",
         (None,),
@@ -222,7 +229,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         (State.IDLE,),
         State.TERMINATING,
         (_R, _O),
-        "expired, too old, too many uses, spot notice, gone, ordered",
+        "expired, too old, too many uses, spot notice, reuse is never, gone, ordered",
         _ENDED,
         (Cause.EXPIRED, Cause.RETIRED, Cause.GONE, Cause.ORDERED),
     ),

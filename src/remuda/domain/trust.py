@@ -15,6 +15,39 @@ from remuda.domain.resources import Tier, is_repository
 
 #: How much of an event's name a reason repeats.
 MAX_EVENT = 40
+#: Events whose workflows run what is in the repository itself, whoever caused them.
+_OWN_CODE = frozenset(
+    {
+        "branch_protection_rule",
+        "check_run",
+        "check_suite",
+        "create",
+        "delete",
+        "deployment",
+        "deployment_status",
+        "discussion",
+        "discussion_comment",
+        "dynamic",
+        "fork",
+        "gollum",
+        "image_version",
+        "issues",
+        "label",
+        "merge_group",
+        "milestone",
+        "page_build",
+        "public",
+        "push",
+        "registry_package",
+        "release",
+        "repository_dispatch",
+        "schedule",
+        "status",
+        "watch",
+        "workflow_call",
+        "workflow_dispatch",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +68,9 @@ def trust_of(event: str, payload: object) -> Trust:
         return _workflow_run(told)
     if event == "issue_comment":
         return _issue_comment(told)
-    return Trust(tier=Tier.TRUSTED, why=f"event {_word(event)}")
+    if event not in _OWN_CODE:
+        return Trust(tier=Tier.UNTRUSTED, why=f"event {_word(event)}: it is not known whose code that runs")
+    return Trust(tier=Tier.TRUSTED, why=f"event {event}")
 
 
 def decide(event: str, payload: object, asked: Tier | None) -> Trust:
@@ -69,6 +104,10 @@ def _workflow_run(payload: Mapping[str, Any] | None) -> Trust:
     if payload is None:
         return _unreadable("workflow_run")
     run = _part(payload, "workflow_run")
+    cause = run.get("event")
+    if not isinstance(cause, str) or not (cause in _OWN_CODE or cause.startswith("pull_request")):
+        # Of a comment, or of a run after a run, it does not say whose code was at the beginning.
+        return Trust(tier=Tier.UNTRUSTED, why="workflow run after an event that does not say whose code it ran")
     home = _repository(payload, "repository") or _repository(run, "repository")
     return _compared("workflow run", _repository(run, "head_repository"), home)
 

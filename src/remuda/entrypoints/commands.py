@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from remuda.entrypoints import status_view, story_view, views
 from remuda.entrypoints.applied import applied_lines
 from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK, EXIT_PARTIAL, load_settings, run_async
-from remuda.entrypoints.run_event import repository, trust
+from remuda.entrypoints.run_event import check_label, repository, trust
 from remuda.ports.journal import Journal
 from remuda.settings import Settings
 
@@ -143,6 +144,7 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
     settings = loaded.settings
     _need_run_id(settings)
     _need_credential(settings)
+    check_label(settings.run_id, environ=os.environ, field=loaded.shown("run_id"))
     trusted = trust(loaded)
     order = ProvisionOrder(
         run_id=settings.run_id,

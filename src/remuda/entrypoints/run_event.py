@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,9 @@ from remuda.domain.resources import repository_of
 from remuda.domain.trust import Trust, decide
 from remuda.settings import Loaded
 
+#: Stands for the name of an event of which only the file is known.
+NAMELESS = "(none)"
+_OF_A_RUN = re.compile(r"[0-9]+([._-]|$)")
 #: GitHub keeps a payload below 25 MB.
 MAX_EVENT_BYTES = 32 * 1024 * 1024
 
@@ -21,9 +25,23 @@ MAX_EVENT_BYTES = 32 * 1024 * 1024
 def trust(loaded: Loaded) -> Trust:
     settings = loaded.settings
     asked = settings.tier if loaded.given("tier") else None
-    payload = read_event(settings.event_path) if settings.event_name else None
+    # A file without a name is of some event, too.
+    event = settings.event_name or (NAMELESS if settings.event_path else "")
+    payload = read_event(settings.event_path) if event else None
     with _named(loaded):
-        return decide(settings.event_name, payload, asked)
+        return decide(event, payload, asked)
+
+
+def check_label(run_id: str, *, environ: Mapping[str, str], field: str) -> None:
+    """In a workflow: a machine refuses jobs whose run's number its label does not begin with. Another label would have
+    machines paid for that no job may use.
+    """
+    if environ.get("GITHUB_RUN_ID") and not _OF_A_RUN.match(run_id):
+        raise UserError(
+            f"{field} is {run_id!r}, which begins with no run's number",
+            field=field,
+            fix="give github.run_id, or more after it: 123-large",
+        )
 
 
 def repository(loaded: Loaded) -> str:

@@ -24,6 +24,8 @@ class RunnerState:
     exit_code: int | None = None
     #: It was registered for one job, and its listener has ended with it: there is nothing to start again.
     spent: bool = False
+    #: Of a spent one: that its job was turned away, or empty.
+    refused: str = ""
 
 
 class Removal(Enum):
@@ -47,7 +49,7 @@ class RunnerSoftware(Protocol):
 
     def refused(self) -> str:
         """What jobs of others were turned away since the last reset, for people; empty where none was. A job may have
-        written it: it is told, and decides nothing.
+        written it: at the most it costs that job's own machine, once the job is over.
         """
         ...
 

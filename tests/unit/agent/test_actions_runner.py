@@ -408,6 +408,8 @@ class TestJustInTime:
         assert runner.state() == RunnerState()
         await runner.configure(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
+        while not (folder.runner / ".runner").exists():
+            await runner.wait_for_change(runner.state(), 0.01)
         assert (await runner.remove(gone))[0] is Removal.REMOVED
         assert (runner.state().listening, runner.state().configured_as) == (True, "")
         await runner.stop()

@@ -155,6 +155,14 @@ def test_a_runner_that_ends_again_and_again_is_given_up() -> None:
     assert next_step(view(State.RUNNING, runner=runner, starts=MAX_STARTS)).signal is Signal.UD_REG_FAILED
 
 
+def test_a_runner_for_one_job_that_was_anothers_is_used_up() -> None:
+    spent = RunnerState(configured_as=RIGHT, exit_code=0, spent=True)
+    assert next_step(view(State.RUNNING, runner=spent)).do is Do.WAIT
+    robbed = replace(spent, refused="refused a job of run 9 of eve/r")
+    step = next_step(view(State.RUNNING, runner=robbed))
+    assert (step.signal, "eve/r" in step.why) == (Signal.UD_REG_FAILED, True)
+
+
 def test_a_failed_script_is_signalled() -> None:
     assert next_step(view(State.CREATED, script=Script.FAILED)).signal is Signal.UD_FAILED
     assert next_step(view(State.CREATED, script=Script.FAILED, signalled=Signal.UD_FAILED)).do is Do.WAIT

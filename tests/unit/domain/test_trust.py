@@ -20,8 +20,8 @@ def pull_request(head: Any, **more: Any) -> dict[str, Any]:
     return {"pull_request": request, "repository": HOME, **more}
 
 
-def workflow_run(head: Any) -> dict[str, Any]:
-    return {"workflow_run": {"head_repository": head, "repository": HOME}, "repository": HOME}
+def workflow_run(head: Any, event: Any = "push") -> dict[str, Any]:
+    return {"workflow_run": {"head_repository": head, "repository": HOME, "event": event}, "repository": HOME}
 
 
 UNTRUSTED: list[tuple[str, Any, str]] = [
@@ -48,7 +48,14 @@ UNTRUSTED: list[tuple[str, Any, str]] = [
     ("pull_request", [], "cannot be read"),
     ("workflow_run", workflow_run(FORK), "workflow run from fork eve/repo"),
     ("workflow_run", workflow_run(None), "not told, or is gone"),
+    ("workflow_run", workflow_run(HOME, "issue_comment"), "does not say whose code"),
+    ("workflow_run", workflow_run(HOME, "workflow_run"), "does not say whose code"),
+    ("workflow_run", workflow_run(HOME, None), "does not say whose code"),
+    ("workflow_run", workflow_run(FORK, "pull_request"), "workflow run from fork eve/repo"),
     ("workflow_run", None, "cannot be read"),
+    ("Pull_Request", pull_request(HOME), "not known whose code"),
+    (" push", None, "not known whose code"),
+    ("of_tomorrow", None, "not known whose code"),
     ("issue_comment", {"issue": {"pull_request": {"url": "u"}}}, "whose code"),
     ("issue_comment", {"issue": {"pull_request": {}}}, "whose code"),
     ("issue_comment", {"issue": None}, "cannot be read"),

@@ -11,7 +11,7 @@ import pytest
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Tier
 from remuda.entrypoints import run_event
-from remuda.entrypoints.run_event import read_event, repository, trust
+from remuda.entrypoints.run_event import check_label, read_event, repository, trust
 from remuda.settings import Loaded, load
 
 FORK = {
@@ -83,3 +83,22 @@ def test_a_repository_that_the_runners_do_not_serve_is_refused(scope: str) -> No
 def test_what_is_no_repository_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="repository"):
         loaded({"repository": text})
+
+
+def test_a_file_of_an_event_that_nobody_names_is_not_trusted(tmp_path: Path) -> None:
+    file = tmp_path / "event.json"
+    file.write_text(json.dumps(FORK))
+    assert trust(loaded(GITHUB_EVENT_PATH=str(file))).tier is Tier.UNTRUSTED
+
+
+@pytest.mark.parametrize("run_id", ["build-12", "12x", "large"])
+def test_in_a_workflow_a_label_that_machines_would_refuse_is_refused(run_id: str) -> None:
+    with pytest.raises(UserError, match=run_id) as refused:
+        check_label(run_id, environ={"GITHUB_RUN_ID": "12"}, field="--run-id")
+    assert (refused.value.field, bool(refused.value.fix)) == ("--run-id", True)
+    check_label(run_id, environ={}, field="--run-id")
+
+
+@pytest.mark.parametrize("run_id", ["12", "12-large", "12.a", "12_a", "99"])
+def test_labels_of_a_run_are_taken(run_id: str) -> None:
+    check_label(run_id, environ={"GITHUB_RUN_ID": "12"}, field="--run-id")
