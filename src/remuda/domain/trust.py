@@ -51,6 +51,18 @@ _OWN_CODE = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unread:
+    """Stands for a payload that could not be read."""
+
+    #: The file, as it may be shown, or empty where none was named.
+    file: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.why}" if self.file else self.why
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trust:
     tier: Tier
     why: str
@@ -60,14 +72,17 @@ class Trust:
 
 
 def trust_of(event: str, payload: object) -> Trust:
-    """`payload` is None where the event's file cannot be read."""
+    """`payload` is `Unread` where the event's file cannot be read."""
     told = payload if isinstance(payload, Mapping) else None
+    if told is None and _needs_payload(event):
+        why = f": {payload}" if isinstance(payload, Unread) else ""
+        return Trust(tier=Tier.UNTRUSTED, why=f"event {_word(event)}, and what it is about cannot be read{why}")
     if event.startswith("pull_request"):
-        return _pull_request(event, told)
+        return _pull_request(told or {})
     if event == "workflow_run":
-        return _workflow_run(told)
+        return _workflow_run(told or {})
     if event == "issue_comment":
-        return _issue_comment(told)
+        return _issue_comment(told or {})
     if event not in _OWN_CODE:
         return Trust(tier=Tier.UNTRUSTED, why=f"event {_word(event)}: it is not known whose code that runs")
     return Trust(tier=Tier.TRUSTED, why=f"event {event}")
@@ -82,16 +97,19 @@ def decide(event: str, payload: object, asked: Tier | None) -> Trust:
         return found
     if asked is Tier.UNTRUSTED:
         return Trust(tier=asked, why="asked for")
-    raise UserError(
-        f"tier is {asked}, but the event says {found}",
-        field="tier",
-        fix="leave --tier out: code of strangers runs on machines of its own",
-    )
+    fix = "leave --tier out: code of strangers runs on machines of its own"
+    if isinstance(payload, Unread) and _needs_payload(event):
+        named = f"{payload.file} is not it" if payload.file else "nothing does"
+        fix = f"let --event-path or GITHUB_EVENT_PATH name the event's file ({named}), or {fix}"
+    raise UserError(f"tier is {asked}, but the event says {found}", field="tier", fix=fix)
 
 
-def _pull_request(event: str, payload: Mapping[str, Any] | None) -> Trust:
-    if payload is None:
-        return _unreadable(event)
+def _needs_payload(event: str) -> bool:
+    """Whether its name alone does not tell."""
+    return event.startswith("pull_request") or event in {"workflow_run", "issue_comment"}
+
+
+def _pull_request(payload: Mapping[str, Any]) -> Trust:
     request = _part(payload, "pull_request")
     number = request.get("number")
     name = f"pull request #{number}" if isinstance(number, int) and not isinstance(number, bool) else "pull request"
@@ -100,9 +118,7 @@ def _pull_request(event: str, payload: Mapping[str, Any] | None) -> Trust:
     return _compared(name, _repository(_part(request, "head")), home)
 
 
-def _workflow_run(payload: Mapping[str, Any] | None) -> Trust:
-    if payload is None:
-        return _unreadable("workflow_run")
+def _workflow_run(payload: Mapping[str, Any]) -> Trust:
     run = _part(payload, "workflow_run")
     cause = run.get("event")
     if not isinstance(cause, str) or not (cause in _OWN_CODE or cause.startswith("pull_request")):
@@ -112,10 +128,10 @@ def _workflow_run(payload: Mapping[str, Any] | None) -> Trust:
     return _compared("workflow run", _repository(run, "head_repository"), home)
 
 
-def _issue_comment(payload: Mapping[str, Any] | None) -> Trust:
-    issue = payload.get("issue") if payload is not None else None
+def _issue_comment(payload: Mapping[str, Any]) -> Trust:
+    issue = payload.get("issue")
     if not isinstance(issue, Mapping):
-        return _unreadable("issue_comment")
+        return Trust(tier=Tier.UNTRUSTED, why="event issue_comment, and which issue cannot be read")
     if issue.get("pull_request") is not None:
         return Trust(tier=Tier.UNTRUSTED, why="comment on a pull request: it does not say whose code that is")
     return Trust(tier=Tier.TRUSTED, why="event issue_comment, on an issue")
@@ -127,10 +143,6 @@ def _compared(name: str, head: str, home: str) -> Trust:
     if head.lower() != home.lower():
         return Trust(tier=Tier.UNTRUSTED, why=f"{name} from fork {head}")
     return Trust(tier=Tier.TRUSTED, why=f"{name} from {home} itself")
-
-
-def _unreadable(event: str) -> Trust:
-    return Trust(tier=Tier.UNTRUSTED, why=f"event {_word(event)}, and what it is about cannot be read")
 
 
 def _repository(parent: Mapping[str, Any], name: str = "repo") -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 from remuda.domain.errors import UserError
 from remuda.domain.resources import repository_of
-from remuda.domain.trust import Trust, decide
+from remuda.domain.shown import brief
+from remuda.domain.trust import Trust, Unread, decide
 from remuda.settings import Loaded
 
 #: Stands for the name of an event of which only the file is known.
@@ -20,6 +21,8 @@ NAMELESS = "(none)"
 _OF_A_RUN = re.compile(r"[0-9]+([._-]|$)")
 #: GitHub keeps a payload below 25 MB.
 MAX_EVENT_BYTES = 32 * 1024 * 1024
+#: How much of a path a reason repeats.
+MAX_SHOWN = 120
 
 
 def trust(loaded: Loaded) -> Trust:
@@ -69,15 +72,21 @@ def _named(loaded: Loaded) -> Iterator[None]:
 
 
 def read_event(path: str) -> Any:
-    """The event's payload, or None where it cannot be read: then it is judged by its name alone."""
+    """The event's payload, or `Unread`: then it is judged by its name alone."""
     if not path:
-        return None
+        return Unread(file="", why="GITHUB_EVENT_PATH names no file")
+    shown = brief(path, MAX_SHOWN)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:  # noqa: PTH123  # a descriptor
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return None
+                return Unread(file=shown, why="it is no regular file")
             text = file.read(MAX_EVENT_BYTES + 1)
-        return json.loads(text) if len(text) <= MAX_EVENT_BYTES else None
-    except (OSError, ValueError, RecursionError):
-        return None
+        found = json.loads(text) if len(text) <= MAX_EVENT_BYTES else None
+    except OSError as problem:
+        return Unread(file=shown, why=problem.strerror or "it cannot be opened")
+    except (ValueError, RecursionError):
+        return Unread(file=shown, why="it is not JSON")
+    if len(text) > MAX_EVENT_BYTES:
+        return Unread(file=shown, why=f"it has more than {MAX_EVENT_BYTES} bytes")
+    return found if isinstance(found, Mapping) else Unread(file=shown, why="it is no JSON object")

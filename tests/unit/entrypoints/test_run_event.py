@@ -10,6 +10,7 @@ import pytest
 
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Tier
+from remuda.domain.trust import Unread
 from remuda.entrypoints import run_event
 from remuda.entrypoints.run_event import check_label, read_event, repository, trust
 from remuda.settings import Loaded, load
@@ -56,12 +57,35 @@ def test_a_file_that_is_no_event_is_no_event(tmp_path: Path, text: str) -> None:
 
 def test_neither_a_pipe_nor_a_giant_holds_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert read_event(str(tmp_path / "pipe")) is None
-    assert read_event(str(tmp_path)) is None
-    assert read_event("") is None
+    assert read_event(str(tmp_path / "pipe")).why == "it is no regular file"
+    assert isinstance(read_event(str(tmp_path)), Unread)
+    assert isinstance(read_event(""), Unread)
+    assert isinstance(read_event("a\0b"), Unread)
     monkeypatch.setattr(run_event, "MAX_EVENT_BYTES", 10)
     (tmp_path / "long").write_text('{"a": "01234567890"}')
-    assert read_event(str(tmp_path / "long")) is None
+    assert read_event(str(tmp_path / "long")).why == "it has more than 10 bytes"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"), [(None, "No such file or directory"), ("{", "it is not JSON"), ("[]", "it is no JSON object")]
+)
+def test_what_cannot_be_read_is_named_with_its_cause(tmp_path: Path, text: str | None, cause: str) -> None:
+    file = tmp_path / "event.json"
+    if text is not None:
+        file.write_text(text)
+    environ = {"GITHUB_EVENT_NAME": "pull_request", "GITHUB_EVENT_PATH": str(file)}
+    why = trust(loaded(None, **environ)).why
+    assert why == f"event pull_request, and what it is about cannot be read: {str(file)[:120]}: {cause}"
+    with pytest.raises(UserError, match=cause) as refused:
+        trust(loaded({"tier": "trusted"}, **environ))
+    assert str(file)[:120] in refused.value.fix
+    assert "leave --tier out" in refused.value.fix
+
+
+def test_an_event_without_a_file_says_which_variable_names_it() -> None:
+    assert trust(loaded(GITHUB_EVENT_NAME="pull_request")).why.endswith("GITHUB_EVENT_PATH names no file")
+    # The name of this one tells enough.
+    assert trust(loaded(GITHUB_EVENT_NAME="push")).tier is Tier.TRUSTED
 
 
 def test_the_repository_comes_from_the_workflow_or_the_scope() -> None:
