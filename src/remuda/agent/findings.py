@@ -55,11 +55,23 @@ _PLACES = (
 )
 
 
+#: What the runner itself makes for every job, and the notes of the hook, which are told apart. They go like all else.
+_USUAL = {
+    Kind.RUNNER: frozenset({"_diag", "_work"}),
+    Kind.WORK: frozenset({"_PipelineMapping", "_actions", "_temp", "_tool", ".remuda-refused"}),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     kind: Kind
     #: The job chose it: it may hold anything.
     name: str
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is there after any job, and so not worth a word."""
+        return self.name in _USUAL.get(self.kind, ())
 
     @classmethod
     def file(cls, path: str) -> Finding:

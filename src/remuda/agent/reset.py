@@ -115,12 +115,13 @@ class Reset:
         if killing.left:
             names = some([" ".join(processes.command(process.pid)) for process in killing.left])
             return Outcome(ok=False, detail=printable(f"cannot be killed: {names}", MAX_DETAIL))
-        found = [
+        removed = [
             *(Finding(kind=Kind.PROCESS, name=name) for name in killing.killed),
             *self._clear(),
             *self._elsewhere(),
             *(Finding(kind=Kind.RUNNER, name=name) for name in self._restore()),
         ]
+        found = [item for item in removed if not item.is_usual]
         problem = self._check()
         return Outcome(ok=not problem, detail=printable(f"{problem}{tell(found)}", MAX_DETAIL), found=counts(found))
 

@@ -154,6 +154,23 @@ async def test_what_jobs_leave_is_removed_and_told(machine: Machine) -> None:
     assert machine.is_clean()
 
 
+async def test_what_the_runner_makes_for_every_job_is_removed_without_a_word(machine: Machine) -> None:
+    work = machine.rooms[1]
+    usual = [work / name for name in ("_tool", "_temp", "_actions", "_PipelineMapping")]
+    usual += [machine.runner / "_diag", machine.runner / "_work"]
+    for folder in usual:
+        folder.mkdir()
+        (folder / "file").write_text("")
+    (work / ".remuda-refused").write_text("9 evil/corp")
+    outcome = await machine.reset.run()
+    assert (outcome.ok, outcome.detail, outcome.found) == (True, "nothing was left", {})
+    assert machine.is_clean()
+    # The same names elsewhere are a job's.
+    (machine.rooms[0] / "_diag").mkdir()
+    (machine.runner / "bin" / "_work").mkdir()
+    assert (await machine.reset.run()).found == {"files in home": 1, "changed runner files": 1}
+
+
 async def test_many_files_and_long_names(machine: Machine) -> None:
     for number in range(10_000):
         (machine.rooms[1] / f"{number:03d}{'x' * 200}").touch()
