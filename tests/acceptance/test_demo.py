@@ -14,7 +14,7 @@ import httpx
 
 from support.dashboard import CHROMIUM, chromium
 
-LIMIT_S = 240
+LIMIT_S = 600
 STATES = {"created", "running", "releasing", "idle", "terminated"}
 #: The same as the page calls it.
 SHOWN = {"booting", "running", "releasing", "idle", "ended"}
