@@ -7,6 +7,7 @@ import pytest
 LONG = (
     "test_demo_aws.py",
     "test_demo.py",
+    "test_canary.py",
     "test_aws_weather.py",
     "test_aws_faults.py",
     "test_crash_points.py",

@@ -33,7 +33,7 @@ from remuda.domain.transitions import Actor, Release, advance
 from remuda.ports.compute import LaunchRequest
 from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings
-from support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, remuda, settings_of
+from support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, forked, settings_of
 from support.herd import Herd, Herds, herds
 from support.weather import Weather, first_of_each, late, refuses, storm
 from support.wire import ANY, Fault, Wire, after_success, cut, hang, wire
@@ -109,7 +109,7 @@ class Pool:
         for service, fault in weather.items():
             self.wires[service].always[ANY] = fault
         try:
-            done = await remuda(*arguments, "--pool", self.name, environment=self.cloud.environment(**urls))
+            done = await forked(*arguments, "--pool", self.name, environment=self.cloud.environment(**urls))
         finally:
             for between in self.wires.values():
                 between.always.clear()

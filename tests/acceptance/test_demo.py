@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from support.dashboard import CHROMIUM, chromium
 
-LIMIT_S = 240
+LIMIT_S = 600
 STATES = {"created", "running", "releasing", "idle", "terminated"}
 #: The same as the page calls it.
 SHOWN = {"booting", "running", "releasing", "idle", "ended"}
@@ -48,6 +49,7 @@ def states_seen(url: str, until: Callable[[], bool]) -> set[str]:
     return seen
 
 
+@pytest.mark.timeout(LIMIT_S + 60)
 def test_demo(tmp_path: Path):
     command = [sys.executable, "-m", "remuda", "demo", "--dashboard", "--json", "--dir", str(tmp_path / "demo")]
     with subprocess.Popen(

@@ -19,6 +19,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.githubsim.client import SimClient
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
 from support.moto_server import MotoServer
+from support.prepared import run_prepared
 from support.servers import Ministack, ServerProblem, die_with_parent, ministack
 
 #: Generous: nothing waits for it unless something is broken.
@@ -93,6 +94,14 @@ async def remuda(
         raise
     document = json.loads(out) if out.strip() and not for_people else {}
     return Done(code=code, document=document, told=told)
+
+
+async def forked(*arguments: str, environment: Mapping[str, str]) -> Done:
+    """As `remuda`, for many commands: none of them imports AWS's libraries anew."""
+    given = [*arguments, "--json"]
+    done = await asyncio.to_thread(run_prepared, given, environment=environment, timeout_s=LIMIT_S)
+    document = json.loads(done.stdout) if done.stdout.strip() else {}
+    return Done(code=done.returncode, document=document, told=done.stderr)
 
 
 async def _lines(stream: asyncio.StreamReader | None, say: Callable[[str], None] | None) -> str:
