@@ -149,6 +149,7 @@ def reads(stored: PoolConfig | None) -> Callable[[], Awaitable[PoolConfig | None
     [
         (None, "configuration", "problem", "no configuration"),
         (config(3_000), "configuration", "ok", "pool ci"),
+        (config(3_000), "configuration", "ok", ", reuse same-trust, "),
         (config(3_000), "tokens", "ok", "good for 50 min"),
         (config(300), "tokens", "warning", "run out in 5 min"),
         (config(-120), "tokens", "problem", "ran out 2 min ago"),
