@@ -80,7 +80,11 @@ class Liveness:
             # What EC2 has forgotten must be missed twice.
             if world.cloud.state(record.instance_id) is None:
                 patience += missing
-            if now > self._since(record.threshold) + patience:
+            since = record.threshold
+            if record.state is State.CREATED:
+                # One who stood still past his time may launch all the same: that is born expired.
+                since = max(since, START + timedelta(seconds=world.safety.written_at(record.instance_id)))
+            if now > self._since(since) + patience:
                 yield "L1", f"{record.instance_id} is {record.state} long after its threshold", record.instance_id
 
     def _unrecorded(self) -> Iterable[tuple[str, str, str]]:
