@@ -89,13 +89,16 @@ class Safety:
         self._said: dict[tuple[str, int, Signal], float | None] = {}
         #: Which provision was told that it has this instance at this epoch.
         self._given: dict[tuple[str, int], str] = {}
-        #: Provisions that were ever written: who stands still for long enough acts for one that is forgotten.
-        self._intended: set[str] = set()
+        #: Provisions that were ever written, and when: who stands still for long enough acts for one that is forgotten.
+        self._intended: dict[str, float] = {}
         self._reuse = ReuseJudge()
         self.checks = 0
 
     def violated(self, invariant: str, what: str, instance_id: str = "") -> None:
         self._world.stop(Violation(invariant=invariant, what=what, instance_id=instance_id, at=self._world.loop.time()))
+
+    def intended_at(self, provision_id: str) -> float:
+        return self._intended[provision_id]
 
     def written_at(self, instance_id: str) -> float:
         return self._written_at.get(instance_id, -1e9)
@@ -379,7 +382,7 @@ class Safety:
         party = self._party()
         if before is None:
             party.provisions.add(after.provision_id)
-            self._intended.add(after.provision_id)
+            self._intended[after.provision_id] = self._world.loop.time()
             return
         if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")

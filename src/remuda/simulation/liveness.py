@@ -134,7 +134,8 @@ class Liveness:
         for provision in world.database.provisions.values():
             self.checks += 1
             if provision.status is not ProvisionStatus.RELEASED:
-                if now > self._since(provision.deadline) + sweeps:
+                written_at = START + timedelta(seconds=world.safety.intended_at(provision.provision_id))
+                if now > self._since(max(provision.deadline, written_at)) + sweeps:
                     yield "L5", f"{provision.provision_id} is {provision.status} long after its deadline", ""
                 continue
             released_at = provision.released_at or provision.deadline
