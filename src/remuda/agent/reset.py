@@ -10,13 +10,14 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from remuda.agent import processes
 from remuda.agent.findings import MAX_DETAIL, Finding, Kind, counts, printable, some, tell
+from remuda.agent.job_files import FOLDER
 from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.ports.machine import Outcome
@@ -67,14 +68,15 @@ class Reset:
         machine cannot be made clean.
         """
         self._kill = kill
-        self._runner = runner_folder
+        # Where links lead on the way there is the image's to say; from here on none is followed.
+        self._runner = _resolved(runner_folder)
         self._pristine = pristine
-        self._recreate = tuple(recreate)
+        self._recreate = tuple(map(_resolved, recreate))
         self._owner = owner
         self._elsewhere = elsewhere
         self._manifest: Manifest | None = None
         # By number: what a job puts in the place of one of these folders' parents is no place for us.
-        self._parents = {path.parent: _place(path.parent) for path in (runner_folder, *recreate)}
+        self._parents = {path.parent: _place(path.parent) for path in (self._runner, *self._recreate)}
 
     async def make(self) -> Outcome:
         """The folders of a machine that had no job yet. Nothing is compared: that would read all of the software once,
@@ -220,30 +222,80 @@ def manifest(folder: Path) -> Manifest:
 
 
 def erase(path: Path) -> None:
-    """Remove a file or a tree, whatever its depth and modes. Links are removed, never followed; where something else is
-    mounted inside, it fails.
+    """Remove a file or a tree, whatever its depth and modes. Links are removed, never followed, also where the tree is
+    changed meanwhile; where something else is mounted inside, it fails.
 
-    Each folder is emptied beside the tree, under a short name: so no path grows too long, and no descriptor has to be
-    kept open for each level.
+    Each folder is emptied beside the tree, under a short name, in a folder that nobody else may enter: so no path
+    grows too long, and no descriptor has to be kept open for each level. All goes by descriptors: no name below
+    the parent is looked up twice to mean the same.
     """
-    if not os.path.lexists(path):
+    try:
+        parent = os.open(path.parent, FOLDER)
+    except FileNotFoundError:
         return
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        path.unlink()
+    try:
+        _erase(parent, path.name)
+    finally:
+        os.close(parent)
+
+
+def _erase(parent: int, name: str) -> None:
+    try:
+        place = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
         return
-    names = (path.with_name(f"{ASIDE}{number}") for number in count())
-    free = (name for name in names if not os.path.lexists(name))
-    waiting = [_move(path, next(free))]
-    while waiting:
-        folder = waiting.pop()
-        with os.scandir(folder) as entries:
+    if not stat.S_ISDIR(place.st_mode):
+        os.unlink(name, dir_fd=parent)
+        return
+    own, aside = _make_aside(parent)
+    try:
+        free = map(str, count())
+        waiting = [_move(parent, name, aside, next(free))]
+        while waiting:
+            folder = waiting.pop()
+            if _empty(folder, aside, free, waiting):
+                os.rmdir(folder, dir_fd=aside)
+    finally:
+        os.close(aside)
+    os.rmdir(own, dir_fd=parent)
+
+
+def _make_aside(parent: int) -> tuple[str, int]:
+    """A new folder of our own: its name and its descriptor."""
+    for own in (f"{ASIDE}{number}" for number in count()):
+        try:
+            os.mkdir(own, PRIVATE, dir_fd=parent)
+        except FileExistsError:
+            continue
+        descriptor = os.open(own, FOLDER, dir_fd=parent)
+        place = os.fstat(descriptor)
+        if place.st_uid == os.geteuid() and not stat.S_IMODE(place.st_mode) & ~PRIVATE:
+            return own, descriptor
+        os.close(descriptor)
+        break
+    raise OSError(errno.ESTALE, "somebody else has put a folder in the place of ours")
+
+
+def _empty(folder: str, aside: int, free: Iterator[str], waiting: list[str]) -> bool:
+    """Whether it was a folder, and is empty now. What it was when it was listed may be something else by now."""
+    try:
+        descriptor = os.open(folder, FOLDER, dir_fd=aside)
+    except OSError as problem:
+        if problem.errno not in {errno.ENOTDIR, errno.ELOOP}:
+            raise
+        os.unlink(folder, dir_fd=aside)
+        return False
+    try:
+        with os.scandir(descriptor) as entries:
             content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for name, is_folder in content:
             if is_folder:
-                waiting.append(_move(folder / name, next(free)))
+                waiting.append(_move(descriptor, name, aside, next(free)))
             else:
-                (folder / name).unlink()
-        folder.rmdir()
+                os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _copy(source: str, target: str) -> None:
@@ -264,16 +316,29 @@ def _copy(source: str, target: str) -> None:
     shutil.copystat(source, target)
 
 
-def _move(folder: Path, target: Path) -> Path:
+def _move(source: int, name: str, aside: int, target: str) -> str:
     try:
-        folder.rename(target)
+        os.rename(name, target, src_dir_fd=source, dst_dir_fd=aside)
     except PermissionError:
         # A move changes the folder's "..": it must be writable for that.
-        folder.chmod(PRIVATE)
-        folder.rename(target)
+        _make_private(name, source)
+        os.rename(name, target, src_dir_fd=source, dst_dir_fd=aside)
     # Only now: what could be moved is no place where something else is mounted.
-    target.chmod(PRIVATE)
+    _make_private(target, aside)
     return target
+
+
+def _make_private(folder: Path | str, parent: int | None = None) -> None:
+    """Open a folder to us and nobody else. What is no folder, a link to one say, is left alone."""
+    try:
+        # This kind of descriptor needs no right to read it.
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except NotADirectoryError:
+        return
+    try:
+        Path(f"/proc/self/fd/{descriptor}").chmod(PRIVATE)
+    finally:
+        os.close(descriptor)
 
 
 def _entry(path: Path) -> Entry:
@@ -315,7 +380,7 @@ def _digest(path: Path) -> str:
 def _open_folder(path: Path, name: str) -> list[str]:
     if os.path.lexists(path):
         if stat.S_ISDIR(path.lstat().st_mode):
-            path.chmod(PRIVATE)
+            _make_private(path)
             return []
         erase(path)
     path.mkdir(mode=PRIVATE)
@@ -347,15 +412,23 @@ def _names_in(path: Path) -> list[str]:
         return []
     if not stat.S_ISDIR(path.lstat().st_mode):
         return [path.name]
-    path.chmod(PRIVATE)
+    _make_private(path)
     return _listed(path)
 
 
 def _listed(path: Path) -> list[str]:
-    with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries)
+    descriptor = os.open(path, FOLDER)
+    try:
+        with os.scandir(descriptor) as entries:
+            return sorted(entry.name for entry in entries)
+    finally:
+        os.close(descriptor)
 
 
 def _place(path: Path) -> tuple[int, int]:
     place = path.lstat()
     return place.st_dev, place.st_ino
+
+
+def _resolved(path: Path) -> Path:
+    return path.parent.resolve() / path.name

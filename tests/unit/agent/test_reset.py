@@ -363,6 +363,79 @@ def test_a_tree_deeper_than_any_path(place_for_deep_trees: Path) -> None:
     assert list(place_for_deep_trees.iterdir()) == []
 
 
+@pytest.mark.parametrize("instead", ["link", "file"])
+def test_what_becomes_something_else_meanwhile_is_removed_and_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instead: str
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    (outside / "precious").write_text("precious")
+    top = tmp_path / "tree"
+    (top / "folder" / "below").mkdir(parents=True)
+    rename, moved = os.rename, []
+
+    def swapped(source: str, target: str, **folders: int) -> None:
+        """As a job would that was waiting for the moment between the look and the move."""
+        moved.append(source)
+        if source == "folder":
+            place = tmp_path / ".erase-0" / "0" / "folder"
+            rename(place, tmp_path / "kept")
+            if instead == "link":
+                place.symlink_to(outside)
+            else:
+                place.write_text("")
+        rename(source, target, **folders)
+
+    monkeypatch.setattr(os, "rename", swapped)
+    erase(top)
+    assert "folder" in moved
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "outside"]
+    assert (outside / "precious").read_text() == "precious"
+    assert outside.stat().st_mode & 0o777 == 0o755
+
+
+@ROOT_ONLY
+def test_what_is_on_its_way_out_is_in_a_folder_that_nobody_else_may_enter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tmp_path / "tree"
+    (top / "below").mkdir(parents=True)
+    for path in (top, top / "below"):
+        os.chown(path, UID, UID)
+        path.chmod(0o777)
+    scandir, seen = os.scandir, []
+
+    def looking(folder: int) -> Iterator[os.DirEntry[str]]:
+        place = (tmp_path / ".erase-0").stat()
+        seen.append((place.st_uid, place.st_mode & 0o777))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", looking)
+    erase(top)
+    monkeypatch.undo()
+    assert seen == [(0, 0o700)] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mount_inside_is_not_emptied(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    place = tmp_path / "tree" / "mounted"
+    place.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "t", str(place)], capture_output=True, check=False).returncode:
+        pytest.skip("this computer does not let us mount")
+    try:
+        (place / "precious").write_text("precious")
+        with pytest.raises(OSError, match="busy"):
+            erase(tmp_path / "tree")
+        left = next(tmp_path.glob(".erase-*/*/mounted/precious"))
+        assert left.read_text() == "precious"
+    finally:
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            if str(tmp_path) in line:
+                subprocess.run(["umount", line.split()[1]], check=True)
+
+
 #: For a user to whom modes mean something.
 AS_NOBODY = """
 import os, tempfile
