@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -59,6 +60,14 @@ def command(pid: int) -> tuple[str, ...]:
     return tuple(os.fsdecode(part) for part in text.split(b"\0")[:-1])
 
 
+def program_name(pid: int) -> str:
+    """What it is told by: its program's name. Its arguments may hold a secret, and what is told is kept."""
+    try:
+        return os.fsdecode((_PROC / str(pid) / "comm").read_bytes()).strip() or f"process {pid}"
+    except OSError:
+        return f"process {pid}"
+
+
 def running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
     """Those that run this program, by themselves or through an interpreter."""
     for process in processes:
@@ -71,10 +80,14 @@ def as_user(user: JobUser | None) -> dict[str, Any]:
     return {} if user is None else {"user": user.uid, "group": user.gid, "extra_groups": []}
 
 
-def may_run_out_of_memory(pid: int) -> None:
-    """The kernel spares the agent when memory runs out. What it starts would be spared as well."""
+def limit(pid: int) -> None:
+    """What jobs run in. The kernel spares the agent when memory runs out: what it starts would be spared as well. And
+    no memory of a job is to be kept in a core dump, nor may the job have that otherwise.
+    """
     with contextlib.suppress(OSError):
         (_PROC / str(pid) / "oom_score_adj").write_text("0")
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
 
 
 def send(process: Process, number: signal.Signals) -> int | None:
@@ -83,7 +96,7 @@ def send(process: Process, number: signal.Signals) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Killing:
-    #: Command lines, as far as they could be read.
+    #: By the names of their programs.
     killed: tuple[str, ...]
     left: tuple[Process, ...]
 
@@ -169,7 +182,7 @@ def _kill_until_none(
         if found and clock.monotonic() >= limit:
             return Killing(killed=tuple(killed.values()), left=tuple(found))
         for process in found:
-            killed.setdefault(process, " ".join(command(process.pid)) or f"process {process.pid}")
+            killed.setdefault(process, program_name(process.pid))
         # Where none was seen, too: one that is another process every moment is gone before a look comes to it.
         end(found)
 

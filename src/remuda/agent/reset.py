@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from remuda.agent import processes
 from remuda.agent.findings import MAX_DETAIL, Finding, Kind, counts, printable, some, tell
@@ -21,11 +22,14 @@ from remuda.agent.job_files import FOLDER
 from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.ports.machine import Outcome
+from remuda.procfs import Process
 
 PRIVATE = 0o700
 #: Begins the names of folders on their way out. What a crash left of them goes with the next reset.
 ASIDE = ".erase-"
 _CHUNK = 1024 * 1024
+#: Where that is not enough, the last look finds a process.
+MAX_SILENCINGS = 3
 #: Folders that are made anew, by their names; any other is a home.
 _ROOMS = {"work": Kind.WORK, "tmp": Kind.TMP}
 #: Attributes that a job can give to its files, and that outlive a change of mode: access lists, rights of a program,
@@ -48,8 +52,32 @@ class Entry:
 Manifest = dict[str, Entry]
 
 
-def nothing_elsewhere() -> Sequence[Finding]:
-    return ()
+class Elsewhere(Protocol):
+    """What jobs can leave outside of their folders. All of it raises `Unavailable` where the machine cannot be made
+    clean.
+    """
+
+    def disarm(self) -> Sequence[Finding]:
+        """Remove all that would start processes by itself, and say what it was. Jobs may still run."""
+
+    def remove(self) -> Sequence[Finding]:
+        """Remove what jobs left, and say what it was. No process of theirs runs."""
+
+    def left(self) -> Sequence[str]:
+        """What is there all the same."""
+
+
+class Nowhere:
+    """Where jobs are not kept apart from all else, there is nothing to be known by its owner."""
+
+    def disarm(self) -> Sequence[Finding]:
+        return ()
+
+    def remove(self) -> Sequence[Finding]:
+        return ()
+
+    def left(self) -> Sequence[str]:
+        return ()
 
 
 class Reset:
@@ -61,11 +89,10 @@ class Reset:
         pristine: Path,
         recreate: Sequence[Path],
         owner: JobUser | None = None,
-        elsewhere: Callable[[], Sequence[Finding]] = nothing_elsewhere,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """`kill` ends every process of past jobs. `owner` gets the folders, where the agent is root: their parents are
-        root's. `elsewhere` removes what jobs left outside of them and says what it was; `Unavailable` where the
-        machine cannot be made clean.
+        root's. `elsewhere` is for what jobs left outside of them.
         """
         self._kill = kill
         # Where links lead on the way there is the image's to say; from here on none is followed.
@@ -73,7 +100,7 @@ class Reset:
         self._pristine = pristine
         self._recreate = tuple(map(_resolved, recreate))
         self._owner = owner
-        self._elsewhere = elsewhere
+        self._elsewhere = elsewhere or Nowhere()
         self._manifest: Manifest | None = None
         # By number: what a job puts in the place of one of these folders' parents is no place for us.
         self._parents = {path.parent: _place(path.parent) for path in (self._runner, *self._recreate)}
@@ -113,18 +140,35 @@ class Reset:
         for parent, place in self._parents.items():
             if _place(parent) != place:
                 raise Unavailable(f"{parent} is not the folder it was")
-        killing = self._kill()
-        if killing.left:
-            names = some([" ".join(processes.command(process.pid)) for process in killing.left])
+        found, left = self._silence()
+        if left:
+            names = some([processes.program_name(process.pid) for process in left])
             return Outcome(ok=False, detail=printable(f"cannot be killed: {names}", MAX_DETAIL))
-        found = [
-            *(Finding(kind=Kind.PROCESS, name=name) for name in killing.killed),
+        # Elsewhere first: that tells by name what would make the rest fail, a mount in a folder say.
+        found += [
+            *self._elsewhere.remove(),
             *self._clear(),
-            *self._elsewhere(),
             *(Finding(kind=Kind.RUNNER, name=name) for name in self._restore()),
         ]
         problem = self._check()
         return Outcome(ok=not problem, detail=printable(f"{problem}{tell(found)}", MAX_DETAIL), found=counts(found))
+
+    def _silence(self) -> tuple[list[Finding], Sequence[Process]]:
+        """End all processes, and all that would start some later: what was found, and what is left. Before any file is
+        touched: from here on nobody changes what we look at.
+        """
+        found: list[Finding] = []
+        armed = self._elsewhere.disarm()
+        for _ in range(MAX_SILENCINGS):
+            killing = self._kill()
+            found += [*armed, *(Finding(kind=Kind.PROCESS, name=name) for name in killing.killed)]
+            if killing.left or not killing.killed:
+                break
+            # What was killed may have armed something just before, and that may have started something since.
+            armed = self._elsewhere.disarm()
+            if not armed:
+                break
+        return found, killing.left
 
     def _clear(self) -> list[Finding]:
         """The folders of jobs, all but the runner's. Returns what was there."""
@@ -184,6 +228,10 @@ class Reset:
         """What is still wrong, or empty."""
         if self._kill().killed:
             return "processes came back; "
+        # Only now: what a process leaves that ran meanwhile is there by now, and no other one runs.
+        left = self._elsewhere.left()
+        if left:
+            return f"left again: {some(left)}; "
         if manifest(self._runner) != self._manifest:
             return "the runner's folder is not as the pristine one; "
         for path in self._recreate:
@@ -349,7 +397,7 @@ def _entry(path: Path) -> Entry:
     if stat.S_ISLNK(place.st_mode):
         return Entry(kind="link", content=os.readlink(path))  # noqa: PTH115  # as it is, not made a path
     if stat.S_ISREG(place.st_mode):
-        content = _digest(path)
+        content = digest(path)
         return Entry(kind="file", mode=mode, size=place.st_size, content=content, attributes=_attributes(path))
     return Entry(kind=f"special {stat.S_IFMT(place.st_mode):o}", mode=mode)
 
@@ -364,8 +412,8 @@ def _attributes(path: Path) -> tuple[tuple[str, bytes], ...]:
     return tuple((name, os.getxattr(path, name, follow_symlinks=False)) for name in sorted(names))
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def digest(path: Path) -> str:
+    running = hashlib.sha256()
     try:
         # Not to hang, should it be a pipe by now.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -373,8 +421,8 @@ def _digest(path: Path) -> str:
         return "unreadable"
     with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123  # a descriptor
         while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+            running.update(chunk)
+    return running.hexdigest()
 
 
 def _open_folder(path: Path, name: str) -> list[str]:

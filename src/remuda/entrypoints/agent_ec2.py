@@ -52,7 +52,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         pristine=folders.pristine,
         recreate=(folders.work, folders.tmp, user.home),
         owner=user,
-        elsewhere=leftovers.remove,
+        elsewhere=leftovers,
     )
     async with AsyncExitStack() as stack:
         ids, calls = SystemIds(), CallCounter()
