@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -23,8 +24,11 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.agent import actions_runner, processes
 from remuda.agent.actions_runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.agent.job_hook import STARTED, JobHook
+from remuda.agent.job_user import JobUser
+from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.runner import Removal, RunnerState
+from support.other_user import ROOT_ONLY, other_user
 
 LONG_S = 20.0
 #: Does what the file `behave` beside it says, and notes what it was given.
@@ -87,7 +91,7 @@ class Folder:
             stop_limit_s=stop_limit_s,
         )
 
-    def open_apart(self, registrar: Path) -> ActionsRunner:
+    def open_apart(self, registrar: Path, user: JobUser | None = None) -> ActionsRunner:
         """As where jobs have a user of their own: registrations are made from a copy that jobs cannot reach."""
         shutil.copytree(self.runner, registrar, ignore=shutil.ignore_patterns("say"))
         return ActionsRunner(
@@ -98,6 +102,7 @@ class Folder:
             environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
             hook=self.hook,
             registrar=registrar,
+            user=user,
         )
 
     def behave(self, script: str) -> None:
@@ -233,6 +238,15 @@ class TestListener:
         assert os.getsid(folder.listener()) == folder.listener()
         await runner.stop()
         assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
+
+    @ROOT_ONLY
+    async def test_of_a_user_of_its_own_leaves_no_core_dump(self, folder: Folder, tmp_path: Path) -> None:
+        # By the same number: so it may enter the test's folder.
+        runner = folder.open_apart(tmp_path / "registrar", user=other_user(tmp_path, uid=0, gid=0))
+        await runner.configure(ASSIGNMENT)
+        await runner.start(ASSIGNMENT)
+        assert resource.prlimit(folder.listener(), resource.RLIMIT_CORE) == (0, 0)
+        await runner.stop()
 
     async def test_is_started_once(self, folder: Folder) -> None:
         runner = folder.open()
@@ -465,6 +479,27 @@ class TestRegistrar:
         await until(runner, listening=True)
         assert runner.state().configured_as == "remuda-p-1-i-1"
         await runner.stop()
+
+    @pytest.mark.parametrize("name", [".runner", ".credentials", "..runner.new"])
+    async def test_a_folder_in_its_place_is_not_emptied_but_an_error(
+        self, folder: Folder, tmp_path: Path, name: str
+    ) -> None:
+        runner = folder.open_apart(tmp_path / "registrar")
+        (folder.runner / name).mkdir()
+        (folder.runner / name / "file").touch()
+        with pytest.raises(Unavailable, match="registration"):
+            await runner.configure(ASSIGNMENT)
+        assert (folder.runner / name / "file").exists()
+
+    async def test_it_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
+        runner = folder.open_apart(tmp_path / "registrar")
+        precious = tmp_path / "precious"
+        precious.write_text("as it was")
+        for name in (".runner", "..runner.new"):
+            (folder.runner / name).symlink_to(precious)
+        assert (await runner.configure(ASSIGNMENT)).ok
+        assert precious.read_text() == "as it was"
+        assert not (folder.runner / ".runner").is_symlink()
 
     async def test_a_removal_runs_nothing_that_a_job_may_have_changed(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
