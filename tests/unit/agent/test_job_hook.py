@@ -262,24 +262,29 @@ def test_a_link_in_the_place_of_the_runner_is_not_followed(hooked: Hooked, tmp_p
     assert (precious / ".env").read_text() == "as it was"
 
 
-#: Changes what is there as quickly as it can: nothing, a folder with a way out, a link.
+#: Has a folder or a link in a file's place, and puts a way out in the place of whatever becomes of the folder.
 RACER = """
-import os, sys
+import itertools, os, sys
 os.chdir(sys.argv[1])
 print("ready", flush=True)
-while True:
-    for name in (".env", ".path", "..path.new"):
+for turn in itertools.count():
+    kept = {".env", ".path", "gone"}
+    for name in (".env", ".path"):
         try:
-            os.mkdir("made")
-            os.symlink(sys.argv[2], "made/out")
-            os.rename("made", name)
-            os.rename(name, "aside")
-            os.symlink(sys.argv[2], name)
-            os.unlink("aside/out")
-            os.rmdir("aside")
-            os.unlink(name)
+            if turn % 50:
+                os.mkdir(name)
+            else:
+                os.rename(name, f"gone/{turn}{name}")
+                os.symlink(sys.argv[2], name)
         except OSError:
-            os.system("rm -rf made aside .env .path ..path.new")
+            pass
+    for name in os.listdir():
+        if name not in kept:
+            try:
+                os.rename(name, f"gone/{turn}{name}")
+                os.symlink(sys.argv[2], name)
+            except OSError:
+                pass
 """
 
 
@@ -289,6 +294,7 @@ def test_a_job_that_races_with_the_start_gets_nothing_elsewhere_touched(hooked: 
     precious.mkdir(mode=0o750)
     (precious / "file").write_text("as it was")
     (hooked.pristine / ".path").write_text("/usr/bin")
+    (hooked.runner / "gone").mkdir()
     command = [sys.executable, "-c", RACER, str(hooked.runner), str(precious)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as racer:
         assert racer.stdout is not None
