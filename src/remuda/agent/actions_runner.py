@@ -188,8 +188,7 @@ class ActionsRunner:
         except OSError as problem:
             raise Unavailable(f"the listener cannot be started: {problem}") from problem
         if self._user is not None:
-            # Long before its first job: it has to fetch one.
-            processes.limit(process.pid)
+            processes.may_run_out_of_memory(process.pid)
         # The kernel is asked for its end, not this object, which would complain about being outlived.
         process.returncode = 0
         self._is_ours = True

@@ -176,8 +176,11 @@ class Leftovers:
 
     def _mounted(self, places: Places) -> list[str]:
         """By now, and not before the first job: a user can do that in a folder of its own, and hide the folder so."""
-        found = Counter(mount.path for mount in mounts() if not self._is_session(mount))
-        return [f"something is mounted at {path}" for path in found - Counter(places.mounts)]
+        present = mounts()
+        found = Counter(mount.path for mount in present if not self._is_session(mount))
+        # The system mounts there by itself, at the first look of anybody.
+        automatic = {mount.path for mount in present if mount.kind == "autofs"}.intersection(places.mounts)
+        return [f"something is mounted at {path}" for path in found - Counter(places.mounts) if path not in automatic]
 
     def _is_session(self, mount: Mount) -> bool:
         return mount.path == str(self._session) and mount.kind == "tmpfs"

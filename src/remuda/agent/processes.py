@@ -80,14 +80,17 @@ def as_user(user: JobUser | None) -> dict[str, Any]:
     return {} if user is None else {"user": user.uid, "group": user.gid, "extra_groups": []}
 
 
-def limit(pid: int) -> None:
-    """What jobs run in. The kernel spares the agent when memory runs out: what it starts would be spared as well. And
-    no memory of a job is to be kept in a core dump, nor may the job have that otherwise.
-    """
+def may_run_out_of_memory(pid: int) -> None:
+    """The kernel spares the agent when memory runs out. What it starts would be spared as well."""
     with contextlib.suppress(OSError):
         (_PROC / str(pid) / "oom_score_adj").write_text("0")
-    with contextlib.suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+
+
+def leave_no_core_dumps() -> None:
+    """Neither this process, which holds tokens, nor what it starts, jobs for one. None of them can undo it: the limit
+    is one for good.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def send(process: Process, number: signal.Signals) -> int | None:

@@ -39,6 +39,7 @@ PAUSE_S = 1.0
 
 
 async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Journal) -> None:
+    processes.leave_no_core_dumps()
     layout = Layout()
     user = JobUser.find(layout.job_user)
     folders = MachineFolders(

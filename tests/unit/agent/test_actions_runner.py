@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -24,11 +23,9 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.agent import actions_runner, processes
 from remuda.agent.actions_runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.agent.job_hook import STARTED, JobHook
-from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.runner import Removal, RunnerState
-from support.other_user import ROOT_ONLY, other_user
 
 LONG_S = 20.0
 #: Does what the file `behave` beside it says, and notes what it was given.
@@ -91,7 +88,7 @@ class Folder:
             stop_limit_s=stop_limit_s,
         )
 
-    def open_apart(self, registrar: Path, user: JobUser | None = None) -> ActionsRunner:
+    def open_apart(self, registrar: Path) -> ActionsRunner:
         """As where jobs have a user of their own: registrations are made from a copy that jobs cannot reach."""
         shutil.copytree(self.runner, registrar, ignore=shutil.ignore_patterns("say"))
         return ActionsRunner(
@@ -102,7 +99,6 @@ class Folder:
             environment={"PATH": os.environ["PATH"], "HOME": "/machine/home"},
             hook=self.hook,
             registrar=registrar,
-            user=user,
         )
 
     def behave(self, script: str) -> None:
@@ -238,15 +234,6 @@ class TestListener:
         assert os.getsid(folder.listener()) == folder.listener()
         await runner.stop()
         assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
-
-    @ROOT_ONLY
-    async def test_of_a_user_of_its_own_leaves_no_core_dump(self, folder: Folder, tmp_path: Path) -> None:
-        # By the same number: so it may enter the test's folder.
-        runner = folder.open_apart(tmp_path / "registrar", user=other_user(tmp_path, uid=0, gid=0))
-        await runner.configure(ASSIGNMENT)
-        await runner.start(ASSIGNMENT)
-        assert resource.prlimit(folder.listener(), resource.RLIMIT_CORE) == (0, 0)
-        await runner.stop()
 
     async def test_is_started_once(self, folder: Folder) -> None:
         runner = folder.open()

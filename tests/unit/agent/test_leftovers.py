@@ -219,12 +219,12 @@ class TestMounts:
         monkeypatch.setattr(shared_places, "MOUNTS", table)
 
     def test_that_are_new_make_no_machine_clean(self, computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = (("/", "ext4"), (computer.home, "ext4"))
+        before = (("/", "ext4"), (computer.home, "ext4"), ("/efi", "autofs"))
         session = Path(f"/run/user/{UID}")
         self.play(computer, monkeypatch, *before)
         leftovers = computer.leftovers()
         leftovers.prepare(anew=True)
-        self.play(computer, monkeypatch, *before, (session, "tmpfs"))
+        self.play(computer, monkeypatch, *before, (session, "tmpfs"), ("/efi", "vfat"))
         assert leftovers.remove() == []
         for place in (computer.tmp / "hidden", computer.home, session):
             computer.file("tmp/hidden/secret")

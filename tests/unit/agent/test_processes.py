@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -163,15 +162,13 @@ def test_one_without_its_first_thread_is_seen(trees: list[Tree]) -> None:
     assert procfs.descendants(tree.pid) == []
 
 
-def test_what_jobs_run_in_leaves_no_core_dump() -> None:
-    process = subprocess.Popen(["sleep", "1000"])
-    try:
-        processes.limit(process.pid)
-        assert resource.prlimit(process.pid, resource.RLIMIT_CORE) == (0, 0)
-    finally:
-        process.kill()
-        process.wait()
-    processes.limit(process.pid)
+def test_what_an_agent_starts_leaves_no_core_dump() -> None:
+    code = (
+        "import subprocess; from remuda.agent import processes; processes.leave_no_core_dumps();"
+        "subprocess.run(['sh', '-c', 'ulimit -Hc; ulimit -Sc'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0"]
 
 
 def test_it_gives_up_in_time(trees: list[Tree]) -> None:
