@@ -221,7 +221,7 @@ class Reset:
             self._hand_over(path)
         for name, entry in reversed(wanted.items()):
             if entry.kind == "folder":
-                (self._runner / name).chmod(entry.mode)
+                _set_mode(self._runner / name, entry.mode)
         return changed
 
     def _check(self) -> str:
@@ -369,22 +369,22 @@ def _move(source: int, name: str, aside: int, target: str) -> str:
         os.rename(name, target, src_dir_fd=source, dst_dir_fd=aside)
     except PermissionError:
         # A move changes the folder's "..": it must be writable for that.
-        _make_private(name, source)
+        _set_mode(name, parent=source)
         os.rename(name, target, src_dir_fd=source, dst_dir_fd=aside)
     # Only now: what could be moved is no place where something else is mounted.
-    _make_private(target, aside)
+    _set_mode(target, parent=aside)
     return target
 
 
-def _make_private(folder: Path | str, parent: int | None = None) -> None:
-    """Open a folder to us and nobody else. What is no folder, a link to one say, is left alone."""
+def _set_mode(folder: Path | str, mode: int = PRIVATE, parent: int | None = None) -> None:
+    """Of a folder: what is none, a link to one say, is left alone."""
     try:
         # This kind of descriptor needs no right to read it.
         descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     except NotADirectoryError:
         return
     try:
-        Path(f"/proc/self/fd/{descriptor}").chmod(PRIVATE)
+        Path(f"/proc/self/fd/{descriptor}").chmod(mode)
     finally:
         os.close(descriptor)
 
@@ -428,7 +428,7 @@ def digest(path: Path) -> str:
 def _open_folder(path: Path, name: str) -> list[str]:
     if os.path.lexists(path):
         if stat.S_ISDIR(path.lstat().st_mode):
-            _make_private(path)
+            _set_mode(path)
             return []
         erase(path)
     path.mkdir(mode=PRIVATE)
@@ -460,7 +460,7 @@ def _names_in(path: Path) -> list[str]:
         return []
     if not stat.S_ISDIR(path.lstat().st_mode):
         return [path.name]
-    _make_private(path)
+    _set_mode(path)
     return _listed(path)
 
 
