@@ -40,6 +40,8 @@ id -Gn
 cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' >seen
 ! grep -e REMUDA -e ACTIONS_RUNNER_INPUT -e AWS_ seen || exit 15
 [ "$HOME" = ~remuda-job ] && [ "$(id -un)" = "$USER" ] || exit 16
+[ "$(ulimit -Hc)" = 0 ] || exit 19
+[ "$(grep -cx remuda-job /etc/cron.deny)" = 1 ] || [ ! -e /etc/debian_version ] || exit 20
 """
 #: All that a job can do to stay.
 STAYS = """

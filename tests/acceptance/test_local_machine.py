@@ -623,7 +623,8 @@ async def test_a_job_and_the_reset_after_it(world: World, github: GitHub) -> Non
     outcome = await world.call(name, "reset")
 
     assert "ok=True" in outcome, outcome
-    assert "sleep 1000" in outcome
+    assert "processes (" in outcome
+    assert "sleep, sleep" in outcome
     supervisor, agent = world.supervisor(name), await world.call(name, "pid")
     assert [process.pid for process in procfs.descendants(supervisor)] == [agent]
     assert list((world.root / name / "home").iterdir()) == []

@@ -468,22 +468,34 @@ NOT_HERE = tuple(
             "cron and at that fire",
             "while the reset runs",
             (
-                "their daemons are not installed here. What they start belongs to the user, and the reset looks for "
-                "its processes again at its end"
+                "their daemons are not installed here. The job user may use neither; what it had left to them would go "
+                "before its processes do, and again after; what ran all the same, or left anything, is found by the "
+                "last look and ends the machine (`tests/unit/agent/test_reset.py`)"
             ),
         ),
         (
             "mount by a setuid helper",
-            "FUSE in the home folder",
+            "FUSE over a folder of the job's, which hides it",
             (
-                "`fusermount` is not installed here. A folder with a mount cannot be made anew: the reset fails, and "
-                "the machine is ended"
+                "`fusermount` is not installed here. Any mount that was not there before the first job ends the "
+                "machine (`tests/unit/agent/test_leftovers.py`)"
+            ),
+        ),
+        (
+            "race with the start of a listener",
+            "a job ends its own listener, and puts folders and links in the place of `.env` while the next one starts",
+            (
+                "a matter of microseconds, tried many times in `tests/unit/agent/test_job_hook.py`: root removes no "
+                "folder there and follows no link; the start fails, and after five of them the machine is ended"
             ),
         ),
         (
             "core dump and journal of the user",
-            "which systemd lets that user read",
-            "there is no systemd here; played with files in `tests/unit/agent/test_leftovers.py`",
+            "which systemd or apport lets that user read",
+            (
+                "neither is here; played with files in `tests/unit/agent/test_leftovers.py`. Jobs run with core dumps "
+                "switched off"
+            ),
         ),
         (
             "subordinate ids",

@@ -42,9 +42,14 @@ class Box:
 
     def __init__(self, folder: Path, imds: FakeImds) -> None:
         self.layout = Layout(
-            opt=str(folder / "opt"), state=str(folder / "state"), units=str(folder / "units"), job_user=JOB_USER
+            opt=str(folder / "opt"),
+            state=str(folder / "state"),
+            units=str(folder / "units"),
+            etc=str(folder / "etc"),
+            job_user=JOB_USER,
         )
-        self.opt, self.state, self.units = (folder / name for name in ("opt", "state", "units"))
+        self.opt, self.state, self.units, self.etc = (folder / name for name in ("opt", "state", "units", "etc"))
+        self.etc.mkdir()
         self.mirror, self.bin = folder / "mirror", folder / "bin"
         self.mirror.mkdir()
         self.bin.mkdir()

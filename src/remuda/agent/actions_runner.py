@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from remuda import procfs
-from remuda.agent import processes
+from remuda.agent import job_files, processes
 from remuda.agent.job_hook import JobHook
 from remuda.agent.job_user import JobUser
 from remuda.domain.documents import from_document, to_document
@@ -347,18 +347,26 @@ class ActionsRunner:
         self._jobs.close()
 
     def _drop_registration(self) -> None:
-        for folder in (self._registrar, self._folder):
-            for name in _REGISTRATION:
-                (folder / name).unlink(missing_ok=True)
+        """`Unavailable` where a job has put something in its place that is not to be removed by the way."""
+        try:
+            for path in (self._registrar, self._folder):
+                with job_files.opened(path) as folder:
+                    for name in _REGISTRATION:
+                        job_files.drop(folder, name)
+        except OSError as problem:
+            raise Unavailable(f"the registration's files cannot be removed: {problem}") from problem
 
     def _give_registration(self) -> None:
         """Let the listener have what `config.sh` made."""
         if self._registrar == self._folder:
             return
-        for name in _REGISTRATION:
-            source = self._registrar / name
-            if source.exists():
-                _give(source.read_bytes(), self._folder / name, self._user)
+        try:
+            with job_files.opened(self._folder) as folder:
+                for source in (self._registrar / name for name in _REGISTRATION):
+                    if source.exists():
+                        job_files.put(folder, source.name, source.read_bytes(), mode=0o600, owner=self._user)
+        except OSError as problem:
+            raise Unavailable(f"the listener cannot be given its registration: {problem}") from problem
 
     async def _config(
         self, arguments: Sequence[str], inputs: Mapping[str, str], limit_s: float
@@ -450,16 +458,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
-
-
-def _give(content: bytes, path: Path, user: JobUser | None) -> None:
-    """A new file, whatever was there."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
-        file.write(content)
-        if user is not None:
-            os.fchown(descriptor, user.uid, user.gid)
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from remuda.agent.reset import erase
+from remuda.agent import job_files
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 
@@ -24,6 +24,7 @@ ENVIRONMENT_FILES = (".env", ".path")
 ENTERPRISES = "enterprises"
 #: The name of the notes, wherever they are.
 REFUSED = ".remuda-refused"
+READABLE = 0o444
 MAX_NOTES_BYTES = 4096
 MAX_NAMED = 3
 _NOTE = re.compile(r"(?P<run>[\w.-]{1,64}) (?P<repository>[\w.-]{1,100}/[\w.-]{1,100})", re.ASCII)
@@ -57,8 +58,9 @@ class JobHook:
         try:
             self._folder.mkdir(mode=0o755, exist_ok=True)
             self._folder.chmod(0o755)
-            _put(self._folder / "assigned", "".join(f"{line}\n" for line in lines).encode())
-            _put(script, _script())
+            with job_files.opened(self._folder) as folder:
+                job_files.put(folder, "assigned", "".join(f"{line}\n" for line in lines).encode(), mode=READABLE)
+                job_files.put(folder, script.name, _script(), mode=READABLE)
         except OSError as problem:
             raise Unavailable(f"the job-started hook cannot be written: {problem}") from problem
         return {STARTED: str(script)}
@@ -88,20 +90,21 @@ class JobHook:
 
     def _restore(self, runner: Path) -> str:
         """Give the listener the pristine files, without a hook in them: an earlier job of the run may have changed
-        them. Returns the hook that was named there.
+        them, and its processes may still do. Returns the hook that was named there.
         """
         theirs = ""
         try:
-            for name in ENVIRONMENT_FILES:
-                source, target = self._pristine / name, runner / name
-                if not source.is_file():
-                    erase(target)
-                    continue
-                lines = source.read_bytes().splitlines(keepends=True)
-                named = [line for line in lines if line.startswith(_NAMED)]
-                theirs = os.fsdecode(named[-1].removeprefix(_NAMED).strip()) if named else theirs
-                kept = b"".join(line for line in lines if line not in named)
-                _put(target, kept, mode=stat.S_IMODE(source.stat().st_mode))
+            with job_files.opened(runner) as folder:
+                for name in ENVIRONMENT_FILES:
+                    source = self._pristine / name
+                    if not source.is_file():
+                        job_files.drop(folder, name)
+                        continue
+                    lines = source.read_bytes().splitlines(keepends=True)
+                    named = [line for line in lines if line.startswith(_NAMED)]
+                    theirs = os.fsdecode(named[-1].removeprefix(_NAMED).strip()) if named else theirs
+                    kept = b"".join(line for line in lines if line not in named)
+                    job_files.put(folder, name, kept, mode=stat.S_IMODE(source.stat().st_mode))
         except OSError as problem:
             raise Unavailable(f"the listener's environment cannot be restored: {problem}") from problem
         return theirs
@@ -115,15 +118,3 @@ def _repository(assignment: Assignment) -> str:
     if not parts or parts[0] == ENTERPRISES:
         return ""
     return "/".join(parts[:2]) if len(parts) > 1 else f"{parts[0]}/"
-
-
-def _put(path: Path, content: bytes, mode: int = 0o444) -> None:
-    """A new file for all to read, whatever was there: never written through a link or a second name."""
-    draft = path.with_name(f".{path.name}.new")
-    for place in (draft, path):
-        erase(place)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
-        file.write(content)
-        os.fchmod(descriptor, mode)
-    draft.replace(path)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import stat
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from remuda.agent import keyrings
 from remuda.agent.findings import Finding, Kind
 from remuda.agent.job_user import JobUser
 from remuda.agent.privileges import why_privileged
-from remuda.agent.reset import erase
-from remuda.agent.shared_places import SharedPlaces, mounts
+from remuda.agent.reset import ASIDE, erase
+from remuda.agent.shared_places import Mount, Places, SharedPlaces, mounts
 from remuda.domain.errors import Unavailable
 from remuda.ports.clock import Clock
 
@@ -37,10 +38,13 @@ SHARED = (
 )
 #: What the system writes about a user's programs, and lets that user read.
 RECORDS = (
+    "/var/lib/apport/coredump/core.*.{uid}.*",
     "/var/lib/systemd/coredump/core.*.{uid}.*",
     "/var/log/journal/*/user-{uid}[.@]*journal",
     "/run/log/journal/*/user-{uid}[.@]*journal",
 )
+#: What is here starts by itself. Those of a user are its own, or have its name.
+SPOOLS = ("/var/spool/at", "/var/spool/cron")
 QUEUES = Path("/dev/mqueue")
 #: Where the kernel has message queues at all.
 HAS_QUEUES = Path("/proc/sys/fs/mqueue")
@@ -91,6 +95,8 @@ class Leftovers:
         shared: Sequence[str] = SHARED,
         searched: Sequence[str] | None = None,
         records: Sequence[str] = RECORDS,
+        spools: Sequence[str] = SPOOLS,
+        linger: Path = LINGER,
         privileged: Callable[[JobUser], str] = why_privileged,
         unseen: Callable[[], str] = why_unseen,
     ) -> None:
@@ -101,6 +107,8 @@ class Leftovers:
         skipped = (*own, self._session)
         self._skipped = frozenset(map(str, skipped))
         self._shared = [Path(name) for name in shared]
+        self._spools = [Path(name) for name in spools]
+        self._linger = linger / user.name
         self._records = [name.format(uid=user.uid) for name in records]
         self._privileged = privileged
         self._unseen = unseen
@@ -118,29 +126,67 @@ class Leftovers:
         """
         return self._remove_files(self._folders())
 
+    def disarm(self) -> Sequence[Finding]:
+        """End what would start processes of the user by itself. Its processes may run: what they arm meanwhile is
+        found once they do no more.
+        """
+        removed = self._end_login()
+        for path in self._armed():
+            erase(path)
+            removed.append(Finding.file(str(path)))
+        return removed
+
     def remove(self) -> Sequence[Finding]:
         """What was removed. `Unavailable` where something is left, or could be."""
         places = self._places.wait()
         why_not = places.why_not or self._privileged(self._user) or self._unseen()
         if why_not:
             raise Unavailable(f"only a new machine is clean: {why_not}")
-        folders = list(dict.fromkeys((*self._folders(), *map(Path, places.folders))))
+        # What is below it cannot be looked at.
+        self._insist(self._mounted(places))
         removed = [
-            *self._end_login(),
-            *self._remove_files(folders),
+            *self.disarm(),
+            *self._remove_files(self._all_folders(places)),
             *self._remove_records(),
             *self._remove_memory(),
         ]
-        problems = [f"{name} cannot be removed" for name in (*map(str, self._found(folders)), *self._memory())]
-        problems += places.changes()
+        problems: list[str] = []
         try:
             removed += [Finding(kind=Kind.KEY, name=self._user.name)] * keyrings.empty(self._user)
         except Unavailable as problem:
             problems.append(problem.message)
+        self._insist([*self._left(places), *places.changes(), *problems])
+        return removed
+
+    def left(self) -> Sequence[str]:
+        """What is there after all was removed."""
+        places = self._places.wait()
+        keys = ["a key in the kernel"] * bool(keyrings.empty(self._user))
+        return [*self._mounted(places), *self._left(places), *places.changes(), *keys]
+
+    def _left(self, places: Places) -> list[str]:
+        files = [*self._armed(), *self._found(self._all_folders(places)), *self._recorded()]
+        login = [str(self._linger)] * self._linger.exists()
+        return [f"{name} cannot be removed" for name in dict.fromkeys((*map(str, files), *self._memory(), *login))]
+
+    def _insist(self, problems: Sequence[str]) -> None:
         if problems:
             more = f" and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
             raise Unavailable(f"only a new machine is clean: {'; '.join(problems[:MAX_PROBLEMS])}{more}")
-        return removed
+
+    def _mounted(self, places: Places) -> list[str]:
+        """By now, and not before the first job: a user can do that in a folder of its own, and hide the folder so."""
+        present = mounts()
+        found = Counter(mount.path for mount in present if not self._is_session(mount))
+        # The system mounts there by itself, at the first look of anybody.
+        automatic = {mount.path for mount in present if mount.kind == "autofs"}.intersection(places.mounts)
+        return [f"something is mounted at {path}" for path in found - Counter(places.mounts) if path not in automatic]
+
+    def _is_session(self, mount: Mount) -> bool:
+        return mount.path == str(self._session) and mount.kind == "tmpfs"
+
+    def _all_folders(self, places: Places) -> list[Path]:
+        return list(dict.fromkeys((*self._folders(), *map(Path, places.folders))))
 
     def _folders(self) -> list[Path]:
         """Those that every system has; some come with their first use."""
@@ -155,14 +201,25 @@ class Leftovers:
             removed.append(Finding.file(str(path)))
         return removed
 
-    def _found(self, folders: Sequence[Path]) -> list[Path]:
+    def _found(self, folders: Sequence[Path], *, session: bool = True) -> list[Path]:
         # Not by the number of the device: on a layered disk each file may have another one.
         mounted = {mount.path for mount in mounts()}
-        return [path for place in (*folders, self._session) for path in self._below(place, mounted)]
+        places = (*folders, self._session) if session else folders
+        return [path for place in places for path in self._below(place, mounted)]
+
+    def _armed(self) -> list[Path]:
+        """Crontabs and at jobs."""
+        spools = [path for path in self._spools if path.is_dir()]
+        named = [path / self._user.name for spool in spools for path in (spool, spool / "crontabs")]
+        owned = self._found(spools, session=False)
+        return list(dict.fromkeys((*owned, *(path for path in named if os.path.lexists(path)))))
+
+    def _recorded(self) -> list[Path]:
+        return [path for pattern in self._records for path in Path("/").glob(pattern.lstrip("/"))]
 
     def _remove_records(self) -> list[Finding]:
         removed = []
-        for path in (path for pattern in self._records for path in Path("/").glob(pattern.lstrip("/"))):
+        for path in self._recorded():
             erase(path)
             removed.append(Finding(kind=Kind.RECORD, name=str(path)))
         return removed
@@ -179,7 +236,8 @@ class Leftovers:
                 except FileNotFoundError:
                     # Others may remove their own meanwhile.
                     continue
-                if self._user.is_one_of_its(found.st_uid):
+                # What a reset that was cut has put aside is ours by now, and a job's all the same.
+                if self._user.is_one_of_its(found.st_uid) or (found.st_uid == 0 and entry.name.startswith(ASIDE)):
                     yield Path(entry.path)
                 elif stat.S_ISDIR(found.st_mode):
                     waiting.append(entry.path)
@@ -188,11 +246,10 @@ class Leftovers:
 
     def _end_login(self) -> list[Finding]:
         """Its service manager would start the user's units again, at the latest when the machine does."""
-        linger = LINGER / self._user.name
-        if not linger.exists():
+        if not self._linger.exists():
             return []
         _try(["loginctl", "disable-linger", self._user.name])
-        linger.unlink(missing_ok=True)
+        self._linger.unlink(missing_ok=True)
         _try(["systemctl", "stop", f"user@{self._user.uid}.service"])
         return [Finding(kind=Kind.LOGIN, name=self._user.name)]
 

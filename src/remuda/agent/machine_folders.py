@@ -89,7 +89,7 @@ class MachineFolders:
     def make_registrar(self) -> None:
         """The runner's software once more, for root alone. It costs no space: the files are the pristine ones."""
         try:
-            erase(self.registrar)
+            erase(self.registrar.parent.resolve() / self.registrar.name)
             shutil.copytree(self.pristine, self.registrar, symlinks=True, copy_function=_linked)
             self.registrar.chmod(PRIVATE)
         except (OSError, shutil.Error) as problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -59,6 +60,14 @@ def command(pid: int) -> tuple[str, ...]:
     return tuple(os.fsdecode(part) for part in text.split(b"\0")[:-1])
 
 
+def program_name(pid: int) -> str:
+    """What it is told by: its program's name. Its arguments may hold a secret, and what is told is kept."""
+    try:
+        return os.fsdecode((_PROC / str(pid) / "comm").read_bytes()).strip() or f"process {pid}"
+    except OSError:
+        return f"process {pid}"
+
+
 def running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
     """Those that run this program, by themselves or through an interpreter."""
     for process in processes:
@@ -77,13 +86,20 @@ def may_run_out_of_memory(pid: int) -> None:
         (_PROC / str(pid) / "oom_score_adj").write_text("0")
 
 
+def leave_no_core_dumps() -> None:
+    """Neither this process, which holds tokens, nor what it starts, jobs for one. None of them can undo it: the limit
+    is one for good.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def send(process: Process, number: signal.Signals) -> int | None:
     return procfs.send(process.pid, process.started, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Killing:
-    #: Command lines, as far as they could be read.
+    #: By the names of their programs.
     killed: tuple[str, ...]
     left: tuple[Process, ...]
 
@@ -169,7 +185,7 @@ def _kill_until_none(
         if found and clock.monotonic() >= limit:
             return Killing(killed=tuple(killed.values()), left=tuple(found))
         for process in found:
-            killed.setdefault(process, " ".join(command(process.pid)) or f"process {process.pid}")
+            killed.setdefault(process, program_name(process.pid))
         # Where none was seen, too: one that is another process every moment is gone before a look comes to it.
         end(found)
 

@@ -10,21 +10,26 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 from remuda.agent import processes
 from remuda.agent.findings import MAX_DETAIL, Finding, Kind, counts, printable, some, tell
+from remuda.agent.job_files import FOLDER
 from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.ports.machine import Outcome
+from remuda.procfs import Process
 
 PRIVATE = 0o700
 #: Begins the names of folders on their way out. What a crash left of them goes with the next reset.
 ASIDE = ".erase-"
 _CHUNK = 1024 * 1024
+#: Where that is not enough, the last look finds a process.
+MAX_SILENCINGS = 3
 #: Folders that are made anew, by their names; any other is a home.
 _ROOMS = {"work": Kind.WORK, "tmp": Kind.TMP}
 #: Attributes that a job can give to its files, and that outlive a change of mode: access lists, rights of a program,
@@ -47,8 +52,32 @@ class Entry:
 Manifest = dict[str, Entry]
 
 
-def nothing_elsewhere() -> Sequence[Finding]:
-    return ()
+class Elsewhere(Protocol):
+    """What jobs can leave outside of their folders. All of it raises `Unavailable` where the machine cannot be made
+    clean.
+    """
+
+    def disarm(self) -> Sequence[Finding]:
+        """Remove all that would start processes by itself, and say what it was. Jobs may still run."""
+
+    def remove(self) -> Sequence[Finding]:
+        """Remove what jobs left, and say what it was. No process of theirs runs."""
+
+    def left(self) -> Sequence[str]:
+        """What is there all the same."""
+
+
+class Nowhere:
+    """Where jobs are not kept apart from all else, there is nothing to be known by its owner."""
+
+    def disarm(self) -> Sequence[Finding]:
+        return ()
+
+    def remove(self) -> Sequence[Finding]:
+        return ()
+
+    def left(self) -> Sequence[str]:
+        return ()
 
 
 class Reset:
@@ -60,21 +89,21 @@ class Reset:
         pristine: Path,
         recreate: Sequence[Path],
         owner: JobUser | None = None,
-        elsewhere: Callable[[], Sequence[Finding]] = nothing_elsewhere,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """`kill` ends every process of past jobs. `owner` gets the folders, where the agent is root: their parents are
-        root's. `elsewhere` removes what jobs left outside of them and says what it was; `Unavailable` where the
-        machine cannot be made clean.
+        root's. `elsewhere` is for what jobs left outside of them.
         """
         self._kill = kill
-        self._runner = runner_folder
+        # Where links lead on the way there is the image's to say; from here on none is followed.
+        self._runner = _resolved(runner_folder)
         self._pristine = pristine
-        self._recreate = tuple(recreate)
+        self._recreate = tuple(map(_resolved, recreate))
         self._owner = owner
-        self._elsewhere = elsewhere
+        self._elsewhere = elsewhere or Nowhere()
         self._manifest: Manifest | None = None
         # By number: what a job puts in the place of one of these folders' parents is no place for us.
-        self._parents = {path.parent: _place(path.parent) for path in (runner_folder, *recreate)}
+        self._parents = {path.parent: _place(path.parent) for path in (self._runner, *self._recreate)}
 
     async def make(self) -> Outcome:
         """The folders of a machine that had no job yet. Nothing is compared: that would read all of the software once,
@@ -111,19 +140,36 @@ class Reset:
         for parent, place in self._parents.items():
             if _place(parent) != place:
                 raise Unavailable(f"{parent} is not the folder it was")
-        killing = self._kill()
-        if killing.left:
-            names = some([" ".join(processes.command(process.pid)) for process in killing.left])
+        found, left = self._silence()
+        if left:
+            names = some([processes.program_name(process.pid) for process in left])
             return Outcome(ok=False, detail=printable(f"cannot be killed: {names}", MAX_DETAIL))
-        removed = [
-            *(Finding(kind=Kind.PROCESS, name=name) for name in killing.killed),
+        # Elsewhere first: that tells by name what would make the rest fail, a mount in a folder say.
+        found += [
+            *self._elsewhere.remove(),
             *self._clear(),
-            *self._elsewhere(),
             *(Finding(kind=Kind.RUNNER, name=name) for name in self._restore()),
         ]
-        found = [item for item in removed if not item.is_usual]
+        found = [item for item in found if not item.is_usual]
         problem = self._check()
         return Outcome(ok=not problem, detail=printable(f"{problem}{tell(found)}", MAX_DETAIL), found=counts(found))
+
+    def _silence(self) -> tuple[list[Finding], Sequence[Process]]:
+        """End all processes, and all that would start some later: what was found, and what is left. Before any file is
+        touched: from here on nobody changes what we look at.
+        """
+        found: list[Finding] = []
+        armed = self._elsewhere.disarm()
+        for _ in range(MAX_SILENCINGS):
+            killing = self._kill()
+            found += [*armed, *(Finding(kind=Kind.PROCESS, name=name) for name in killing.killed)]
+            if killing.left or not killing.killed:
+                break
+            # What was killed may have armed something just before, and that may have started something since.
+            armed = self._elsewhere.disarm()
+            if not armed:
+                break
+        return found, killing.left
 
     def _clear(self) -> list[Finding]:
         """The folders of jobs, all but the runner's. Returns what was there."""
@@ -176,13 +222,17 @@ class Reset:
             self._hand_over(path)
         for name, entry in reversed(wanted.items()):
             if entry.kind == "folder":
-                (self._runner / name).chmod(entry.mode)
+                _set_mode(self._runner / name, entry.mode)
         return changed
 
     def _check(self) -> str:
         """What is still wrong, or empty."""
         if self._kill().killed:
             return "processes came back; "
+        # Only now: what a process leaves that ran meanwhile is there by now, and no other one runs.
+        left = self._elsewhere.left()
+        if left:
+            return f"left again: {some(left)}; "
         if manifest(self._runner) != self._manifest:
             return "the runner's folder is not as the pristine one; "
         for path in self._recreate:
@@ -221,30 +271,80 @@ def manifest(folder: Path) -> Manifest:
 
 
 def erase(path: Path) -> None:
-    """Remove a file or a tree, whatever its depth and modes. Links are removed, never followed; where something else is
-    mounted inside, it fails.
+    """Remove a file or a tree, whatever its depth and modes. Links are removed, never followed, also where the tree is
+    changed meanwhile; where something else is mounted inside, it fails.
 
-    Each folder is emptied beside the tree, under a short name: so no path grows too long, and no descriptor has to be
-    kept open for each level.
+    Each folder is emptied beside the tree, under a short name, in a folder that nobody else may enter: so no path
+    grows too long, and no descriptor has to be kept open for each level. All goes by descriptors: no name below
+    the parent is looked up twice to mean the same.
     """
-    if not os.path.lexists(path):
+    try:
+        parent = os.open(path.parent, FOLDER)
+    except FileNotFoundError:
         return
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        path.unlink()
+    try:
+        _erase(parent, path.name)
+    finally:
+        os.close(parent)
+
+
+def _erase(parent: int, name: str) -> None:
+    try:
+        place = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
         return
-    names = (path.with_name(f"{ASIDE}{number}") for number in count())
-    free = (name for name in names if not os.path.lexists(name))
-    waiting = [_move(path, next(free))]
-    while waiting:
-        folder = waiting.pop()
-        with os.scandir(folder) as entries:
+    if not stat.S_ISDIR(place.st_mode):
+        os.unlink(name, dir_fd=parent)
+        return
+    own, aside = _make_aside(parent)
+    try:
+        free = map(str, count())
+        waiting = [_move(parent, name, aside, next(free))]
+        while waiting:
+            folder = waiting.pop()
+            if _empty(folder, aside, free, waiting):
+                os.rmdir(folder, dir_fd=aside)
+    finally:
+        os.close(aside)
+    os.rmdir(own, dir_fd=parent)
+
+
+def _make_aside(parent: int) -> tuple[str, int]:
+    """A new folder of our own: its name and its descriptor."""
+    for own in (f"{ASIDE}{number}" for number in count()):
+        try:
+            os.mkdir(own, PRIVATE, dir_fd=parent)
+        except FileExistsError:
+            continue
+        descriptor = os.open(own, FOLDER, dir_fd=parent)
+        place = os.fstat(descriptor)
+        if place.st_uid == os.geteuid() and not stat.S_IMODE(place.st_mode) & ~PRIVATE:
+            return own, descriptor
+        os.close(descriptor)
+        break
+    raise OSError(errno.ESTALE, "somebody else has put a folder in the place of ours")
+
+
+def _empty(folder: str, aside: int, free: Iterator[str], waiting: list[str]) -> bool:
+    """Whether it was a folder, and is empty now. What it was when it was listed may be something else by now."""
+    try:
+        descriptor = os.open(folder, FOLDER, dir_fd=aside)
+    except OSError as problem:
+        if problem.errno not in {errno.ENOTDIR, errno.ELOOP}:
+            raise
+        os.unlink(folder, dir_fd=aside)
+        return False
+    try:
+        with os.scandir(descriptor) as entries:
             content = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for name, is_folder in content:
             if is_folder:
-                waiting.append(_move(folder / name, next(free)))
+                waiting.append(_move(descriptor, name, aside, next(free)))
             else:
-                (folder / name).unlink()
-        folder.rmdir()
+                os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _copy(source: str, target: str) -> None:
@@ -265,16 +365,29 @@ def _copy(source: str, target: str) -> None:
     shutil.copystat(source, target)
 
 
-def _move(folder: Path, target: Path) -> Path:
+def _move(source: int, name: str, aside: int, target: str) -> str:
     try:
-        folder.rename(target)
+        os.rename(name, target, src_dir_fd=source, dst_dir_fd=aside)
     except PermissionError:
         # A move changes the folder's "..": it must be writable for that.
-        folder.chmod(PRIVATE)
-        folder.rename(target)
+        _set_mode(name, parent=source)
+        os.rename(name, target, src_dir_fd=source, dst_dir_fd=aside)
     # Only now: what could be moved is no place where something else is mounted.
-    target.chmod(PRIVATE)
+    _set_mode(target, parent=aside)
     return target
+
+
+def _set_mode(folder: Path | str, mode: int = PRIVATE, parent: int | None = None) -> None:
+    """Of a folder: what is none, a link to one say, is left alone."""
+    try:
+        # This kind of descriptor needs no right to read it.
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except NotADirectoryError:
+        return
+    try:
+        Path(f"/proc/self/fd/{descriptor}").chmod(mode)
+    finally:
+        os.close(descriptor)
 
 
 def _entry(path: Path) -> Entry:
@@ -285,7 +398,7 @@ def _entry(path: Path) -> Entry:
     if stat.S_ISLNK(place.st_mode):
         return Entry(kind="link", content=os.readlink(path))  # noqa: PTH115  # as it is, not made a path
     if stat.S_ISREG(place.st_mode):
-        content = _digest(path)
+        content = digest(path)
         return Entry(kind="file", mode=mode, size=place.st_size, content=content, attributes=_attributes(path))
     return Entry(kind=f"special {stat.S_IFMT(place.st_mode):o}", mode=mode)
 
@@ -300,8 +413,8 @@ def _attributes(path: Path) -> tuple[tuple[str, bytes], ...]:
     return tuple((name, os.getxattr(path, name, follow_symlinks=False)) for name in sorted(names))
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def digest(path: Path) -> str:
+    running = hashlib.sha256()
     try:
         # Not to hang, should it be a pipe by now.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -309,14 +422,14 @@ def _digest(path: Path) -> str:
         return "unreadable"
     with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123  # a descriptor
         while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+            running.update(chunk)
+    return running.hexdigest()
 
 
 def _open_folder(path: Path, name: str) -> list[str]:
     if os.path.lexists(path):
         if stat.S_ISDIR(path.lstat().st_mode):
-            path.chmod(PRIVATE)
+            _set_mode(path)
             return []
         erase(path)
     path.mkdir(mode=PRIVATE)
@@ -348,15 +461,23 @@ def _names_in(path: Path) -> list[str]:
         return []
     if not stat.S_ISDIR(path.lstat().st_mode):
         return [path.name]
-    path.chmod(PRIVATE)
+    _set_mode(path)
     return _listed(path)
 
 
 def _listed(path: Path) -> list[str]:
-    with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries)
+    descriptor = os.open(path, FOLDER)
+    try:
+        with os.scandir(descriptor) as entries:
+            return sorted(entry.name for entry in entries)
+    finally:
+        os.close(descriptor)
 
 
 def _place(path: Path) -> tuple[int, int]:
     place = path.lstat()
     return place.st_dev, place.st_ino
+
+
+def _resolved(path: Path) -> Path:
+    return path.parent.resolve() / path.name

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from remuda.agent.job_user import JobUser
+from remuda.agent.reset import ASIDE, digest
 from remuda.domain.errors import Unavailable
 from remuda.ports.clock import Clock
 
@@ -34,6 +35,10 @@ PSEUDO = frozenset(
 FOREIGN = frozenset(
     {"9p", "afs", "ceph", "cifs", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3", "smbfs", "virtiofs"}
 )
+#: The kernel notes no time where a file of these is changed by a mapping that was read before.
+IN_MEMORY = frozenset({"devtmpfs", "ramfs", "tmpfs"})
+#: Of files in memory that anybody may write to, all together.
+MAX_DIGESTED = 64 * 1024 * 1024
 SEARCH_LIMIT_S = 600.0
 #: A release waits that long for a search that is still under way.
 WAIT_LIMIT_S = 120.0
@@ -55,6 +60,10 @@ class Places:
     #: Folders of others in which it may rename what is not its own: what was there, by name, and their attributes.
     loose: dict[str, dict[str, int]] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)
+    #: Of those files that are in memory, where a change by a mapping leaves no other trace: what they hold.
+    contents: dict[str, str] = field(default_factory=dict)
+    #: Where something was mounted before the first job; a place as often as there are mounts.
+    mounts: list[str] = field(default_factory=list, compare=False)
     #: Why nothing makes the machine clean, whatever a job did.
     why_not: str = ""
 
@@ -66,7 +75,7 @@ class Places:
         found = [
             f"{path}, which it may write to, is not as it was"
             for path, mark in self.files.items()
-            if _mark(path) != mark
+            if _mark(path) != mark or (path in self.contents and digest(Path(path)) != self.contents[path])
         ]
         for folder, names in self.loose.items():
             if user_attributes(folder) != self.attributes[folder]:
@@ -99,22 +108,33 @@ class SharedPlaces:
         """
         self._user = user
         self._own = frozenset(map(str, own))
+        #: What is made anew is put aside beside it, while we look.
+        self._beside = frozenset(str(path.parent) for path in own)
+        self._groups = user.groups()
         self._shared = frozenset(map(str, shared))
         self._memory = memory
         self._clock = clock
         self._searched = searched
         self._done = threading.Event()
         self._found = Places(why_not="nobody has looked where it may write")
-        self._mounts = frozenset(mount.path for mount in mounts())
+        present = mounts()
+        self._kinds = {mount.path: mount.kind for mount in present}
+        self._mounted: list[str] | None = [mount.path for mount in present]
+        #: Whether no job can have been here before the search began.
+        self._is_first = True
+        self._to_digest = MAX_DIGESTED
 
     def begin(self, *, anew: bool) -> None:
         """`anew` where no job has been on this machine yet."""
         kept = None if anew else self._recall()
+        self._is_first = kept is None
         if kept is not None and kept.get("places") is not None:
             with contextlib.suppress(TypeError):
                 self._found = Places(**kept["places"])
                 self._done.set()
                 return
+        if kept is not None:
+            self._mounted = kept["mounts"] if _are_texts(kept.get("mounts")) else None
         since = self._note_start() if kept is None else int(kept["since"])
         threading.Thread(target=self._run, args=(since,), daemon=True, name="shared-places").start()
 
@@ -137,7 +157,7 @@ class SharedPlaces:
         """When it was, by the clock that files are stamped with."""
         self._memory.write_text(json.dumps({"since": 0}), encoding="ascii")
         since = self._memory.stat().st_ctime_ns
-        self._memory.write_text(json.dumps({"since": since}), encoding="ascii")
+        self._memory.write_text(json.dumps({"since": since, "mounts": self._mounted}), encoding="ascii")
         return since
 
     def _keep(self, since: int) -> None:
@@ -158,7 +178,9 @@ class SharedPlaces:
 
     def search(self, since: int) -> Places:
         """`since` is when the first job may have begun: what changed later has no mark to be trusted."""
-        found = Places()
+        found = Places(mounts=self._mounted or [])
+        if self._mounted is None:
+            found.why_not = "nobody has noted what was mounted before the first job"
         limit = self._clock.monotonic() + SEARCH_LIMIT_S
         for root in self._roots():
             for path, place, inside in self._walk(root):
@@ -170,7 +192,10 @@ class SharedPlaces:
     def _roots(self) -> list[str]:
         if self._searched is not None:
             return list(self._searched)
-        return list(dict.fromkeys(each.path for each in mounts() if each.is_written_here and self._reaches(each.path)))
+        found = [each for each in mounts() if each.is_written_here and self._reaches(each.path)]
+        # What can be changed without a trace is looked at before the first job comes.
+        found.sort(key=lambda each: each.kind not in IN_MEMORY)
+        return list(dict.fromkeys(each.path for each in found))
 
     def _walk(self, root: str) -> Iterator[tuple[str, os.stat_result, bool]]:
         """Folders and files that the user can get to, on this mount; whether they are in a folder it may write to."""
@@ -197,8 +222,13 @@ class SharedPlaces:
                         # Nearly all are root's alone: the less is asked about these, the better.
                         if below.st_uid or below.st_mode & _OTHERS_WRITE:
                             yield entry.path, below, inside
-                    elif entry.path not in self._own and entry.path not in self._mounts:
+                    elif not self._is_left_out(folder, entry):
                         waiting.append((entry.path, below, inside))
+
+    def _is_left_out(self, folder: str, entry: os.DirEntry[str]) -> bool:
+        if entry.path in self._own or entry.path in self._kinds:
+            return True
+        return folder in self._beside and entry.name.startswith(ASIDE)
 
     def _take(self, found: Places, path: str, place: os.stat_result, since: int, *, inside: bool) -> None:
         kind = stat.S_IFMT(place.st_mode)
@@ -215,8 +245,25 @@ class SharedPlaces:
             found.why_not = f"{self._user.name} may write to the disk {path}"
         elif kind == stat.S_IFREG:
             found.files[path] = _mark_of(place) if place.st_ctime_ns < since else []
+            if self._is_in_memory(path):
+                self._take_content(found, path, place)
         else:
             self._take_folder(found, path, place, since, inside=inside)
+
+    def _is_in_memory(self, path: str) -> bool:
+        above = (self._kinds.get(str(parent)) for parent in Path(path).parents)
+        return next(filter(None, above), "") in IN_MEMORY
+
+    def _take_content(self, found: Places, path: str, place: os.stat_result) -> None:
+        self._to_digest -= place.st_size
+        if not self._is_first:
+            # A job may have changed it before this look, and the mark would fit.
+            found.files[path] = []
+        elif self._to_digest < 0:
+            found.why_not = f"{path}, which {self._user.name} may write to, is too large to be compared"
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                found.contents[path] = digest(Path(path))
 
     def _take_folder(self, found: Places, path: str, place: os.stat_result, since: int, *, inside: bool) -> None:
         if not place.st_mode & stat.S_IWOTH or place.st_gid == self._user.gid:
@@ -245,14 +292,14 @@ class SharedPlaces:
         if not mode & (right << 3):
             # Also bounds what an access list gives to others by name.
             return False
-        return place.st_gid == self._user.gid or self._is_listed(path, right)
+        return place.st_gid in self._groups or self._is_listed(path, right)
 
     def _is_listed(self, path: str, right: int) -> bool:
         try:
             text = os.getxattr(path, _ACL, follow_symlinks=False)
         except OSError:
             return False
-        wanted = {(_NAMED_USER, self._user.uid), (_NAMED_GROUP, self._user.gid)}
+        wanted = {(_NAMED_USER, self._user.uid), *((_NAMED_GROUP, group) for group in self._groups)}
         entries = _ACL_ENTRY.iter_unpack(text[4:]) if len(text) % _ACL_ENTRY.size == 4 else ()
         return any((tag, number) in wanted and rights & right for tag, rights, number in entries)
 
@@ -290,6 +337,10 @@ def user_attributes(path: str) -> str:
         return ""
 
 
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
 def _mark(path: str) -> list[int] | None:
     try:
         return _mark_of(os.lstat(path))
@@ -298,7 +349,7 @@ def _mark(path: str) -> list[int] | None:
 
 
 def _mark_of(place: os.stat_result) -> list[int]:
-    """Every change of content, rights or attributes sets the second, and nobody but the clock can."""
+    """On a disk every change of content, rights or attributes sets the second, and nobody but the clock can."""
     return [place.st_ino, place.st_ctime_ns]
 
 

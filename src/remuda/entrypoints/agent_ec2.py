@@ -39,6 +39,7 @@ PAUSE_S = 1.0
 
 
 async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Journal) -> None:
+    processes.leave_no_core_dumps()
     layout = Layout()
     user = JobUser.find(layout.job_user)
     folders = MachineFolders(
@@ -52,7 +53,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, journal: Jo
         pristine=folders.pristine,
         recreate=(folders.work, folders.tmp, user.home),
         owner=user,
-        elsewhere=leftovers.remove,
+        elsewhere=leftovers,
     )
     async with AsyncExitStack() as stack:
         ids, calls = SystemIds(), CallCounter()

@@ -23,6 +23,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.agent import actions_runner, processes
 from remuda.agent.actions_runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.agent.job_hook import STARTED, JobHook
+from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.runner import Removal, RunnerState
 
@@ -467,6 +468,27 @@ class TestRegistrar:
         await until(runner, listening=True)
         assert runner.state().configured_as == "remuda-p-1-i-1"
         await runner.stop()
+
+    @pytest.mark.parametrize("name", [".runner", ".credentials", "..runner.new"])
+    async def test_a_folder_in_its_place_is_not_emptied_but_an_error(
+        self, folder: Folder, tmp_path: Path, name: str
+    ) -> None:
+        runner = folder.open_apart(tmp_path / "registrar")
+        (folder.runner / name).mkdir()
+        (folder.runner / name / "file").touch()
+        with pytest.raises(Unavailable, match="registration"):
+            await runner.configure(ASSIGNMENT)
+        assert (folder.runner / name / "file").exists()
+
+    async def test_it_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
+        runner = folder.open_apart(tmp_path / "registrar")
+        precious = tmp_path / "precious"
+        precious.write_text("as it was")
+        for name in (".runner", "..runner.new"):
+            (folder.runner / name).symlink_to(precious)
+        assert (await runner.configure(ASSIGNMENT)).ok
+        assert precious.read_text() == "as it was"
+        assert not (folder.runner / ".runner").is_symlink()
 
     async def test_a_removal_runs_nothing_that_a_job_may_have_changed(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -225,8 +227,7 @@ class TestOthersHook:
 def test_what_a_job_left_for_the_next_listener_is_gone(hooked: Hooked) -> None:
     (hooked.pristine / ".path").write_text("/usr/bin")
     (hooked.runner / ".path").write_text("/home/shims")
-    (hooked.runner / ".env").mkdir()
-    (hooked.runner / ".env" / "file").touch()
+    (hooked.runner / ".env").write_text("BASH_ENV=/tmp/x")
     hooked.put()
     assert (hooked.runner / ".path").read_text() == "/usr/bin"
     assert not (hooked.runner / ".env").exists()
@@ -237,6 +238,73 @@ def test_what_a_job_left_for_the_next_listener_is_gone(hooked: Hooked) -> None:
     hooked.put()
     assert secret.read_text() == "secret"
     assert not (hooked.runner / ".path").is_symlink()
+
+
+@pytest.mark.parametrize("name", [".env", ".path", "..path.new"])
+def test_a_folder_in_the_place_of_a_file_is_not_emptied_but_an_error(hooked: Hooked, name: str) -> None:
+    """The job that made it may still be there, and would have root follow it anywhere."""
+    (hooked.pristine / ".path").write_text("/usr/bin")
+    (hooked.runner / name).mkdir()
+    (hooked.runner / name / "file").touch()
+    with pytest.raises(Unavailable, match="the listener's environment cannot be restored"):
+        hooked.put()
+    assert (hooked.runner / name / "file").exists()
+
+
+def test_a_link_in_the_place_of_the_runner_is_not_followed(hooked: Hooked, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / ".env").write_text("as it was")
+    hooked.runner.rmdir()
+    hooked.runner.symlink_to(precious)
+    with pytest.raises(Unavailable):
+        hooked.put()
+    assert (precious / ".env").read_text() == "as it was"
+
+
+#: Has a folder or a link in a file's place, and puts a way out in the place of whatever becomes of the folder.
+RACER = """
+import itertools, os, sys
+os.chdir(sys.argv[1])
+print("ready", flush=True)
+for turn in itertools.count():
+    kept = {".env", ".path", "gone"}
+    for name in (".env", ".path"):
+        try:
+            if turn % 50:
+                os.mkdir(name)
+            else:
+                os.rename(name, f"gone/{turn}{name}")
+                os.symlink(sys.argv[2], name)
+        except OSError:
+            pass
+    for name in os.listdir():
+        if name not in kept:
+            try:
+                os.rename(name, f"gone/{turn}{name}")
+                os.symlink(sys.argv[2], name)
+            except OSError:
+                pass
+"""
+
+
+def test_a_job_that_races_with_the_start_gets_nothing_elsewhere_touched(hooked: Hooked, tmp_path: Path) -> None:
+    """It has killed its own listener, and the agent starts the next one."""
+    precious = tmp_path / "precious"
+    precious.mkdir(mode=0o750)
+    (precious / "file").write_text("as it was")
+    (hooked.pristine / ".path").write_text("/usr/bin")
+    (hooked.runner / "gone").mkdir()
+    command = [sys.executable, "-c", RACER, str(hooked.runner), str(precious)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as racer:
+        assert racer.stdout is not None
+        racer.stdout.readline()
+        for _ in range(300):
+            with contextlib.suppress(Unavailable):
+                hooked.put()
+        racer.kill()
+    assert (precious / "file").read_text() == "as it was"
+    assert precious.stat().st_mode & 0o777 == 0o750
 
 
 def test_it_is_written_anew(hooked: Hooked) -> None:

@@ -68,7 +68,9 @@ def test_all_that_a_user_runs_ends_and_nobody_else(crowd: Crowd, tmp_path: Path)
     crowd.start("sh", "-c", SLEEPER, uid=first)
     killing = processes.kill_user(other_user(tmp_path), clock=SystemClock())
     assert killing.left == ()
-    assert sum("sleep 1000" in name for name in killing.killed) == 3
+    # Any of them may still be the shell.
+    assert len(killing.killed) >= 3
+    assert set(killing.killed) <= {"sh", "sleep", "setsid"}
     assert of(UID) == []
     assert procfs.look(bystander) is not None
 

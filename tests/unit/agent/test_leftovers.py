@@ -7,14 +7,15 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.agent import keyrings
+from remuda.agent import keyrings, shared_places
 from remuda.agent.findings import Finding, Kind
-from remuda.agent.leftovers import Leftovers, why_unseen
+from remuda.agent.leftovers import RECORDS, Leftovers, why_unseen
 from remuda.domain.errors import Unavailable
 from support.other_user import ROOT_ONLY, SUBORDINATE, UID, other_user
 
@@ -50,6 +51,8 @@ class Computer:
             "clock": SystemClock(),
             "shared": (str(self.tmp), str(self.root / "missing")),
             "searched": (str(self.root),),
+            "spools": (str(self.root / "spool"),),
+            "linger": self.root / "linger",
             "records": (f"{self.root}/records/core.*.{{uid}}.*",),
             "privileged": lambda _user: why_not,
             "unseen": lambda: "",
@@ -151,6 +154,99 @@ def test_what_the_system_notes_about_its_programs_goes_too(computer: Computer) -
     kept = computer.file("records/core.make.1.1.2.3.zst", 0)
     assert computer.sweep() == [f"records/core.make.{UID}.1.2.3.zst"]
     assert kept.exists()
+
+
+def test_dumps_of_every_kind_are_known() -> None:
+    for name in (
+        "/var/lib/apport/coredump/core._usr_bin_make.{uid}.boot.1.2",
+        "/var/lib/systemd/coredump/core.m.{uid}.1",
+    ):
+        assert any(fnmatch(name.format(uid=UID), pattern.format(uid=UID)) for pattern in RECORDS)
+        assert not any(fnmatch(name.format(uid=1), pattern.format(uid=UID)) for pattern in RECORDS)
+
+
+def test_what_starts_by_itself_goes_before_all_else(computer: Computer) -> None:
+    (computer.root / "linger").mkdir()
+    computer.file("linger/remuda-other", 0)
+    computer.file("spool/crontabs/remuda-other", 0)
+    computer.file("spool/atjobs/a0001")
+    kept = [computer.file("spool/crontabs/root", 0), computer.file("tmp/mine")]
+    removed = computer.names(computer.leftovers().disarm())
+    assert sorted(removed) == ["remuda-other", "spool/atjobs/a0001", "spool/crontabs/remuda-other"]
+    assert not (computer.root / "linger" / "remuda-other").exists()
+    assert all(path.exists() for path in kept)
+
+
+def test_what_comes_back_is_found_at_the_end(computer: Computer, memory: str) -> None:
+    leftovers = computer.leftovers()
+    leftovers.prepare(anew=True)
+    leftovers.remove()
+    assert leftovers.left() == []
+    computer.file("tmp/again")
+    computer.file("spool/crontabs/remuda-other", 0)
+    computer.file(f"records/core.make.{UID}.1.2.3.zst", 0)
+    made = subprocess.run(
+        ["ipcmk", "-M", "4096"], capture_output=True, text=True, check=True, user=UID, group=UID, extra_groups=[]
+    )
+    number = made.stdout.split()[-1]
+    try:
+        assert number != memory
+        assert sorted(name.removeprefix(f"{computer.root}/") for name in leftovers.left()) == [
+            f"records/core.make.{UID}.1.2.3.zst cannot be removed",
+            f"shm {number} cannot be removed",
+            "spool/crontabs/remuda-other cannot be removed",
+            "tmp/again cannot be removed",
+        ]
+    finally:
+        subprocess.run(["ipcrm", "-m", number], check=True)
+
+
+def test_what_a_removal_that_was_cut_has_put_aside_goes(computer: Computer) -> None:
+    computer.file("tmp/.erase-0/0/secret")
+    assert computer.sweep() == ["tmp/.erase-0"]
+    assert list(computer.tmp.iterdir()) == []
+
+
+class TestMounts:
+    """Each is a line in the kernel's list; what is mounted is not looked at."""
+
+    LINE = "{number} 1 0:{number} / {path} rw - {kind} x rw\n"
+
+    def play(self, computer: Computer, monkeypatch: pytest.MonkeyPatch, *places: tuple[Path | str, str]) -> None:
+        table = computer.root / "mountinfo"
+        lines = (self.LINE.format(number=number, path=path, kind=kind) for number, (path, kind) in enumerate(places))
+        table.write_text("".join(lines))
+        monkeypatch.setattr(shared_places, "MOUNTS", table)
+
+    def test_that_are_new_make_no_machine_clean(self, computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = (("/", "ext4"), (computer.home, "ext4"), ("/efi", "autofs"))
+        session = Path(f"/run/user/{UID}")
+        self.play(computer, monkeypatch, *before)
+        leftovers = computer.leftovers()
+        leftovers.prepare(anew=True)
+        self.play(computer, monkeypatch, *before, (session, "tmpfs"), ("/efi", "vfat"))
+        assert leftovers.remove() == []
+        for place in (computer.tmp / "hidden", computer.home, session):
+            computer.file("tmp/hidden/secret")
+            self.play(computer, monkeypatch, *before, (session, "tmpfs"), (place, "fuse.sshfs"))
+            with pytest.raises(Unavailable, match=f"only a new machine is clean: something is mounted at {place}"):
+                leftovers.remove()
+            assert leftovers.left() == [f"something is mounted at {place}"] + [
+                f"{computer.tmp}/hidden/secret cannot be removed"
+            ] * (place != computer.tmp / "hidden")
+
+    def test_are_remembered_by_an_agent_that_is_started_again(
+        self, computer: Computer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.play(computer, monkeypatch, ("/", "ext4"))
+        first = computer.leftovers()
+        first.prepare(anew=True)
+        first.remove()
+        self.play(computer, monkeypatch, ("/", "ext4"), (computer.tmp / "hidden", "fuse"))
+        second = computer.leftovers()
+        second.prepare(anew=False)
+        with pytest.raises(Unavailable, match="something is mounted at"):
+            second.remove()
 
 
 def test_what_is_found_is_told_by_its_kind(computer: Computer) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import struct
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import shared_places
+from remuda.agent.job_user import JobUser
 from remuda.agent.shared_places import Places, SharedPlaces
 from support.other_user import ROOT_ONLY, UID, other_user
 
@@ -144,6 +149,65 @@ def test_what_the_image_gives_to_jobs_by_name_makes_no_machine_clean(disk: Disk,
     else:
         os.chown(folder, UID if kind == "owner" else 0, UID)
     assert "what a job puts there, the next one finds" in disk.found().why_not
+
+
+@pytest.mark.parametrize("kind", ["group", "list"])
+def test_every_group_of_the_user_counts(disk: Disk, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    group = UID + 1
+    monkeypatch.setattr(JobUser, "groups", lambda self: {self.gid, group})
+    folder = disk.folder(disk.deep / "given", 0o775)
+    if kind == "group":
+        os.chown(folder, 0, group)
+    else:
+        entries = [entry if entry[0] != 0x02 else (0x08, 7, group) for entry in sorted(GIVEN)]
+        text = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in sorted(entries))
+        os.setxattr(folder, "system.posix_acl_access", text)
+    assert "what a job puts there, the next one finds" in disk.found().why_not
+
+
+def test_what_the_agent_has_put_aside_meanwhile_is_not_taken_for_the_images(disk: Disk) -> None:
+    os.chown(disk.folder(disk.root / ".erase-0", 0o755), UID, UID)
+    assert disk.found() == Places()
+    os.chown(disk.folder(disk.deep / ".erase-0", 0o755), UID, UID)
+    assert "what a job puts there, the next one finds" in disk.found().why_not
+
+
+@pytest.fixture
+def memory_disk() -> Iterator[Disk]:
+    """In memory, where a mapping changes a file without a trace of time."""
+    if all(mount.path != "/dev/shm" or mount.kind != "tmpfs" for mount in shared_places.mounts()):  # noqa: S108
+        pytest.skip("shared memory has no disk of its own here")
+    place = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    place.chmod(0o755)
+    yield Disk(place)
+    shutil.rmtree(place)
+
+
+class TestInMemory:
+    def test_a_change_by_a_mapping_is_one_too(self, memory_disk: Disk) -> None:
+        path = memory_disk.file(memory_disk.deep / "log", 0o666)
+        found = memory_disk.found()
+        assert found.changes() == []
+        before = path.stat().st_ctime_ns
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            assert mapped[0]
+            mapped[0] = ord("X")
+        assert path.stat().st_ctime_ns == before, "the kernel has learned to note it"
+        assert found.changes() == [f"{path}, which it may write to, is not as it was"]
+        assert memory_disk.found(anew=False).changes() == found.changes()
+
+    def test_what_a_job_may_have_changed_before_the_look_is_not_trusted(self, memory_disk: Disk) -> None:
+        path = memory_disk.file(memory_disk.deep / "log", 0o666)
+        memory_disk.tick()
+        since = path.stat().st_ctime_ns + 1
+        memory_disk.memory.write_text(f'{{"since": {since}, "mounts": []}}', encoding="ascii")
+        assert memory_disk.found(anew=False).changes() == [f"{path}, which it may write to, is not as it was"]
+
+    def test_too_much_is_not_compared(self, memory_disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shared_places, "MAX_DIGESTED", 10)
+        for name in ("x", "y"):
+            memory_disk.file(memory_disk.deep / name, 0o666)
+        assert "is too large to be compared" in memory_disk.found().why_not
 
 
 def test_an_own_file_among_those_of_others_does_so_too(disk: Disk) -> None:

@@ -120,6 +120,34 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     assert "OnBootSec=1800" in (box.units / "remuda-dead-man-reboot.timer").read_text()
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # Nobody but root may: a list of those who may not would open it to all others.
+        ({}, {}),
+        ({"debian_version": ""}, {"debian_version": "", "cron.deny": "nobody\n"}),
+        ({"cron.deny": "", "at.deny": "games\n"}, {"cron.deny": "nobody\n", "at.deny": "games\nnobody\n"}),
+        ({"cron.deny": "nobody\n", "at.deny": "nobody\n"}, {"cron.deny": "nobody\n", "at.deny": "nobody\n"}),
+        (
+            {"debian_version": "", "cron.allow": "root\n", "at.allow": "", "at.deny": ""},
+            {"debian_version": "", "cron.allow": "root\n", "at.allow": "", "at.deny": ""},
+        ),
+    ],
+)
+def test_jobs_may_use_neither_cron_nor_at_and_others_as_before(
+    box: Box, before: dict[str, str], after: dict[str, str]
+) -> None:
+    box.bake()
+    for name, text in before.items():
+        (box.etc / name).write_text(text)
+        (box.etc / name).chmod(0o640)
+    done = box.boot()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name: path.read_text() for path in box.etc.iterdir()} == after
+    for path in box.etc.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == (0o640 if path.name in before else 0o644)
+
+
 RULES = ("filter -I OUTPUT -j REMUDA", "mangle -I FORWARD -d {} -j DROP")
 OUTPUT = "-A REMUDA -d {} -m owner --uid-owner nobody -j REJECT"
 ADDRESSES = {"iptables": "169.254.169.254", "ip6tables": "fd00:ec2::254"}

@@ -101,6 +101,18 @@ fi
 # Without ids for user namespaces: what ran under these would be no process of that user any more.
 id -u "$job_user" >/dev/null 2>&1 ||
   useradd --create-home --shell /bin/bash -K SUB_UID_COUNT=0 -K SUB_GID_COUNT=0 "$job_user"
+# Nor may they leave anything to cron or at, which would start it after their end. Where there is a list of those who
+# may, they are not on it. Without any list all may use cron on Debian and Ubuntu, and elsewhere, as at everywhere, root
+# alone: a list of those who may not would open it to all others.
+deny() { # FILE
+  grep -qxF "$job_user" "$1" 2>/dev/null || printf '%s\n' "$job_user" >>"$1"
+}
+if [[ ! -e $etc/cron.allow && (-e $etc/cron.deny || -e $etc/debian_version) ]]; then
+  # The program that asks is not root.
+  [[ -e $etc/cron.deny ]] || install -m 644 /dev/null "$etc/cron.deny"
+  deny "$etc/cron.deny"
+fi
+if [[ ! -e $etc/at.allow && -e $etc/at.deny ]]; then deny "$etc/at.deny"; fi
 if ! command -v iptables >/dev/null && command -v dnf >/dev/null; then dnf -y -q install iptables-nft; fi
 command -v iptables >/dev/null || fail "there is no iptables to keep the machine's metadata from jobs"
 cat >"$opt/bin/remuda-firewall" <<EOF

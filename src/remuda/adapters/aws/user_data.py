@@ -36,6 +36,8 @@ class Layout:
     #: Root's, with the jobs' folders in it: `runner/`, `work/`, `tmp/`.
     jobs: str = "/var/lib/remuda-jobs"
     units: str = "/etc/systemd/system"
+    #: Where it is said who may use cron and at.
+    etc: str = "/etc"
     job_user: str = "remuda-job"
 
 
@@ -60,6 +62,7 @@ def build_user_data(
         "opt": places.opt,
         "state": places.state,
         "units": places.units,
+        "etc": places.etc,
         "job_user": places.job_user,
         "agent_url": options.agent_url,
         "agent_sha256": options.agent_sha256,
