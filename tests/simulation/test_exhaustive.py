@@ -20,7 +20,7 @@ _TRANSITIONS = "domain/transitions.py"
     [
         (Bounds(instances=2, runs=3), 300_000),
         (Bounds(instances=1, runs=2, crash=True, expiry=True, lost_answer=True), 20_000),
-        (Bounds(instances=1, runs=2, crash=False, operator=True), 2_000),
+        (Bounds(instances=1, runs=2, crash=False, operator=True), 1_900),
     ],
     ids=str,
 )
