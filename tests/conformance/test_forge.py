@@ -197,8 +197,10 @@ async def test_scopes_are_apart(forge: Forge) -> None:
 async def test_all_pages_of_a_long_list(forge: Forge, forges: Forges) -> None:
     made = [forge.jit_config(LONG_REPO, name=f"runner-{number:03d}", labels=["x"]) for number in range(MANY)]
     await asyncio.gather(*made)
+    # Who got no answer in time has looked whether his runner is there.
+    before = forges.calls.by_service()["github"].get("GET runners", 0)
     assert await names(forge, LONG_REPO) == [f"runner-{number:03d}" for number in range(MANY)]
-    assert forges.calls.by_service()["github"]["GET runners"] == 3
+    assert forges.calls.by_service()["github"]["GET runners"] - before == 3
 
 
 async def test_a_busy_runner_is_not_deleted(forge: Forge, forges: Forges) -> None:
