@@ -39,8 +39,8 @@ demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed 
 test: ## Everything: style, types, directions, and all tests
 	@$(TOGETHER) -j 4 installed
 	@$(TOGETHER) -j 2 check unit
-	@echo 'now acceptance, conformance and simulation, side by side: each is shown when it is done'
-	@$(TOGETHER) -j 3 acceptance conformance simulation STEP_BACK='nice -n 10'
+	@echo 'now acceptance, and beside it conformance and simulation: each is shown when it is done'
+	@$(TOGETHER) -j 2 acceptance conformance simulation STEP_BACK='nice -n 5'
 
 installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed | /usr/bin/shellcheck /usr/bin/chromium /usr/sbin/iptables ## All that the tests need
 

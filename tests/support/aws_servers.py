@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +98,15 @@ async def remuda(
     return Done(code=code, document=document, told=told)
 
 
+#: Their own threads: the loop's few are for those who must not wait for a command.
+_COMMANDS = ThreadPoolExecutor(64)
+
+
 async def forked(*arguments: str, environment: Mapping[str, str]) -> Done:
     """As `remuda`, for many commands: none of them imports AWS's libraries anew."""
     given = [*arguments, "--json"]
-    done = await asyncio.to_thread(run_prepared, given, environment=environment, timeout_s=LIMIT_S)
+    work = partial(run_prepared, given, environment=environment, timeout_s=LIMIT_S)
+    done = await asyncio.get_running_loop().run_in_executor(_COMMANDS, work)
     document = json.loads(done.stdout) if done.stdout.strip() else {}
     return Done(code=done.returncode, document=document, told=done.stderr)
 
