@@ -8,16 +8,18 @@ time; what fails is kept in `.hypothesis` and tried first the next time.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from remuda.domain.errors import MAX_MESSAGE, RemudaError
+from support.world_time import VirtualLoop
 
 #: How many examples a test tries in the short profile, unless it says otherwise.
 SHORT = 40
@@ -176,6 +178,21 @@ def spoiled_text(draw: st.DrawFn, document: Any) -> bytes:
             )
         case _:
             return draw(st.binary(max_size=64))
+
+
+def in_virtual_time(work: Awaitable[Any], limit_s: float) -> Any:
+    """What comes of it, or its error, told as errors must be. Waits cost nothing, and none may be endless."""
+
+    async def bounded() -> Any:
+        async with asyncio.timeout(limit_s):
+            return await work
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        try:
+            return runner.run(bounded())
+        except RemudaError as error:
+            check_told(error)
+            return error
 
 
 def check_told(error: BaseException) -> None:

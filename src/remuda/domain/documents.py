@@ -74,9 +74,15 @@ def from_document(cls: type[T], document: Mapping[str, Any]) -> T:
         elif required:
             raise ValueError(f"{cls.__name__} lacks {key}")
     record = cls(**values)
-    if isinstance(record, Checked):
-        record.check()
+    if _is_checked(typing.cast("Any", cls)):
+        typing.cast("Checked", record).check()
     return record
+
+
+@cache
+def _is_checked(cls: type[Any]) -> bool:
+    """Asked once for each kind: of a protocol it is a slow question, and records come by thousands."""
+    return issubclass(cls, Checked)
 
 
 #: Takes a JSON value, and says where it stood if it is wrong.

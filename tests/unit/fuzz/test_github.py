@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, timedelta
@@ -23,9 +22,9 @@ from remuda.domain.instance import Credential
 from remuda.domain.skew import skew_s
 from remuda.ports.calls import CallCounter
 from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
-from support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, check_told, fuzzed, spoiled_text
+from support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from support.records import NOW
-from support.world_time import SeededIds, VirtualClock, VirtualLoop
+from support.world_time import SeededIds, VirtualClock
 
 RUNNER = {
     "id": 7,
@@ -128,18 +127,7 @@ def check_result(result: Any) -> None:
 
 
 def run(work: Awaitable[Any]) -> Any:
-    """In virtual time: waits cost nothing, and none may be endless."""
-
-    async def bounded() -> Any:
-        async with asyncio.timeout(3_600):
-            return await work
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        try:
-            return runner.run(bounded())
-        except RemudaError as error:
-            check_told(error)
-            return error
+    return in_virtual_time(work, 3_600)
 
 
 @pytest.mark.parametrize("call", CALLS)

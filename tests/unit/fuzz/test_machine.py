@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Iterator
 from datetime import timedelta
@@ -26,9 +25,9 @@ from remuda.domain.documents import to_document
 from remuda.domain.errors import RemudaError
 from remuda.domain.signals import Report, took_s
 from remuda.ports.machine import Identity, Memory, Outcome, Script
-from support.mutations import ESCAPES, LONE, TEXTS, check_shown, check_told, fuzzed, spoiled_text
+from support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from support.records import NOW
-from support.world_time import VirtualClock, VirtualLoop
+from support.world_time import VirtualClock
 
 ONE = "i-0123456789abcdef0"
 texts = st.sampled_from(TEXTS) | st.text(max_size=20)
@@ -91,16 +90,8 @@ class Machine:
         }
 
     def ask(self, work: Awaitable[Any]) -> Any:
-        async def bounded() -> Any:
-            async with asyncio.timeout(60):
-                return await work
-
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            try:
-                return runner.run(bounded())
-            except RemudaError as error:
-                check_told(error)
-                return None
+        found = in_virtual_time(work, 60)
+        return None if isinstance(found, RemudaError) else found
 
 
 @pytest.fixture(scope="module")
