@@ -376,7 +376,7 @@ async def just_in_time(story: Story, folder: Path, *, own: str, page: str) -> tu
         step = {"github_token": own, "github_scope": SCOPE, "instance_count": "1", "ephemeral": "true"}
         group.create_task(story.act("provision", folder, **step))
         await asyncio.wait_for(story.packed.wait(), LIMIT_S)
-        shown = (("status",), ("explain", "2", "--json"), ("report",))
+        shown = (("status", "--json"), ("explain", "2", "--json"), ("report",))
         await asyncio.gather(*(story.look(*command) for command in shown))
         await story.show(page)
         region.power = True
