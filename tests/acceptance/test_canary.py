@@ -22,11 +22,9 @@ from typing import Any
 import httpx
 import pytest
 from aiobotocore.session import AioSession
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from support.aws_cloud import SCOPE, aws_cloud
-from support.canary import Canaries, Leak, minted, watched_processes
+from support.canary import Canaries, Leak, key_pair, minted, watched_processes
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.ec2_region import LIMIT_S, POOL, Region
 from support.prepared import run_prepared
@@ -59,12 +57,6 @@ LOOKS_JUST_IN_TIME = LOOKS.replace(
 )
 TABLE_EVERY_S = 0.25
 Item = dict[str, Any]
-
-
-def key_pair() -> tuple[str, str]:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
-    return private, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
 #: A piece of so many characters is as good as the whole: it is no accident, and the rest may be elsewhere.
 PIECE = 16
 #: Only every so manieth place is looked at: what is that much longer than a piece cannot hide between two.
@@ -132,6 +135,13 @@ def _read(path: str) -> bytes:
         return b"".join(iter(lambda: os.read(descriptor, CHUNK), b""))
     finally:
         os.close(descriptor)
+
+
+def key_pair() -> tuple[str, str]:
+    """An App's key, and what GitHub knows of it."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    return private, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
 def minted(github: Path) -> list[tuple[str, str]]:
