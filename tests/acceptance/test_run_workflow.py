@@ -133,8 +133,8 @@ def check_secrets(
     backend: Path, canaries: Canaries, done: subprocess.CompletedProcess[str], processes: Processes
 ) -> None:
     """A job gets what its workflow gives it, and nothing of whoever runs that workflow."""
-    machines = f"{backend}/instances/"
-    given = {place: data for place, data in processes.environ_of({os.getuid()}).items() if machines in place}
+    machines = f"{backend}/instances/".encode()
+    given = {place: data for place, data in processes.environ_of({os.getuid()}).items() if machines in data}
     assert given
     assert canaries.find_all(given) == []
     canaries.adopt(minted(backend / "github"))
