@@ -94,7 +94,7 @@ def _runs(status: Status) -> Iterator[Any]:
     shown = [
         (
             *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
-            status.ended.get(run.provision_id, run.why),
+            status.ended.get(run.provision_id, run.why.removeprefix(f"{run.status} ")),
         )
         for run in status.runs[:MAX_RUNS]
     ]
