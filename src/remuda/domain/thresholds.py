@@ -50,6 +50,16 @@ class Lifetimes:
             if not 0 <= getattr(self, field.name) <= MAX_LIFETIME:
                 raise ValueError(f"Lifetimes.{field.name} is not from 0 to {MAX_LIFETIME}")
 
+    @property
+    def missing_after_s(self) -> float:
+        """What EC2 does not list for so long is not there: a list may lag, and the times are of several clocks."""
+        return self.gone_after_s + self.margin_s
+
+    @property
+    def ghost_after_s(self) -> float:
+        """So long a registration must have had neither a record nor a machine."""
+        return max(self.ghost_grace_s, self.missing_after_s)
+
 
 def expired(threshold: datetime, *, now: datetime, margin_s: float) -> bool:
     return threshold <= now - timedelta(seconds=margin_s)
