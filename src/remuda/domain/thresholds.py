@@ -36,7 +36,7 @@ class Lifetimes:
     margin_s: float = 60.0
     #: An EC2 instance with our tags may lack a record for so long.
     unrecorded_grace_s: float = 300.0
-    #: A registration with our prefix may lack a record for so long.
+    #: A registration with our prefix may lack a record and a machine for so long.
     ghost_grace_s: float = 900.0
     #: An instance must be missing twice, so far apart, to be gone.
     gone_after_s: float = 60.0
