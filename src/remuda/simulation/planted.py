@@ -357,6 +357,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "quarantined-and-retired",
         "a machine in quarantine is ended before anybody had a look",
         ("domain/instance.py", '    if instance.is_held(now):\n        return ""\n', ""),
+        # The write that ends it looks once more.
+        (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
     ),
     _mutant(
         "drained-and-pooled",
