@@ -566,7 +566,8 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
             # One that comes late must not cut short what was renewed since.
             return replace(alive, not_retired=True, expired_at=until), {"threshold": until}
         case Retire():
-            return alive, {"retire": event.reason[:MAX_WHY]}
+            # The first reason stands: a quarantine that came meanwhile is not made a drain.
+            return replace(alive, not_retired=not instance.retire), {"retire": event.reason[:MAX_WHY]}
         case Quarantine():
             return alive, _quarantine(instance, event)
         case End():

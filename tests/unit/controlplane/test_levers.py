@@ -155,6 +155,17 @@ async def test_a_quarantine_again_moves_its_limit(world: World) -> None:
     assert world.record(machine).threshold < first + timedelta(seconds=200)
 
 
+async def test_a_drain_that_read_before_a_quarantine_leaves_it_one(world: World) -> None:
+    (machine,) = await world.warm(1)
+    before = world.record(machine)
+    await held(world, machine, for_s=150.0)
+    result = await drain(world.process(), [before], reason="to be renewed", dry_run=False)
+    assert not result.done
+    assert not result.errors
+    assert "retired already (quarantined: looks odd)" in result.pulled[0].why
+    assert world.record(machine).retire == "quarantined: looks odd"
+
+
 # Terminate
 
 
