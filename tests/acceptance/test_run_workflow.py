@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from support.prepared import run_prepared
+
 LIMIT_S = 120
 
 WORKFLOW = """
@@ -42,13 +44,8 @@ jobs:
 
 
 def remuda(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "remuda", *arguments, "--dir", str(folder), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    words = [*arguments, "--dir", str(folder), "--json"]
+    return run_prepared(words, environment=os.environ, timeout_s=LIMIT_S)
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> Any:

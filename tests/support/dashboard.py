@@ -21,6 +21,7 @@ from remuda.adapters.sqlite.documents import decode
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
 from support import seeded
+from support.prepared import run_prepared
 
 #: Debian's, or what is called so elsewhere.
 CHROMIUM = Path(
@@ -35,14 +36,8 @@ without_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} 
 
 
 def remuda(folder: Path, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [_COMMAND, *arguments, "--dir", str(folder), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=environment(),
-    )
+    words = [*arguments, "--dir", str(folder), "--json"]
+    done = run_prepared(words, environment=environment(), timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stderr + done.stdout
     document: dict[str, Any] = json.loads(done.stdout)
     return document

@@ -61,11 +61,18 @@ def _server() -> ForkServerContext:
 
 
 def run_prepared(
-    arguments: Sequence[str], *, environment: Mapping[str, str], timeout_s: float
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    cwd: Path | None = None,
+    program: str = CLI,
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` does it with what it writes kept."""
+    """As `subprocess.run` does it with what it writes kept. A program is a module whose `main` takes arguments."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
-        order = _Order(CLI, list(arguments), dict(environment), str(Path.cwd()), (out.fileno(), told.fileno()))
+        order = _Order(
+            program, list(arguments), dict(environment), str(cwd or Path.cwd()), (out.fileno(), told.fileno())
+        )
         process = _server().Process(target=order.run)
         process.start()
         process.join(timeout_s)
@@ -84,7 +91,7 @@ def _written(file: Any) -> str:
 async def start_prepared(
     arguments: Sequence[str], *, environment: Mapping[str, str], cwd: Path, program: str = CLI
 ) -> PreparedProcess:
-    """As `asyncio.create_subprocess_exec` does it with pipes. A program is a module whose `main` takes arguments."""
+    """As `asyncio.create_subprocess_exec` does it with pipes."""
     readers, ours, theirs = [], [], []
     for _ in range(2):
         read, write = os.pipe()
