@@ -17,46 +17,25 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 CLI = "remuda.entrypoints.cli"
-PRELOADED = (
-    CLI,
-    "remuda.settings",
-    "remuda.entrypoints.acting",
-    "remuda.entrypoints.commands",
-    "remuda.entrypoints.doctor",
-    "remuda.entrypoints.local_backend",
-    "remuda.entrypoints.reporting",
-    "remuda.entrypoints.scale_down",
-    "remuda.entrypoints.terminal",
-    "remuda.entrypoints.watching",
-    "remuda.adapters.aws.dynamodb.store",
-    "remuda.adapters.aws.ec2.compute",
-    "remuda.adapters.aws.ec2.prices",
-    "remuda.adapters.aws.ec2.runner_fleet",
-    "remuda.adapters.aws.identity",
-    "remuda.adapters.aws.secrets",
-    "remuda.adapters.aws.sqs",
-    "remuda.adapters.github.auth",
-    "remuda.adapters.github.client",
-    # What the fork itself needs.
-    "asyncio",
-    "importlib",
-    "multiprocessing.reduction",
-    "subprocess",
-    "tempfile",
-)
+PRELOADED = "support.preloaded"
+TESTS = Path(__file__).parents[1]
 STDOUT, STDERR = 1, 2
 
 
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload([PRELOADED])
+    # It has another search path than its clients, and says nothing where it finds no module.
+    with patch.dict(os.environ, PYTHONPATH=str(TESTS)):
+        forkserver.ensure_running()
     return context
 
 
