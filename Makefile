@@ -111,15 +111,19 @@ $(VENV)/bin/python:
 	  else echo 'install Python venv support first (Debian: apt-get install python3-venv)'; exit 2; fi; \
 	  $(PYTHON) -m venv $(VENV); }
 
+# What came from where is kept: tests that install it again need not ask the registry. Compiled where it is used.
+noted_install = mkdir -p $(VENV)/asked && \
+  $(BIN)/python -m pip install -q --no-compile --report $(VENV)/asked/$$(date +%s).json
+
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@echo 'setting up (once)'
-	@$(BIN)/python -m pip install -q -e '.[aws]'
+	@$(noted_install) -e '.[aws]'
 	@touch $@
 
 # With all that .installed has: one look at the registry is enough.
 $(VENV)/.tools: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) requirements/dev.txt
 	@echo 'setting up with what tests need (once)'
-	@$(BIN)/python -m pip install -q -e '.[aws]' -r requirements/dev.txt
+	@$(noted_install) -e '.[aws]' -r requirements/dev.txt
 	@touch $(VENV)/.installed $@
 
 # In $(1), what $(2) lists: by the pip that is there already, and compiled where it is used.

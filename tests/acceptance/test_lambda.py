@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import lambda_package
 from support.cloud import SCOPE, Cloud, cloud
 from support.emf import check_emf
+from support.registry import answered
 
 #: As Lambda's runtime does: the event, a context with the time that is left, the result or the error's own words.
 RUNTIME = """
@@ -46,7 +49,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("lambda") / "function.zip"
     machine = {"aarch64": "arm64"}.get(platform.machine(), platform.machine())
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert lambda_package.main(["--to", str(target), "--architecture", machine, "--python", version]) == 0
+    with patch.dict(os.environ, answered(target.parent)):
+        assert lambda_package.main(["--to", str(target), "--architecture", machine, "--python", version]) == 0
     return target
 
 
