@@ -107,6 +107,16 @@ def endings_line() -> str:
     return ", ".join(f"`{name}`" for name in ENDINGS)
 
 
+def decisions_list() -> str:
+    lines = []
+    for file in sorted((DOCS / "adr").glob("[0-9]*.md")):
+        number, _, title = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(". ")
+        if int(file.name.partition("-")[0]) != int(number) or not title:
+            sys.exit(f"{file.name} does not begin with its number and title")
+        lines.append(f"{number}. [{title}]({file.name})")
+    return "\n".join(lines)
+
+
 #: File, name of the part, and what makes it.
 PARTS = (
     ("reference/lifecycle.md", "state diagram", state_diagram),
@@ -119,6 +129,7 @@ PARTS = (
     ("reference/simulation.md", "planted bugs", planted_table),
     ("howto/github-action.md", "inputs", inputs_table),
     ("howto/github-action.md", "outputs", outputs_table),
+    ("adr/README.md", "decisions", decisions_list),
 )
 
 

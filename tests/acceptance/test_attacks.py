@@ -13,8 +13,9 @@ import pytest
 from support import attacks
 from support.attacks import KEPT, LOG, LOOSE, PLANTED, REFUSED, RETIRED, SPOOL, Attack, Outcome
 from support.aws_cloud import aws_cloud
+from support.clock import until
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
-from support.ec2_region import Region
+from support.ec2_region import LIMIT_S, Region
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -104,7 +105,8 @@ async def test_the_next_run_sees_none_of_it_or_gets_another_machine(region: Regi
         story = str(await region.remuda("explain", name))
         assert "UD_REMOVE_REG_REMOVE_RUN_FAILED" in story
         assert [attack.look for attack in RETIRED if attack.look not in story] == [], story
-        assert region.cloud.ec2.asked()["TerminateInstances"] == 1
+        # The agent sees its record's end, and asks for its own.
+        await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) == 1, within_s=LIMIT_S)
     outcomes = {attack.name: Outcome.REMOVED if seen[attack.name] else Outcome.SEEN for attack in played}
     outcomes |= {attack.name: Outcome.REFUSED if planted[attack.name] else Outcome.SEEN for attack in REFUSED}
     outcomes |= {attack.name: Outcome.RETIRED if attack.look in story else Outcome.SEEN for attack in RETIRED}

@@ -11,7 +11,6 @@ import base64
 import contextlib
 import json
 import secrets
-import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -23,17 +22,17 @@ from typing import Any
 import httpx
 import pytest
 from aiobotocore.session import AioSession
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from support.aws_cloud import SCOPE, aws_cloud
-from support.canary import Canaries, Leak, watched_processes
+from support.canary import Canaries, Leak, key_pair, minted, watched_processes
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.ec2_region import LIMIT_S, POOL, Region
+from support.prepared import run_prepared
 
 JOB_USER = "remuda-job"
 APP_ID = "4242"
 REGION_NAME = "eu-central-1"
+BACKEND = ("--backend", "aws", "--pool", POOL)
 #: All that a job can see of others, and of itself.
 LOOKS = r"""
 env
@@ -45,14 +44,19 @@ PLACES = (
     *("/etc", "/home", "/opt/remuda", "/var/lib/remuda", "/var/lib/remuda-jobs", "/var/log", "/run"),
     *("/tmp", "/var/tmp", "/dev/shm"),  # noqa: S108 - the machine's own
 )
+#: Its first file.
+BOOTED = "/run/init.sock"
+PLANTED = "/tmp/planted"  # noqa: S108 - the machine's own
+#: What the listener registers with is its user's to read, and that is the user of jobs.
+REGISTRATION = "/var/lib/remuda-jobs/runner/.credentials"
+#: What a runner that is registered just in time is given.
+PACKED = "JIT configuration"
+#: As above, but for the listener, which has that from its start.
+LOOKS_JUST_IN_TIME = LOOKS.replace(
+    "/proc/[0-9]*/environ", "$(grep -La Listener /proc/[0-9]*/cmdline | sed s,cmdline$,environ,)"
+)
 TABLE_EVERY_S = 0.25
 Item = dict[str, Any]
-
-
-def key_pair() -> tuple[str, str]:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
-    return private, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
 @dataclass(kw_only=True)
@@ -64,6 +68,9 @@ class Story:
     #: Of the operator.
     aws_secret: str
     seen: dict[str, str | bytes] = field(default_factory=dict)
+    #: A record holds what a runner is registered with just in time.
+    packed: asyncio.Event = field(default_factory=asyncio.Event)
+    _clean: dict[str, tuple[Item, int]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=count)
 
     @property
@@ -72,8 +79,21 @@ class Story:
         return {**self.region.cloud.environment, **without, "AWS_SECRET_ACCESS_KEY": self.aws_secret}
 
     async def remuda(self, *arguments: str, code: int = 0, **variables: str) -> str:
-        command = (sys.executable, "-m", "remuda", *arguments, "--backend", "aws", "--pool", POOL)
-        return await self.run(f"remuda {' '.join(arguments)} ({next(self._numbers)})", command, code, variables)
+        command = (sys.executable, "-m", "remuda", *arguments, *BACKEND)
+        return await self.run(self._place(arguments), command, code, variables)
+
+    async def look(self, *arguments: str, code: int = 0, **variables: str) -> None:
+        """A command that is asked for its words alone: no process that shows how it was started."""
+        environment = {**self.environment, **variables}
+        done = await asyncio.to_thread(run_prepared, [*arguments, *BACKEND], environment=environment, timeout_s=LIMIT_S)
+        self._heard(self._place(arguments), code, done.returncode, done.stdout, done.stderr)
+
+    def _place(self, arguments: tuple[str, ...]) -> str:
+        return f"remuda {' '.join(arguments)} ({next(self._numbers)})"
+
+    def _heard(self, place: str, code: int, ended: int | None, out: str | bytes, told: str | bytes) -> None:
+        self.seen[f"stdout of {place}"], self.seen[f"stderr of {place}"] = out, told
+        assert ended == code, (place, out, told, self.region.consoles())
 
     async def run(self, place: str, command: tuple[str, ...], code: int, variables: Mapping[str, str]) -> str:
         process = await asyncio.create_subprocess_exec(
@@ -85,8 +105,7 @@ class Story:
         )
         async with asyncio.timeout(LIMIT_S):
             out, told = await process.communicate()
-        self.seen[f"stdout of {place}"], self.seen[f"stderr of {place}"] = out, told
-        assert process.returncode == code, (place, out, told, self.region.consoles())
+        self._heard(place, code, process.returncode, out, told)
         return out.decode()
 
     async def act(self, mode: str, folder: Path, **inputs: str) -> None:
@@ -131,13 +150,20 @@ class Story:
             yield client
 
     def _stray_in(self, item: Item) -> list[Leak]:
-        key = f"{item['pk']['S']} {item['sk']['S']}"
-        return [
-            leak
-            for path, text in leaves(item)
-            if not (key == "pool config" and "tokens" in path) and path[-3:] != ["assignment", "credential", "token"]
-            for leak in self.canaries.find(text, f"item {key}: {'.'.join(path)}")
-        ]
+        """What was clean, and is as it was, is not looked at again: most of a table stands still."""
+        key, state = f"{item['pk']['S']} {item['sk']['S']}", item.get("state", {}).get("S", "")
+        if self._clean.get(key) == (item, len(self.canaries.secrets)):
+            return []
+        found: list[Leak] = []
+        for path, text in leaves(item):
+            if state == "created" and text and path == ["assignment", "jitConfig"]:
+                self.canaries.adopt([(PACKED, text)])
+                self.packed.set()
+            elif not (key == "pool config" and "tokens" in path) and path != ["assignment", "credential", "token"]:
+                found += self.canaries.find(text, f"item {key}: {'.'.join(path)}")
+        if not found:
+            self._clean[key] = (item, len(self.canaries.secrets))
+        return found
 
     @asynccontextmanager
     async def watched_table(self) -> AsyncIterator[list[Leak]]:
@@ -159,16 +185,8 @@ class Story:
                 await watching
 
     def adopt_minted(self) -> None:
-        """What GitHub has made out so far: registration, removal and installation tokens."""
-        (path,) = (self.region.folder / "github").glob("*.db")
-        database = sqlite3.connect(path, timeout=LIMIT_S)
-        try:
-            rows = database.execute("SELECT key, body FROM document WHERE kind = 'token'").fetchall()
-        finally:
-            database.close()
-        for value, body in rows:
-            if value not in self.canaries.secrets.values():
-                self.canaries.add(f"{json.loads(body)['kind']} token {len(self.canaries.secrets)}", value)
+        """What GitHub has made out so far."""
+        self.canaries.adopt(minted(self.region.folder / "github"))
 
     def adopt_roles(self) -> None:
         """What AWS gives the machines themselves."""
@@ -183,7 +201,7 @@ class Story:
 
     async def show(self, token: str) -> None:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "remuda", "dashboard", "--backend", "aws", "--pool", POOL, "--port", "0", "--json"),
+            *(sys.executable, "-m", "remuda", "dashboard", *BACKEND, "--port", "0", "--json"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -202,13 +220,13 @@ class Story:
             bearer = {"Authorization": f"Bearer {token}"}
             answers = [
                 *[await client.get(path, headers=bearer) for path in ("/", "/api/snapshot", "/metrics")],
-                await client.get("/api/story", params={"id": "1"}, headers=bearer),
+                await client.get("/api/story", params={"of": "2"}, headers=bearer),
                 await client.get("/api/snapshot", headers={"Authorization": f"Bearer {token}x"}),
                 await client.post("/login", data={"token": token}),
                 await client.post("/login", data={"token": f"{token}x"}),
                 await client.get(f"/{token}x"),
             ]
-            assert [answer.status_code for answer in answers[:3]] == [200, 200, 200]
+            assert [answer.status_code for answer in answers[:4]] == [200] * 4
             assert answers[4].status_code == 401
             for number, answer in enumerate(answers):
                 self.seen[f"the dashboard's answer {number}"] = f"{answer.headers.raw} {answer.text}"
@@ -259,10 +277,14 @@ async def put_secret(url: str, text: str) -> str:
         return str((await client.create_secret(Name=f"canary-{secrets.token_hex(4)}", SecretString=text))["ARN"])
 
 
-def visible_for_jobs(machine: NamespaceMachine, canaries: Canaries) -> list[str]:
-    """Files that hold a canary and that the user of jobs can read."""
+def visible_for_jobs(machine: NamespaceMachine, canaries: Canaries, planted: str) -> list[str]:
+    """Files that hold a canary and that the user of jobs can read, one that was put there among them. Only what was
+    written since the boot can hold one; root names the files, for those in folders that jobs may enter and not list.
+    """
+    assert machine.run("sh", "-c", f"umask 022; cat >{PLANTED}", told=planted).returncode == 0
+    files = machine.run("find", *PLACES, "-type", "f", "-cnewer", BOOTED).stdout.splitlines()
     lines = [line for secret in canaries.secrets.values() for line in secret.splitlines() if "-----" not in line]
-    done = machine.run("grep", "-rlaFs", "-f", "-", *PLACES, user=JOB_USER, told="\n".join(lines) + "\n")
+    done = machine.run("grep", "-laFs", "-f", "-", "--", *files, user=JOB_USER, told="\n".join(lines) + "\n")
     return done.stdout.split()
 
 
@@ -293,7 +315,7 @@ async def test_no_credential_is_found_where_it_does_not_belong(region: Region, t
         settings = (sys.executable, "-m", "remuda", "config", "--json")
         await asyncio.gather(
             # The servers of this test have no group for it to look at.
-            story.remuda("doctor", "--json", *scope, code=2, **app),
+            story.look("doctor", "--json", *scope, code=2, **app),
             story.run("remuda config", settings, 0, app | {"REMUDA_GITHUB_TOKEN": admin}),
             fail(story, scope, own=own, refused=refused, private=private),
         )
@@ -308,18 +330,12 @@ async def test_no_credential_is_found_where_it_does_not_belong(region: Region, t
             assert job.conclusion == "success", job.log
             story.seen["the job's log"] = job.log
             story.adopt_minted()
-            planted = machine.run("sh", "-c", "umask 022; cat >/tmp/planted", told=own)
-            assert planted.returncode == 0
-            visible = visible_for_jobs(machine, canaries)
+            visible = visible_for_jobs(machine, canaries, own)
             uid = int(machine.run("id", "-u", JOB_USER).stdout)
-            await asyncio.gather(
-                *(story.remuda(*command) for command in (("status",), ("explain", "1", "--json"), ("report",)))
-            )
-            await story.show(page)
             await story.remuda("release", "--run-id", "1", "--json")
-            await story.act("provision", tmp_path, github_token=own, github_scope=SCOPE, instance_count="1")
+            packed, visible_then = await just_in_time(story, tmp_path, own=own, page=page)
             await story.act("release", tmp_path)
-            await story.remuda("scale-down", "--dry-run", "--environment", POOL, REMUDA_GITHUB_TOKEN=admin)
+            await story.look("scale-down", "--dry-run", "--environment", POOL, REMUDA_GITHUB_TOKEN=admin)
     story.adopt_minted()
 
     await gather_cloud(story)
@@ -327,13 +343,42 @@ async def test_no_credential_is_found_where_it_does_not_belong(region: Region, t
     assert sum("token" in name.lower() for name in canaries.secrets) >= 8, "GitHub made out some, too"
     assert canaries.find_all(story.seen) == []
     assert stray == []
-    assert visible == ["/tmp/planted"], "what was put there, and nothing else"  # noqa: S108 - the machine's own
+    assert sorted(visible) == [PLANTED, REGISTRATION], "what was put there, and nothing else"
+    assert PLANTED in visible_then
+    assert set(visible_then) <= {PLANTED, REGISTRATION}
     assert canaries.find_all(processes.argv()) == []
-    assert canaries.find_all(processes.environ_of({uid})) == []
+    of_jobs = canaries.find_all(processes.environ_of({uid}))
+    assert {leak.name for leak in of_jobs} == {packed}
+    assert all("Runner.Listener" in leak.place for leak in of_jobs), of_jobs
     # They were looked for where they are: in the environment of those that are given them.
     assert {leak.name for leak in canaries.find_all(processes.environ_of({0}))} >= {"token of a run", "AWS secret"}
     async with story.table() as table:
         assert await story.stray(table) == []
+
+
+async def just_in_time(story: Story, folder: Path, *, own: str, page: str) -> tuple[str, list[str]]:
+    """A machine for one job. All that shows records is looked at while its record holds what it is registered with.
+
+    Returns the name of that canary, and what the machine lets jobs read.
+    """
+    region, canaries = story.region, story.canaries
+    region.power = False
+    before = set(region.machines)
+    async with asyncio.TaskGroup() as group:
+        step = {"github_token": own, "github_scope": SCOPE, "instance_count": "1", "ephemeral": "true"}
+        group.create_task(story.act("provision", folder, **step))
+        await asyncio.wait_for(story.packed.wait(), LIMIT_S)
+        shown = (("status", "--json"), ("explain", "2", "--json"), ("report",))
+        await asyncio.gather(*(story.look(*command) for command in shown))
+        await story.show(page)
+        region.power = True
+    (name,) = set(region.machines) - before
+    (packed,) = (name for name in canaries.secrets if name.startswith(PACKED))
+    visible = visible_for_jobs(region.machines[name], canaries, canaries.secrets[packed])
+    job = await region.run_job("2", LOOKS_JUST_IN_TIME)
+    assert job.conclusion == "success", job.log
+    story.seen["the log of a job on its own machine"] = job.log
+    return packed, visible
 
 
 async def fail(story: Story, scope: tuple[str, ...], *, own: str, refused: str, private: str) -> None:
@@ -342,15 +387,15 @@ async def fail(story: Story, scope: tuple[str, ...], *, own: str, refused: str, 
     broken = private.replace("PRIVATE", "BROKEN")
     nowhere = {"AWS_ENDPOINT_URL_DYNAMODB": "http://127.0.0.1:9", "AWS_MAX_ATTEMPTS": "1"}
     await asyncio.gather(
-        story.remuda(*provision, code=2, REMUDA_GITHUB_TOKEN=refused),
-        story.remuda(*provision, "--json", code=2, REMUDA_GITHUB_TOKEN=f"{refused} {refused}"),
-        story.remuda(*provision, code=2, REMUDA_GITHUB_APP_ID=APP_ID, REMUDA_GITHUB_APP_KEY=broken),
-        story.remuda(*provision, code=4, REMUDA_GITHUB_TOKEN=own, **nowhere),
+        story.look(*provision, code=2, REMUDA_GITHUB_TOKEN=refused),
+        story.look(*provision, "--json", code=2, REMUDA_GITHUB_TOKEN=f"{refused} {refused}"),
+        story.look(*provision, code=2, REMUDA_GITHUB_APP_ID=APP_ID, REMUDA_GITHUB_APP_KEY=broken),
+        story.look(*provision, code=4, REMUDA_GITHUB_TOKEN=own, **nowhere),
     )
     async with story.region.github() as github:
         echo = f"Bad request: Authorization: Bearer {own}; basic {base64.b64encode(own.encode()).decode()}"
         await github.set_fault("status", operation="registration-token", times=None, status=422, message=echo)
-        await story.remuda(*provision, "--log-format", "json", code=2, REMUDA_GITHUB_TOKEN=own)
+        await story.look(*provision, "--log-format", "json", code=2, REMUDA_GITHUB_TOKEN=own)
         await github.clear_faults()
 
 

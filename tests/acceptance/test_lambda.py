@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 import zipfile
@@ -16,14 +18,18 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
+from remuda.githubsim.client import SimClient
+from support.canary import Canaries, key_pair, minted
 from support.cloud import SCOPE, Cloud, cloud
 from support.emf import check_emf
 from support.registry import answered
 
-#: As Lambda's runtime does: the event, a context with the time that is left, the result or the error's own words.
+#: As Lambda's runtime does: the level that the function's logs are set to, the event, a context with the time that is
+#: left, the result or the error's own words with where it came from.
 RUNTIME = """
-import json, sys
+import json, logging, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
+logging.basicConfig(level=os.environ.get("AWS_LAMBDA_LOG_LEVEL", "WARNING"))
 from remuda.entrypoints.lambda_handler import handler
 
 class Context:
@@ -35,6 +41,7 @@ try:
     answer = {"result": handler(json.loads(sys.argv[2]), Context())}
 except Exception as error:
     answer = {"errorType": type(error).__name__, "errorMessage": str(error)}
+    answer["stackTrace"] = traceback.format_exception(error)
 print(json.dumps(answer))
 """
 LIMIT_S = 240
@@ -55,15 +62,31 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
-    with cloud(tmp_path_factory.mktemp("cloud")) as started:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the servers."""
+    return tmp_path_factory.mktemp("cloud")
+
+
+@pytest.fixture(scope="module")
+def servers(home: Path) -> Iterator[Cloud]:
+    with cloud(home) as started:
         yield started
 
 
+@pytest.fixture(scope="module")
+def canaries(servers: Cloud) -> Canaries:
+    given = {name: secrets.token_urlsafe(30) for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")}
+    return Canaries({**given, "GitHub token": servers.github_token})
+
+
 class Function:
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    """What it says is searched for credentials each time, whatever it was told to do."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], canaries: Canaries, github: Path) -> None:
         self._folder = folder
         self._environment = environment
+        self._canaries = canaries
+        self._github = github
         self.log: list[dict[str, Any]] = []
         #: The line of metrics that ends each invocation.
         self.metrics: dict[str, Any] = {}
@@ -84,6 +107,8 @@ class Function:
             check=True,
         )
         self.output = done.stdout + done.stderr
+        self._canaries.adopt(minted(self._github))
+        assert self._canaries.find(self.output, "what the function says") == []
         *log, answer = done.stdout.splitlines()
         *self.log, self.metrics = [json.loads(line) for line in log]
         check_emf(self.metrics)
@@ -92,7 +117,9 @@ class Function:
 
 
 @pytest.fixture(scope="module")
-def function(package: Path, servers: Cloud, tmp_path_factory: pytest.TempPathFactory) -> Function:
+def function(
+    package: Path, servers: Cloud, home: Path, canaries: Canaries, tmp_path_factory: pytest.TempPathFactory
+) -> Function:
     folder = tmp_path_factory.mktemp("task")
     with zipfile.ZipFile(package) as archive:
         archive.extractall(folder)
@@ -102,11 +129,14 @@ def function(package: Path, servers: Cloud, tmp_path_factory: pytest.TempPathFac
         folder,
         {
             **servers.environment,
+            **{name: value for name, value in canaries.secrets.items() if name.startswith("AWS_")},
             **launch,
             "REMUDA_POOL": POOL,
             "REMUDA_GITHUB_SCOPE": SCOPE,
             "REMUDA_GITHUB_TOKEN": secret,
         },
+        canaries,
+        home / "github",
     )
 
 
@@ -119,22 +149,41 @@ def test_it_holds_no_tool_and_is_small(package: Path):
 
 
 def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: Function, servers: Cloud):
-    first = function.invoke({"command": "refresh"})["result"]
+    # Where somebody looks for a fault, libraries tell all that they send and get.
+    first = function.invoke({"command": "refresh"}, AWS_LAMBDA_LOG_LEVEL="DEBUG")["result"]
     assert f"tokens for {SCOPE}" in first["applied"]
     assert any("table" in line for line in first["applied"])
     assert first["errors"] == []
     assert function.log[-1]["event"] == "refresh-done"
     assert function.log[-1]["result"] == first
-    assert servers.github_token not in function.output
     assert (function.metrics["Pool"], function.metrics["Command"]) == (POOL, "refresh")
     assert (function.metrics["Failed"], function.metrics["Errors"], function.metrics["InstancesIdle"]) == (0, 0, 0)
     assert function.metrics["GithubCalls"] == sum(first["calls"]["github"].values())
 
-    again = function.invoke({"detail-type": "Scheduled Event", "detail": {"command": "refresh", "sweep_only": True}})
-    assert again["result"]["applied"] == []
+
+def test_an_apps_key_from_secrets_manager_is_used_and_told_nowhere(
+    function: Function, servers: Cloud, canaries: Canaries
+):
+    private, public = key_pair()
+    canaries.add("App key", private)
+    secret = servers.put_secret(f"remuda/{POOL}/app", json.dumps({"private_key": private}))
+    app: dict[str, Any] = {"REMUDA_GITHUB_TOKEN": "", "REMUDA_GITHUB_APP_ID": "4242", "REMUDA_GITHUB_APP_KEY": secret}
+
+    async def prepare() -> None:
+        async with SimClient(servers.github_url, servers.github_token) as github:
+            await github.change_settings(app_id="4242", app_key=public, app_owners=[SCOPE.partition("/")[0]])
+
+    asyncio.run(prepare())
+    swept = function.invoke(
+        {"detail-type": "Scheduled Event", "detail": {"command": "refresh", "sweep_only": True}},
+        AWS_LAMBDA_LOG_LEVEL="DEBUG",
+        **app,
+    )
+    assert swept["result"]["applied"] == []
+    assert any(name.startswith("access token") for name in canaries.secrets), "it was given one for its key"
 
 
-def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Function):
+def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Function, servers: Cloud):
     unknown = function.invoke({"command": "reboot"})
     assert unknown["errorType"] == "UserError"
     assert "command is 'reboot'" in unknown["errorMessage"]
@@ -145,6 +194,19 @@ def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Fu
     assert (function.metrics["Failed"], function.metrics["Pool"]) == (1, POOL)
 
     secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
+
+    async def echo(token: str) -> None:
+        async with SimClient(servers.github_url, servers.github_token) as github:
+            await github.clear_faults()
+            if token:
+                said = f"Bad request: Authorization: Bearer {token}"
+                await github.set_fault("status", operation="list", times=None, status=422, message=said)
+
+    asyncio.run(echo(servers.github_token))
+    refused = function.invoke({"command": "refresh"})
+    asyncio.run(echo(""))
+    assert "Bad request" in refused["errorMessage"], refused
+
     missing = function.invoke({"command": "refresh"}, REMUDA_GITHUB_TOKEN=secret)
     assert (missing["errorType"], secret in missing["errorMessage"]) == ("UserError", True)
 

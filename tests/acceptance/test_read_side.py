@@ -74,7 +74,7 @@ async def test_a_pool_is_seen_and_explained(backend: LocalBackend) -> None:
 
     story = (await backend.run("explain", f"remuda-default-2-{reused}")).document
     assert (story["kind"], story["subject"]) == ("instance", reused)
-    assert "boots for run 41" in [line["what"] for line in story["lines"]]
+    assert ("boots", "launched for run 41 (provision)") in [(line["what"], line["why"]) for line in story["lines"]]
 
     report = (await backend.run("report", "--since", "1h")).document
     assert (report["reuse"]["reused"], report["reuse"]["created"]) == (1, 2)

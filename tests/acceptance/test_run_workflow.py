@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from remuda.githubsim.endpoint import read_endpoint
+from support.canary import Canaries, Processes, minted, watched_processes
 from support.prepared import run_prepared
 
 LIMIT_S = 120
@@ -22,8 +25,11 @@ on: push
 jobs:
   provision:
     runs-on: ubuntu-latest
+    env: {FOR_ONE_STEP: "%s"}
     steps:
-      - run: remuda provision --instance-count 2
+      - run: |
+          remuda provision --instance-count 2
+          test "$FOR_ONE_STEP" = "${{ env.FOR_ONE_STEP }}"
   test:
     needs: provision
     runs-on: ${{ github.run_id }}
@@ -41,6 +47,10 @@ jobs:
     steps:
       - run: remuda release
 """
+
+
+#: A step that shows all that it is given, in one line of its log, and fails: then its log is shown.
+TELLS_ALL = r"{ printenv | tr '\n' ' '; false; }"
 
 
 def remuda(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,11 +74,31 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert answer(remuda(folder, "down"))["left"] == []
 
 
-def run(backend: Path, tmp_path: Path, run_id: str, step: str) -> tuple[int, dict[str, Any]]:
+def run(
+    backend: Path, tmp_path: Path, run_id: str, step: str, given: str = "any", **variables: str
+) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "w.yml"
-    file.write_text(WORKFLOW % step)
-    done = remuda(backend, "run-workflow", str(file), "--run-id", run_id)
-    return done.returncode, answer(done)
+    file.write_text(WORKFLOW % (given, step))
+    # By the installed command: its arguments and its environment are there to be seen.
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "remuda",
+            "run-workflow",
+            str(file),
+            "--run-id",
+            run_id,
+            "--dir",
+            str(backend),
+            "--json",
+        ],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def states(backend: Path) -> list[str]:
@@ -76,8 +106,9 @@ def states(backend: Path) -> list[str]:
 
 
 def test_jobs_run_each_on_a_machine_of_the_run(backend: Path, tmp_path: Path):
-    code, result = run(backend, tmp_path, "9001", "sleep 1")
-    assert (code, result["conclusion"]) == (0, "success")
+    done = run(backend, tmp_path, "9001", "sleep 1")
+    result = answer(done)
+    assert (done.returncode, result["conclusion"]) == (0, "success")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert set(conclusions.values()) == {"success"}
     machines = [job["instance_id"] for job in result["jobs"] if job["name"].startswith("test")]
@@ -85,9 +116,20 @@ def test_jobs_run_each_on_a_machine_of_the_run(backend: Path, tmp_path: Path):
     assert set(states(backend)) == {"idle"}
 
 
-def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_path: Path):
-    code, result = run(backend, tmp_path, "9002", "false")
-    assert (code, result["conclusion"]) == (1, "failure")
+@pytest.fixture
+def canaries(backend: Path) -> Canaries:
+    endpoint = read_endpoint(backend / "github")
+    assert endpoint is not None
+    made = {name: secrets.token_urlsafe(30) for name in ("AWS_SECRET_ACCESS_KEY", "FOR_ONE_STEP")}
+    return Canaries({**made, "REMUDA_GITHUB_TOKEN": endpoint.token})
+
+
+def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_path: Path, canaries: Canaries):
+    own = dict(canaries.secrets)
+    with watched_processes() as processes:
+        done = run(backend, tmp_path, "9002", TELLS_ALL, own.pop("FOR_ONE_STEP"), **own)
+    result = answer(done)
+    assert (done.returncode, result["conclusion"]) == (1, "failure")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert conclusions == {
         "provision": "success",
@@ -97,11 +139,28 @@ def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_
         "release": "success",
     }
     assert set(states(backend)) == {"idle"}
+    assert "GITHUB_RUN_ID=9002" in done.stderr, "the jobs' environment"
+    check_secrets(backend, canaries, done, processes)
+
+
+def check_secrets(
+    backend: Path, canaries: Canaries, done: subprocess.CompletedProcess[str], processes: Processes
+) -> None:
+    """A job gets what its workflow gives it, and nothing of whoever runs that workflow."""
+    machines = f"{backend}/instances/".encode()
+    given = {place: data for place, data in processes.environ_of({os.getuid()}).items() if machines in data}
+    assert given
+    assert canaries.find_all(given) == []
+    canaries.adopt(minted(backend / "github"))
+    assert canaries.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
+    holding = {path for path in backend.rglob("*") if path.is_file() and canaries.find(path.read_bytes(), str(path))}
+    assert {path.name.partition("-")[0] for path in holding} == {"remuda.db", "github.db", "endpoint.json"}
+    assert {path.parent for path in holding} == {backend, backend / "github"}
 
 
 def test_an_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_path: Path):
     file = tmp_path / "w.yml"
-    file.write_text(WORKFLOW % "sleep 300")
+    file.write_text(WORKFLOW % ("any", "sleep 300"))
     process = subprocess.Popen(
         [sys.executable, "-m", "remuda", "run-workflow", str(file), "--run-id", "9003", "--dir", str(backend)],
         stderr=subprocess.PIPE,

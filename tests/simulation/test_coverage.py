@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from remuda.domain.instance import State
 from remuda.simulation.coverage import IMPOSSIBLE, STATES, empty_cells, wonders
 from remuda.simulation.faults import NO_RECORD, Fault
+from remuda.simulation.scenes import SCENES, Scene
 
 
 def test_every_reason_is_about_a_cell_of_the_table():
@@ -23,3 +26,11 @@ def test_what_is_empty_is_told_unless_it_cannot_be_filled():
 def test_what_happens_although_it_cannot_is_told():
     assert wonders({(Fault.DRAIN, NO_RECORD): 1, (Fault.DRAIN, State.IDLE): 1}) == [(Fault.DRAIN, NO_RECORD)]
     assert not wonders({})
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: f"{scene.fault} while {scene.state}")
+def test_a_scene_fills_its_cell_and_breaks_nothing(scene: Scene):
+    outcome = scene.play()
+    assert not outcome.violation
+    assert outcome.coverage[scene.cell]
+    assert not wonders(outcome.coverage)

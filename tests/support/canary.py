@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 import re
+import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
 #: A piece of so many characters is as good as the whole: it is no accident, and the rest may be elsewhere.
 PIECE = 16
 #: Only every so manieth place is looked at: what is that much longer than a piece cannot hide between two.
 STRIDE = 4
 #: What is given a credential lives longer.
 LOOK_EVERY_S = 0.1
+LIMIT_S = 60.0
+CHUNK = 64 * 1024
 _BLANKS = re.compile(rb"\s+")
 _PEM_FRAME = re.compile(r"-----[A-Z ]+-----")
 
@@ -67,6 +75,12 @@ class Canaries:
                 self._names.setdefault(piece.encode(), (name, form))
         return secret
 
+    def adopt(self, found: Iterable[tuple[str, str]]) -> None:
+        """Those that are new, each by its kind and a number."""
+        for kind, secret in found:
+            if secret not in self.secrets.values():
+                self.add(f"{kind} {len(self.secrets)}", secret)
+
     def find(self, content: str | bytes, place: str) -> list[Leak]:
         """Line breaks and blanks, escaped ones too, hide nothing."""
         data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
@@ -89,14 +103,13 @@ class Processes:
     looks: int = 0
 
     def look(self) -> None:
+        """Ten times a second, so without what `Path` costs."""
         self.looks += 1
-        for process in Path("/proc").iterdir():
-            if not process.name.isdecimal():
-                continue
+        for pid in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208
             try:
-                uid = process.stat().st_uid
-                argv = (process / "cmdline").read_bytes()
-                contents = {"argv": argv, "environ": (process / "environ").read_bytes()}
+                uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
+                argv = _read(f"/proc/{pid}/cmdline")
+                contents = {"argv": argv, "environ": _read(f"/proc/{pid}/environ")}
             except OSError:
                 continue
             for kind, content in contents.items():
@@ -114,6 +127,35 @@ class Processes:
             for (kind, data), (uids, told) in self.seen.items()
             if kind == "environ" and uids & wanted
         }
+
+
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return b"".join(iter(lambda: os.read(descriptor, CHUNK), b""))
+    finally:
+        os.close(descriptor)
+
+
+def key_pair() -> tuple[str, str]:
+    """An App's key, and what GitHub knows of it."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    return private, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+
+
+def minted(github: Path) -> list[tuple[str, str]]:
+    """What the GitHub of tests, which keeps its documents in this folder, has made out and not taken back, by kind:
+    registration, removal and installation tokens, and what runners are registered with.
+    """
+    (path,) = github.glob("*.db")
+    with contextlib.closing(sqlite3.connect(path, timeout=LIMIT_S)) as database:
+        rows = database.execute("SELECT kind, key, body FROM document WHERE kind IN ('token', 'runner')").fetchall()
+    documents = [(kind, key, json.loads(body)) for kind, key, body in rows]
+    return [
+        (f"{document['kind']} token", key) if kind == "token" else ("runner's secret", document["secret"])
+        for kind, key, document in documents
+    ]
 
 
 @contextmanager

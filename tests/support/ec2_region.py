@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from remuda.githubsim.client import SimClient, SimJob, SimStep
 from support.aws_cloud import SCOPE, Cloud
 from support.ec2_machine.machine import NamespaceMachine
 from support.fake_imds import FakeImds, fake_imds
 from support.moto_server import PROFILE
+
+if TYPE_CHECKING:
+    from types_aiobotocore_ec2 import EC2Client
 
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 120.0
@@ -30,6 +33,8 @@ class Region:
     cloud: Cloud
     machines: dict[str, NamespaceMachine] = field(default_factory=dict)
     metadata: dict[str, FakeImds] = field(default_factory=dict)
+    #: False: what is launched now boots once this is True again.
+    power: bool = True
 
     async def remuda(self, *arguments: str) -> dict[str, Any]:
         code, answer = await asyncio.to_thread(self.cloud.remuda, *arguments)
@@ -75,28 +80,36 @@ class Region:
                     machine.stop()
 
     async def _boot_all(self, stack: AsyncExitStack) -> None:
+        seen = 0
         async with self.cloud.ec2.client() as client:
             while True:
-                found = await client.describe_instances()
-                for reservation in found["Reservations"]:
-                    for instance in reservation["Instances"]:
-                        name = instance["InstanceId"]
-                        if name not in self.machines:
-                            versions = await client.describe_launch_template_versions(
-                                LaunchTemplateName=f"remuda-{POOL}", Versions=["$Default"]
-                            )
-                            data = versions["LaunchTemplateVersions"][0]["LaunchTemplateData"]["UserData"]
-                            imds = stack.enter_context(fake_imds())
-                            tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
-                            await self._play_metadata(imds, name, tags)
-                            self.metadata[name] = imds
-                            self.machines[name] = NamespaceMachine(
-                                self.folder / name,
-                                image=self.folder / "image",
-                                user_data=base64.b64decode(data).decode(),
-                                environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url},
-                            )
+                # The count rises with the machines. To describe them takes both sides much longer.
+                launches = (await asyncio.to_thread(self.cloud.ec2.asked)).get("CreateFleet", 0)
+                if self.power and launches != seen:
+                    seen = launches
+                    await self._boot_new(client, stack)
                 await asyncio.sleep(0.1)
+
+    async def _boot_new(self, client: EC2Client, stack: AsyncExitStack) -> None:
+        found = await client.describe_instances()
+        for instance in (instance for reservation in found["Reservations"] for instance in reservation["Instances"]):
+            name = instance["InstanceId"]
+            if name in self.machines:
+                continue
+            versions = await client.describe_launch_template_versions(
+                LaunchTemplateName=f"remuda-{POOL}", Versions=["$Default"]
+            )
+            data = versions["LaunchTemplateVersions"][0]["LaunchTemplateData"]["UserData"]
+            imds = stack.enter_context(fake_imds())
+            tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
+            await self._play_metadata(imds, name, tags)
+            self.metadata[name] = imds
+            self.machines[name] = NamespaceMachine(
+                self.folder / name,
+                image=self.folder / "image",
+                user_data=base64.b64decode(data).decode(),
+                environment={"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url},
+            )
 
     async def _play_metadata(self, imds: FakeImds, instance_id: str, tags: dict[str, str]) -> None:
         imds.valid = 1_000

@@ -179,7 +179,7 @@ async def _ghosts(
             pool=config.pool,
             unrecorded_since=since,
             now=now,
-            grace_s=config.lifetimes.ghost_grace_s,
+            grace_s=config.lifetimes.ghost_after_s,
         )
 
     ours = [

@@ -1,6 +1,8 @@
 """Which registrations are ghosts: nobody's runner, left on GitHub.
 
-The list of runners must have been read *before* the records: then a ghost stays one, whatever happens meanwhile.
+The list of runners must have been read *before* the records: then a ghost stays one, whatever happens meanwhile. One
+without a record stays one only if it has no machine either: those for one job are registered before their record is
+written.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def ghost_reason(
     now: datetime,
     grace_s: float,
 ) -> str | None:
-    """Why a registration is a ghost, or None where it is none, or not yet."""
+    """Why a registration is a ghost, or None where it is none, or not yet. `unrecorded_since`: since when there was
+    neither a record nor a machine for it, as far as it is known.
+    """
     parsed = parse_runner_name(pool, name)
     if parsed is None:
         return None

@@ -36,7 +36,7 @@ class Lifetimes:
     margin_s: float = 60.0
     #: An EC2 instance with our tags may lack a record for so long.
     unrecorded_grace_s: float = 300.0
-    #: A registration with our prefix may lack a record for so long.
+    #: A registration with our prefix may lack a record and a machine for so long.
     ghost_grace_s: float = 900.0
     #: An instance must be missing twice, so far apart, to be gone.
     gone_after_s: float = 60.0
@@ -49,6 +49,16 @@ class Lifetimes:
         for field in fields(self):
             if not 0 <= getattr(self, field.name) <= MAX_LIFETIME:
                 raise ValueError(f"Lifetimes.{field.name} is not from 0 to {MAX_LIFETIME}")
+
+    @property
+    def missing_after_s(self) -> float:
+        """What EC2 does not list for so long is not there: a list may lag, and the times are of several clocks."""
+        return self.gone_after_s + self.margin_s
+
+    @property
+    def ghost_after_s(self) -> float:
+        """So long a registration must have had neither a record nor a machine."""
+        return max(self.ghost_grace_s, self.missing_after_s)
 
 
 def expired(threshold: datetime, *, now: datetime, margin_s: float) -> bool:

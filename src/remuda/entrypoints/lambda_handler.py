@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from collections import Counter
@@ -115,6 +116,9 @@ COMMANDS: Mapping[str, Callable[[Loaded, Journal, Order, CallCounter], Awaitable
 
 def handler(event: Any, context: LambdaContext) -> dict[str, Any]:
     """For the function's configuration: `remuda.entrypoints.lambda_handler.handler`."""
+    # A function's level of logs can be set from outside, and at this one libraries write down all that they send and
+    # get: tokens, secrets, the credentials of the function itself.
+    logging.disable(logging.DEBUG)
     clock = SystemClock()
     journal = LogJournal(clock, context.aws_request_id)
     meter = Meter(clock, journal)

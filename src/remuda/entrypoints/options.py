@@ -147,7 +147,9 @@ UnrecordedGrace = Annotated[
 GhostGrace = Annotated[
     str | None,
     typer.Option(
-        "--ghost-grace-sec", help="A registration may lack a record so long. (default: 900)", rich_help_panel=_POOL
+        "--ghost-grace-sec",
+        help="A registration may lack a record and a machine so long. (default: 900)",
+        rich_help_panel=_POOL,
     ),
 ]
 GoneAfter = Annotated[

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from remuda.controlplane.status import Opening, Status
+from remuda.controlplane.status import RECENT_PROVISIONS, Opening, Status
 from remuda.domain.documents import plain
 from remuda.domain.instance import ABSORBING, Instance
 from remuda.entrypoints.tables import duration, table
@@ -87,15 +87,23 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
     if pools:
         yield table("Pools", ("class", "idle", "hints"), pools, numbers=_NUMBERS, whole=_WHOLE)
     if status.runs:
-        shown = [
-            (
-                *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
-                status.ended.get(run.provision_id, run.why),
-            )
-            for run in status.runs[:MAX_RUNS]
-        ]
-        columns = ("run", "attempt", "class", "asked", "status", "why")
-        yield table("Runs, newest first", columns, shown, numbers=_NUMBERS, whole=_WHOLE)
+        yield from _runs(status)
+
+
+def _runs(status: Status) -> Iterator[Any]:
+    shown = [
+        (
+            *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
+            status.ended.get(run.provision_id, run.why.removeprefix(f"{run.status} ")),
+        )
+        for run in status.runs[:MAX_RUNS]
+    ]
+    columns = ("run", "attempt", "class", "asked", "status", "why")
+    yield table("Runs, newest first", columns, shown, numbers=_NUMBERS, whole=_WHOLE)
+    if more := len(status.runs) - len(shown):
+        # A status does not look further back.
+        least = "at least " if len(status.runs) >= RECENT_PROVISIONS else ""
+        yield f"  and {least}{more} more"
 
 
 def _is_used(level: Any) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,10 +225,16 @@ class WorkflowRun:
         return "success"
 
     async def _run_step(self, job: Job, script: str, env: Mapping[str, str]) -> int:
+        # From a file, as GitHub has it: a command line is for everyone to read.
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace", suffix=".sh") as file:
+            file.write(script)
+            file.flush()
+            return await self._run_script(job, file.name, env)
+
+    async def _run_script(self, job: Job, script: str, env: Mapping[str, str]) -> int:
         process = await asyncio.create_subprocess_exec(
             "bash",
             "-e",
-            "-c",
             script,
             env={**self._environment(job), **env},
             stdin=asyncio.subprocess.DEVNULL,

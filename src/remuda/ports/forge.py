@@ -6,7 +6,7 @@ Its lists lag and its `busy` flag may be a minute old. The one atomic test is `d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -25,7 +25,8 @@ class ForgeRunner:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JitRunner:
     runner_id: int
-    config: str
+    #: A credential.
+    config: str = field(repr=False)
 
 
 class Deletion(Enum):

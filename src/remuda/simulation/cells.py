@@ -1,4 +1,6 @@
-"""The table of faults and states, from the documents of several campaigns (`remuda simulate --json`), as a page."""
+"""The table of faults and states, from the documents of several campaigns (`remuda simulate --json`) and the scenes of
+`scenes.py`, as a page.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from remuda.simulation.campaign import Summary
 from remuda.simulation.coverage import IMPOSSIBLE, STATES, Cell, empty_cells, wonders
 from remuda.simulation.faults import Fault
+from remuda.simulation.scenes import SCENES
 
 
 def together(documents: Iterable[Mapping[str, Any]]) -> Counter[Cell]:
@@ -22,9 +26,18 @@ def together(documents: Iterable[Mapping[str, Any]]) -> Counter[Cell]:
     return counted
 
 
-def page(documents: Sequence[Mapping[str, Any]]) -> str:
+def played() -> dict[str, Any]:
+    """What the scenes came to, as of a campaign."""
+    summary = Summary()
+    for scene in SCENES:
+        summary.add(scene.play())
+    return summary.document()
+
+
+def page(campaigns: Sequence[Mapping[str, Any]], scenes: Mapping[str, Any]) -> str:
+    documents = [*campaigns, scenes]
     cells = together(documents)
-    seeds = sum(int(document["seeds"]) for document in documents)
+    seeds = sum(int(document["seeds"]) for document in campaigns)
     violations = sum(len(document["violations"]) for document in documents)
     return "\n".join(
         [
@@ -32,7 +45,10 @@ def page(documents: Sequence[Mapping[str, Any]]) -> str:
             "",
             "Which fault met an instance in which state, how often. `-`: it cannot, for the reason below.",
             "",
-            f"{seeds:,} seeds, {violations} violations.",
+            f"{seeds:,} seeds and {len(SCENES)} scenes, {violations} violations.",
+            "",
+            "A scene is a world in which something rare is made likely (`simulation/scenes.py`). They are for these,",
+            f"which chance alone leaves empty for long: {_named(scene.cell for scene in SCENES)}.",
             "",
             *_table(cells),
             "",
@@ -66,7 +82,11 @@ def _reasons() -> Iterator[str]:
 def _left(cells: Mapping[Cell, int]) -> Iterator[str]:
     if empty := empty_cells(cells):
         yield ""
-        yield "Could be filled, and are not: " + ", ".join(f"{fault} while {state}" for fault, state in empty) + "."
+        yield f"Could be filled, and are not: {_named(empty)}."
+
+
+def _named(cells: Iterable[Cell]) -> str:
+    return ", ".join(f"{fault} while {state}" for fault, state in cells)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,12 +95,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, help="a file to write the page to")
     given = parser.parse_args(arguments)
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in given.documents]
-    text = page(documents)
+    scenes = played()
+    text = page(documents, scenes)
     if given.write:
         given.write.write_text(text, encoding="utf-8")
     else:
         sys.stdout.write(text)
-    cells = together(documents)
+    cells = together([*documents, scenes])
     for fault, state in empty_cells(cells):
         sys.stderr.write(f"empty: {fault} while {state}\n")
     for fault, state in wonders(cells):

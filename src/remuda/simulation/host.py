@@ -147,6 +147,8 @@ class Host:
     async def reset(self) -> Outcome:
         self._world.safety.job_cut_short(self, "reset")
         await self._loop.rest(self._chance.uniform(0.5, 5.0))
+        if self.agent is not None:
+            await self._world.called(self.agent, "reset")
         if self._world.faults.strikes_now(Fault.RESET_FAILED, 0.05, [self.instance_id]):
             return Outcome(ok=False, detail="a process of the job is still there")
         self.dirty = False

@@ -508,7 +508,7 @@ class Safety:
             return
         epoch, instance_id = parsed
         record = self._world.database.instances.get(instance_id)
-        if record is None:
+        if record is None or not self._world.cloud.is_alive(instance_id):
             return
         in_use = record.epoch == epoch and record.state not in {*ABSORBING, State.IDLE}
         if runner.ephemeral and self._is_given_back(record):

@@ -71,7 +71,7 @@ class Liveness:
         # The first sweep past its time ends it, the second one confirms it.
         first = timedelta(seconds=SWEEP_S + WORK_S + world.lifetimes.margin_s)
         second = timedelta(seconds=2 * (SWEEP_S + WORK_S)) + SKEW + world.cloud.shutting_down
-        missing = timedelta(seconds=world.lifetimes.gone_after_s + world.lifetimes.margin_s + SWEEP_S)
+        missing = timedelta(seconds=world.lifetimes.missing_after_s + SWEEP_S)
         for record in world.database.instances.values():
             self.checks += 1
             if record.state is State.TERMINATED:
@@ -104,11 +104,13 @@ class Liveness:
             self.checks += 1
             parsed = runner_of(runner.name)
             record = world.database.instances.get(parsed[1]) if parsed else None
-            if parsed is None or runner.job is not None or not _is_ghost(parsed[0], record):
+            # Whose machine stands there without a record is not its own ghost before the machine is buried.
+            stands = parsed is not None and record is None and world.cloud.is_alive(parsed[1])
+            if parsed is None or stands or runner.job is not None or not _is_ghost(parsed[0], record):
                 self._ghosts.pop(runner.runner_id, None)
                 continue
             since = self._ghosts.setdefault(runner.runner_id, now)
-            grace_s = world.most("ghost_grace_s") if record is None else 0.0
+            grace_s = world.most("ghost_after_s") + SKEW.total_seconds() if record is None else 0.0
             if now > since + timedelta(seconds=2 * SWEEP_S + WORK_S + grace_s):
                 yield "L3", f"{runner.name} is nobody's and still registered", parsed[1]
 

@@ -357,6 +357,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "quarantined-and-retired",
         "a machine in quarantine is ended before anybody had a look",
         ("domain/instance.py", '    if instance.is_held(now):\n        return ""\n', ""),
+        # The write that ends it looks once more.
+        (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
     ),
     _mutant(
         "drained-and-pooled",
@@ -399,8 +401,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "a list that was made long ago decides on a machine that was launched since",
         (
             _MACHINES,
-            "        lifetimes = self._config.lifetimes\n        grace",
-            "        listed_at = self._context.clock.now()\n        lifetimes = self._config.lifetimes\n        grace",
+            "        grace = timedelta(seconds=self._config.lifetimes.missing_after_s)\n",
+            (
+                "        listed_at = self._context.clock.now()\n"
+                "        grace = timedelta(seconds=self._config.lifetimes.missing_after_s)\n"
+            ),
         ),
     ),
     _mutant(
@@ -408,8 +413,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a machine without a record is buried at once",
         (
             _MACHINES,
-            "        if view.state in _OVER or now - view.launched_at < grace:\n",
-            "        if view.state in _OVER or now - view.launched_at < 0 * grace:\n",
+            "        if view.state in OVER or now - view.launched_at < grace:\n",
+            "        if view.state in OVER or now - view.launched_at < 0 * grace:\n",
         ),
     ),
     _mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from io import StringIO
 
 import pytest
@@ -14,9 +15,10 @@ from remuda.controlplane.status import status
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
+from remuda.domain.signals import Signal
 from remuda.domain.story import Story
 from remuda.entrypoints.status_view import status_document
-from remuda.entrypoints.story_view import story_document, story_lines
+from remuda.entrypoints.story_view import in_words, story_document, story_lines
 from remuda.ports.machine import Outcome
 from support.records import instance_id, message
 from support.world import World
@@ -192,6 +194,28 @@ async def test_programs_get_the_same_story(world: World) -> None:
     assert [line["what"] for line in document["lines"]] == words(story)
     assert document["next"] == list(story.upcoming)
     assert document["lines"][0]["at"].endswith("Z")
+
+
+async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World) -> None:
+    (machine,) = await world.warm(1)
+    await world.provision("7")
+    world.behaviour.resets[machine] = Outcome(ok=False, detail="it would not go")
+    text = shown(await tell(world, machine))
+    assert "boots: launched for run warm-up (provision)" in text
+    assert "announced to the pool (release)" in text
+    assert "claimed from the pool: fits run 7 (provision)" in text
+    assert "last word: it is registered (UD_REG_OK, assignment 2): took " in text
+    await world.release("7")
+    assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED): took " in shown(await tell(world, "7"))
+    assert shown(await tell(world, "warm-up")).startswith("Run warm-up: released (by attempt 1)\n")
+    document = json.dumps(story_document(await tell(world, machine)))
+    assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, assignment 2)" in document
+
+
+def test_every_signal_has_its_words() -> None:
+    for signal in Signal:
+        assert in_words(f"{signal}: why").endswith(f" ({signal}): why")
+    assert in_words("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
 
 
 async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -> None:

@@ -222,6 +222,52 @@ async def test_a_ghost_without_a_record_goes_after_a_grace(world: World) -> None
     assert name not in names(world)
 
 
+async def test_a_registration_that_comes_before_its_record_waits_for_its_machine(world: World) -> None:
+    """As those for one job do: their record may be on its way. Nobody's grace is needed for it to stay."""
+    await world.configure(lifetimes=replace(world.lifetimes, ghost_grace_s=0.0, unrecorded_grace_s=500.0))
+    machine = await stray(world)
+    name = ghost(world, 1, machine)
+    for _ in range(3):
+        await asyncio.sleep(world.lifetimes.missing_after_s)
+        assert not (await world.sweep()).removed
+    assert not world.database.sightings
+    await asyncio.sleep(500)
+    assert list((result := await world.sweep()).retired) == [machine], "buried, and its registration with it"
+    assert result.removed == (name,)
+
+
+async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: World) -> None:
+    name = ghost(world, 1, "i-0000000000000beef")
+
+    async def hook(operation: str, call: Call) -> Any:
+        if operation == "compute.list_pool":
+            raise Unavailable("EC2 is down")
+        return await call()
+
+    for _ in range(3):
+        await asyncio.sleep(world.lifetimes.ghost_after_s)
+        assert not (await world.sweep(hook)).removed
+    assert names(world) == {name}
+    world.github.runners.clear()
+
+
+async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:
+    name = ghost(world, 1, "i-0000000000000beef")
+
+    async def hook(operation: str, call: Call) -> Any:
+        if operation == "store.get_sightings":
+            seen = await call()
+            await asyncio.sleep(2 * world.lifetimes.ghost_after_s)
+            return seen
+        if operation == "store.troubled_reports":
+            await asyncio.sleep(2 * world.lifetimes.ghost_after_s)
+        return await call()
+
+    assert not (await world.sweep(hook)).removed
+    assert names(world) == {name}
+    world.github.runners.clear()
+
+
 async def test_a_ghost_of_an_ended_instance_goes(world: World) -> None:
     record = make_record(0xE, state=State.TERMINATED)
     await world.process().store.apply(birth(record))

@@ -28,6 +28,14 @@ def shown(found: Status, width: int = 160) -> str:
     return console.file.getvalue()
 
 
+async def test_more_runs_than_are_shown(world: World) -> None:
+    await world.provision("1")
+    found = await look(world)
+    assert "more" not in shown(found)
+    for count, says in ((12, "  and 2 more\n"), (60, "  and at least 50 more\n")):
+        assert shown(replace(found, runs=[*found.runs] * count)).endswith(says)
+
+
 async def test_a_pool_at_work(world: World) -> None:
     idle = await world.warm(2)
     await world.provision("7", resource_class="xlarge")

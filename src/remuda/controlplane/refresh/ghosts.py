@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from remuda.controlplane.context import Context, each, readable
-from remuda.controlplane.refresh.machines import Sightings
+from remuda.controlplane.refresh.machines import OVER, Sightings
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import RemudaError
 from remuda.domain.ghosts import ghost_reason
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.resources import is_instance_id
+from remuda.ports.compute import MachineView
 from remuda.ports.forge import Deletion, ForgeRunner
 
 
 class GhostSweep:
-    def __init__(self, context: Context, config: PoolConfig, tally: Tally, sightings: Sightings) -> None:
+    def __init__(
+        self,
+        context: Context,
+        config: PoolConfig,
+        tally: Tally,
+        sightings: Sightings,
+        *,
+        machines: Sequence[MachineView] | None,
+        listed_at: datetime,
+    ) -> None:
+        """`machines` were listed at that time, as the runners were; None: they could not be."""
         self._context = context
         self._config = config
         self._tally = tally
         self._sightings = sightings
+        self._standing = None if machines is None else {view.instance_id for view in machines if view.state not in OVER}
+        self._listed_at = listed_at
 
     async def run(self, runners: Mapping[str, Sequence[ForgeRunner]], live: Mapping[str, Instance]) -> None:
         """`runners` were listed before `live` was searched for. A search may lag: it may clear one for now, but
@@ -50,15 +64,22 @@ class GhostSweep:
         return record is not None and self._why(runner, record) is None
 
     def _why(self, runner: ForgeRunner, record: Instance | None) -> str | None:
-        since = self._sightings.since(f"ghost:{runner.name}") if record is None else None
         return ghost_reason(
             runner.name,
             record,
             pool=self._config.pool,
-            unrecorded_since=since,
-            now=self._context.clock.now(),
-            grace_s=self._config.lifetimes.ghost_grace_s,
+            unrecorded_since=self._unrecorded_since(runner) if record is None else None,
+            # This process may have stood still since then: that is no time in which anybody looked.
+            now=self._listed_at,
+            grace_s=self._config.lifetimes.ghost_after_s,
         )
+
+    def _unrecorded_since(self, runner: ForgeRunner) -> datetime | None:
+        """A machine that stands there may get its record any moment; if it gets none, it is buried, and that is one."""
+        parsed = parse_runner_name(self._config.pool, runner.name)
+        if parsed is None or self._standing is None or parsed[1] in self._standing:
+            return None
+        return self._sightings.since(f"ghost:{runner.name}")
 
     async def _remove(self, scope: str, runner: ForgeRunner, why: str) -> None:
         forge = self._context.forge

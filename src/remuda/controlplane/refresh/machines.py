@@ -19,7 +19,7 @@ from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
 
-_OVER = frozenset({MachineState.SHUTTING_DOWN, MachineState.TERMINATED})
+OVER = frozenset({MachineState.SHUTTING_DOWN, MachineState.TERMINATED})
 
 
 class Sightings:
@@ -71,7 +71,7 @@ class MachineSweep:
                 self._tally.error(f"machines: {result.message}")
 
     async def _close_if_gone(self, instance: Instance, view: MachineView | None, listed_at: datetime) -> None:
-        if view is not None and view.state not in _OVER:
+        if view is not None and view.state not in OVER:
             return
         if view is None and not self._is_missing(instance, listed_at):
             return
@@ -80,11 +80,8 @@ class MachineSweep:
         self._tally.retired[instance.instance_id] = why
 
     def _is_missing(self, instance: Instance, listed_at: datetime) -> bool:
-        """Not found twice, far enough apart, past the launch: a list may lag, and says nothing of what came after it.
-        The times are of several clocks.
-        """
-        lifetimes = self._config.lifetimes
-        grace = timedelta(seconds=lifetimes.gone_after_s + lifetimes.margin_s)
+        """Not found twice, far enough apart, past the launch: a list says nothing of what came after it."""
+        grace = timedelta(seconds=self._config.lifetimes.missing_after_s)
         return listed_at - self._sightings.since(f"missing:{instance.instance_id}") >= grace and (
             listed_at - instance.created_at >= grace
         )
@@ -92,7 +89,7 @@ class MachineSweep:
     async def _bury_if_stray(self, view: MachineView) -> None:
         now = self._context.clock.now()
         grace = timedelta(seconds=self._config.lifetimes.unrecorded_grace_s)
-        if view.state in _OVER or now - view.launched_at < grace:
+        if view.state in OVER or now - view.launched_at < grace:
             return
         stone = Instance(
             instance_id=view.instance_id,
@@ -118,7 +115,7 @@ class MachineSweep:
         revived = {
             key
             for key, view in machines.items()
-            if key in known and known[key].state is State.TERMINATED and view.state not in _OVER
+            if key in known and known[key].state is State.TERMINATED and view.state not in OVER
         }
         ending = {key for key, item in known.items() if item.state is State.TERMINATING} | set(self._tally.retired)
         if not ending and not revived:

@@ -60,7 +60,7 @@ class Sweep:
             await self._guarded("machines", lambda: machines.run(views, records, listed_at=outside.listed_at))
         hints = HintSweep(context, config, tally, sightings)
         await self._guarded("stale hints", lambda: hints.run(self._still_idle(records)))
-        ghosts = GhostSweep(context, config, tally, sightings)
+        ghosts = GhostSweep(context, config, tally, sightings, machines=outside.machines, listed_at=outside.listed_at)
         untouched = {key: item for key, item in records.items() if key not in tally.retired}
         await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners, untouched))
         await self._guarded("sightings", lambda: sightings.save(context.store))
