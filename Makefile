@@ -42,7 +42,7 @@ test: ## Everything: style, types, directions, and all tests
 	@echo 'now acceptance, and beside it conformance and simulation: each is shown when it is done'
 	@$(TOGETHER) -j 2 acceptance conformance simulation STEP_BACK='nice -n 5'
 
-installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed | /usr/bin/shellcheck /usr/bin/chromium /usr/sbin/iptables ## All that the tests need
+installed: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed | /usr/bin/shellcheck /usr/bin/chromium-headless-shell /usr/sbin/iptables ## All that the tests need
 
 check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types, directions, generated docs, template, workflows
 	$(BIN)/ruff check .
@@ -62,7 +62,7 @@ unit: $(VENV)/.tools | /usr/bin/shellcheck ## Tests without I/O
 conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $(NPM)/.installed ## One suite a port, over every adapter
 	$(BIN)/pytest tests/conformance -q -n 2
 
-acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium /usr/sbin/iptables ## The installed command, with real processes
+acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium-headless-shell /usr/sbin/iptables ## The installed command, with real processes
 	$(BIN)/pytest tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
 
 simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
@@ -87,7 +87,7 @@ fuzz: $(VENV)/.tools ## Bad input from outside, for long (FUZZ, FUZZ_S)
 	  PYTHONPATH=$(VENV)-fuzz:tests $(BIN)/python -m support.guided build/corpus -max_total_time=$(FUZZ_S) -artifact_prefix=build/ -print_final_stats=1; \
 	fi
 
-screenshots: $(VENV)/.tools | /usr/bin/chromium ## Take the docs' pictures of the dashboard and the report again
+screenshots: $(VENV)/.tools | /usr/bin/chromium-headless-shell ## Take the docs' pictures of the dashboard and the report again
 	@PYTHONPATH=tests $(BIN)/python docs/screenshots.py
 
 # BENCH=--quick: less of everything, and the docs stay as they are.
@@ -111,15 +111,19 @@ $(VENV)/bin/python:
 	  else echo 'install Python venv support first (Debian: apt-get install python3-venv)'; exit 2; fi; \
 	  $(PYTHON) -m venv $(VENV); }
 
+# What came from where is kept: tests that install it again need not ask the registry. Compiled where it is used.
+noted_install = mkdir -p $(VENV)/asked && \
+  $(BIN)/python -m pip install -q --no-compile --report $(VENV)/asked/$$(date +%s).json
+
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	@echo 'setting up (once)'
-	@$(BIN)/python -m pip install -q -e '.[aws]'
+	@$(noted_install) -e '.[aws]'
 	@touch $@
 
 # With all that .installed has: one look at the registry is enough.
 $(VENV)/.tools: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS) requirements/dev.txt
 	@echo 'setting up with what tests need (once)'
-	@$(BIN)/python -m pip install -q -e '.[aws]' -r requirements/dev.txt
+	@$(noted_install) -e '.[aws]' -r requirements/dev.txt
 	@touch $(VENV)/.installed $@
 
 # In $(1), what $(2) lists: by the pip that is there already, and compiled where it is used.
@@ -156,22 +160,25 @@ $(NPM)/.installed: requirements/package.json
 	else echo 'shellcheck is not installed: the lint of bootstrap.sh will be skipped'; fi
 
 # Tries the rules of machines in networks of their own; its test says why where it is skipped.
-/usr/sbin/iptables: | /usr/bin/chromium
+/usr/sbin/iptables: | /usr/bin/chromium-headless-shell
 	@if command -v iptables >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo 'installing iptables'; apt-get install -y -qq iptables >/dev/null \
 	    || { apt-get update -qq && apt-get install -y -qq iptables >/dev/null; } || true; \
 	else echo 'iptables is not installed: the rules of machines will not be tried'; fi
 
+other_browser = { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
+
 # The browser of the dashboard's tests; they say why where they are skipped. Playwright brings none and gets none.
-# After the other one: apt-get works for one at a time.
-/usr/bin/chromium: | /usr/bin/shellcheck
-	@skipped='chromium is not installed (Debian: apt-get install chromium): the tests of the page will be skipped'; \
-	if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo 'installing chromium'; apt-get install -y -qq --no-install-recommends chromium >/dev/null \
-	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+# With windows of its own it takes four times the time. After the other one: apt-get works for one at a time.
+/usr/bin/chromium-headless-shell: | /usr/bin/shellcheck
+	@skipped='chromium is not installed (Debian: apt-get install chromium-headless-shell): the tests of the page will be skipped'; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo 'installing chromium'; apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null \
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null; } \
+	    || $(other_browser) || apt-get install -y -qq --no-install-recommends chromium >/dev/null \
 	    || echo "apt-get could not install it; $$skipped"; \
+	elif $(other_browser); then :; \
 	else echo "$$skipped"; fi
 
 clean: ## Remove what was generated

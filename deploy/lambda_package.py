@@ -75,13 +75,13 @@ def _is_used(parts: Sequence[str]) -> bool:
 def pack(files: Sequence[tuple[str, Path]], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     unpacked = sum(file.stat().st_size for _, file in files)
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, file in sorted(files):
             entry = zipfile.ZipInfo(name, EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.create_system = 3
             entry.external_attr = FILE_MODE
-            archive.writestr(entry, file.read_bytes(), compresslevel=9)
+            archive.writestr(entry, file.read_bytes())
     zipped = target.stat().st_size
     if zipped > MAX_ZIPPED or unpacked > MAX_UNPACKED:
         sys.exit(f"{target} is {zipped} bytes and {unpacked} unpacked: Lambda takes {MAX_ZIPPED} and {MAX_UNPACKED}")

@@ -17,6 +17,7 @@ import tomllib
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def install(source: Path, place: Path) -> bool:
     tell(f"::group::install remuda {wanted['version']}")
     try:
         shutil.rmtree(place, ignore_errors=True)
-        venv.create(place, with_pip=True)
+        # The pip of this Python can do it, where it has one: to install another takes seconds.
+        venv.create(place, with_pip=find_spec("pip") is None)
         needs = [*wanted["dependencies"], *wanted["optional-dependencies"]["aws"]]
         done = pip(needs, source / CONSTRAINTS, place / "bin" / "python")
         if done:
@@ -98,8 +100,13 @@ def install(source: Path, place: Path) -> bool:
 
 
 def pip(needs: list[str], constraints: Path, python: Path) -> bool:
+    """That of the virtualenv, or of this Python where it has none."""
+    own = find_spec("pip") is None
     words = [
+        *([str(python), "-I", "-m", "pip"] if own else [sys.executable, "-I", "-m", "pip", "--python", str(python)]),
         "install",
+        # What is used is compiled then: most of it is not.
+        "--no-compile",
         "--quiet",
         "--disable-pip-version-check",
         "--no-input",
@@ -109,7 +116,7 @@ def pip(needs: list[str], constraints: Path, python: Path) -> bool:
     ]
     # A virtualenv knows no user's folder.
     environment = {**os.environ, "PIP_USER": "0"}
-    return subprocess.run([str(python), "-I", "-m", "pip", *words], env=environment, check=False).returncode == 0
+    return subprocess.run(words, env=environment, check=False).returncode == 0
 
 
 def tell(line: str) -> None:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from remuda import procfs
 from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.local.layout import LocalLayout
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -41,33 +41,6 @@ PUBLIC_API = "https://api.github.com"
 FLEET_MAX_WAIT_S = 10.0
 #: Of the caller's environment, what a local machine gets to see.
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ")
-
-
-@dataclass(frozen=True, slots=True)
-class LocalLayout:
-    """What lies where in the state folder of the local backend."""
-
-    root: Path
-
-    @property
-    def database(self) -> Path:
-        return self.root / "remuda.db"
-
-    @property
-    def github(self) -> Path:
-        return self.root / "github"
-
-    @property
-    def runner(self) -> Path:
-        return self.root / "runner"
-
-    @property
-    def instances(self) -> Path:
-        return self.root / "instances"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ import pytest
 from remuda.ports.machine import Outcome
 from support.action_steps import ActionJob, Done, fetched_action
 from support.aws_cloud import SCOPE, aws_cloud
+from support.registry import answered
 from support.store_agents import Herd, herd
 
 POOL = "actions"
@@ -76,6 +77,7 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
             # pip's configuration and cache, as on the machine that runs the tests.
             "HOME": str(Path.home()),
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
+            **answered(folder),
         }
         with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
             yield Github(

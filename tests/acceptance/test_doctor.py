@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,7 +18,8 @@ from remuda.bootstrap_doctor import open_doctor
 from remuda.controlplane.doctor import Checked, examine, exit_code
 from remuda.entrypoints.doctor import document
 from remuda.settings import Loaded, load
-from support.cloud import ARM_AMI, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
+from support.cloud import ARM_AMI, LIMIT_S, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
+from support.prepared import run_prepared
 
 POOL = "well"
 NOBODY = "subnet-0123456789abcdef0"
@@ -94,13 +93,10 @@ def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
 
 
 def test_for_people_it_is_one_line_a_check(patient: Patient):
-    done = subprocess.run(
-        [sys.executable, "-m", "remuda", "doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**patient.servers.environment, "COLUMNS": "40"},
+    done = run_prepared(
+        ["doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
+        environment={**patient.servers.environment, "COLUMNS": "40"},
+        timeout_s=LIMIT_S,
     )
     assert done.returncode == 2
     lines = done.stdout.splitlines()
@@ -285,12 +281,10 @@ def test_an_image_must_fit_what_is_put_on_it(patient: Patient):
 
 def test_the_local_backend(tmp_path: Path):
     def remuda(*arguments: str) -> tuple[int, dict[str, Any]]:
-        done = subprocess.run(
-            [sys.executable, "-m", "remuda", *arguments, "--dir", str(tmp_path / "state"), "--json"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+        done = run_prepared(
+            [*arguments, "--dir", str(tmp_path / "state"), "--json"],
+            environment=os.environ,
+            timeout_s=LIMIT_S,
             cwd=tmp_path,
         )
         return done.returncode, {line["name"]: line for line in json.loads(done.stdout).get("checks", ())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import platform
 import secrets
 import subprocess
@@ -12,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -20,6 +22,7 @@ from remuda.githubsim.client import SimClient
 from support.canary import Canaries, key_pair, minted
 from support.cloud import SCOPE, Cloud, cloud
 from support.emf import check_emf
+from support.registry import answered
 
 #: As Lambda's runtime does: the level that the function's logs are set to, the event, a context with the time that is
 #: left, the result or the error's own words with where it came from.
@@ -53,7 +56,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("lambda") / "function.zip"
     machine = {"aarch64": "arm64"}.get(platform.machine(), platform.machine())
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert lambda_package.main(["--to", str(target), "--architecture", machine, "--python", version]) == 0
+    with patch.dict(os.environ, answered(target.parent)):
+        assert lambda_package.main(["--to", str(target), "--architecture", machine, "--python", version]) == 0
     return target
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from remuda.githubsim.endpoint import read_endpoint
 from support.canary import Canaries, Processes, minted, watched_processes
+from support.prepared import run_prepared
 
 LIMIT_S = 120
 
@@ -52,15 +53,9 @@ jobs:
 TELLS_ALL = r"{ printenv | tr '\n' ' '; false; }"
 
 
-def remuda(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "remuda", *arguments, "--dir", str(folder), "--json"],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+def remuda(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [*arguments, "--dir", str(folder), "--json"]
+    return run_prepared(words, environment=os.environ, timeout_s=LIMIT_S)
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> Any:
@@ -84,7 +79,26 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "w.yml"
     file.write_text(WORKFLOW % (given, step))
-    return remuda(backend, "run-workflow", str(file), "--run-id", run_id, **variables)
+    # By the installed command: its arguments and its environment are there to be seen.
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "remuda",
+            "run-workflow",
+            str(file),
+            "--run-id",
+            run_id,
+            "--dir",
+            str(backend),
+            "--json",
+        ],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
 
 
 def states(backend: Path) -> list[str]:

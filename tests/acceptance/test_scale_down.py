@@ -20,10 +20,11 @@ from support.emf import check_emf
 from support.fleet_world import TOKEN, FleetWorld, Machine, Served, serve
 from support.fleets import tags
 from support.oracle import SCENARIOS, expected, variables
+from support.prepared import run_prepared
 from support.records import NOW
 
 REMUDA = Path(sys.executable).with_name("remuda")
-LAUNCHER = Path(__file__).parents[1] / "support" / "frozen_launcher.py"
+LAUNCHER = "support.frozen_launcher"
 LIMIT_S = 120
 #: One for each kind of thing that can happen; all of them run in conformance, over the same adapters.
 SAMPLE = (
@@ -58,14 +59,12 @@ def environment(served: Served, more: Mapping[str, str]) -> dict[str, str]:
 def run(
     served: Served, folder: Path, now: str, *arguments: str, **more: str
 ) -> tuple[int, dict[str, Any], subprocess.CompletedProcess[str]]:
-    done = subprocess.run(
-        [sys.executable, str(LAUNCHER), now, "scale-down", "--backend", "aws", "--json", *arguments],
+    done = run_prepared(
+        [now, "scale-down", "--backend", "aws", "--json", *arguments],
+        environment=environment(served, more),
+        timeout_s=LIMIT_S,
         cwd=folder,
-        env=environment(served, more),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        program=LAUNCHER,
     )
     assert "Traceback" not in done.stderr, done.stderr
     assert TOKEN not in done.stdout + done.stderr
@@ -115,14 +114,12 @@ def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> 
     )
     config = {"ENVIRONMENT": "oracle-ci", "SCALE_DOWN_CONFIG": "[]"}
     with serve(world) as served:
-        done = subprocess.run(
-            [sys.executable, str(LAUNCHER), "2026-03-11T10:00:00Z", "scale-down", "--backend", "aws", "--dry-run"],
+        done = run_prepared(
+            ["2026-03-11T10:00:00Z", "scale-down", "--backend", "aws", "--dry-run"],
+            environment={**environment(served, config), "COLUMNS": "160"},
+            timeout_s=LIMIT_S,
             cwd=tmp_path,
-            env={**environment(served, config), "COLUMNS": "160"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
+            program=LAUNCHER,
         )
     assert done.returncode == 0, done.stderr
     assert "what would be done" in done.stdout

@@ -18,6 +18,7 @@ import pytest
 
 from remuda import procfs
 from remuda.agent.processes import command
+from support.prepared import run_prepared
 
 LIMIT_S = 120
 
@@ -34,12 +35,18 @@ def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
 
 def done(process: subprocess.Popen[str]) -> tuple[int, Any]:
     out, err = process.communicate(timeout=LIMIT_S)
+    return answer(process.returncode, out, err)
+
+
+def answer(code: int, out: str, err: str) -> tuple[int, Any]:
     assert "Traceback" not in err, err
-    return process.returncode, json.loads(out) if out else err
+    return code, json.loads(out) if out else err
 
 
 def remuda(folder: Path, *arguments: str, **env: str) -> tuple[int, Any]:
-    return done(start(folder, *arguments, **env))
+    words = [*arguments, "--dir", str(folder), "--json"]
+    ended = run_prepared(words, environment={**os.environ, **env}, timeout_s=LIMIT_S)
+    return answer(ended.returncode, ended.stdout, ended.stderr)
 
 
 def processes_of(folder: Path) -> list[tuple[str, ...]]:

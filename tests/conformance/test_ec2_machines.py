@@ -13,7 +13,7 @@ from support.ec2_shim import PAGE
 from support.ec2_world import Ec2World, ec2_world, ids
 
 GHOST = "i-0123456789abcdef0"
-MANY, LAUNCHES = 250, 5
+MANY, LAUNCHES = 205, 5
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ T = TypeVar("T")
 LIMIT_S = 120
 SCOPE = "octo/repo"
 PROFILE = "remuda-agent"
-#: Images that the EC2 server knows from the start.
+#: Images that the EC2 server knows from the start (tests/data/ec2).
 LINUX_AMI = "ami-076f415166b04f5fe"
 ARM_AMI = "ami-0e9271c829888680e"
 WINDOWS_AMI = "ami-12c6146b"

@@ -140,13 +140,13 @@ def run_agent(crash: Crash, arguments: Sequence[str]) -> int:
     return int(agent.main(list(arguments)))
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--crash", default="")
     parser.add_argument("--agent-crash", default="")
     parser.add_argument("--once", default="")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if command[:1] == ["agent"]:
         mark = Path(parsed.once) / os.environ["REMUDA_MACHINE"]
@@ -156,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -21,28 +21,21 @@ from remuda.adapters.sqlite.documents import decode
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
 from support import seeded
+from support.prepared import run_prepared
 
-#: Debian's, or what is called so elsewhere.
-CHROMIUM = Path(
-    next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), "")
-    or "/usr/bin/chromium"
-)
+#: Debian's, or what is called so elsewhere. The first one has no windows: they would take most of the time.
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CHROMIUM = Path(next(filter(None, map(shutil.which, BROWSERS)), f"/usr/bin/{BROWSERS[0]}"))
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 60.0
 _COMMAND = str(Path(sys.executable).parent / "remuda")
 
-without_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not there: apt-get install chromium")
+without_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM.name}: apt-get install it")
 
 
 def remuda(folder: Path, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [_COMMAND, *arguments, "--dir", str(folder), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=environment(),
-    )
+    words = [*arguments, "--dir", str(folder), "--json"]
+    done = run_prepared(words, environment=environment(), timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stderr + done.stdout
     document: dict[str, Any] = json.loads(done.stdout)
     return document

@@ -1,18 +1,19 @@
-"""`remuda` with a wall clock that stands still: `python frozen_launcher.py 2026-03-11T10:00:00Z scale-down …`.
+"""`remuda` with a wall clock that stands still, from its first argument on: `2026-03-11T10:00:00Z scale-down …`.
 
 Only the wall clock: seconds still pass, as they do on a machine whose date is wrong.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from datetime import datetime
 
-from remuda.__main__ import main
 from remuda.adapters.system.clock import SystemClock
+from remuda.entrypoints import cli
 
-if __name__ == "__main__":
-    at = datetime.fromisoformat(sys.argv[1])
+
+def main(arguments: Sequence[str]) -> int:
+    now, *rest = arguments
+    at = datetime.fromisoformat(now)
     SystemClock.now = lambda self: at  # type: ignore[method-assign] # noqa: ARG005 - the port's own name
-    sys.argv = ["remuda", *sys.argv[2:]]
-    main()
+    return cli.main(rest)

@@ -1,4 +1,4 @@
-"""A local backend for acceptance tests: the installed command line, real processes, one folder."""
+"""A local backend for acceptance tests: the command line, real processes, one folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +18,13 @@ from typing import Any
 from remuda import procfs
 from remuda.githubsim.client import SimClient, SimRunner
 from remuda.githubsim.endpoint import read_endpoint
+from support.prepared import CLI, PreparedProcess, start_prepared
 
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 90.0
 PAUSE_S = 0.05
 REPO = "remuda/demo"
-LAUNCHER = Path(__file__).parent / "crash_launcher.py"
+LAUNCHER = "support.crash_launcher"
 #: Short lives, so that tests see the end of them.
 SHORT_LIVES = (
     *("--release-time-sec", "8", "--unrecorded-grace-sec", "3", "--gone-after-sec", "1"),
@@ -43,34 +42,24 @@ class Done:
 class LocalBackend:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._command = [str(Path(sys.executable).parent / "remuda")]
         self.environment = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
-        self._started: list[asyncio.subprocess.Process] = []
+        self._started: list[PreparedProcess] = []
 
     # Commands
 
     async def start(
         self, *arguments: str, crash: str = "", agent_crash: str = "", once: Path | None = None
-    ) -> asyncio.subprocess.Process:
-        command = list(self._command)
+    ) -> PreparedProcess:
+        words = [arguments[0], "--dir", str(self.folder), *arguments[1:]]
+        program = CLI
         if crash or agent_crash:
-            command = [sys.executable, str(LAUNCHER), "--crash", crash, "--agent-crash", agent_crash]
-            command += ["--once", str(once or ""), "--"]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            arguments[0],
-            "--dir",
-            str(self.folder),
-            *arguments[1:],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self.environment,
-            cwd=self.folder.parent,
-        )
+            words = ["--crash", crash, "--agent-crash", agent_crash, "--once", str(once or ""), "--", *words]
+            program = LAUNCHER
+        process = await start_prepared(words, environment=self.environment, cwd=self.folder.parent, program=program)
         self._started.append(process)
         return process
 
-    async def finish(self, process: asyncio.subprocess.Process) -> Done:
+    async def finish(self, process: PreparedProcess) -> Done:
         async with asyncio.timeout(LIMIT_S):
             out, told = await process.communicate()
         assert process.returncode is not None

@@ -24,7 +24,8 @@ REGION = "eu-central-1"
 LIMIT_S = 30.0
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-moto" / "bin" / "python"
-#: One of those that moto knows from the start.
+#: Of the images that moto knows, those that tests name: to make all would be most of each reset.
+IMAGES = ROOT / "tests" / "data" / "ec2" / "images.json"
 AMI = "ami-12c6146b"
 PROFILE = "remuda-agent"
 TRUST = '{"Version": "2012-10-17", "Statement": []}'
@@ -41,7 +42,12 @@ class MotoServer:
             # Ctrl-C is for whoever started it: others still need it to clean up.
             start_new_session=True,
             # What the tests' own environment says about AWS is not for it.
-            env={"PATH": "/usr/bin:/bin", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "AWS_ACCESS_KEY_ID": "test",
+                "AWS_SECRET_ACCESS_KEY": "test",
+                "MOTO_AMIS_PATH": str(IMAGES),
+            },
         )
         assert self._process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"

@@ -17,11 +17,16 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.error import URLError
 
+import certifi
+
 from support.records import NOW
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("REMUDA_TEST_SERVERS", ROOT / ".venv-servers")) / "bin" / "python"
 START_WITHIN_S = 30.0
+#: No server here speaks TLS, yet each client reads all authorities that it is given: one is read soonest.
+AUTHORITIES = "authorities.pem"
+PEM_END = "-----END CERTIFICATE-----"
 LONG_AGO = NOW - timedelta(days=30)
 #: Somebody's own server for the store, in place of the one started here.
 DYNAMODB_URL = "REMUDA_TEST_DYNAMODB_URL"
@@ -64,7 +69,12 @@ class Ministack:
     def environment(self) -> dict[str, str]:
         """What a process needs to talk to it, and to nobody else."""
         dynamodb = os.environ.get(DYNAMODB_URL, self.url)
-        return {**ENVIRONMENT, "AWS_ENDPOINT_URL": self.url, "AWS_ENDPOINT_URL_DYNAMODB": dynamodb}
+        return {
+            **ENVIRONMENT,
+            "AWS_CA_BUNDLE": str(self.clock_file.with_name(AUTHORITIES)),
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ENDPOINT_URL_DYNAMODB": dynamodb,
+        }
 
 
 @contextmanager
@@ -72,6 +82,7 @@ def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Minis
     """Its clock starts before the records of tests: what they expire by is still to come."""
     if not PYTHON.exists():
         raise ServerProblem(f"the test servers are not installed in {PYTHON.parents[1]}: run make conformance")
+    (folder / AUTHORITIES).write_text(Path(certifi.where()).read_text().partition(PEM_END)[0] + PEM_END + "\n")
     clock_file = folder / "ahead"
     clock_file.write_bytes(struct.pack("<d", starts_at.timestamp() - time.time()))  # noqa: TID251 - the server's clock
     port = free_port()

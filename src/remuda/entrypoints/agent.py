@@ -99,6 +99,7 @@ def _run_on_ec2(journal: Journal) -> None:
 
 async def _run_local(root: Path, journal: Journal) -> None:
     # Only local machines need them.
+    from remuda.adapters.local.layout import LocalLayout  # noqa: PLC0415 - as above
     from remuda.adapters.local.machine import (  # noqa: PLC0415 - as above
         LocalMachine,
         job_environment,
@@ -107,7 +108,6 @@ async def _run_local(root: Path, journal: Journal) -> None:
         supervisor_pid,
     )
     from remuda.adapters.sqlite.store import SqliteInstanceStore  # noqa: PLC0415 - as above
-    from remuda.bootstrap import LocalLayout  # noqa: PLC0415 - as above
 
     places, folder = LocalLayout(root), machine_folder(os.environ)
     clock, ids = SystemClock(), SystemIds()

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from remuda import procfs
+from remuda.adapters.local.layout import LocalLayout
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import command
-from remuda.bootstrap import LocalLayout, check_local, layout, local_compute, open_context, passed_on, with_pool
+from remuda.bootstrap import check_local, layout, local_compute, open_context, passed_on, with_pool
 from remuda.controlplane.levers import Choice, choose, terminate
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError

@@ -34,6 +34,8 @@ COMMANDS = (
     *("systemctl", "systemd-run", "shutdown"),
     *("iptables", "ip6tables", "iptables-restore", "ip6tables-restore"),
 )
+#: Large, and no program of the system: there to be read only. The agent looks for what jobs may write to, file by file.
+LARGE = ("/usr/include", "/usr/lib", "/usr/share", "/usr/src")
 #: What systemctl answers about a unit that there is not.
 NOT_LOADED = 5
 #: A system call that no C library wraps, by machine.
@@ -72,7 +74,8 @@ def enter(plan: dict[str, Any]) -> None:
     (root / "dev/mqueue").mkdir(exist_ok=True)
     mount("-t", "mqueue", "mqueue", root / "dev/mqueue")
     mount("-t", "proc", "proc", root / "proc")
-    binds = {path: path for path in plan["binds"]} | {sys.base_prefix: str(INTERPRETER)}
+    large = [path for path in LARGE if Path(path).is_dir()]
+    binds = {path: path for path in [*large, *plan["binds"]]} | {sys.base_prefix: str(INTERPRETER)}
     for source, target in binds.items():
         inside = root / target.lstrip("/")
         inside.mkdir(parents=True, exist_ok=True)

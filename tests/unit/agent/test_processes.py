@@ -183,9 +183,12 @@ def test_it_gives_up_in_time(trees: list[Tree]) -> None:
 def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
     program = tmp_path / "pro gram"
     # It waits by itself: a child would look like it until it has become another program.
-    program.write_text("#!/bin/sh\nread line\n")
+    # It says so when it is what it will be: to start one is to fork and then to become it.
+    program.write_text("#!/bin/sh\necho started\nread line\n")
     program.chmod(0o755)
-    process = subprocess.Popen([program, "run"], start_new_session=True, stdin=subprocess.PIPE)
+    process = subprocess.Popen([program, "run"], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
     try:
         found = list(processes.running(program, procfs.table().values()))
         assert [candidate.pid for candidate in found] == [process.pid]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
+from botocore.loaders import Loader, create_loader
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
 from remuda.adapters.aws.errors import DYNAMODB, SQS, settings_checked
@@ -63,7 +64,15 @@ def passed_to_agents(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def open_session() -> AioSession:
-    return AioSession(session_vars={"region": REGION})
+    session = AioSession(session_vars={"region": REGION})
+    session.lazy_register_component("data_loader", lambda: _models(session.get_config_variable("data_path")))
+    return session
+
+
+@cache
+def _models(path: str | None) -> Loader:
+    """What botocore knows of AWS, read once: a function that stays warm opens a session for each event."""
+    return create_loader(path)
 
 
 def config(*, read_timeout_s: float = READ_TIMEOUT_S) -> AioConfig:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import ssl
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
@@ -82,8 +83,13 @@ class Imds:
 
     def __init__(self, *, endpoint: str, clock: Clock) -> None:
         self._clock = clock
-        # It is reached without any proxy.
-        self._client = httpx.AsyncClient(base_url=endpoint.rstrip("/"), timeout=TIMEOUT_S, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=endpoint.rstrip("/"),
+            timeout=TIMEOUT_S,
+            # It is reached without any proxy, and without TLS: no authority has to be read.
+            trust_env=False,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        )
         self._token = ""
         self._token_until = -math.inf
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ class GithubForge:
             follow_redirects=False,
             # A local GitHub is on this machine: no proxy knows it.
             trust_env=not _is_local(api_url),
+            verify=_authorities(api_url),
         )
 
     async def close(self) -> None:
@@ -302,6 +304,11 @@ def _needs(scope: str) -> Iterator[None]:
 
 def _is_local(url: str) -> bool:
     return httpx.URL(url).host in _LOCAL_HOSTS
+
+
+def _authorities(url: str) -> ssl.SSLContext | bool:
+    """The usual ones. Where there is no TLS none are read, which takes longer than a call."""
+    return httpx.URL(url).scheme != "http" or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _runners(scope: str) -> str:
