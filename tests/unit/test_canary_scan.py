@@ -63,14 +63,17 @@ def test_a_canary_must_be_long_enough() -> None:
 
 
 def test_processes_are_seen_with_their_arguments_and_environment() -> None:
-    sleeper = "import sys; sys.stdin.read()"
+    sleeper = "import sys; print('here', flush=True); sys.stdin.read()"
     seen = Processes()
     with subprocess.Popen(
         [sys.executable, "-c", sleeper, TOKEN],
         env={"SECRET": TOKEN[::-1]},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    ):
+    ) as process:
+        assert process.stdout is not None
+        # Before that it may be a copy of this one.
+        assert process.stdout.readline() == b"here\n"
         seen.look()
     canaries = Canaries({"argument": TOKEN, "variable": TOKEN[::-1]})
     assert {leak.name for leak in canaries.find_all(seen.argv())} == {"argument"}

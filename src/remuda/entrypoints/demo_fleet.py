@@ -60,7 +60,7 @@ async def launch_fleet(settings: Settings, scope: str) -> DemoFleet:
 
 
 async def _launch(context: Context, scope: str) -> list[str]:
-    """Oldest first."""
+    """Oldest first. One after the other: of those that are launched together, none is the oldest."""
     config = await read_config(context)
     request = Request(
         resource_class=config.classes[0],
@@ -74,21 +74,23 @@ async def _launch(context: Context, scope: str) -> list[str]:
         GHR_OWNER_TAG: scope,
         GHR_TYPE_TAG: REPO,
     }
-    launched = await context.compute.launch(
-        LaunchRequest(
-            provision_id=NAME,
-            client_token=NAME,
-            count=REGISTERED + 1,
-            request=request,
-            scope=scope,
-            launch=config.launch,
-            first_life_s=LIFE_S,
-            margin_s=config.lifetimes.margin_s,
-            tags=tags,
+    names: list[str] = []
+    for number in range(REGISTERED + 1):
+        launched = await context.compute.launch(
+            LaunchRequest(
+                provision_id=NAME,
+                client_token=f"{NAME}-{number}",
+                count=1,
+                request=request,
+                scope=scope,
+                launch=config.launch,
+                first_life_s=LIFE_S,
+                margin_s=config.lifetimes.margin_s,
+                tags=tags,
+            )
         )
-    )
-    views = await context.compute.describe([item.instance_id for item in launched.instances])
-    return sorted(views, key=lambda name: views[name].launched_at)
+        names += [item.instance_id for item in launched.instances]
+    return names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
