@@ -8,7 +8,7 @@ from remuda.domain.signals import Report
 from remuda.ports.clock import Clock
 
 #: A control plane that waits for agents: a run waits with it, and one call looks at all of them.
-REPORT = Pace(first_s=0.1, last_s=0.2, growth=1.01)
+REPORT = Pace(first_s=0.07, last_s=0.15, growth=1.01)
 #: A job runs there: whatever is waited for comes after it.
 BUSY_REPORT = Pace(first_s=0.5, last_s=1.0, growth=1.3)
 #: An agent that waits for its next step.
