@@ -471,7 +471,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "        records, (_, unreadable) = live, await readable(read, self._tally.error)\n",
         ),
         # One without a record is no ghost while its machine stands there, nor at first sight.
-        (_GHOSTS, "self._standing is None or parsed[1] in self._standing:\n", "self._standing is None:\n"),
+        (_GHOSTS, "        if parsed is None or parsed[1] in self._standing:\n", "        if parsed is None:\n"),
         (_GHOSTS, "            now=self._listed_at,\n", "            now=self._context.clock.now(),\n"),
         (_GHOSTS, "lifetimes.ghost_after_s", "lifetimes.ghost_grace_s"),
     ),

@@ -248,7 +248,11 @@ async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: W
         await asyncio.sleep(world.lifetimes.ghost_after_s)
         assert not (await world.sweep(hook)).removed
     assert names(world) == {name}
-    world.github.runners.clear()
+    # What was seen before a look that failed still counts.
+    await world.sweep()
+    await asyncio.sleep(world.lifetimes.ghost_after_s)
+    assert not (await world.sweep(hook)).removed
+    assert (await world.sweep()).removed == (name,)
 
 
 async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:

@@ -76,10 +76,13 @@ class GhostSweep:
 
     def _unrecorded_since(self, runner: ForgeRunner) -> datetime | None:
         """A machine that stands there may get its record any moment; if it gets none, it is buried, and that is one."""
-        parsed = parse_runner_name(self._config.pool, runner.name)
-        if parsed is None or self._standing is None or parsed[1] in self._standing:
+        parsed, sighting = parse_runner_name(self._config.pool, runner.name), f"ghost:{runner.name}"
+        if self._standing is None:
+            self._sightings.keep(sighting)
             return None
-        return self._sightings.since(f"ghost:{runner.name}")
+        if parsed is None or parsed[1] in self._standing:
+            return None
+        return self._sightings.since(sighting)
 
     async def _remove(self, scope: str, runner: ForgeRunner, why: str) -> None:
         forge = self._context.forge

@@ -40,6 +40,11 @@ class Sightings:
         self.since(what)
         return what in self._known
 
+    def keep(self, what: str) -> None:
+        """Nobody could look: what was seen before stays as it is."""
+        if what in self._known:
+            self._seen[what] = self._known[what]
+
     async def save(self, store: InstanceStore) -> None:
         if self._seen != self._known:
             await store.put_sightings(self._seen)
