@@ -173,7 +173,8 @@ other_browser = { command -v chromium || command -v chromium-browser || command 
 # With windows of its own it takes four times the time. After the other one: apt-get works for one at a time.
 /usr/bin/chromium-headless-shell: | /usr/bin/shellcheck
 	@skipped='chromium is not installed (Debian: apt-get install chromium-headless-shell): the tests of the page will be skipped'; \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	if $(other_browser) && ! apt-cache show chromium-headless-shell >/dev/null 2>&1; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo 'installing chromium'; apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null \
 	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell >/dev/null; } \
 	    || $(other_browser) || apt-get install -y -qq --no-install-recommends chromium >/dev/null \

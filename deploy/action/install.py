@@ -17,7 +17,6 @@ import tomllib
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,8 @@ def install(source: Path, place: Path) -> bool:
     tell(f"::group::install remuda {wanted['version']}")
     try:
         shutil.rmtree(place, ignore_errors=True)
-        # The pip of this Python can do it, where it has one: to install another takes seconds.
-        venv.create(place, with_pip=find_spec("pip") is None)
+        # Its own pip: that of this Python would start the other without -I, and with modules of the workspace.
+        venv.create(place, with_pip=True)
         needs = [*wanted["dependencies"], *wanted["optional-dependencies"]["aws"]]
         done = pip(needs, source / CONSTRAINTS, place / "bin" / "python")
         if done:
@@ -100,10 +99,11 @@ def install(source: Path, place: Path) -> bool:
 
 
 def pip(needs: list[str], constraints: Path, python: Path) -> bool:
-    """That of the virtualenv, or of this Python where it has none."""
-    own = find_spec("pip") is None
     words = [
-        *([str(python), "-I", "-m", "pip"] if own else [sys.executable, "-I", "-m", "pip", "--python", str(python)]),
+        str(python),
+        "-I",
+        "-m",
+        "pip",
         "install",
         # What is used is compiled then: most of it is not.
         "--no-compile",

@@ -259,7 +259,12 @@ class Settings(BaseModel):
         json_schema_extra={"fix": "give seconds from 0.1 to 3600"},
     )
     unrecorded_grace_sec: float = _seconds(300, 1, DAY_S, "How long a machine may lack a record.")
-    ghost_grace_sec: float = _seconds(900, 1, DAY_S, "How long a registration may lack a record and a machine.")
+    ghost_grace_sec: float = _seconds(
+        900,
+        1,
+        DAY_S,
+        "How long a registration may lack a record and a machine; at least until a machine counts as gone.",
+    )
     gone_after_sec: float = _seconds(60, 1, DAY_S, "A machine must be missing twice, so far apart, to be gone.")
     reannounce_sec: float = _seconds(600, 1, DAY_S, "An idle instance is announced again after so long.")
     keep_records_sec: float = _seconds(30 * DAY_S, 1, 3_650 * DAY_S, "How long records of ended instances are kept.")

@@ -153,9 +153,17 @@ def check_secrets(
     assert canaries.find_all(given) == []
     canaries.adopt(minted(backend / "github"))
     assert canaries.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
-    holding = {path for path in backend.rglob("*") if path.is_file() and canaries.find(path.read_bytes(), str(path))}
+    holding = {path for path in backend.rglob("*") if canaries.find(content(path), str(path))}
     assert {path.name.partition("-")[0] for path in holding} == {"remuda.db", "github.db", "endpoint.json"}
     assert {path.parent for path in holding} == {backend, backend / "github"}
+
+
+def content(path: Path) -> bytes:
+    """The backend lives: what was there may be gone."""
+    try:
+        return path.read_bytes() if path.is_file() else b""
+    except FileNotFoundError:
+        return b""
 
 
 def test_an_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_path: Path):

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,14 +30,27 @@ TESTS = Path(__file__).parents[1]
 STDOUT, STDERR = 1, 2
 
 
+#: Several threads start commands; their server is started once.
+_FIRST = threading.Lock()
+
+
 @cache
-def _server() -> ForkServerContext:
+def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     # It has another search path than its clients, and says nothing where it finds no module.
     with patch.dict(os.environ, PYTHONPATH=str(TESTS)):
         forkserver.ensure_running()
     return context
+
+
+def _start(order: _Order) -> ForkServerProcess:
+    with _FIRST:
+        process = _context().Process(target=order.run)
+        process.start()
+        # Whoever starts the next one would ask how this one ended, and take the answer from him who waits for it.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    return process
 
 
 def run_prepared(
@@ -52,8 +66,7 @@ def run_prepared(
         order = _Order(
             program, list(arguments), dict(environment), str(cwd or Path.cwd()), (out.fileno(), told.fileno())
         )
-        process = _server().Process(target=order.run)
-        process.start()
+        process = _start(order)
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()
@@ -78,9 +91,8 @@ async def start_prepared(
         theirs.append(write)
     try:
         order = _Order(program, list(arguments), dict(environment), str(cwd), (theirs[0], theirs[1]))
-        process = _server().Process(target=order.run)
         # The first one waits for the server's imports.
-        await asyncio.to_thread(process.start)
+        process = await asyncio.to_thread(_start, order)
     finally:
         for write in theirs:
             os.close(write)

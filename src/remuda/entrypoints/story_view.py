@@ -25,7 +25,7 @@ _MEANING = {
     Signal.UD_OK: "the pre-runner script is done",
     Signal.UD_FAILED: "the pre-runner script failed",
     Signal.UD_REG_OK: "it is registered",
-    Signal.UD_REG_FAILED: "it could not register",
+    Signal.UD_REG_FAILED: "it has no working runner",
     Signal.UD_REMOVE_REG_OK: "its registration is removed",
     Signal.UD_REMOVE_REG_FAILED: "its registration could not be removed",
     Signal.UD_REMOVE_REG_REMOVE_RUN_OK: "it is reset",

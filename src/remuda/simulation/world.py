@@ -51,7 +51,7 @@ LIFETIMES = Lifetimes(
     max_uses=6,
     margin_s=60.0,
     unrecorded_grace_s=300.0,
-    # The grace of a ghost is for people's peace of mind: nothing may hang on it.
+    # The grace of a ghost is for people's peace of mind: nothing may hang on it, but that EC2's list has caught up.
     ghost_grace_s=0.0,
     gone_after_s=60.0,
     reannounce_s=120.0,
