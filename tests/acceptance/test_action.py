@@ -55,9 +55,18 @@ class Github:
     def use(self, mode: str, *, run_id: str = "4711", **inputs: str) -> Done:
         return self.job(run_id).run(mode=mode, pool=POOL, aws_region="eu-central-1", **inputs)
 
-    def refresh(self) -> Done:
+    def refresh(self, job: ActionJob | None = None) -> Done:
         launch = {name.replace("-", "_"): value for name, value in self.launch.items()}
-        return self.use("refresh", github_token=self.token, **launch)
+        job = job or self.job()
+        return job.run(mode="refresh", pool=POOL, aws_region="eu-central-1", github_token=self.token, **launch)
+
+    def hostile_job(self, run_id: str) -> ActionJob:
+        """In a workspace whose modules and settings are somebody's who means no good."""
+        job = self.job(run_id, PYTHONPATH=".")
+        for name in ("remuda", "json", "sitecustomize", "venv", "pip"):
+            (job.workspace / f"{name}.py").write_text("raise SystemExit('hacked')\n")
+        (job.workspace / "remuda.toml").write_text("no toml")
+        return job
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +107,10 @@ def agents_run(github: Github) -> None:
 
 @pytest.fixture(scope="module")
 def refreshed(github: Github) -> Done:
-    """The first use on a runner: it installs, and gives the pool its configuration."""
-    return github.refresh()
+    """The first use on a runner: it installs, and gives the pool its configuration. Nothing of the workspace takes part
+    in either.
+    """
+    return github.refresh(github.hostile_job("4711"))
 
 
 def check_secrets(github: Github, done: Done) -> None:
@@ -277,11 +288,9 @@ def test_what_a_machine_says_is_text_and_no_command(github: Github, refreshed: D
 
 def test_nothing_of_the_workspace_is_run_or_read(github: Github, refreshed: Done):
     """A checkout may be anybody's: its modules and its settings are not ours."""
-    job = github.job("500", PYTHONPATH=".")
-    for name in ("remuda", "json", "sitecustomize", "venv"):
-        (job.workspace / f"{name}.py").write_text("raise SystemExit('hacked')\n")
-    (job.workspace / "remuda.toml").write_text("no toml")
-    done = job.run(mode="release", pool=POOL, aws_region="eu-central-1")
+    assert refreshed.log[0].startswith("::group::install"), "it installed there, too"
+    assert refreshed.code == 0, refreshed.log
+    done = github.hostile_job("500").run(mode="release", pool=POOL, aws_region="eu-central-1")
     assert done.code == 0, done.log
     assert "nothing to release" in done.summary
 
