@@ -91,22 +91,22 @@ def _resets_come_twice(plan: Plan, chance: random.Random) -> Iterator[Operation]
     and resets again, while the machine is pooled, and claimed by one of many runs.
     """
     yield from plan.operations
-    runs = _runs(plan)
-    for again in range(4):
-        runs += [
-            replace(
-                run,
-                at=run.at + chance.uniform(0, 300),
-                run_id=f"{run.run_id}-{again}",
-                resource_class="large",
-                count=1,
-                jobs=(5.0,),
-                ephemeral=False,
-            )
-            for run in _runs(plan)
-        ]
-    yield from runs[len(_runs(plan)) :]
-    for run in runs:
+    drawn = _runs(plan)
+    more = [
+        replace(
+            run,
+            at=run.at + chance.uniform(0, 300),
+            run_id=f"{run.run_id}-{again}",
+            resource_class="large",
+            count=1,
+            jobs=(5.0,),
+            ephemeral=False,
+        )
+        for again in range(4)
+        for run in drawn
+    ]
+    yield from more
+    for run in (*drawn, *more):
         yield ProcessCut(party=f"release {run.run_id}.1", call="apply", step=1, pause_s=chance.uniform(15, 60))
     for machine in range(1, MACHINES):
         # What it told before: its script, the registration, and that it is gone.
