@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from remuda import procfs
+from remuda.adapters.system.clock import SystemClock
 from remuda.githubsim.client import SimClient, SimRunner
 from remuda.githubsim.endpoint import read_endpoint
 from support.prepared import CLI, PreparedProcess, start_prepared
@@ -125,6 +126,11 @@ class LocalBackend:
 
     def hints(self) -> list[dict[str, Any]]:
         return [json.loads(row[0]) for row in self.rows("SELECT body FROM messages")]
+
+    def hidden_hints(self) -> list[str]:
+        """Those that somebody received and neither deleted nor handed back, or that are not yet due."""
+        now = SystemClock().now().timestamp()
+        return [row[0] for row in self.rows("SELECT body FROM messages WHERE visible_at > ?", now)]
 
     def reports(self) -> dict[str, dict[str, Any]]:
         documents = [json.loads(row[0]) for row in self.rows("SELECT doc FROM reports")]

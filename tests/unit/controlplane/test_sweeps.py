@@ -287,6 +287,26 @@ async def test_hints_that_are_too_many_for_the_first_time_are_left_alone(world: 
     assert [(await world.sweep(slow)).dropped for _ in range(3)] == [0, 1, 0]
 
 
+async def test_a_sweep_stopped_while_it_judges_hints_hides_none(world: World) -> None:
+    (warm,) = await world.warm(1)
+    world.queues.put("large", message(0xBAD), shuffle=0.5)
+    await world.sweep()
+    received = False
+
+    async def stopped(name: str, call: Call) -> Any:
+        nonlocal received
+        received |= name == "pool.receive"
+        if received and name == "store.get_many":
+            raise asyncio.CancelledError
+        return await call()
+
+    with pytest.raises(asyncio.CancelledError):
+        await world.sweep(stopped)
+    assert received
+    result = await world.provision("next", count=1)
+    assert [item.instance.instance_id for item in result.instances] == [warm]
+
+
 async def test_no_call_outlives_a_look_outside_that_fails(world: World) -> None:
     ended: list[str] = []
 

@@ -49,7 +49,7 @@ class HintSweep:
 
     async def _clean(self, name: str, most: int) -> None:
         pool = self._context.pool
-        good: list[str] = []
+        held: set[str] = set()
         seen: dict[tuple[str, int], float] = {}
         looked = 0
         try:
@@ -59,12 +59,14 @@ class HintSweep:
                 if not batch:
                     break
                 looked += len(batch)
+                held.update(delivery.receipt for delivery in batch)
                 stale = await self._stale(batch, seen, asked_at)
-                good += [delivery.receipt for delivery in batch if delivery.receipt not in stale]
                 await pool.delete(name, stale)
+                held.difference_update(stale)
                 self._tally.dropped += len(stale)
         finally:
-            await pool.hand_back(name, good)
+            # What was not judged, too: a sweep that is stopped or fails hides nothing from provisions.
+            await pool.hand_back(name, held)
 
     async def _stale(self, batch: Iterable[Delivery], seen: dict[tuple[str, int], float], asked_at: float) -> list[str]:
         """`seen` says when the good ones were asked for. Past its visibility one comes back, and is no second."""
