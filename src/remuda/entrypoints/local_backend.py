@@ -30,7 +30,7 @@ from remuda.ports.journal import Journal
 from remuda.settings import Settings
 
 #: How long a background process may take to be ready, and to end.
-READY_S = 20.0
+READY_S = 60.0
 END_S = 5.0
 PAUSE_S = 0.02
 SWEEP_EVERY_S = 5.0
