@@ -31,7 +31,7 @@ from remuda.settings import Settings
 
 #: How long a background process may take to be ready, and to end.
 READY_S = 60.0
-END_S = 5.0
+END_S = 20.0
 PAUSE_S = 0.02
 SWEEP_EVERY_S = 5.0
 PRIVATE = 0o700

@@ -32,7 +32,6 @@ T = TypeVar("T")
 SERVICE = "compute"
 #: How long a supervisor may take for an orderly end.
 END_LIMIT_S = 2.0
-#: And a killed one: it needs its turn on a core for that, too.
 KILLED_LIMIT_S = 10.0
 #: Looks for what is left of a machine that lost its power, and the wait after each.
 HUNTS = 40
