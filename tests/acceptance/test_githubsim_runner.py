@@ -1,5 +1,6 @@
 """The local GitHub and the stand-in runner as real processes."""
 
+import asyncio
 import os
 import pathlib
 import re
@@ -446,6 +447,13 @@ async def test_the_client(server: Server, runner: RunnerFolder) -> None:
         assert [fault.kind for fault in await client.faults()] == ["status"]
         await client.clear_faults()
         assert await client.faults() == []
+        await client.set_fault("delay", operation="list", seconds=600)
+        listing = asyncio.create_task(asyncio.to_thread(server.rest))
+        while await client.faults():  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.02)
+        # One that is under way ends, too.
+        await client.clear_faults()
+        assert await listing is not None
         with pytest.raises(SimError, match="404"):
             await client.job(10_000)
         assert (await client.change_settings(lease_s=99))["lease_s"] == 99
