@@ -289,7 +289,7 @@ def visible_for_jobs(machine: NamespaceMachine, canaries: Canaries, planted: str
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_no_credential_is_found_where_it_does_not_belong(region: Region, tmp_path: Path) -> None:
     private, public = key_pair()
     canaries = Canaries()
@@ -402,7 +402,7 @@ async def fail(story: Story, scope: tuple[str, ...], *, own: str, refused: str, 
 async def gather_cloud(story: Story) -> None:
     """Launch requests, tags and user data, as EC2 has them."""
     ec2 = story.region.cloud.ec2
-    async with ec2.client() as client, httpx.AsyncClient(base_url=ec2.url) as http:
+    async with ec2.client() as client, httpx.AsyncClient(base_url=ec2.url, timeout=LIMIT_S) as http:
         story.seen["requests to EC2"] = (await http.get("/_shim")).text
         story.seen["machines on EC2"] = str(await client.describe_instances())
         versions = await client.describe_launch_template_versions(

@@ -16,6 +16,8 @@ import pytest
 from support.dashboard import CHROMIUM, chromium
 
 LIMIT_S = 600
+#: Generous: nothing waits for it unless something is broken.
+PAGE_LIMIT_MS = 120_000
 STATES = {"created", "running", "releasing", "idle", "terminated"}
 #: The same as the page calls it.
 SHOWN = {"booting", "running", "releasing", "idle", "ended"}
@@ -26,6 +28,7 @@ def states_shown(url: str, until: Callable[[], bool]) -> set[str]:
     seen: set[str] = set()
     with chromium() as browser:
         page = browser.new_page()
+        page.set_default_timeout(PAGE_LIMIT_MS)
         page.goto(url)
         page.wait_for_selector("html[data-ready] #link[data-state=live]")
         while not until():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
 
 #: Generous: nothing waits for it unless something is broken.
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 POOL = "test"
 
 
