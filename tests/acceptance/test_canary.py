@@ -321,7 +321,7 @@ async def test_no_credential_is_found_where_it_does_not_belong(region: Region, t
         )
         async with region.booting(), story.watched_table() as stray:
             await story.remuda(
-                *("provision", "--run-id", "1", *scope, "--provision-timeout-sec", "100", "--log-format", "json"),
+                *("provision", "--run-id", "1", *scope, "--provision-timeout-sec", "200", "--log-format", "json"),
                 REMUDA_GITHUB_TOKEN=own,
             )
             (machine,) = region.machines.values()

@@ -17,7 +17,8 @@ from support.moto_server import MotoServer
 from support.prepared import run_prepared
 from support.servers import ministack
 
-LIMIT_S = 120
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 240
 SCOPE = "octo/repo"
 
 

@@ -47,15 +47,15 @@ OLD_S = 10.0
 #: How long a provision that is killed half way may have taken.
 KILLED_S = 12.0
 #: How long the story waits for something that should happen.
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 PAUSE_S = 0.2
 #: How much of the machines' consoles is shown when something went wrong.
 CONSOLE_LINES = 80
 #: Short enough to see the ends of things.
 TIMES = {
     "idle-time-sec": IDLE_S,
-    "release-time-sec": 60,
-    "provision-timeout-sec": 90,
+    "release-time-sec": 300,
+    "provision-timeout-sec": 200,
     "margin-sec": 1,
     "unrecorded-grace-sec": 5,
     "ghost-grace-sec": 5,

@@ -25,7 +25,7 @@ from support.prepared import run_prepared
 from support.servers import Ministack, ServerProblem, die_with_parent, ministack
 
 #: Generous: nothing waits for it unless something is broken.
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 CHUNK = 64 * 1024
 
 

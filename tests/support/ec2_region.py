@@ -47,7 +47,7 @@ class Region:
 
     async def provision(self, run_id: str) -> dict[str, Any]:
         return await self.remuda(
-            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "100")
+            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "200")
         )
 
     def github(self) -> SimClient:
