@@ -36,7 +36,7 @@ from remuda.ports.journal import SilentJournal
 from remuda.settings import load
 from support.aws_servers import AwsServers, aws_servers, remuda
 from support.ec2_machine.machine import why_not
-from support.ec2_player import ALIVE, Player, instances, player
+from support.ec2_player import ALIVE, POWERED_OFF, Player, instances, player
 
 SCOPE = "remuda/demo"
 POOL = "demo"
@@ -49,6 +49,8 @@ KILLED_S = 12.0
 #: How long the story waits for something that should happen.
 LIMIT_S = 240.0
 PAUSE_S = 0.2
+#: The last word of a machine whose agent saw that its time was up, or was kept from it.
+ENDED_ITSELF = ("its time in idle is up", POWERED_OFF)
 #: How much of the machines' consoles is shown when something went wrong.
 CONSOLE_LINES = 80
 #: Short enough to see the ends of things.
@@ -197,7 +199,7 @@ class Story:
         why = self._player.last_word(instance_id)
         self._told.claim(
             "an idle machine ends itself when its time is up, without any control plane",
-            holds=record is not None and record.state is State.IDLE and "time in idle is up" in why,
+            holds=record is not None and record.state is State.IDLE and why in ENDED_ITSELF,
             detail=why,
         )
 

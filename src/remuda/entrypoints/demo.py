@@ -46,6 +46,8 @@ LEASE_S = 3.0
 #: How long the story waits for something that should happen.
 LIMIT_S = 120.0
 PAUSE_S = 0.05
+#: How a machine says that it ended itself: its agent saw that its time was up, or was kept from it, and the timer did.
+ENDED_ITSELF = ("time in idle is up", "the dead-man timer ran out")
 CHUNK = 64 * 1024
 #: How far back its live page goes.
 PAGE_SHOWS_S = 3_600.0
@@ -270,7 +272,7 @@ class Story:
         record = await self._record(instance_id)
         self._told.claim(
             "an idle machine ends itself when its time is up, without any control plane",
-            holds=record is not None and record.state is State.IDLE and "time in idle is up" in why,
+            holds=record is not None and record.state is State.IDLE and any(word in why for word in ENDED_ITSELF),
             detail=why,
         )
 
