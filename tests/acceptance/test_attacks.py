@@ -17,7 +17,7 @@ from support.clock import until
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.ec2_region import LIMIT_S, Region
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(900)]
 
 JOB_USER = "remuda-job"
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "attacks.md"
@@ -106,7 +106,7 @@ async def test_the_next_run_sees_none_of_it_or_gets_another_machine(region: Regi
         assert "UD_REMOVE_REG_REMOVE_RUN_FAILED" in story
         assert [attack.look for attack in RETIRED if attack.look not in story] == [], story
         # The agent sees its record's end, and asks for its own.
-        await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) == 1, within_s=LIMIT_S)
+        await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) >= 1, within_s=LIMIT_S)
     outcomes = {attack.name: Outcome.REMOVED if seen[attack.name] else Outcome.SEEN for attack in played}
     outcomes |= {attack.name: Outcome.REFUSED if planted[attack.name] else Outcome.SEEN for attack in REFUSED}
     outcomes |= {attack.name: Outcome.RETIRED if attack.look in story else Outcome.SEEN for attack in RETIRED}

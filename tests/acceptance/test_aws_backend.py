@@ -29,7 +29,9 @@ def test_a_provision_whose_machines_never_come_up_leaves_nothing(cloud: Cloud):
 
     assert cloud.remuda("status")[1]["instances"] == []
     code, failed = cloud.remuda(
-        "provision", "--run-id", "7", "--instance-count", "2", "--github-scope", SCOPE, "--resource-class", "large"
+        *("provision", "--run-id", "7", "--instance-count", "2", "--github-scope", SCOPE, "--resource-class", "large"),
+        # Enough to launch them, little enough to wait for.
+        *("--provision-timeout-sec", "12"),
     )
     assert (code, failed["error"]["type"]) == (4, "TimedOut"), failed
     states = [item["state"] for item in cloud.remuda("status")[1]["instances"]]

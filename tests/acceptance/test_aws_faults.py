@@ -12,15 +12,17 @@ from typing import Any
 import httpx
 import pytest
 
-from support.aws_cloud import SCOPE, Cloud, aws_cloud
-from support.servers import ENVIRONMENT, free_port
+from support.aws_cloud import LIMIT_S, SCOPE, Cloud, aws_cloud
+from support.servers import ENVIRONMENT, reserved_port
 from support.wire import ANY, JSON, Fault, Wire, answers, wire_in_a_thread
 
 USER, UNAVAILABLE = 2, 4
 POOL = "test"
+#: It fails at once, and not because its time is up.
+IN_TIME = ("--provision-timeout-sec", "100")
 TABLE = f"remuda-{POOL}"
 QUEUE = f"{TABLE}-large"
-PROVISION = ("provision", "--run-id", "77", "--github-scope", SCOPE, "--resource-class", "large")
+PROVISION = ("provision", "--run-id", "77", "--github-scope", SCOPE, "--resource-class", "large", *IN_TIME)
 RELEASE = ("release", "--run-id", "77")
 STATUS = ("status",)
 
@@ -53,6 +55,7 @@ class Clouds:
                 "authorization": f"AWS4-HMAC-SHA256 Credential=test/20250101/{region}/{service}/aws4_request",
             },
             content=json.dumps(parameters),
+            timeout=LIMIT_S,
             trust_env=False,
         )
         return answer.raise_for_status().json()
@@ -80,7 +83,9 @@ Trouble = Callable[[Clouds], AbstractContextManager[Changed]]
 def down(service: str) -> Trouble:
     @contextmanager
     def trouble(clouds: Clouds) -> Iterator[Changed]:
-        yield {f"AWS_ENDPOINT_URL_{service}": f"http://127.0.0.1:{free_port()}"}
+        # Reserved, so that nobody listens there.
+        with reserved_port() as port:
+            yield {f"AWS_ENDPOINT_URL_{service}": f"http://127.0.0.1:{port}"}
 
     return trouble
 

@@ -35,6 +35,7 @@ from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings
 from support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, forked, settings_of
 from support.herd import Herd, Herds, herds
+from support.moto_server import PATIENT
 from support.weather import Weather, first_of_each, late, refuses, storm
 from support.wire import ANY, Fault, Wire, after_success, cut, hang, wire
 
@@ -375,7 +376,7 @@ async def all_of(cloud: AwsServers, cases: Sequence[Case]) -> list[Done]:
             return await case.run(cloud, machines)
 
     async with (
-        cloud.ec2.client() as ec2,
+        cloud.ec2.client(PATIENT) as ec2,
         herds(ec2=ec2, github_url=cloud.github.url) as machines,
         asyncio.TaskGroup() as group,
     ):
@@ -389,7 +390,7 @@ async def test_a_storm_loses_and_leaks_nothing(cloud: AwsServers):
         Case(
             act=act,
             weather={service: storm(operation, FAULTS[fault][service], hits=8, of=12)},
-            timeout_s=10,
+            timeout_s=30,
             name=f"{service} {operation} {fault}",
         )
         for act, service, operation, fault in STRUCK
@@ -411,7 +412,7 @@ async def test_a_hiccup_of_every_call_is_not_noticed(cloud: AwsServers, first: i
                 service: first_of_each(FAULTS[HICCUPS[(first + number) % len(HICCUPS)]][service])
                 for number, service in enumerate(TOUCHED[act])
             },
-            timeout_s=60,
+            timeout_s=100,
             name=f"hiccups from {HICCUPS[first]}",
         )
         for act in ACTS
@@ -422,12 +423,12 @@ async def test_a_hiccup_of_every_call_is_not_noticed(cloud: AwsServers, first: i
 @pytest.mark.parametrize("act", ["provision", "refresh"])
 async def test_slow_answers_are_waited_for(cloud: AwsServers, act: str):
     slow = {service: first_of_each(late(0.3)) for service in TOUCHED[act]}
-    (done,) = await all_of(cloud, [Case(act=act, weather=slow, timeout_s=60)])
+    (done,) = await all_of(cloud, [Case(act=act, weather=slow, timeout_s=100)])
     assert done.code == 0, done
 
 
 async def test_a_write_that_is_done_but_never_answered_is_not_done_twice(cloud: AwsServers):
     """The client waits in vain for its answer, then finds what it wrote itself."""
     unanswered = first_of_each(after_success(hang), only="UpdateItem")
-    (done,) = await all_of(cloud, [Case(act="provision", weather={"dynamodb": unanswered}, timeout_s=60)])
+    (done,) = await all_of(cloud, [Case(act="provision", weather={"dynamodb": unanswered}, timeout_s=100)])
     assert done.code == 0, done

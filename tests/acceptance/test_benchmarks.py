@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.__main__ import MEASURES
 from support.servers import ROOT
 
@@ -21,6 +23,7 @@ GIVES = {
 }
 
 
+@pytest.mark.timeout(900)
 def test_benchmarks_run(tmp_path: Path) -> None:
     assert GIVES.keys() <= MEASURES.keys()
     written = tmp_path / "figures.json"

@@ -27,6 +27,7 @@ from support.aws_cloud import SCOPE, aws_cloud
 from support.canary import Canaries, Leak, key_pair, minted, watched_processes
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.ec2_region import LIMIT_S, POOL, Region
+from support.moto_server import PATIENT
 from support.prepared import run_prepared
 
 JOB_USER = "remuda-job"
@@ -289,7 +290,7 @@ def visible_for_jobs(machine: NamespaceMachine, canaries: Canaries, planted: str
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_no_credential_is_found_where_it_does_not_belong(region: Region, tmp_path: Path) -> None:
     private, public = key_pair()
     canaries = Canaries()
@@ -321,7 +322,7 @@ async def test_no_credential_is_found_where_it_does_not_belong(region: Region, t
         )
         async with region.booting(), story.watched_table() as stray:
             await story.remuda(
-                *("provision", "--run-id", "1", *scope, "--provision-timeout-sec", "100", "--log-format", "json"),
+                *("provision", "--run-id", "1", *scope, "--provision-timeout-sec", "200", "--log-format", "json"),
                 REMUDA_GITHUB_TOKEN=own,
             )
             (machine,) = region.machines.values()
@@ -402,7 +403,7 @@ async def fail(story: Story, scope: tuple[str, ...], *, own: str, refused: str, 
 async def gather_cloud(story: Story) -> None:
     """Launch requests, tags and user data, as EC2 has them."""
     ec2 = story.region.cloud.ec2
-    async with ec2.client() as client, httpx.AsyncClient(base_url=ec2.url) as http:
+    async with ec2.client(PATIENT) as client, httpx.AsyncClient(base_url=ec2.url, timeout=LIMIT_S) as http:
         story.seen["requests to EC2"] = (await http.get("/_shim")).text
         story.seen["machines on EC2"] = str(await client.describe_instances())
         versions = await client.describe_launch_template_versions(

@@ -21,7 +21,7 @@ import pytest
 from remuda.entrypoints.cli import main
 
 REMUDA = Path(sys.executable).with_name("remuda")
-LIMIT_S = 60
+LIMIT_S = 120
 ANY_RUN = ("provision", "--run-id", "1")
 
 

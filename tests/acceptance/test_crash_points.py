@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,13 @@ from support.localbackend import LIMIT_S, REPO, Done, LocalBackend
 
 KILLED = -9
 #: How long a provision that will be killed has: enough to get to its point, little enough to wait for its end.
-CUT_TIMEOUT_S = "15"
+CUT_TIMEOUT_S = 15
+#: The same where machines have to register before. These are played first, so that nobody waits for their ends.
+REGISTERED_TIMEOUT_S = 30
 #: How many points are at work at a time.
 AT_ONCE = 3
-#: How many sweeps have the time to come to the point where one is killed.
-SWEEPS = 20
+#: The first test waits for the whole story.
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class Point:
     leaves: tuple[str, ...] = ()
     #: Or in these: writes go side by side, and the next one may have been under way.
     or_leaves: tuple[str, ...] | None = None
+    timeout_s: float = CUT_TIMEOUT_S
 
     @property
     def run_id(self) -> str:
@@ -50,6 +54,30 @@ class Point:
 
 
 PROVISION = (
+    Point(name="signal", crash="store.wait_for_report:2:after", leaves=("created",), timeout_s=REGISTERED_TIMEOUT_S),
+    Point(
+        name="first-running",
+        crash="store.apply:3:after",
+        count=2,
+        leaves=("created", "running"),
+        or_leaves=("running", "running"),
+        timeout_s=REGISTERED_TIMEOUT_S,
+    ),
+    Point(
+        name="before-commit",
+        crash="store.replace_provision:1:before",
+        count=2,
+        leaves=("running", "running"),
+        timeout_s=REGISTERED_TIMEOUT_S,
+    ),
+    Point(
+        name="delete-message",
+        crash="pool.delete:1:after",
+        warm=1,
+        leaves=("claimed",),
+        timeout_s=REGISTERED_TIMEOUT_S,
+    ),
+    Point(name="commit", crash="store.replace_provision:1:after", leaves=("running",), timeout_s=REGISTERED_TIMEOUT_S),
     Point(name="intent", crash="store.put_provision:1:after", leaves=()),
     Point(name="receive", crash="pool.receive:1:after", warm=1, leaves=("idle",)),
     Point(name="claim", crash="store.apply:1:after", warm=1, leaves=("claimed",)),
@@ -61,22 +89,11 @@ PROVISION = (
         leaves=("claimed", "idle"),
         or_leaves=("claimed", "claimed"),
     ),
-    Point(name="delete-message", crash="pool.delete:1:after", warm=1, leaves=("claimed",)),
     Point(name="launch-asked", crash="compute.launch:1:before", leaves=()),
     Point(name="launch", crash="compute.launch:1:after", count=2, leaves=()),
     Point(
         name="record-ids", crash="store.apply:1:after", count=2, leaves=("created",), or_leaves=("created", "created")
     ),
-    Point(name="signal", crash="store.wait_for_report:2:after", leaves=("created",)),
-    Point(
-        name="first-running",
-        crash="store.apply:3:after",
-        count=2,
-        leaves=("created", "running"),
-        or_leaves=("running", "running"),
-    ),
-    Point(name="before-commit", crash="store.replace_provision:1:before", count=2, leaves=("running", "running")),
-    Point(name="commit", crash="store.replace_provision:1:after", leaves=("running",)),
 )
 RELEASE = (
     Point(name="mark", command="release", crash="store.replace_provision:1:after", leaves=("running",)),
@@ -125,7 +142,7 @@ async def _play(story: Story, marks: Path) -> None:
     points = (*PROVISION, *RELEASE, *AGENT)
     names = [point.name for point in points] + ["old"]
     classes = {name: {"cpu": 2, "mmem": 4096} for name in names}
-    lives = ("--idle-time-sec", "600", "--release-time-sec", "90")
+    lives = ("--idle-time-sec", "1800", "--release-time-sec", "600")
     await story.backend.up(*lives, "--resource-class-config", json.dumps(classes))
     limit = asyncio.Semaphore(AT_ONCE)
 
@@ -142,6 +159,8 @@ async def _play(story: Story, marks: Path) -> None:
     await story.backend.until(lambda: len(story.backend.machines()) > 0, "machines")
     for crash in REFRESH:
         story.sweeps[crash] = await _sweep_until_killed(story.backend, crash)
+    # The run of which only the commit is known is released by its workflow. Before the sweeps, which would help.
+    story.released["commit"] = await story.backend.release("run-commit")
     async with story.backend.sweeping():
         await story.backend.until(
             lambda: (
@@ -149,21 +168,19 @@ async def _play(story: Story, marks: Path) -> None:
             ),
             "no provision open",
         )
-        # The run of which only the commit is known is released by its workflow.
-        story.released["commit"] = await story.backend.release("run-commit")
         await story.backend.until_settled(states=("idle", "terminated"))
         await story.backend.until(lambda: not _stale_hints(story.backend), "no stale hints")
+        # A sweep tells the pool a moment after the record says so.
+        await story.backend.until(lambda: _hinted(story.backend) == _idle(story.backend), "all that is idle is told of")
     # A sweep that ends while it looks at hints may have hidden some for a while.
     await story.backend.until(lambda: not story.backend.hidden_hints(), "all hints can be received")
 
 
 async def _sweep_until_killed(backend: LocalBackend, crash: str) -> int:
     """The machines that it ends take their time: before they are gone there is nothing to confirm."""
-    code = 0
-    for _ in range(SWEEPS):
+    code, limit = 0, time.monotonic() + LIMIT_S
+    while code != KILLED and time.monotonic() < limit:
         code = (await backend.sweep(crash=crash, code=None)).code
-        if code == KILLED:
-            break
     return code
 
 
@@ -176,7 +193,7 @@ async def _cut_command(story: Story, point: Point, _marks: Path) -> None:
         await backend.provision(point.run_id, point.count, "--resource-class", name)
         story.killed[name] = await backend.release(point.run_id, crash=point.crash, code=None)
     else:
-        more = ("--resource-class", name, "--provision-timeout-sec", CUT_TIMEOUT_S)
+        more = ("--resource-class", name, "--provision-timeout-sec", f"{point.timeout_s:g}")
         story.killed[name] = await backend.provision(point.run_id, point.count, *more, crash=point.crash, code=None)
     story.left[name] = backend.states(name)
 
@@ -186,7 +203,8 @@ async def _cut_agent(story: Story, point: Point, marks: Path) -> None:
     await backend.provision(point.run_id, 1, "--resource-class", name, agent_crash=point.agent_crash, once=marks)
     if point.job:
         async with backend.github() as github:
-            step = SimStep(run="sleep 1; echo done")
+            # It lasts until the agent was killed: who stood still meanwhile would not have seen a short one.
+            step = SimStep(run=f'until [ "$(ls {marks})" ]; do sleep 0.1; done; echo done')
             job = await github.queue_job(repo=REPO, run_id=point.run_id, labels=[point.run_id], steps=[step])
             while job.status != "completed":
                 before = job.status
@@ -208,6 +226,14 @@ def _stale_hints(backend: LocalBackend) -> list[Any]:
         for hint in backend.hints()
         if (record := records.get(hint["id"])) is None or (record["state"], record["epoch"]) != ("idle", hint["epoch"])
     ]
+
+
+def _idle(backend: LocalBackend) -> set[str]:
+    return {key for key, item in backend.records().items() if item["state"] == "idle"}
+
+
+def _hinted(backend: LocalBackend) -> set[str]:
+    return {hint["id"] for hint in backend.hints()}
 
 
 @pytest.mark.parametrize("point", [*PROVISION, *RELEASE], ids=lambda point: f"{point.command}-{point.name}")
@@ -245,11 +271,11 @@ def test_an_idle_machine_survives_what_was_cut_before_or_after_it_was_used(story
 
 def test_nothing_is_left_that_should_not_be(story: Story) -> None:
     backend = story.backend
-    idle = {key for key, item in backend.records().items() if item["state"] == "idle"}
+    idle = _idle(backend)
     assert set(backend.machines()) == idle
     assert not asyncio.run(backend.registrations())
     assert not _stale_hints(backend)
-    assert {hint["id"] for hint in backend.hints()} == idle
+    assert _hinted(backend) == idle
     for instance_id in idle:
         assert len(backend.processes(instance_id)) == 2, "a supervisor and an agent"
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from support.aws_demo import ENDED_ITSELF
 from support.ec2_machine.machine import why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-
-LIMIT_S = 280
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 600
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(LIMIT_S + 60)]
 TESTS = Path(__file__).parents[1]
 DEMO = (sys.executable, "-m", "support.aws_demo", "--short", "--json")
 
@@ -50,7 +51,7 @@ def test_the_story_on_aws_holds_and_leaves_nothing(tmp_path: Path):
         ("warm", 2, 0),
         ("warm", 1, 0),
     ]
-    assert "its time in idle is up" in {item["machine_said"] for item in report["retired"]}
+    assert {item["machine_said"] for item in report["retired"]} & set(ENDED_ITSELF)
     assert left_of(tmp_path) == []
 
 

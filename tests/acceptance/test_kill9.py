@@ -112,7 +112,7 @@ async def test_a_provision_on_its_way(backend: LocalBackend) -> None:
     await backend.provision("0", 1)
     await backend.release("0")
     await backend.run("refresh", "--idle-time-sec", "600", "--boot-delay-sec", "20", "--gone-after-sec", "1")
-    arguments = ("--run-id", "1", "--instance-count", "2", "--provision-timeout-sec", "12")
+    arguments = ("--run-id", "1", "--instance-count", "2", "--provision-timeout-sec", "15")
     provisioning = await backend.start("provision", *arguments)
     await backend.until(lambda: backend.states() == ["claimed", "created"], "one is claimed, one is launched")
     provisioning.kill()

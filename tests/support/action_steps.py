@@ -118,13 +118,16 @@ class StepRun:
     process: subprocess.Popen[str]
     log: list[str] = field(default_factory=list)
 
-    def read_until(self, words: str) -> None:
+    def read_until(self, *words: str) -> None:
+        """Until each of them was in a line, in whatever order."""
         assert self.process.stdout is not None
+        missing = set(words)
         for line in self.process.stdout:
             self.log.append(line.rstrip("\n"))
-            if words in line:
+            missing -= {word for word in missing if word in line}
+            if not missing:
                 return
-        raise AssertionError(f"no line has {words!r}:\n" + "\n".join(self.log))
+        raise AssertionError(f"no line has {missing}:\n" + "\n".join(self.log))
 
     def finish(self, timeout_s: float) -> int:
         """Raises `TimeoutExpired`; what was written until then is kept."""

@@ -22,6 +22,8 @@ SPOOL = "/opt/shared/a/b/c/d/e/spool"
 LOG = "/opt/shared/log"
 LOOSE = "/opt/shared/loose"
 KEPT = "kept"
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 60
 
 
 class Outcome(StrEnum):
@@ -57,7 +59,7 @@ def file(name: str, what: str, *paths: str, content: str = "planted", mode: str 
 
 def process(name: str, what: str, plant: str, command: str) -> Attack:
     """Planted once it runs: the runner kills what still has its mark when a job ends."""
-    wait = f"for i in $(seq 500); do runs '^{command}' && break; done; runs '^{command}'"
+    wait = f"SECONDS=0; until runs '^{command}'; do [ $SECONDS -lt {LIMIT_S} ]; done"
     return Attack(name=name, what=what, plant=f"export RUNNER_TRACKING_ID=\n{plant}\n{wait}", look=f"runs '^{command}'")
 
 
@@ -338,7 +340,7 @@ PROCESSES = (
         plant="mkfifo $TMPDIR/mounted\n"
         "env -i setsid unshare -Urmpf sh -c 'mount -t tmpfs t /mnt && echo >$1 && exec sleep 1007' - $TMPDIR/mounted"
         " >/dev/null 2>&1 </dev/null &\n"
-        "read -rt 20 <>$TMPDIR/mounted",
+        f"read -rt {LIMIT_S} <>$TMPDIR/mounted",
         look="runs 'sleep 1007'",
         needs="unshare -Urmpf true",
     ),

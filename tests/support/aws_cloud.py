@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.moto_server import MotoServer
+from support.moto_server import PATIENT, MotoServer
 from support.prepared import run_prepared
 from support.servers import ministack
 
-LIMIT_S = 120
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 240
 SCOPE = "octo/repo"
 
 
@@ -72,5 +73,5 @@ def aws_cloud(folder: Path) -> Iterator[Cloud]:
 
 
 async def _options(ec2: MotoServer) -> dict[str, str]:
-    async with ec2.client() as client:
+    async with ec2.client(PATIENT) as client:
         return await ec2.launch_options(client)

@@ -36,7 +36,8 @@ from remuda.ports.journal import SilentJournal
 from remuda.settings import load
 from support.aws_servers import AwsServers, aws_servers, remuda
 from support.ec2_machine.machine import why_not
-from support.ec2_player import ALIVE, Player, instances, player
+from support.ec2_player import ALIVE, POWERED_OFF, Player, instances, player
+from support.moto_server import PATIENT
 
 SCOPE = "remuda/demo"
 POOL = "demo"
@@ -47,15 +48,17 @@ OLD_S = 10.0
 #: How long a provision that is killed half way may have taken.
 KILLED_S = 12.0
 #: How long the story waits for something that should happen.
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 PAUSE_S = 0.2
+#: The last word of a machine whose agent saw that its time was up, or was kept from it.
+ENDED_ITSELF = ("its time in idle is up", POWERED_OFF)
 #: How much of the machines' consoles is shown when something went wrong.
 CONSOLE_LINES = 80
 #: Short enough to see the ends of things.
 TIMES = {
     "idle-time-sec": IDLE_S,
-    "release-time-sec": 60,
-    "provision-timeout-sec": 90,
+    "release-time-sec": 300,
+    "provision-timeout-sec": 200,
     "margin-sec": 1,
     "unrecorded-grace-sec": 5,
     "ghost-grace-sec": 5,
@@ -197,7 +200,7 @@ class Story:
         why = self._player.last_word(instance_id)
         self._told.claim(
             "an idle machine ends itself when its time is up, without any control plane",
-            holds=record is not None and record.state is State.IDLE and "time in idle is up" in why,
+            holds=record is not None and record.state is State.IDLE and why in ENDED_ITSELF,
             detail=why,
         )
 
@@ -315,7 +318,7 @@ class Story:
             await self._clock.sleep(PAUSE_S)
 
     async def _live(self) -> list[str]:
-        async with self._cloud.ec2.client() as ec2:
+        async with self._cloud.ec2.client(PATIENT) as ec2:
             return [key for key, item in (await instances(ec2)).items() if item["State"]["Name"] in ALIVE]
 
     async def _is_gone(self, instance_id: str) -> bool:

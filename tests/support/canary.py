@@ -108,10 +108,15 @@ class Processes:
         for pid in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208
             try:
                 uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
+                before = _read(f"/proc/{pid}/cmdline")
+                environ = _read(f"/proc/{pid}/environ")
                 argv = _read(f"/proc/{pid}/cmdline")
-                contents = {"argv": argv, "environ": _read(f"/proc/{pid}/environ")}
             except OSError:
                 continue
+            contents = {"argv": argv, "environ": environ}
+            if argv != before:
+                # It became another program meanwhile: whose environment that was, the next look says.
+                del contents["environ"]
             for kind, content in contents.items():
                 if content:
                     users, _ = self.seen.setdefault((kind, content), (set(), argv[:200].decode(errors="replace")))

@@ -28,6 +28,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 CHROMIUM = Path(next(filter(None, map(shutil.which, BROWSERS)), f"/usr/bin/{BROWSERS[0]}"))
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 60.0
+START_MS = 120_000
 _COMMAND = str(Path(sys.executable).parent / "remuda")
 
 without_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM.name}: apt-get install it")
@@ -143,7 +144,7 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 - only where there is a browser
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM))
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), timeout=START_MS)
         try:
             yield browser
         finally:

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiobotocore.session import get_session
 
-from remuda.adapters.aws.ec2.calls import client_config
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.fake_imds import FakeImds, fake_imds
-from support.moto_server import PROFILE, REGION
+from support.moto_server import PATIENT, PROFILE, REGION
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -41,6 +40,7 @@ ALIVE = frozenset({"pending", "running"})
 ROLE = f"arn:aws:iam::123456789012:role/{PROFILE}"
 #: Bootstrap, agent and AWS's library each have a token of their own.
 TOKENS = 1_000
+POWERED_OFF = "powered off"
 #: How the agent's journal says why it ends.
 _END = re.compile(r"^\S+ end instance_id=\S+ (?:\w+=\S* )*(.+)$", re.MULTILINE)
 
@@ -52,6 +52,7 @@ class _Played:
     task: asyncio.Task[None]
     imds: FakeImds | None = None
     machine: NamespaceMachine | None = None
+    powered_off: bool = False
 
 
 class Player:
@@ -91,9 +92,11 @@ class Player:
         return "\n".join(self.console(instance_id) for instance_id in self._played)
 
     def last_word(self, instance_id: str) -> str:
-        """Why the machine's agent ended it, if it did."""
-        found = _END.findall(self.console(instance_id))
-        return str(found[-1]) if found else ""
+        """Why its agent ended the machine; where that said nothing, whether it powered itself off: its timer did."""
+        if found := _END.findall(self.console(instance_id)):
+            return str(found[-1])
+        played = self._played.get(instance_id)
+        return POWERED_OFF if played is not None and played.powered_off else ""
 
     async def _look(self) -> None:
         found = await instances(self._ec2)
@@ -130,13 +133,12 @@ class Player:
             try:
                 while machine.is_on:  # noqa: ASYNC110 - nothing else tells
                     await asyncio.sleep(LOOK_EVERY_S)
+                played.powered_off = True
                 # As its launch template says: a machine that powers off is terminated.
                 await self._ec2.terminate_instances(InstanceIds=[instance_id])
             finally:
-                powered_off = not machine.is_on
                 machine.stop()
-                why = self.last_word(instance_id) or ("powered off" if powered_off else "ended by EC2")
-                self._say(f"{instance_id} is over: {why}")
+                self._say(f"{instance_id} is over: {self.last_word(instance_id) or 'ended by EC2'}")
 
     async def _user_data(self, instance_id: str) -> str:
         answer = await self._ec2.describe_instance_attribute(InstanceId=instance_id, Attribute="userData")
@@ -173,7 +175,7 @@ async def player(*, ec2_url: str, folder: Path, say: Say) -> AsyncIterator[Playe
         "endpoint_url": ec2_url,
         "aws_access_key_id": "test",
         "aws_secret_access_key": "test",
-        "config": client_config(),
+        "config": PATIENT,
     }
     async with AsyncExitStack() as stack:
         ec2, sts = [await stack.enter_async_context(session.create_client(name, **given)) for name in ("ec2", "sts")]

@@ -15,13 +15,13 @@ from remuda.githubsim.client import SimClient, SimJob, SimStep
 from support.aws_cloud import SCOPE, Cloud
 from support.ec2_machine.machine import NamespaceMachine
 from support.fake_imds import FakeImds, fake_imds
-from support.moto_server import PROFILE
+from support.moto_server import PATIENT, PROFILE
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
 
 #: Generous: nothing waits for it unless something is broken.
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 POOL = "test"
 
 
@@ -47,7 +47,7 @@ class Region:
 
     async def provision(self, run_id: str) -> dict[str, Any]:
         return await self.remuda(
-            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "100")
+            *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "200")
         )
 
     def github(self) -> SimClient:
@@ -81,7 +81,7 @@ class Region:
 
     async def _boot_all(self, stack: AsyncExitStack) -> None:
         seen = 0
-        async with self.cloud.ec2.client() as client:
+        async with self.cloud.ec2.client(PATIENT) as client:
             while True:
                 # The count rises with the machines. To describe them takes both sides much longer.
                 launches = (await asyncio.to_thread(self.cloud.ec2.asked)).get("CreateFleet", 0)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
 
 LOOK_EVERY_S = 0.4
+#: Generous: an agent whose GitHub does not answer would end.
+ANSWER_S = 120.0
 ALIVE = ("pending", "running")
 
 
@@ -175,7 +177,7 @@ class Herds:
 
 @asynccontextmanager
 async def herds(*, ec2: EC2Client, github_url: str) -> AsyncIterator[Herds]:
-    async with httpx.AsyncClient(base_url=github_url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=github_url, timeout=ANSWER_S, trust_env=False) as http:
         made = Herds(ec2=ec2, http=http)
         looking = asyncio.create_task(made.run())
         try:

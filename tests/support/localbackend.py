@@ -22,7 +22,7 @@ from remuda.githubsim.endpoint import read_endpoint
 from support.prepared import CLI, PreparedProcess, start_prepared
 
 #: Generous: nothing waits for it unless something is broken.
-LIMIT_S = 90.0
+LIMIT_S = 120.0
 PAUSE_S = 0.05
 REPO = "remuda/demo"
 LAUNCHER = "support.crash_launcher"
@@ -83,7 +83,7 @@ class LocalBackend:
         await self.run("refresh", *SHORT_LIVES, *settings)
 
     async def provision(self, run_id: str, count: int = 1, *more: str, **crash: Any) -> Done:
-        timeout = () if "--provision-timeout-sec" in more else ("--provision-timeout-sec", "60")
+        timeout = () if "--provision-timeout-sec" in more else ("--provision-timeout-sec", "100")
         return await self.run("provision", "--run-id", run_id, "--instance-count", str(count), *timeout, *more, **crash)
 
     async def release(self, run_id: str, *more: str, **crash: Any) -> Done:
@@ -110,7 +110,7 @@ class LocalBackend:
                 process.kill()
                 await process.wait()
         await self.run("down")
-        assert not self.processes(), self.processes()
+        await self.until(lambda: not self.processes(), "nothing runs")
         shutil.rmtree(self.folder)
 
     # What is there
@@ -209,8 +209,9 @@ class LocalBackend:
         while strangers := [item.name for item in await self.registrations() if self._is_odd(item.name)]:
             assert time.monotonic() < limit, f"registrations are left: {strangers}; {self.story()}"
             await asyncio.sleep(PAUSE_S)
-        for path in self.folder.glob("instances/i-*"):
-            assert path.name in live or not self.processes(path.name), path
+        over = [path.name for path in self.folder.glob("instances/i-*") if path.name not in live]
+        # The last one of a machine says that it is over, and then ends.
+        await self.until(lambda: not any(self.processes(name) for name in over), f"nothing runs of {over}", limit_s)
 
     def _is_odd(self, name: str) -> bool:
         """A registration of an instance that is not at work."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession, get_session
 
 from remuda.adapters.aws.ec2.calls import client_config
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
     from types_aiobotocore_iam import IAMClient
 
 REGION = "eu-central-1"
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-moto" / "bin" / "python"
 #: Of the images that moto knows, those that tests name: to make all would be most of each reset.
 IMAGES = ROOT / "tests" / "data" / "ec2" / "images.json"
 AMI = "ami-12c6146b"
 PROFILE = "remuda-agent"
+#: For who only looks on or plays the cloud's part: a server that stands still for a while is waited for.
+PATIENT = AioConfig(
+    connect_timeout=LIMIT_S, read_timeout=LIMIT_S, retries={"mode": "standard", "total_max_attempts": 5}
+)
 TRUST = '{"Version": "2012-10-17", "Statement": []}'
 
 
@@ -80,14 +85,15 @@ class MotoServer:
         return fields
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[EC2Client]:
+    async def client(self, config: AioConfig | None = None) -> AsyncIterator[EC2Client]:
+        """With the product's own settings, or with others."""
         async with _session().create_client(
             "ec2",
             region_name=REGION,
             endpoint_url=self.url,
             aws_access_key_id="test",
             aws_secret_access_key="test",
-            config=client_config(),
+            config=config or client_config(),
         ) as client:
             yield client
 

@@ -7,6 +7,7 @@ environment; that the installed command starts by itself, others show.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -130,8 +131,10 @@ class PreparedProcess:
         return out, told
 
     def send_signal(self, number: int) -> None:
-        if self.returncode is None and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        # It may have ended, and its server not yet have said so.
+        with contextlib.suppress(ProcessLookupError):
+            if self.returncode is None and self._process.pid is not None:
+                os.kill(self._process.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -22,6 +22,8 @@ from support.agents import MARGIN_S, FakeMachine, FakeRunner
 from support.servers import ENVIRONMENT
 
 LOOK_S = 0.2
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 120.0
 LIVE = [state for state in State if state not in {State.TERMINATING, State.TERMINATED}]
 
 
@@ -64,19 +66,19 @@ class Herd:
     def fall_asleep(self) -> None:
         """Returns when no agent runs any more."""
         self.awake = False
-        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result(LIMIT_S)
 
     def states(self) -> dict[str, str]:
         """What the records say of every machine that has not ended."""
         assert self._store is not None
         found = asyncio.run_coroutine_threadsafe(self._store.find([*LIVE, State.TERMINATING]), self._loop)
-        return {record.instance_id: record.state.value for record in found.result(30)}
+        return {record.instance_id: record.state.value for record in found.result(LIMIT_S)}
 
     def provisions(self, run_id: str) -> list[str]:
         """How the provisions of a run stand."""
         assert self._store is not None
         found = asyncio.run_coroutine_threadsafe(self._store.provisions_of_run(run_id), self._loop)
-        return [provision.status.value for provision in found.result(30)]
+        return [provision.status.value for provision in found.result(LIMIT_S)]
 
     async def _watch(self) -> None:
         async with get_session().create_client(
@@ -141,4 +143,4 @@ def herd(*, dynamodb_url: str, pool: str) -> Iterator[Herd]:
         yield made
     finally:
         made.stop()
-        thread.join(30)
+        thread.join(LIMIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from support.ec2_machine.init import INTERPRETER
 ROOT = Path(__file__).parents[3]
 INIT = Path(__file__).with_name("init.py")
 UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child=KILL")
-STOP_WITHIN_S = 10.0
+STOP_WITHIN_S = 60.0
 
 
 @cache
@@ -111,5 +112,11 @@ class NamespaceMachine:
         )
 
     def stop(self) -> None:
-        self._process.kill()
+        """Returns when nothing of it runs any more. All that runs in it ends before its init does."""
+        if not self.is_on:
+            return
+        init = procfs.descendants(self._process.pid)[:1]
+        # Not `unshare` alone: init may have been born a moment ago, and not yet be bound to its life.
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_WITHIN_S)
+        procfs.kill(init, STOP_WITHIN_S)
