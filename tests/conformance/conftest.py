@@ -16,6 +16,7 @@ from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
+from remuda.adapters.github import client as github_client
 from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
 from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
 from remuda.adapters.sqlite.pool import SqliteResourcePool
@@ -25,7 +26,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
 from support.fauxqs import Fauxqs, fauxqs
-from support.records import instance_id
+from support.records import LONG_S, instance_id
 from support.servers import Ministack, ministack
 
 
@@ -54,6 +55,12 @@ async def clients(aws_session: AioSession) -> AsyncIterator[AwsClients]:
 def table_name() -> str:
     """A table that no other test has."""
     return f"remuda-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local GitHub may stand still for a while: that is no answer that was lost."""
+    monkeypatch.setattr(github_client, "TIMEOUT_S", LONG_S)
 
 
 class ShiftedClock(SystemClock):

@@ -70,7 +70,7 @@ async def test_sixty_four_clients_race_for_five_hundred_items(clients: AwsClient
     born = await each(range(ITEMS), lambda number: store.apply(birth(instance(number))))
     assert all(isinstance(record, Instance) for record in born)
 
-    async with asyncio.timeout(6 * LONG_S):
+    async with asyncio.timeout(4 * LONG_S):
         racers = await asyncio.gather(*(start(table_name, number) for number in range(PROCESSES)))
         for racer in racers:
             assert racer.stdin is not None
