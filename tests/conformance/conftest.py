@@ -11,6 +11,7 @@ from typing import Protocol
 
 import pytest
 from aiobotocore.session import AioSession
+from hypothesis import settings
 
 from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
@@ -28,6 +29,9 @@ from remuda.ports.store import InstanceStore
 from support.fauxqs import Fauxqs, fauxqs
 from support.records import LONG_S, instance_id
 from support.servers import Ministack, ministack
+
+#: Properties are tried with the same examples each time, however slow this computer is.
+settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
