@@ -13,6 +13,7 @@ import pytest
 from aiobotocore.session import AioSession
 from hypothesis import settings
 
+from remuda.adapters.aws import clients as aws_clients
 from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
@@ -40,6 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ministack]:
     with ministack(tmp_path_factory.mktemp("ministack")) as started, pytest.MonkeyPatch.context() as patch:
         for name, value in started.environment().items():
             patch.setenv(name, value)
+        # It may stand still for a while: that is no answer that was lost.
+        patch.setattr(aws_clients, "CONNECT_TIMEOUT_S", LONG_S)
+        patch.setattr(aws_clients.config, "__kwdefaults__", {"read_timeout_s": LONG_S})
         yield started
 
 

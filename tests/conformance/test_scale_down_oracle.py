@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from aiobotocore.session import AioSession, get_session
 
-from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
 from remuda.adapters.github import client as github_client
 from remuda.adapters.system.clock import SystemIds
@@ -26,6 +25,7 @@ from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings, load
 from support.clock import FixedClock
 from support.fleet_world import TOKEN, FleetWorld, Served, serve
+from support.moto_server import patient_config
 from support.oracle import REFUSED, SCENARIOS, expected, variables
 from support.records import LONG_S
 
@@ -43,7 +43,7 @@ def ec2_client(served: Served) -> Any:
         endpoint_url=served.ec2_url,
         aws_access_key_id="test",
         aws_secret_access_key="test",
-        config=client_config(),
+        config=patient_config(),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession, get_session
 
 from remuda.adapters.aws.ec2.calls import client_config
@@ -88,7 +89,7 @@ class MotoServer:
             endpoint_url=self.url,
             aws_access_key_id="test",
             aws_secret_access_key="test",
-            config=client_config(),
+            config=patient_config(),
         ) as client:
             yield client
 
@@ -154,6 +155,13 @@ class MotoServer:
             "security-group-ids": groups[0]["GroupId"],
             "iam-instance-profile": PROFILE,
         }
+
+
+def patient_config() -> AioConfig:
+    """As the product has it, with more time: each call has a connection of its own here, and this computer may take its
+    time over it.
+    """
+    return client_config().merge(AioConfig(connect_timeout=LIMIT_S, read_timeout=LIMIT_S))
 
 
 @cache

@@ -107,6 +107,12 @@ class Folder:
     def say(self, *lines: str) -> None:
         os.write(self.pipe, "".join(f"{line}\n" for line in lines).encode())
 
+    async def listens(self, runner: ActionsRunner) -> None:
+        """Until the listener has said so."""
+        self.say("Listening for Jobs")
+        while "Listening" not in self.log.read_text():
+            await runner.wait_for_change(runner.state(), 0.01)
+
     def read(self, name: str) -> str:
         return (self.runner / name).read_text()
 
@@ -300,6 +306,8 @@ class TestListener:
     async def test_one_that_nobody_wrote_down_is_found(self, folder: Folder) -> None:
         first = folder.open()
         await first.start(ASSIGNMENT)
+        # What has just been started is not to be told by its command yet.
+        await folder.listens(first)
         folder.log.with_suffix(".listener.json").unlink()
         second = folder.open()
         assert second.state().listening
@@ -517,9 +525,7 @@ class TestRegistrar:
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
         await runner.configure(given)
         await runner.start(ASSIGNMENT)
-        folder.say("Listening for Jobs")
-        while "Listening" not in folder.log.read_text():
-            await runner.wait_for_change(runner.state(), 0.01)
+        await folder.listens(runner)
         removal, detail = await runner.remove(given)
         assert (removal, "only the service" in detail) == (Removal.FAILED, True)
         assert not (tmp_path / "registrar" / "arguments").exists()
