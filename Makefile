@@ -72,7 +72,8 @@ simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and 
 	@mkdir -p build
 	$(BIN)/remuda simulate --seeds 20000 --first-seed 0 --hours 0.25 --instances 5 --json > build/small-worlds.json
 	$(BIN)/remuda simulate --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10 --json > build/worlds.json
-	$(BIN)/python -m remuda.simulation.cells build/small-worlds.json build/worlds.json --write docs/reference/faults-and-states.md
+	$(BIN)/remuda simulate --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
+	$(BIN)/python -m remuda.simulation.cells build/small-worlds.json build/worlds.json build/few-faults.json --write docs/reference/faults-and-states.md
 	$(BIN)/python benchmarks/simulation.py
 	$(BIN)/python -m remuda.simulation.report --write docs/reference/planted-bugs.md
 

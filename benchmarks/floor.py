@@ -16,6 +16,7 @@ from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.ports.calls import CallCounter
+from remuda.ports.compute import POOL_TAG
 
 #: How often the calls of a small operation are timed.
 REPEATS = 3
@@ -99,7 +100,16 @@ def next_refresh() -> Calls:
 
 
 def reaping(machines: int) -> Calls:
-    return {"get": 2, "query": 5, "describe": 3, "runners": 1, "update": 2 * machines, "terminate": 1, "depth": CLASSES}
+    return {
+        "get": 2,
+        "query": 5,
+        "describe": 2,
+        "runners": 1,
+        "update": 2 * machines,
+        "tags": 1,
+        "terminate": 1,
+        "depth": CLASSES,
+    }
 
 
 def poll_wait_s(machines: int) -> float:
@@ -253,6 +263,10 @@ class Floor:
 
     async def _describe(self) -> None:
         await self._world.ec2.describe_instances(MaxResults=1_000)
+
+    async def _tags(self) -> None:
+        filters = [{"Name": "resource-id", "Values": self._ended}, {"Name": "key", "Values": [POOL_TAG]}]
+        await self._world.ec2.describe_tags(Filters=filters)
 
     async def _terminate(self) -> None:
         """Of one that has ended: EC2 takes it again."""

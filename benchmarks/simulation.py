@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 
-from remuda.simulation.faults import Fault
+from remuda.simulation.faults import Chosen, Swarm
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
 
@@ -16,7 +16,7 @@ SEEDS = 5
 
 def main() -> None:
     gc.freeze()
-    kinds: dict[str, frozenset[Fault] | None] = {"no faults": frozenset(), "half of the faults": None}
+    kinds: dict[str, Chosen] = {"no faults": frozenset(), "half of the faults": Swarm.HALF}
     for name, faults in kinds.items():
         started, simulated, agents = time.process_time(), 0.0, 0
         for seed in range(SEEDS):

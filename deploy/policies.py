@@ -210,7 +210,7 @@ def workflow(classes: Sequence[str] = CLASSES) -> Policy:
             _messages(classes),
             *_launch(),
             _terminate(),
-            _look("DescribeInstances"),
+            _look("DescribeInstances", "DescribeTags"),
         ),
     )
 
@@ -341,6 +341,7 @@ def refresh(classes: Sequence[str] = CLASSES) -> Policy:
                 "DescribeSecurityGroups",
                 "DescribeSpotPriceHistory",
                 "DescribeSubnets",
+                "DescribeTags",
             ),
             Statement(
                 sid="KnowTheAgentsRole",

@@ -76,6 +76,21 @@ async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2W
     assert await state(world, names[0]) == "terminated"
 
 
+async def test_the_tag_alone_is_looked_at_before_an_end(world: Ec2World) -> None:
+    """Of what has no such tag the machine itself: is it somebody else's, or not there?"""
+    compute = await world.prepared()
+    names = ids(await compute.launch(world.wanted(count=2)))
+    before = world.server.asked().get("DescribeInstances", 0)
+    assert await compute.terminate(names) == {}
+    assert world.server.asked().get("DescribeInstances", 0) == before
+    stranger = await world.stranger()
+    refused = await compute.terminate([stranger, GHOST])
+    assert list(refused) == [stranger]
+    assert POOL_TAG in refused[stranger]
+    assert world.server.asked().get("DescribeInstances", 0) == before + 1
+    assert await state(world, stranger) == "running"
+
+
 async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2World) -> None:
     compute = await world.prepared()
     names = ids(await compute.launch(world.wanted(count=2)))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from remuda.simulation.faults import FEW
+
 REMUDA = Path(sys.executable).parent / "remuda"
 SMALL = ("--hours", "0.1", "--instances", "4")
 
@@ -41,6 +43,12 @@ def test_a_summary_for_people():
     assert done.returncode == 0, done.stderr
     assert "seeds/s" in done.stdout
     assert "0 violations" in done.stdout
+
+
+def test_few_faults():
+    done = remuda("--seeds", "2", "--first-seed", "0", "--faults", "few", *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    assert 0 < sum(1 for count in json.loads(done.stdout)["faults"].values() if count) <= 2 * FEW
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from remuda.domain.transitions import TRANSITIONS
 from remuda.simulation.campaign import Settings, run_many
 from remuda.simulation.coverage import IMPOSSIBLE, wonders
-from remuda.simulation.faults import Fault, parse_faults
+from remuda.simulation.faults import Fault, Swarm, parse_faults
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
 from remuda.simulation.shrink import shrink, tell
@@ -17,6 +17,8 @@ from remuda.simulation.shrink import shrink, tell
 SEEDS = 500
 SETTINGS = Settings(hours=0.5, instances=10)
 SMALL = Settings(hours=0.25, instances=5)
+FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)
+FEW_SEEDS = 100
 #: Bugs that were found, and the seeds that find them where they are planted again (see `planted.py`).
 ONCE_BROKEN = {
     "duplicates-of-the-unclaimed": 248,
@@ -34,8 +36,8 @@ WITH = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,
 BROKEN_WHILE_SMALL = {"quarantine-unseen": 422, "born expired": 7260, "a drain over a quarantine": 13_866}
 
 
-def story(seed: int) -> str:
-    plan = draw(seed, hours=SETTINGS.hours, instances=SETTINGS.instances)
+def story(seed: int, settings: Settings = SETTINGS) -> str:
+    plan = draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults)
     return "\n".join(tell(shrink(simulate(plan), tries=60)))
 
 
@@ -50,6 +52,11 @@ def test_no_invariant_is_violated_in_the_short_campaign():
     assert not unused, f"these transitions never happened: {unused}"
     seen = [f"{fault} while {state}: {IMPOSSIBLE[fault, state]}" for fault, state in wonders(summary.coverage)]
     assert not seen, f"these cannot happen, and did: {seen}"
+
+
+def test_no_invariant_is_violated_with_few_faults():
+    summary = run_many(range(FEW_SEEDS), FEW_FAULTS, workers=2)
+    assert not summary.violations, story(min(summary.violations), FEW_FAULTS)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ Runs in the server's own virtualenv: standard library only. Told what to do by P
   capacity       {"subnet-1" | "c6i.large" | "spot" | "subnet-1 c6i.large": how many more it gives}
   faults         [{"action", "code", "status", "message", "times"}]: instead of doing anything
   lost           [{"action", "times"}]: done, but the answer never arrives
-  lag            how many calls of DescribeInstances do not show machines launched after this was set
+  lag            how many calls of DescribeInstances do not show machines launched after this was set; until then
+                 DescribeTags does not know them, either
   honour_tokens  false: a client token means nothing, as with servers that do not know it
 POST /_shim/reset forgets all that, and every machine.
 """
@@ -105,8 +106,9 @@ class Ec2Shim:
         if action == "DescribeInstances":
             form = [(key, str(min(PAGE, int(value))) if key == "MaxResults" else value) for key, value in form]
         status, answer = self._ask(environ, form)
-        if action == "DescribeInstances" and self._hidden:
+        if action in {"DescribeInstances", "DescribeTags"} and self._hidden:
             answer = _without(answer, self._hidden)
+        if action == "DescribeInstances" and self._hidden:
             self.lag -= 1
             if self.lag <= 0:
                 self._hidden.clear()
@@ -253,12 +255,13 @@ def _said(answer: bytes) -> tuple[str, str]:
 
 
 def _without(answer: bytes, names: set[str]) -> bytes:
-    """DescribeInstances without these machines."""
+    """DescribeInstances or DescribeTags without these machines."""
     root = ET.fromstring(answer)  # noqa: S314 - it is our own server's
     space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
-    for instances in root.iter(f"{space}instancesSet"):
-        for item in list(instances):
-            if item.findtext(f"{space}instanceId") in names:
-                instances.remove(item)
+    for listed, name in (("instancesSet", "instanceId"), ("tagSet", "resourceId")):
+        for items in root.iter(f"{space}{listed}"):
+            for item in list(items):
+                if item.findtext(f"{space}{name}") in names:
+                    items.remove(item)
     ET.register_namespace("", space.strip("{}"))
     return ET.tostring(root)

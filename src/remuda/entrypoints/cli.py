@@ -466,7 +466,10 @@ def simulate(
     hours: Annotated[float, typer.Option("--hours", min=0.01, max=1_000, help="Simulated hours of each.")] = 0.5,
     instances: Annotated[int, typer.Option("--instances", min=1, max=500, help="The most in each.")] = 10,
     faults: Annotated[
-        str, typer.Option("--faults", help="swarm (each seed draws half), all, none, or names with commas.")
+        str,
+        typer.Option(
+            "--faults", help="swarm (each seed draws half), few (one to six), all, none, or names with commas."
+        ),
     ] = "swarm",
     seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**63, help="One seed alone.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Show all that happens; needs --seed.")] = False,

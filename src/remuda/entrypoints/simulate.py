@@ -14,7 +14,7 @@ from remuda.entrypoints.output import Output
 from remuda.entrypoints.run import EXIT_OK
 from remuda.simulation.campaign import COUNTED, Settings, Summary, run_many
 from remuda.simulation.coverage import IMPOSSIBLE, STATES, empty_cells
-from remuda.simulation.faults import Fault, parse_faults
+from remuda.simulation.faults import Fault, parse_faults, spelled
 from remuda.simulation.plan import draw
 from remuda.simulation.run import Outcome, simulate
 from remuda.simulation.shrink import shrink, tell
@@ -59,7 +59,7 @@ def _run_one(seed: int, settings: Settings, output: Output, *, trace: bool) -> i
     if trace:
         for line in outcome.lines:
             output.say(str(line))
-    tales = [_tale(outcome, output)] if outcome.violation else []
+    tales = [_tale(outcome, settings, output)] if outcome.violation else []
     document = {**_document(summary, settings, seconds), "seed": seed, "trace_hash": outcome.digest, "tales": tales}
     if trace:
         document["trace"] = [str(line) for line in outcome.lines]
@@ -78,7 +78,7 @@ def _run_many(request: Request, settings: Settings, output: Output) -> int:
     tales = []
     for seed in sorted(summary.violations)[:MAX_TALES]:
         plan = draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults)
-        tales.append(_tale(simulate(plan), output))
+        tales.append(_tale(simulate(plan), settings, output))
     document = {**_document(summary, settings, seconds), "first_seed": first, "workers": workers, "tales": tales}
     output.result(document)
     told = [*_story(summary, seconds), _coverage(summary), *_unfilled(summary)]
@@ -109,9 +109,11 @@ def _with_progress(seeds: Sequence[int], settings: Settings, workers: int, outpu
         return run_many(seeds, settings, workers=workers, done=done)
 
 
-def _tale(found: Outcome, output: Output) -> list[str]:
-    """What happened, cut down to the least that shows it."""
-    lines = list(tell(shrink(found)))
+def _tale(found: Outcome, settings: Settings, output: Output) -> list[str]:
+    """What happened, cut down to the least that shows it, and how to see the whole of it."""
+    world = f"--seed {found.plan.seed} --hours {settings.hours:g} --instances {settings.instances}"
+    again = f"see all of it: remuda simulate {world} --faults {spelled(settings.faults)} --trace"
+    lines = [*tell(shrink(found)), again]
     for line in lines:
         output.say(line, style="red" if line.startswith("seed ") else None)
     return lines

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remuda.simulation.coverage import STATES, empty_cells
-from remuda.simulation.faults import Fault
+from remuda.simulation.faults import Chosen, Fault, Swarm
 from remuda.simulation.invariants import Violation
 from remuda.simulation.plan import draw
 from remuda.simulation.run import Outcome, simulate
@@ -35,8 +35,7 @@ COUNTED = {
 class Settings:
     hours: float
     instances: int
-    #: None: each seed draws half of them.
-    faults: frozenset[Fault] | None = None
+    faults: Chosen = Swarm.HALF
 
 
 @dataclass(kw_only=True, slots=True)

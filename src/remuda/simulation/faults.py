@@ -136,10 +136,24 @@ MAX_DESCRIBE_LAG_S = 40.0
 MAX_LIST_LAG_S = 60.0
 
 
-def parse_faults(text: str) -> frozenset[Fault] | None:
-    """`all`, `none`, or names with commas between; `swarm` (None): each seed draws half of them."""
-    if text == "swarm":
-        return None
+#: The most that a world with few faults has.
+FEW = 6
+
+
+class Swarm(StrEnum):
+    """Each seed draws its faults. Half of them meet each other in most ways; of few, each has the time to matter."""
+
+    HALF = "swarm"
+    FEW = "few"
+
+
+Chosen = frozenset[Fault] | Swarm
+
+
+def parse_faults(text: str) -> Chosen:
+    """`swarm` or `few`, `all`, `none`, or names with commas between."""
+    if text in set(Swarm):
+        return Swarm(text)
     if text in {"all", "none"}:
         return frozenset(Fault) if text == "all" else frozenset()
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -149,16 +163,29 @@ def parse_faults(text: str) -> frozenset[Fault] | None:
             raise UserError(
                 f"faults: {name!r} is not a fault",
                 field="--faults",
-                fix=f"use swarm, all, none, or some of {', '.join(sorted(known))}",
+                fix=f"use swarm, few, all, none, or some of {', '.join(sorted(known))}",
             )
     if not names:
-        raise UserError("faults is empty", field="--faults", fix="use swarm, all, none, or names of faults")
+        raise UserError("faults is empty", field="--faults", fix="use swarm, few, all, none, or names of faults")
     return frozenset(Fault(name) for name in names)
+
+
+def spelled(faults: Chosen) -> str:
+    """As `parse_faults` reads it."""
+    if isinstance(faults, Swarm):
+        return faults.value
+    if faults == frozenset(Fault):
+        return "all"
+    return ",".join(sorted(faults)) or "none"
 
 
 def draw_half(chance: random.Random) -> frozenset[Fault]:
     faults = list(Fault)
     return frozenset(chance.sample(faults, len(faults) // 2))
+
+
+def draw_few(chance: random.Random) -> frozenset[Fault]:
+    return frozenset(chance.sample(list(Fault), chance.randint(1, FEW)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

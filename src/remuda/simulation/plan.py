@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from remuda.controlplane.levers import Lever
 from remuda.domain.resources import Reuse, Tier, UsageClass
-from remuda.simulation.faults import Fault, Strike, draw_half
+from remuda.simulation.faults import Chosen, Fault, Strike, Swarm, draw_few, draw_half
 from remuda.simulation.names import REPOSITORIES
 
 #: How long a run holds its instances, about: sets how many runs a world of a size has.
@@ -171,11 +171,14 @@ class Plan:
         return replace(self, operations=tuple(item for item in self.operations if item not in operations))
 
 
-def draw(seed: int, *, hours: float, instances: int, faults: frozenset[Fault] | None = None) -> Plan:
+def draw(seed: int, *, hours: float, instances: int, faults: Chosen = Swarm.HALF) -> Plan:
     chance = random.Random(f"{seed} plan")
     # Drawn in any case: what people do in a seed does not hang on how its faults were chosen.
     half = draw_half(chance)
-    on = half if faults is None else faults
+    if isinstance(faults, Swarm):
+        on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"))
+    else:
+        on = faults
     draft = _Draft(chance, on, hours * 3_600.0, instances)
     # Drawn apart: what else happens in a seed does not hang on it.
     trust = random.Random(f"{seed} reuse")

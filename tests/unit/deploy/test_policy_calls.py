@@ -49,7 +49,7 @@ CALLS = {
     "workflow": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
         # RunInstances as a dry run of the doctor's; EC2 asks for it within CreateFleet, too.
-        "ec2": {"CreateFleet", "DescribeInstances", "RunInstances", "TerminateInstances"},
+        "ec2": {"CreateFleet", "DescribeInstances", "DescribeTags", "RunInstances", "TerminateInstances"},
         "iam": set[str](),
         "sqs": {
             "ChangeMessageVisibilityBatch",
@@ -85,6 +85,7 @@ CALLS = {
             "DescribeSecurityGroups",
             "DescribeSpotPriceHistory",
             "DescribeSubnets",
+            "DescribeTags",
             "ModifyLaunchTemplate",
             "TerminateInstances",
         },

@@ -14,7 +14,7 @@ from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
 from remuda.adapters.aws.ec2.launch import Launcher
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Options
 from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
-from remuda.adapters.aws.ec2.views import by_id, by_tag, views_of
+from remuda.adapters.aws.ec2.views import by_id, by_tag, tags_by_id, views_of
 from remuda.adapters.aws.errors import code_of, said_by
 from remuda.adapters.aws.gathering import gathered
 from remuda.adapters.aws.user_data import Layout, build_user_data
@@ -127,13 +127,13 @@ class Ec2Compute:
         failures = {name: f"{name[:40]!r} is no instance id" for name in wanted if not is_instance_id(name)}
         # Looked at first: only what is proven to be this pool's is ever ended. What EC2 does not know is gone, or so
         # new that its describe lags: we launched it ourselves, or the next sweep sees it.
-        known = await self.describe(wanted)
+        pools = await self._pools_of(wanted)
         ours: list[str] = []
         for name in wanted:
-            is_ours = known[name].tags.get(POOL_TAG) == self._pool if name in known else name in self._born
+            is_ours = pools[name] == self._pool if name in pools else name in self._born
             if is_ours:
                 ours.append(name)
-            elif name in known:
+            elif name in pools:
                 failures[name] = f"it does not carry the tag {POOL_TAG}={self._pool}"
         for batch in batches(ours, BATCH):
             failures |= await self._terminate(list(batch))
@@ -163,6 +163,16 @@ class Ec2Compute:
         answer = await self.calls.ask(kind.operation, Filters=[{"Name": kind.filter, "Values": list(wanted)}])
         known = {item.get(kind.key) for item in answer.get(kind.listed, ())}
         return kind, next((name for name in wanted if name not in known), "")
+
+    async def _pools_of(self, instance_ids: Sequence[str]) -> dict[str, str]:
+        """By id the pool that a machine is tagged with, empty where it has no such tag. Those that EC2 knows."""
+        wanted = sorted({name for name in instance_ids if is_instance_id(name)})
+        pools: dict[str, str] = {}
+        for batch in batches(wanted, BATCH):
+            # To ask for the tag alone is far less work for both sides than to ask for the machines.
+            pools |= await tags_by_id(self.calls, POOL_TAG, batch)
+        odd = await self.describe([name for name in wanted if name not in pools])
+        return {**pools, **{name: view.tags.get(POOL_TAG, "") for name, view in odd.items()}}
 
     async def _terminate(self, names: list[str]) -> dict[str, str]:
         """One unknown or protected id fails a whole call: leave out those it names, or halve, and go on."""

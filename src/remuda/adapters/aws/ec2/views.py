@@ -1,4 +1,4 @@
-"""Machines as DescribeInstances tells of them."""
+"""Machines and their tags as EC2 tells of them."""
 
 from __future__ import annotations
 
@@ -45,6 +45,19 @@ async def views_of(calls: Ec2Calls, filters: Filters) -> list[MachineView]:
                 view = machine_view(item)
                 found[view.instance_id] = view
     return list(found.values())
+
+
+async def tags_by_id(calls: Ec2Calls, key: str, instance_ids: Sequence[str]) -> dict[str, str]:
+    """The values of a tag, of those that have it."""
+    filters: Filters = [{"Name": "resource-id", "Values": list(instance_ids)}, {"Name": "key", "Values": [key]}]
+    asked = set(instance_ids)
+    found: dict[str, str] = {}
+    async for page in calls.pages("DescribeTags", Filters=filters, MaxResults=DESCRIBE_PAGE):
+        for item in page.get("Tags", ()):
+            name = str(item.get("ResourceId", ""))
+            if name in asked and item.get("Key") == key:
+                found[name] = str(item.get("Value", ""))
+    return found
 
 
 def instance_id_of(item: Mapping[str, Any]) -> str:

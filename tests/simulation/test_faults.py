@@ -1,0 +1,37 @@
+"""Which faults a world has."""
+
+from __future__ import annotations
+
+import pytest
+
+from remuda.simulation.faults import FEW, Chosen, Fault, Swarm, parse_faults, spelled
+from remuda.simulation.plan import draw
+
+SEEDS = range(300)
+
+
+def drawn(seed: int, faults: Chosen) -> frozenset[Fault]:
+    return draw(seed, hours=0.1, instances=4, faults=faults).faults
+
+
+@pytest.mark.parametrize("text", ["swarm", "few", "all", "none", "crash,write-lost"])
+def test_what_is_read_is_spelled_the_same(text: str):
+    assert spelled(parse_faults(text)) == text
+
+
+def test_of_a_swarm_each_seed_draws_half():
+    drawings = [drawn(seed, Swarm.HALF) for seed in SEEDS]
+    assert {len(faults) for faults in drawings} == {len(Fault) // 2}
+    assert frozenset[Fault]().union(*drawings) == frozenset(Fault)
+    assert len(set(drawings)) == len(drawings)
+
+
+def test_few_are_one_to_six_and_all_have_their_turn():
+    drawings = [drawn(seed, Swarm.FEW) for seed in SEEDS]
+    assert {len(faults) for faults in drawings} == set(range(1, FEW + 1))
+    assert frozenset[Fault]().union(*drawings) == frozenset(Fault)
+
+
+def test_the_same_faults_by_name_give_the_same_plan():
+    plan = draw(7, hours=0.25, instances=5, faults=Swarm.FEW)
+    assert draw(7, hours=0.25, instances=5, faults=plan.faults) == plan
