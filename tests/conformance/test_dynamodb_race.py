@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from remuda.adapters.aws.clients import AwsClients, open_session
+from remuda.adapters.aws.clients import AwsClients, config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import each
@@ -117,7 +117,9 @@ async def main(table: str, number: str) -> None:
     session = open_session()
     async with AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(AwsClients(session=session)) for _ in range(CLIENTS_EACH)]
-        stores = [open_store(await clients.dynamodb(), table) for clients in opened]
+        # The server may stand still for a while: that is no answer that was lost.
+        patient = config(read_timeout_s=LONG_S)
+        stores = [open_store(await clients.client("dynamodb", "DynamoDB", patient), table) for clients in opened]
         await asyncio.gather(*(store.get(instance_id(0)) for store in stores))
         say("ready")
         sys.stdin.readline()

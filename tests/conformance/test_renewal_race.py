@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.aws.clients import AwsClients
+from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
 from remuda.adapters.memory.fleet import MemoryFleet, MemoryMachines
@@ -54,7 +54,9 @@ async def open_store(where: str) -> AsyncIterator[InstanceStore]:
             store = SqliteInstanceStore(path=Path(place), clock=clock, ids=ids, calls=calls, busy_timeout_s=LONG_S)
         else:
             clients = await stack.enter_async_context(AwsClients())
-            store = DynamoInstanceStore(client=await clients.dynamodb(), table=place, clock=clock, ids=ids, calls=calls)
+            # The server, too, may stand still for a while: that is no answer that was lost.
+            client = await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=LONG_S))
+            store = DynamoInstanceStore(client=client, table=place, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(store.close)
         yield store
 
