@@ -32,6 +32,9 @@ ONCE_BROKEN = {
 #: A new machine's registration was taken for a ghost while its provision stood still: found where these faults are on.
 GHOST_BEFORE_ITS_RECORD = 620_239
 WITH = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"
+#: A renewal that stood still for ten minutes kept a machine beyond its greatest age.
+LATE_RENEWAL = 364
+OPERATORS = "drain,quarantine,pause,slow-call"
 #: Of the small worlds of the long campaign.
 BROKEN_WHILE_SMALL = {"quarantine-unseen": 422, "born expired": 7260, "a drain over a quarantine": 13_866}
 
@@ -65,6 +68,7 @@ def test_no_invariant_is_violated_with_few_faults():
         *((seed, SETTINGS) for seed in sorted(set(ONCE_BROKEN.values()))),
         *((seed, SMALL) for seed in BROKEN_WHILE_SMALL.values()),
         (GHOST_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(WITH))),
+        (LATE_RENEWAL, replace(SMALL, faults=parse_faults(OPERATORS))),
     ],
 )
 def test_what_was_broken_once_holds(seed: int, settings: Settings):

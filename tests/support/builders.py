@@ -82,7 +82,7 @@ def evidence(record: Instance) -> dict[type, Event]:
         RenewCredential(credential=REMOVAL),
         Pool(report=clean, idle_time_s=420.0),
         Announce(),
-        Renew(idle_time_s=420.0),
+        Renew(until=at(420)),
         Retire(reason="spot notice: soon"),
         Quarantine(reason="quarantined: odd", until=at(3_600)),
         Confirm(keep_records_s=600.0),

@@ -16,6 +16,7 @@ from operator import itemgetter
 from remuda.domain.fleet import FleetMachine, Registered, Registration
 from remuda.domain.idle_config import Eviction, IdleWindow, Quota
 from remuda.domain.instance import Instance, State
+from remuda.domain.timestamps import after
 
 #: How long a runner may not be removed after its launch, unless a setting says otherwise.
 MINIMUM_MIN = {"linux": 5.0, "windows": 15.0}
@@ -333,10 +334,10 @@ def _told(span: timedelta) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewal:
-    """An idle instance of the pool that the quota keeps: for how long, and why."""
+    """An idle instance of the pool that the quota keeps: until when, and why."""
 
     instance: Instance
-    idle_time_s: float
+    until: datetime
     reason: str
 
 
@@ -359,10 +360,9 @@ def renewals(
         group.sort(key=lambda item: (item.created_at, item.instance_id), reverse=newest_first)
         young = [item for item in group if (now - item.created_at).total_seconds() < max_age_s]
         for number, record in enumerate(young[: quota.idle_count], 1):
-            left_s = max_age_s - (now - record.created_at).total_seconds()
-            idle_s = min(idle_time_s, left_s)
-            if now + timedelta(seconds=idle_s) <= record.threshold:
+            until = min(after(now, idle_time_s), after(record.created_at, max_age_s))
+            if until <= record.threshold:
                 continue
             reason = f"kept as idle: {number} of {quota.idle_count} of class {name} ({quota.window})"
-            result.append(Renewal(instance=record, idle_time_s=idle_s, reason=reason))
+            result.append(Renewal(instance=record, until=until, reason=reason))
     return result

@@ -418,7 +418,8 @@ class Announce:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renew:
-    idle_time_s: float
+    #: As it was decided: one that comes late lasts no longer for it.
+    until: datetime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -562,9 +563,8 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
         case Announce():
             return alive, {"announced_at": now}
         case Renew():
-            until = after(now, event.idle_time_s)
-            # One that comes late must not cut short what was renewed since.
-            return replace(alive, not_retired=True, expired_at=until), {"threshold": until}
+            # Nor must it cut short what was renewed since.
+            return replace(alive, not_retired=True, expired_at=event.until), {"threshold": event.until}
         case Retire():
             # The first reason stands: a quarantine that came meanwhile is not made a drain.
             return replace(alive, not_retired=not instance.retire), {"retire": event.reason[:MAX_WHY]}

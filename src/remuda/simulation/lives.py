@@ -351,7 +351,8 @@ class Lives:
             yield "a sweep ends it: retired", _SWEEP, End(cause=Cause.RETIRED, reason=reason), NOW, 0
         # If its time is up, then by a clock that is slow.
         at = record.threshold - timedelta(seconds=1)
-        yield "scale-down renews its time", (Actor.SCALE_DOWN,), Renew(idle_time_s=LIFETIMES.idle_time_s), at, 0
+        renewal = Renew(until=at + timedelta(seconds=LIFETIMES.idle_time_s))
+        yield "scale-down renews its time", (Actor.SCALE_DOWN,), renewal, at, 0
 
     def written(self, life: Life, write: Write, *, released: bool, by_owner: bool = False) -> Life:
         """Its record after a write that its guard admits; judged."""

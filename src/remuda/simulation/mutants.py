@@ -20,6 +20,7 @@ from pathlib import Path
 import remuda
 from remuda.domain.errors import InvariantViolated
 from remuda.simulation.campaign import Settings
+from remuda.simulation.faults import Chosen, Swarm, parse_faults, spelled
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
 
@@ -41,6 +42,8 @@ class Mutant:
     #: What the bug is, in one sentence.
     bug: str
     patches: tuple[Patch, ...]
+    #: Under which faults it is hunted: one that needs few of them, one after the other, is met too late in a swarm.
+    faults: Chosen = Swarm.HALF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,7 @@ def hunt(mutant: Mutant, *, first: int, seeds: int, settings: Settings) -> Catch
     """Try one seed after the other, until one catches the bug."""
     with copy_of_package(mutant) as folder:
         environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        arguments = [str(first), str(seeds), str(settings.hours), str(settings.instances)]
+        arguments = [str(first), str(seeds), str(settings.hours), str(settings.instances), spelled(mutant.faults)]
         done = subprocess.run(
             [sys.executable, "-m", "remuda.simulation.mutants", *arguments],
             env=environment,
@@ -97,7 +100,7 @@ def _hunt_here(first: int, seeds: int, settings: Settings) -> Catch:
     """In the process of a mutant."""
     gc.freeze()
     for seed in range(first, first + seeds):
-        outcome = simulate(draw(seed, hours=settings.hours, instances=settings.instances))
+        outcome = simulate(draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults))
         if outcome.violation is not None:
             violation = outcome.violation
             return Catch(tried=seed - first + 1, seed=seed, violation=str(violation), invariant=violation.invariant)
@@ -105,8 +108,9 @@ def _hunt_here(first: int, seeds: int, settings: Settings) -> Catch:
 
 
 def main(arguments: list[str]) -> None:
-    first, seeds, hours, instances = arguments
-    catch = _hunt_here(int(first), int(seeds), Settings(hours=float(hours), instances=int(instances)))
+    first, seeds, hours, instances, faults = arguments
+    settings = Settings(hours=float(hours), instances=int(instances), faults=parse_faults(faults))
+    catch = _hunt_here(int(first), int(seeds), settings)
     document = {"tried": catch.tried, "seed": catch.seed, "violation": catch.violation, "invariant": catch.invariant}
     sys.stdout.write(json.dumps(document))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from remuda.simulation.faults import Chosen, Fault, Swarm
 from remuda.simulation.mutants import Mutant, Patch
 
 _TRANSITIONS = "domain/transitions.py"
@@ -20,13 +21,14 @@ _MACHINES = "controlplane/refresh/machines.py"
 _PROVISIONS = "controlplane/refresh/provisions.py"
 _GHOSTS = "controlplane/refresh/ghosts.py"
 _HINTS = "controlplane/refresh/hints.py"
+_SCALE_DOWN = "controlplane/scale_down/pool.py"
 _LIFECYCLE = "agent/lifecycle.py"
 _LIFETIME = "agent/lifetime.py"
 _LOOP = "agent/loop.py"
 
 
-def _mutant(name: str, bug: str, *patches: tuple[str, str, str]) -> Mutant:
-    return Mutant(name=name, bug=bug, patches=tuple(Patch(*patch) for patch in patches))
+def _mutant(name: str, bug: str, *patches: tuple[str, str, str], faults: Chosen = Swarm.HALF) -> Mutant:
+    return Mutant(name=name, bug=bug, patches=tuple(Patch(*patch) for patch in patches), faults=faults)
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -339,14 +341,25 @@ MUTANTS: tuple[Mutant, ...] = (
         "the renewal of an idle instance raises its epoch",
         (
             _TRANSITIONS,
-            'expired_at=until), {"threshold": until}\n',
-            'expired_at=until), {"threshold": until, "epoch": instance.epoch + 1}\n',
+            'expired_at=event.until), {"threshold": event.until}\n',
+            'expired_at=event.until), {"threshold": event.until, "epoch": instance.epoch + 1}\n',
         ),
     ),
     _mutant(
         "renewal-that-comes-late",
         "a renewal that was held up cuts a later one short",
-        (_TRANSITIONS, "replace(alive, not_retired=True, expired_at=until)", "replace(alive, not_retired=True)"),
+        (_TRANSITIONS, "replace(alive, not_retired=True, expired_at=event.until)", "replace(alive, not_retired=True)"),
+    ),
+    _mutant(
+        "renewal-that-lasts-longer",
+        "a renewal that was held up lasts as much longer, beyond the machine's greatest age",
+        (
+            _SCALE_DOWN,
+            "        due = renewals(\n",
+            "        decided_at = context.clock.now()\n        due = renewals(\n",
+        ),
+        (_SCALE_DOWN, "until=renewal.until", "until=renewal.until + (context.clock.now() - decided_at)"),
+        faults=frozenset({Fault.PAUSE}),
     ),
     _mutant(
         "quarantine-without-patience",
@@ -584,6 +597,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "quarantine-unseen",
         "a release that read the record before an operator's quarantine ends it all the same",
         (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
+    ),
+    _mutant(
+        "drain-over-quarantine",
+        "a drain that read the record before an operator's quarantine takes its place",
+        (_TRANSITIONS, "return replace(alive, not_retired=not instance.retire), {", "return alive, {"),
+        faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE}),
+    ),
+    _mutant(
+        "ghost-while-its-machine-stands",
+        "a registration made before the machine's record is taken for a ghost while the provision stands still",
+        (_GHOSTS, "if parsed is None or parsed[1] in self._standing:", "if parsed is None:"),
+        (_GHOSTS, "            now=self._listed_at,\n", "            now=self._context.clock.now(),\n"),
+        (_GHOSTS, "self._config.lifetimes.ghost_after_s", "self._config.lifetimes.ghost_grace_s"),
+        faults=frozenset({Fault.PAUSE}),
     ),
     _mutant(
         "agent-without-margin",

@@ -145,7 +145,7 @@ def test_a_renewed_threshold_is_followed() -> None:
         await stable.pool()
         for _ in range(5):
             await asyncio.sleep(400)
-            await stable.apply(Renew(idle_time_s=420), Actor.SCALE_DOWN)
+            await stable.apply(Renew(until=stable.clock.now() + timedelta(seconds=420)), Actor.SCALE_DOWN)
         assert stable.task is not None
         assert not stable.task.done()
         assert await stable.task == "its time in idle is up"

@@ -144,7 +144,7 @@ def test_announcing_notes_the_time_only() -> None:
 
 def test_renewal_moves_the_threshold_only() -> None:
     record = in_state(State.IDLE)
-    assert effect(record, Renew(idle_time_s=500.0), S) == {"threshold": at(500)}
+    assert effect(record, Renew(until=at(500)), S) == {"threshold": at(500)}
 
 
 def test_retiring_sets_the_reason_only() -> None:

@@ -82,7 +82,7 @@ def test_a_claim_needs_more_time_than_the_margin() -> None:
     assert not guard.admits(replace(record, threshold=at(60)))
 
 
-@pytest.mark.parametrize("event", [claim(), Renew(idle_time_s=9_000.0)], ids=["claim", "renew"])
+@pytest.mark.parametrize("event", [claim(), Renew(until=at(9_000))], ids=["claim", "renew"])
 def test_a_retired_instance_is_neither_claimed_nor_renewed(event: Event) -> None:
     record = in_state(State.IDLE)
     guard = write(record, event, P if isinstance(event, Claim) else S).guard
@@ -92,7 +92,7 @@ def test_a_retired_instance_is_neither_claimed_nor_renewed(event: Event) -> None
 
 def test_a_renewal_that_comes_late_does_not_cut_a_later_one_short() -> None:
     record = in_state(State.IDLE)
-    guard = write(record, Renew(idle_time_s=900.0), S).guard
+    guard = write(record, Renew(until=at(900)), S).guard
     assert guard.admits(replace(record, threshold=at(900)))
     assert not guard.admits(replace(record, threshold=at(901)))
 

@@ -105,7 +105,7 @@ def event_of(move: Move, record: Instance, now: datetime) -> Event:
         RenewCredential: RenewCredential(credential=REMOVAL),
         Pool: Pool(report=report, idle_time_s=60.0),
         Announce: Announce(),
-        Renew: Renew(idle_time_s=60.0),
+        Renew: Renew(until=now + timedelta(seconds=60)),
         Retire: Retire(reason=move.reason),
         End: End(cause=move.cause, report=report, reason=move.reason, owner=owner),
         Confirm: Confirm(keep_records_s=60.0),

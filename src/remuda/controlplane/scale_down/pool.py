@@ -89,7 +89,7 @@ class PoolRecords:
             if dry_run:
                 self._tally.explain(_kept(renewal, f"would be {renewal.reason}"))
                 return
-            event = Renew(idle_time_s=renewal.idle_time_s)
+            event = Renew(until=renewal.until)
             try:
                 await transition(context, renewal.instance, event, by=Actor.SCALE_DOWN, why=renewal.reason)
             except Conflict:
