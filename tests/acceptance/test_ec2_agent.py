@@ -60,6 +60,16 @@ def agents(machine: NamespaceMachine) -> list[str]:
     return machine.run("pgrep", "-f", "remuda agent").stdout.split()
 
 
+def running(machine: NamespaceMachine, user: str) -> list[str]:
+    """What a user runs. What has ended, and only waits for its parent to look, does not."""
+    lines = machine.run("ps", "-u", user, "-o", "stat=,args=").stdout.splitlines()
+    return [line for line in lines if not line.startswith("Z")]
+
+
+def sleepers(machine: NamespaceMachine) -> int:
+    return sum("sleep 100" in line for line in running(machine, JOB_USER))
+
+
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Region) -> None:
     await region.refresh("--margin-sec", "0.5")
@@ -68,7 +78,7 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
         ((name, machine),) = region.machines.items()
         job = await region.run_job("1", LOOKS, STAYS)
         assert job.conclusion == "success", f"{job} {machine.console}"
-        assert len(machine.run("pgrep", "-u", JOB_USER, "sleep").stdout.split()) == 2
+        await until(lambda: sleepers(machine) == 2, "what the job leaves behind runs")
         assert JOB_USER in machine.run("ipcs", "-m").stdout
 
         # A job of another run that has guessed the label, and would not mind a failure.
@@ -79,7 +89,7 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
 
         released = await region.remuda("release", "--run-id", "1")
         assert released["released"] == [name], machine.console
-        assert machine.run("pgrep", "-u", JOB_USER).stdout == ""
+        assert running(machine, JOB_USER) == []
         assert JOB_USER not in machine.run("ipcs", "-m").stdout
         for path in FILES:
             assert machine.run("test", "-e", path).returncode == 1, path
@@ -92,12 +102,14 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
         assert (await region.provision("2"))["reused"] == 1
         asked = region.cloud.ec2.asked().get("TerminateInstances", 0)
         await region.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
+        # While it starts something there are two that look like it.
+        await until(lambda: len(agents(machine)) == 1, "one agent")
         (agent,) = agents(machine)
         machine.run("kill", "-9", agent)
         job = await region.run_job("2", "echo hello")
         assert job.conclusion == "success", machine.console
+        await until(lambda: agents(machine) not in ([], [agent]), "the next agent")
         assert (await region.remuda("release", "--run-id", "2"))["released"] == [name], machine.console
-        assert agents(machine) != [agent]
 
         # Nobody wants it any more: it ends itself, with its own rights.
         await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) > asked, machine.console)

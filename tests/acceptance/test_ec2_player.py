@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -76,8 +77,8 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
 async def test_machines_live_and_end_as_ec2_says(ec2: tuple[MotoServer, EC2Client], tmp_path: Path):
     server, client = ec2
     folder = tmp_path / "machines"
-    # Words that nothing else on this computer has in its command line.
-    stays, goes = "4711.25", "4712.25"
+    # Words that nothing else on this computer has in its command line, other tests' processes included.
+    stays, goes = f"4711.{os.getpid()}", f"4712.{os.getpid()}"
 
     async def state(instance_id: str) -> str:
         return str((await instances(client))[instance_id]["State"]["Name"])

@@ -19,7 +19,7 @@ from support.bootstrap_box import JOB_USER, Box
 from support.fake_imds import fake_imds
 
 V4, V6 = "169.254.169.254", "fd00:ec2::254"
-LIMIT_S = 30
+LIMIT_S = 120
 JOB = pwd.getpwnam(JOB_USER).pw_uid
 #: First and last of those that its user namespaces may use, two ranges; and somebody else.
 SUBORDINATE = (200_000, 265_535, 300_000, 300_000)
@@ -53,7 +53,7 @@ while calls and (left := limit - time.monotonic()) > 0:
             print(address)
 """
 #: Generous where it must succeed, short where it must not.
-REACHED_S, REFUSED_S = 10, 0.4
+REACHED_S, REFUSED_S = 60, 0.4
 
 
 @cache

@@ -1,5 +1,6 @@
 """The local GitHub and the stand-in runner as real processes."""
 
+import asyncio
 import os
 import pathlib
 import re
@@ -20,7 +21,7 @@ from remuda.githubsim.package import install
 REPO = "acme/widgets"
 RUNNERS = f"/repos/{REPO}/actions/runners"
 #: Generous: nothing waits for it unless something is broken.
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 class Server:
@@ -56,6 +57,9 @@ class Server:
         found = read_endpoint(self.folder)
         assert found is not None
         return found
+
+    def change(self, **settings: float) -> None:
+        self.http.patch("/_sim/settings", json=settings).raise_for_status()
 
     def token(self, kind: str) -> str:
         return str(self.http.post(f"{RUNNERS}/{kind}").json()["token"])
@@ -161,6 +165,8 @@ class RunnerFolder:
 def server(tmp_path: pathlib.Path) -> Iterator[Server]:
     server = Server(tmp_path / "github")
     server.start()
+    # A runner that stands still for a while, on a busy computer, keeps its session.
+    server.change(liveness_s=LIMIT_S)
     yield server
     server.stop(signal.SIGKILL)
 
@@ -301,7 +307,6 @@ def test_a_job_is_cancelled_from_the_server(server: Server, runner: RunnerFolder
 def test_a_killed_listener_leaves_the_runner_offline_and_busy(
     server: Server, runner: RunnerFolder, tmp_path: pathlib.Path
 ) -> None:
-    server.http.patch("/_sim/settings", json={"liveness_s": 0.5})
     runner.register()
     listener = runner.ready()
     died = tmp_path / "died"
@@ -310,6 +315,7 @@ def test_a_killed_listener_leaves_the_runner_offline_and_busy(
     job = server.queue(f"exec 9> {died}; sleep 600")
     with died.open("rb") as watch:
         server.running(job)
+        server.change(liveness_s=0.5)
         listener.kill()
         assert watch.read() == b""
     lost = server.until(lambda found: not found["online"])
@@ -318,9 +324,25 @@ def test_a_killed_listener_leaves_the_runner_offline_and_busy(
     assert found is not None
     assert (found["status"], found["busy"]) == ("offline", True)
     assert server.http.delete(f"{RUNNERS}/{lost['id']}").status_code == 422
-    server.http.patch("/_sim/settings", json={"lease_s": 0})
+    server.change(lease_s=0)
     assert server.finished(job)["conclusion"] == "failure"
     assert server.http.delete(f"{RUNNERS}/{lost['id']}").status_code == 204
+
+
+def test_a_job_ends_whose_runner_stood_still_for_too_long(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    listener = runner.ready()
+    job = server.queue("sleep 600")
+    server.running(job)
+    listener.send_signal(signal.SIGSTOP)
+    # Told to cancel it, a runner asks for nothing more: the session is gone before it has done so.
+    server.http.post(f"/_sim/jobs/{job}/cancel")
+    server.change(liveness_s=0.1)
+    server.until(lambda found: not found["online"])
+    server.change(liveness_s=LIMIT_S)
+    listener.send_signal(signal.SIGCONT)
+    assert server.finished(job)["conclusion"] == "cancelled"
+    assert server.finished(server.queue("true"))["conclusion"] == "success"
 
 
 def test_a_second_listener_is_a_conflict(server: Server, runner: RunnerFolder) -> None:
@@ -369,7 +391,11 @@ def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathl
     died = tmp_path / "died"
     os.mkfifo(died)
     watch = os.open(died, os.O_RDONLY | os.O_NONBLOCK)
-    job = server.queue(f"(exec 9> {died}; touch up; sleep 600) & until test -e up; do sleep 0.02; done; touch refuse")
+    # Until it is another program: in between, nobody could tell whose it is.
+    job = server.queue(
+        f"(exec 9> {died}; exec sleep 600) &\n"
+        "until tr '\\0' ' ' </proc/$!/cmdline | grep -q '^sleep '; do sleep 0.02; done; touch refuse"
+    )
     good = server.finished(job)
     ended = select.poll()
     ended.register(watch, select.POLLHUP)
@@ -421,6 +447,13 @@ async def test_the_client(server: Server, runner: RunnerFolder) -> None:
         assert [fault.kind for fault in await client.faults()] == ["status"]
         await client.clear_faults()
         assert await client.faults() == []
+        await client.set_fault("delay", operation="list", seconds=600)
+        listing = asyncio.create_task(asyncio.to_thread(server.rest))
+        while await client.faults():  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.02)
+        # One that is under way ends, too.
+        await client.clear_faults()
+        assert await listing is not None
         with pytest.raises(SimError, match="404"):
             await client.job(10_000)
         assert (await client.change_settings(lease_s=99))["lease_s"] == 99

@@ -153,7 +153,8 @@ async def test_interrupted_while_warm_machines_register(backend: LocalBackend) -
     await backend.provision("0", 2)
     await backend.release("0")
     async with backend.github() as github:
-        await github.set_fault("delay", operation="runner.register", seconds=5, times=None)
+        # Until the fault is cleared: no registration gets through before.
+        await github.set_fault("delay", operation="runner.register", seconds=25, times=None)
         provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
         await backend.until(lambda: backend.states() == ["claimed", "claimed"], "both are claimed")
         provisioning.send_signal(signal.SIGTERM)
@@ -193,10 +194,12 @@ async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> 
 
 
 async def test_a_job_that_outlives_its_run_is_ended_with_it(backend: LocalBackend) -> None:
-    await backend.provision("1", 1, "--max-runtime-min", "0.15")
     async with backend.github() as github:
+        # There before its machine, whose time is short.
+        job = await queue(github, "1", "sleep 1000")
+        await backend.provision("1", 1, "--max-runtime-min", "0.2")
+        job = await after(github, job, status="in_progress")
         await github.change_settings(lease_s=2.0)
-        job = await after(github, await queue(github, "1", "sleep 1000"), status="in_progress")
         async with backend.sweeping():
             await backend.until_settled()
         assert (await after(github, job, status="completed")).conclusion == "failure"

@@ -49,6 +49,8 @@ jobs:
 """
 
 
+#: A step that ends when both have begun: one machine that is quick cannot take both.
+MEETS = "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)s/2 ]; do sleep 0.05; done; }"
 #: A step that shows all that it is given, in one line of its log, and fails: then its log is shown.
 TELLS_ALL = r"{ printenv | tr '\n' ' '; false; }"
 
@@ -106,7 +108,7 @@ def states(backend: Path) -> list[str]:
 
 
 def test_jobs_run_each_on_a_machine_of_the_run(backend: Path, tmp_path: Path):
-    done = run(backend, tmp_path, "9001", "sleep 1")
+    done = run(backend, tmp_path, "9001", MEETS % {"at": tmp_path})
     result = answer(done)
     assert (done.returncode, result["conclusion"]) == (0, "success")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}

@@ -26,6 +26,8 @@ from support.records import NOW
 REMUDA = Path(sys.executable).with_name("remuda")
 LAUNCHER = "support.frozen_launcher"
 LIMIT_S = 120
+#: A call that hangs would hang for much longer.
+HELD_UP_S = 100
 #: One for each kind of thing that can happen; all of them run in conformance, over the same adapters.
 SAMPLE = (
     "A2_orphan_id_online_busy_org",
@@ -87,7 +89,7 @@ def test_does_as_the_verdict_says(scenario: Mapping[str, Any], tmp_path: Path) -
             assert set(world.did.untagged) == wanted.untagged, document
             assert not world.did.killed_busy
             assert code == (4 if document["errors"] else 0)
-            assert time.monotonic() - began < 60, "one fault does not hold up a cycle"
+            assert time.monotonic() - began < HELD_UP_S, "one fault does not hold up a cycle"
             assert sum(document["calls"].get("github", {}).values()) == world.did.of_github()
             for decision in document["decisions"]:
                 assert set(decision) == {"instance_id", "owner", "action", "reason", "phase", "done"}

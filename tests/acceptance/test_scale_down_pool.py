@@ -43,7 +43,7 @@ async def launch_tagged(cloud: Cloud) -> list[str]:
 def put_idle_record(cloud: Cloud, instance_id: str) -> None:
     now = datetime.now(UTC)  # noqa: TID251 - the command has the real clock
     record = instance(
-        instance_id=instance_id, threshold=now + timedelta(seconds=90), created_at=now - timedelta(seconds=300)
+        instance_id=instance_id, threshold=now + timedelta(seconds=300), created_at=now - timedelta(seconds=300)
     )
     tests = Path(__file__).parents[1]
     subprocess.run(

@@ -24,7 +24,7 @@ from remuda.domain.fleet import GHR_ORPHAN_TAG
 TOKEN = "github_pat_scale_down"
 PER_PAGE = 100
 EC2_PAGE = 100
-HANG_S = 60.0
+HANG_S = 600.0
 _RUNNERS = re.compile(r"/(?:orgs/(?P<org>[^/]+)|repos/(?P<repo>[^/]+/[^/]+))/actions/runners(?:/(?P<id>\d+))?")
 
 

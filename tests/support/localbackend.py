@@ -31,6 +31,11 @@ SHORT_LIVES = (
     *("--release-time-sec", "8", "--unrecorded-grace-sec", "3", "--gone-after-sec", "1"),
     *("--ghost-grace-sec", "3", "--reannounce-sec", "5", "--margin-sec", "1"),
 )
+#: For tests of something else: nothing ends because a busy computer takes its time.
+LONG_LIVES = (
+    *("--idle-time-sec", "600", "--release-time-sec", "90", "--unrecorded-grace-sec", "90"),
+    *("--ghost-grace-sec", "90", "--reannounce-sec", "600"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

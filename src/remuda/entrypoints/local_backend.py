@@ -30,8 +30,8 @@ from remuda.ports.journal import Journal
 from remuda.settings import Settings
 
 #: How long a background process may take to be ready, and to end.
-READY_S = 20.0
-END_S = 5.0
+READY_S = 60.0
+END_S = 20.0
 PAUSE_S = 0.02
 SWEEP_EVERY_S = 5.0
 PRIVATE = 0o700

@@ -123,7 +123,9 @@ class WorkflowRun:
             return list(await asyncio.gather(*ordered))
         except BaseException:
             for task in ordered:
-                task.cancel()
+                # Once: a second time would cut short what it does about its job because of the first.
+                if not task.cancelling():
+                    task.cancel()
             await asyncio.gather(*ordered, return_exceptions=True)
             await self._say_goodbye(jobs, ordered)
             raise

@@ -156,7 +156,7 @@ class AdminApi:
         return JSONResponse({"faults": [fault.document() for fault in self._hub.faults.all()]})
 
     async def clear_faults(self, _request: Request) -> Response:
-        self._hub.faults.clear()
+        self._hub.clear_faults()
         return Response(status_code=204)
 
     async def get_settings(self, _request: Request) -> Response:

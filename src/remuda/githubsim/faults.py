@@ -24,7 +24,7 @@ class FaultKind(StrEnum):
     JOB_ON_DELETE = "job_on_delete"
     #: `status` instead of doing anything.
     STATUS = "status"
-    #: The answer takes `seconds` longer.
+    #: The answer takes `seconds` longer, unless it is cleared before.
     DELAY = "delay"
 
 

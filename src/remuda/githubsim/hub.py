@@ -32,6 +32,8 @@ class Hub:
         self.faults = FaultBoard()
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._timer_moved = asyncio.Event()
+        #: Set, and another one put in its place, when the faults are cleared.
+        self._cleared = asyncio.Event()
         self._closing = False
 
     def settle(self) -> None:
@@ -51,6 +53,7 @@ class Hub:
         self._closing = True
         for key in list(self._waiters):
             self._wake(key)
+        self._cleared.set()
 
     async def until(self, ready: Callable[[], bool], *, key: str, timeout_s: float, request: Request) -> bool:
         """Wait until it is ready, the time is over, the client is gone, or the server closes."""
@@ -95,10 +98,17 @@ class Hub:
         if not self._waiters[key]:
             del self._waiters[key]
 
+    def clear_faults(self) -> None:
+        """A delay that is under way ends, too."""
+        self.faults.clear()
+        cleared, self._cleared = self._cleared, asyncio.Event()
+        cleared.set()
+
     async def strike_before(self, operation: str) -> Response | None:
         """Faults that come before the operation: a delay, or an answer instead of it."""
         if fault := self.faults.take(FaultKind.DELAY, operation):
-            await asyncio.sleep(fault.seconds or 0.0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._cleared.wait(), fault.seconds or 0.0)
         if fault := self.faults.take(FaultKind.RATE_LIMIT, operation):
             message = fault.message or "You have exceeded a secondary rate limit."
             response = error(fault.status or 403, message)

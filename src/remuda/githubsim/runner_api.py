@@ -131,7 +131,7 @@ class RunnerApi:
 
     async def renew(self, request: Request) -> Response:
         body = await json_body(request)
-        runner = self._in_session(request)
+        runner = self._at_work(request)
         self._core.queue.append_output(runner, _job_id(request), str(body.get("output", "")))
         job = self._core.queue.renew(runner, _job_id(request))
         return JSONResponse({"cancel": job.cancel_requested})
@@ -143,13 +143,20 @@ class RunnerApi:
         except ValueError as problem:
             raise Refused(422, "The conclusion is success, failure or cancelled.") from problem
         self._core.queue.complete(
-            self._in_session(request),
+            self._at_work(request),
             _job_id(request),
             conclusion,
             output=str(body.get("output", "")),
             steps=list(body.get("steps", ())),
         )
         return JSONResponse({})
+
+    def _at_work(self, request: Request) -> Runner:
+        """A job that has begun needs no session to be told of, as on GitHub: that may have vanished meanwhile, with a
+        machine that stood still.
+        """
+        runner = self._core.registry.runner_of(bearer(request))
+        return self._in_session(request) if runner.session == request.path_params["session"] else runner
 
     def _in_session(self, request: Request) -> Runner:
         return self._core.registry.in_session(bearer(request), str(request.path_params["session"]))

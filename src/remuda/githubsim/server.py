@@ -28,6 +28,8 @@ DATABASE = "github.db"
 BACKLOG = 2048
 #: What is still open this long after the end was asked for is cut off.
 GRACE_S = 1
+#: Longer than clients keep an idle connection: one that is closed as it is asked would lose the question.
+KEEP_ALIVE_S = 75
 
 
 def build_app(hub: Hub) -> Starlette:
@@ -92,6 +94,7 @@ class _Server(uvicorn.Server):
             lifespan="on",
             ws="none",
             backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)

@@ -162,6 +162,19 @@ def test_one_without_its_first_thread_is_seen(trees: list[Tree]) -> None:
     assert procfs.descendants(tree.pid) == []
 
 
+def test_whose_a_process_is_can_be_told_while_it_becomes_another_program() -> None:
+    """In between the kernel shows no environment, and another machine's process would be taken for nobody's."""
+    told = set()
+    for _ in range(20):
+        process = subprocess.Popen(["/bin/sh", "-c", "exec sleep 1000"], env={procfs.MARKER: "i-1"})
+        try:
+            told |= {procfs._marker(f"/proc/{process.pid}") for _ in range(20)}
+        finally:
+            process.kill()
+            process.wait()
+    assert told == {"i-1"}
+
+
 def test_what_an_agent_starts_leaves_no_core_dump() -> None:
     code = (
         "import subprocess; from remuda.agent import processes; processes.leave_no_core_dumps();"

@@ -32,7 +32,7 @@ T = TypeVar("T")
 SERVICE = "compute"
 #: How long a supervisor may take for an orderly end.
 END_LIMIT_S = 2.0
-KILLED_LIMIT_S = 1.0
+KILLED_LIMIT_S = 10.0
 #: Looks for what is left of a machine that lost its power, and the wait after each.
 HUNTS = 40
 HUNT_PAUSE_S = 0.1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +129,7 @@ class Launcher:
     ) -> tuple[Plan, dict[str, int]]:
         """Decide on the names and give the drafts power, so that others count them."""
         held: dict[str, int] = {}
-        with files.locked(str(self._root / ROOT_LOCK)):
+        with self._alone():
             count, errors = self._room(request, options)
             if count == 0:
                 raise CapacityError(" ".join(errors))
@@ -161,6 +162,10 @@ class Launcher:
         """Machines with power, those that are still being made included."""
         return sum(is_instance_id(path.name.removeprefix(DRAFT)) and is_on(path) for path in self._root.iterdir())
 
+    def _alone(self) -> AbstractContextManager[None]:
+        """Drafts come, and become machines, only while nobody else looks through the folder."""
+        return files.locked(str(self._root / ROOT_LOCK))
+
     def _new_id(self) -> str:
         while True:
             # Whatever the source of ids makes of it, the name has EC2's shape.
@@ -190,11 +195,14 @@ class Launcher:
                 return ""  # by an earlier process that did not get to the end
             if name not in held:
                 files.erase([str(self._root / f"{DRAFT}{name}")])
-                held[name] = self._draft(name)
+                with self._alone():
+                    held[name] = self._draft(name)
             try:
                 self._fill(name, request, options, machine_type)
                 folder = self._root / name
-                (self._root / f"{DRAFT}{name}").rename(folder)
+                # Whoever counts the machines meanwhile would find it under neither name.
+                with self._alone():
+                    (self._root / f"{DRAFT}{name}").rename(folder)
                 self._power_up(folder, held[name])
             except (OSError, shutil.Error) as problem:
                 files.erase([str(self._root / f"{DRAFT}{name}")])

@@ -22,6 +22,8 @@ CONNECT_LIMIT_S = 60.0
 REPORT_LIMIT_S = 60.0
 #: After a signal the end has to come soon, whether the server listens or not.
 FAREWELL_LIMIT_S = 3.0
+#: A server that listens is given longer to answer: what it was told last would else be lost.
+ANSWER_LIMIT_S = 15.0
 
 RESULTS = {"success": "Succeeded", "failure": "Failed", "cancelled": "Canceled"}
 REGISTRATION_DELETED = (
@@ -241,7 +243,8 @@ class Listener:
         ends_at, pause_s = time.monotonic() + limit_s, FIRST_PAUSE_S
         while True:
             try:
-                answer = self._ask(method, path, body, timeout_s=limit_s + wait_s, patient=wait_s == 0)
+                timeout_s = max(limit_s, ANSWER_LIMIT_S) + wait_s
+                answer = self._ask(method, path, body, timeout_s=timeout_s, patient=wait_s == 0)
                 if answer.status < 500 and answer.status != 429:
                     return answer
             except OSError as problem:
