@@ -152,8 +152,8 @@ $(NPM)/.installed: requirements/package.json
 	    || echo 'npm could not install it: the tests that use it will be skipped'; \
 	else echo 'npm is not installed: the tests that use it will be skipped'; fi
 
-# Lints the bootstrap of machines; its test says why where it is skipped.
-/usr/bin/shellcheck:
+# Lints the bootstrap of machines; its test says why where it is skipped. After the virtualenv, which may need apt-get.
+/usr/bin/shellcheck: | $(VENV)/bin/python
 	@if command -v shellcheck >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo 'installing shellcheck'; apt-get install -y -qq shellcheck >/dev/null \

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from support.aws_cloud import LIMIT_S, SCOPE, Cloud, aws_cloud
-from support.servers import ENVIRONMENT, reserved_port
+from support.servers import ENVIRONMENT, LOOPBACK, held_port
 from support.wire import ANY, JSON, Fault, Wire, answers, wire_in_a_thread
 
 USER, UNAVAILABLE = 2, 4
@@ -83,9 +83,8 @@ Trouble = Callable[[Clouds], AbstractContextManager[Changed]]
 def down(service: str) -> Trouble:
     @contextmanager
     def trouble(clouds: Clouds) -> Iterator[Changed]:
-        # Reserved, so that nobody listens there.
-        with reserved_port() as port:
-            yield {f"AWS_ENDPOINT_URL_{service}": f"http://127.0.0.1:{port}"}
+        with held_port() as port:
+            yield {f"AWS_ENDPOINT_URL_{service}": f"http://{LOOPBACK}:{port}"}
 
     return trouble
 

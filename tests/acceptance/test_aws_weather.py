@@ -35,7 +35,6 @@ from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings
 from support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, forked, settings_of
 from support.herd import Herd, Herds, herds
-from support.moto_server import PATIENT
 from support.weather import Weather, first_of_each, late, refuses, storm
 from support.wire import ANY, Fault, Wire, after_success, cut, hang, wire
 
@@ -376,7 +375,7 @@ async def all_of(cloud: AwsServers, cases: Sequence[Case]) -> list[Done]:
             return await case.run(cloud, machines)
 
     async with (
-        cloud.ec2.client(PATIENT) as ec2,
+        cloud.ec2.client() as ec2,
         herds(ec2=ec2, github_url=cloud.github.url) as machines,
         asyncio.TaskGroup() as group,
     ):

@@ -27,7 +27,6 @@ from support.aws_cloud import SCOPE, aws_cloud
 from support.canary import Canaries, Leak, key_pair, minted, watched_processes
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.ec2_region import LIMIT_S, POOL, Region
-from support.moto_server import PATIENT
 from support.prepared import run_prepared
 
 JOB_USER = "remuda-job"
@@ -403,7 +402,7 @@ async def fail(story: Story, scope: tuple[str, ...], *, own: str, refused: str, 
 async def gather_cloud(story: Story) -> None:
     """Launch requests, tags and user data, as EC2 has them."""
     ec2 = story.region.cloud.ec2
-    async with ec2.client(PATIENT) as client, httpx.AsyncClient(base_url=ec2.url, timeout=LIMIT_S) as http:
+    async with ec2.client() as client, httpx.AsyncClient(base_url=ec2.url, timeout=LIMIT_S) as http:
         story.seen["requests to EC2"] = (await http.get("/_shim")).text
         story.seen["machines on EC2"] = str(await client.describe_instances())
         versions = await client.describe_launch_template_versions(

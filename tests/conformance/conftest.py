@@ -11,11 +11,14 @@ from typing import Protocol
 
 import pytest
 from aiobotocore.session import AioSession
+from hypothesis import settings
 
+from remuda.adapters.aws import clients as aws_clients
 from remuda.adapters.aws.clients import AwsClients, open_session
 from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
+from remuda.adapters.github import client as github_client
 from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
 from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
 from remuda.adapters.sqlite.pool import SqliteResourcePool
@@ -25,8 +28,11 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
 from support.fauxqs import Fauxqs, fauxqs
-from support.records import instance_id
+from support.records import LONG_S, instance_id
 from support.servers import Ministack, ministack
+
+#: Properties are tried with the same examples each time, however slow this computer is.
+settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ministack]:
     with ministack(tmp_path_factory.mktemp("ministack")) as started, pytest.MonkeyPatch.context() as patch:
         for name, value in started.environment().items():
             patch.setenv(name, value)
+        # It may stand still for a while: that is no answer that was lost.
+        patch.setattr(aws_clients, "CONNECT_TIMEOUT_S", LONG_S)
+        patch.setattr(aws_clients.config, "__kwdefaults__", {"read_timeout_s": LONG_S})
         yield started
 
 
@@ -54,6 +63,12 @@ async def clients(aws_session: AioSession) -> AsyncIterator[AwsClients]:
 def table_name() -> str:
     """A table that no other test has."""
     return f"remuda-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local GitHub may stand still for a while: that is no answer that was lost."""
+    monkeypatch.setattr(github_client, "TIMEOUT_S", LONG_S)
 
 
 class ShiftedClock(SystemClock):

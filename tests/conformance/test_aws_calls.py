@@ -189,6 +189,19 @@ async def herd_store(clients: AwsClients, table_name: str) -> AsyncIterator[Inst
     await store.close()
 
 
+@pytest.fixture
+def nothing_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done once every so many seconds, and so more often where this computer has other things to do."""
+    for pause in (
+        "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
+        "remuda.controlplane.provision.selection.OPEN_CHECK_S",
+        "remuda.controlplane.provision.selection.OPEN_WATCH_S",
+        "remuda.controlplane.release.LOOK_S",
+    ):
+        monkeypatch.setattr(pause, 3 * LONG_S)
+
+
+@pytest.mark.usefixtures("nothing_by_the_clock")
 async def test_a_warm_provision_and_its_release_keep_their_budget(herd_store: InstanceStore, aws: Aws) -> None:
     herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
     await aws.context.pool.send([each.message() for each in herd])
@@ -252,7 +265,8 @@ async def test_a_pool_of_misfits_is_cheap(herd_store: InstanceStore, aws: Aws) -
     """A hundred machines of the wrong kind: looked at, handed back, and not asked for over and over."""
     await aws.context.pool.send([message(number, usage_class=UsageClass.SPOT) for number in range(100)])
     aws.clear()
-    with pytest.raises(TimedOut, match="new instance"):
+    # While it looks at them, or while it waits for a new one.
+    with pytest.raises(TimedOut):
         await provision(aws.context, replace(ORDER, count=1, timeout_s=2.0))
     assert aws.sqs.requests.total() <= 30, dict(aws.sqs.requests)
 

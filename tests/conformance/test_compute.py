@@ -25,8 +25,8 @@ from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, 
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
 from support.moto_server import shared_server
+from support.records import LONG_S
 
-LONG_S = 20.0
 UNKNOWN = "i-00000000000000000"
 LARGE = ResourceClass(name="large", cpu=2, mmem=4096)
 

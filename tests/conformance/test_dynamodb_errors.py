@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiobotocore.session import AioSession
+from aiohttp import web
 
 from remuda.adapters.aws.clients import ATTEMPTS, AwsClients, config
 from remuda.adapters.aws.dynamodb.store import TOGETHER, DynamoInstanceStore
@@ -21,7 +22,7 @@ from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from remuda.ports.journal import Journal
 from support.records import LONG_S, at, birth, change, claim, instance, instance_id
-from support.servers import Ministack, free_port
+from support.servers import LOOPBACK, Ministack, held_port
 from support.wire import Wire, after_success, answers, cut, hang, says, wire
 from support.world_time import Notes
 
@@ -142,13 +143,14 @@ async def test_two_who_prepare_at_once(clients: AwsClients, table_name: str, cal
 async def test_an_endpoint_that_is_down_is_named(
     aws_session: AioSession, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", url)
-    async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
-        store = open_store(await clients.dynamodb(), table_name, calls)
-        with pytest.raises(Unavailable, match=f"DynamoDB at {url}/? cannot be reached"):
-            await store.get(ID)
-        await store.close()
+    with held_port() as port:
+        url = f"http://{LOOPBACK}:{port}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", url)
+        async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
+            store = open_store(await clients.dynamodb(), table_name, calls)
+            with pytest.raises(Unavailable, match=f"DynamoDB at {url}/? cannot be reached"):
+                await store.get(ID)
+            await store.close()
 
 
 async def test_without_credentials(
@@ -309,12 +311,25 @@ async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, b
 async def test_a_write_that_hangs_times_out_and_may_have_been_made(
     aws_session: AioSession, between: Wire, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
+    made = asyncio.Event()
+
+    async def makes_it(forward: Callable[[], Awaitable[web.Response]]) -> None:
+        await forward()
+        made.set()
+
+    async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
+        # Whether or not somebody still waits for it.
+        await asyncio.shield(asyncio.ensure_future(makes_it(forward)))
+        return await hang(request, forward)
+
     async with AwsClients(session=aws_session) as clients:
         hasty = open_store(await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=0.2)), table_name, calls)
-        between.always["UpdateItem"] = after_success(hang)
+        between.always["UpdateItem"] = fault
         with pytest.raises(TimedOut):
             await hasty.apply(birth(instance()))
         await hasty.close()
+    async with asyncio.timeout(LONG_S):
+        await made.wait()
     assert await store.get(ID) == instance()
 
 

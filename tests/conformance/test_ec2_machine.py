@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from remuda.adapters.aws import imds as metadata
 from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_LIFE_S, Ec2Machine, Imds, imds_endpoint
 from remuda.adapters.aws.user_data import Layout
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.machine import Identity, Machine, Memory, Outcome, Script
 from support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
+from support.records import LONG_S
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OFF = ["systemctl", "poweroff", "--force"]
@@ -52,7 +54,10 @@ class Commands:
 
 
 @pytest.fixture
-def imds() -> Iterator[FakeImds]:
+def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
+    """It answers at once, as soon as this computer lets it."""
+    for limit in ("TIMEOUT_S", "ANSWER_S"):
+        monkeypatch.setattr(metadata, limit, LONG_S)
     with fake_imds() as server:
         yield server
 
@@ -191,15 +196,15 @@ async def test_a_notice_that_is_no_json_is_one_all_the_same(machine: Ec2Machine,
 
 
 async def test_the_script_and_its_end(machine: Ec2Machine, tmp_path: Path) -> None:
-    assert (await machine.run_script(10)).ok
+    assert (await machine.run_script(LONG_S)).ok
     script = tmp_path / "pre-runner.sh"
     script.write_text("echo prepared; exit 3\n")
-    assert await machine.run_script(10) == Outcome(ok=False, detail="exit code 3: prepared")
+    assert await machine.run_script(LONG_S) == Outcome(ok=False, detail="exit code 3: prepared")
     script.write_text("#!/bin/bash\n[[ -z ${AWS_SECRET_ACCESS_KEY:-} ]] && echo done\n")
     script.chmod(0o700)
-    assert await machine.run_script(10) == Outcome(ok=True, detail="exit code 0: done")
+    assert await machine.run_script(LONG_S) == Outcome(ok=True, detail="exit code 0: done")
     script.write_text("#!/bin/bash\necho $PATH\n")
-    assert "/usr/local/bin:/usr/sbin:" in (await machine.run_script(10)).detail, "scripts set machines up"
+    assert "/usr/local/bin:/usr/sbin:" in (await machine.run_script(LONG_S)).detail, "scripts set machines up"
     assert await machine.reset() == Outcome(ok=True, detail="clean")
 
 

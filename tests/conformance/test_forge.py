@@ -21,6 +21,9 @@ from remuda.githubsim.client import SimClient
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.forge import Deletion, Forge
+from support.records import LONG_S
+
+pytestmark = pytest.mark.usefixtures("patient_client")
 
 REPO, ORG = "octo/repo", "octo"
 #: Where runners may stay from test to test.
@@ -89,7 +92,7 @@ class GithubForges:
         token = (await forge.registration_token(scope)).token
         await forge.close()
         url = self._endpoint.url
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=LONG_S) as http:
             body = {"url": f"{url}/{scope}", "token": token, "name": name, "labels": list(labels)}
             files = (await http.post("/_runner/register", json=body)).json()["files"]
             http.headers["authorization"] = f"Bearer {files['.credentials']['data']['token']}"
@@ -118,7 +121,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
         assert endpoint is not None
         yield endpoint
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(LONG_S) == 0
 
 
 @pytest.fixture
@@ -301,7 +304,8 @@ async def test_the_hourly_limit_is_a_rate_limit_too(github: GithubForges, client
     forge = github.open(token)
     await forge.list_runners(REPO)
     with pytest.raises(Throttled):
-        await forge.list_runners(REPO)
+        # Should the hour have turned meanwhile, the next one has a first call, too.
+        [await forge.list_runners(REPO) for _ in range(2)]
     await forge.close()
 
 

@@ -24,6 +24,9 @@ from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.forge import Deletion
+from support.records import LONG_S
+
+pytestmark = pytest.mark.usefixtures("patient_client")
 
 REPO, ORG = "acme/widgets", "acme"
 APP_ID = "4711"
@@ -66,14 +69,14 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
             yield found
         finally:
             server.terminate()
-            server.wait(10)
+            server.wait(LONG_S)
 
 
 @pytest.fixture
 def sim(endpoint: Endpoint) -> Iterator[httpx.Client]:
     """Its operator."""
     headers = {"authorization": f"Bearer {endpoint.token}"}
-    with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False) as client:
+    with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, timeout=LONG_S) as client:
         app = {"app_id": APP_ID, "app_key": PUBLIC, "app_owners": [ORG], "token_life_s": HOUR_S}
         client.patch("/_sim/settings", json={**app, "enforce_rate_limit": False}).raise_for_status()
         client.delete("/_sim/faults").raise_for_status()
@@ -240,7 +243,7 @@ async def enterprise(endpoint: Endpoint) -> AsyncIterator[str]:
         asked.append(request.path)
         path = request.path_qs.removeprefix("/api/v3")
         headers = {"authorization": request.headers["authorization"]}
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=LONG_S) as client:
             body = await request.read()
             answer = await client.request(request.method, endpoint.url + path, headers=headers, content=body)
         return web.Response(status=answer.status_code, body=answer.content, content_type="application/json")
@@ -294,7 +297,8 @@ def used_up(endpoint: Endpoint, sim: httpx.Client) -> Iterator[tuple[str, float]
     token = str(sim.post("/_sim/tokens", json={"scopes": [ORG]}).json()["token"])
     sim.patch("/_sim/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
     headers = {"authorization": f"Bearer {token}"}
-    answer = httpx.get(f"{endpoint.url}/repos/{REPO}/actions/runners", headers=headers, trust_env=False)
+    url = f"{endpoint.url}/repos/{REPO}/actions/runners"
+    answer = httpx.get(url, headers=headers, trust_env=False, timeout=LONG_S)
     yield token, float(answer.headers["x-ratelimit-reset"])
     sim.patch("/_sim/settings", json={"enforce_rate_limit": False, "rate_limit": 15_000}).raise_for_status()
 

@@ -13,6 +13,7 @@ import jsonschema_rs
 import pytest
 
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
+from support.records import LONG_S
 
 OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
 #: What GitHub answers where the description names no schema for a status (401, 403, 404).
@@ -38,7 +39,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
             yield found
         finally:
             server.terminate()
-            server.wait(10)
+            server.wait(LONG_S)
 
 
 class Api:
@@ -48,7 +49,10 @@ class Api:
         self.base = PATHS[level]
         self.prefix = prefix
         self.client = httpx.Client(
-            base_url=endpoint.url, headers={"authorization": f"Bearer {endpoint.token}"}, trust_env=False
+            base_url=endpoint.url,
+            headers={"authorization": f"Bearer {endpoint.token}"},
+            trust_env=False,
+            timeout=LONG_S,
         )
 
     def call(self, method: str, path: str = "", *, runner_id: Any = None, **more: Any) -> httpx.Response:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -12,7 +14,6 @@ from typing import Any
 import pytest
 from aiobotocore.session import AioSession, get_session
 
-from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
 from remuda.adapters.github import client as github_client
 from remuda.adapters.system.clock import SystemIds
@@ -24,7 +25,9 @@ from remuda.ports.journal import SilentJournal
 from remuda.settings import Settings, load
 from support.clock import FixedClock
 from support.fleet_world import TOKEN, FleetWorld, Served, serve
+from support.moto_server import patient_config
 from support.oracle import REFUSED, SCENARIOS, expected, variables
+from support.records import LONG_S
 
 
 @cache
@@ -40,8 +43,40 @@ def ec2_client(served: Served) -> Any:
         endpoint_url=served.ec2_url,
         aws_access_key_id="test",
         aws_secret_access_key="test",
-        config=client_config(),
+        config=patient_config(),
     )
+
+
+class Hangs:
+    """In place of asyncio's timeouts: time is up when each call that is open is one that hangs, and for nothing else,
+    however slow this computer is.
+    """
+
+    def __init__(self, world: FleetWorld) -> None:
+        self._open: set[asyncio.Timeout] = set()
+        self._hanging = 0
+        loop = asyncio.get_running_loop()
+        world.on_hang = lambda: loop.call_soon_threadsafe(self._one_more)
+
+    @asynccontextmanager
+    async def timeout(self, _: float) -> AsyncIterator[None]:
+        async with asyncio.timeout(LONG_S) as limit:
+            self._open.add(limit)
+            try:
+                yield
+            finally:
+                self._open.remove(limit)
+                self._look()
+
+    def _one_more(self) -> None:
+        self._hanging += 1
+        self._look()
+
+    def _look(self) -> None:
+        if self._open and len(self._open) == self._hanging:
+            self._hanging = 0
+            for limit in self._open:
+                limit.reschedule(asyncio.get_running_loop().time())
 
 
 async def run_cycle(served: Served, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
@@ -75,10 +110,11 @@ def call_bound(world: FleetWorld, scenario: Mapping[str, Any]) -> int:
     return pages + 2 * (len(world.did.deregistered) + len(world.did.terminated) + 1) + with_id
 
 
+@pytest.mark.usefixtures("patient_client")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
 async def test_does_as_the_verdict_says(scenario: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(github_client, "TIMEOUT_S", 0.5)
     world = FleetWorld.of_scenario(scenario)
+    monkeypatch.setattr(github_client, "asyncio", Hangs(world))
     if scenario["name"] in REFUSED:
         with pytest.raises(UserError):
             load({}, environ=variables(scenario))

@@ -27,7 +27,10 @@ CLAIMS = 200
 
 
 def open_store(path: Path) -> SqliteInstanceStore:
-    return SqliteInstanceStore(path=path, clock=SystemClock(), ids=SystemIds(), calls=CallCounter())
+    # One who holds the lock may stand still for a while.
+    return SqliteInstanceStore(
+        path=path, clock=SystemClock(), ids=SystemIds(), calls=CallCounter(), busy_timeout_s=LONG_S
+    )
 
 
 async def start(path: Path, role: str, name: str) -> Process:

@@ -19,7 +19,7 @@ from remuda.domain.errors import NotFound, Throttled, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
 from remuda.ports.calls import CallCounter
 from support.records import LONG_S, message
-from support.servers import Ministack, free_port
+from support.servers import LOOPBACK, Ministack, held_port
 from support.wire import Wire, answers, says, wire
 
 
@@ -200,11 +200,12 @@ async def test_failures_are_translated(pool: SqsResourcePool, between: Wire) -> 
 async def test_an_endpoint_that_is_down_is_named(
     server: Ministack, aws_session: AioSession, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", url)
-    async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
-        with pytest.raises(Unavailable, match=f"SQS at {url}/? cannot be reached"):
-            await open_pool(await clients.sqs(), "remuda", calls).depth("large")
+    with held_port() as port:
+        url = f"http://{LOOPBACK}:{port}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", url)
+        async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
+            with pytest.raises(Unavailable, match=f"SQS at {url}/? cannot be reached"):
+                await open_pool(await clients.sqs(), "remuda", calls).depth("large")
 
 
 # Bodies -----------------------------------------------------------------------------------------------------------

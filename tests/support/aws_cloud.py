@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.moto_server import PATIENT, MotoServer
+from support.moto_server import MotoServer
 from support.prepared import run_prepared
 from support.servers import ministack
 
@@ -73,5 +73,5 @@ def aws_cloud(folder: Path) -> Iterator[Cloud]:
 
 
 async def _options(ec2: MotoServer) -> dict[str, str]:
-    async with ec2.client(PATIENT) as client:
+    async with ec2.client() as client:
         return await ec2.launch_options(client)

@@ -37,7 +37,6 @@ from remuda.settings import load
 from support.aws_servers import AwsServers, aws_servers, remuda
 from support.ec2_machine.machine import why_not
 from support.ec2_player import ALIVE, POWERED_OFF, Player, instances, player
-from support.moto_server import PATIENT
 
 SCOPE = "remuda/demo"
 POOL = "demo"
@@ -318,7 +317,7 @@ class Story:
             await self._clock.sleep(PAUSE_S)
 
     async def _live(self) -> list[str]:
-        async with self._cloud.ec2.client(PATIENT) as ec2:
+        async with self._cloud.ec2.client() as ec2:
             return [key for key, item in (await instances(ec2)).items() if item["State"]["Name"] in ALIVE]
 
     async def _is_gone(self, instance_id: str) -> bool:

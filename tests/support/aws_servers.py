@@ -20,7 +20,7 @@ from typing import Any
 from remuda.adapters.system.clock import SystemClock
 from remuda.githubsim.client import SimClient
 from remuda.githubsim.endpoint import Endpoint, read_endpoint
-from support.moto_server import PATIENT, MotoServer
+from support.moto_server import MotoServer
 from support.prepared import run_prepared
 from support.servers import Ministack, ServerProblem, die_with_parent, ministack
 
@@ -158,7 +158,7 @@ def aws_servers(folder: Path) -> Iterator[AwsServers]:
 
 
 async def _launch_options(ec2: MotoServer) -> dict[str, str]:
-    async with ec2.client(PATIENT) as client:
+    async with ec2.client() as client:
         return await ec2.launch_options(client)
 
 

@@ -29,7 +29,7 @@ from aiobotocore.session import get_session
 
 from support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from support.fake_imds import FakeImds, fake_imds
-from support.moto_server import PATIENT, PROFILE, REGION
+from support.moto_server import PROFILE, REGION, patient_config
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -175,7 +175,7 @@ async def player(*, ec2_url: str, folder: Path, say: Say) -> AsyncIterator[Playe
         "endpoint_url": ec2_url,
         "aws_access_key_id": "test",
         "aws_secret_access_key": "test",
-        "config": PATIENT,
+        "config": patient_config(),
     }
     async with AsyncExitStack() as stack:
         ec2, sts = [await stack.enter_async_context(session.create_client(name, **given)) for name in ("ec2", "sts")]

@@ -15,7 +15,7 @@ from remuda.githubsim.client import SimClient, SimJob, SimStep
 from support.aws_cloud import SCOPE, Cloud
 from support.ec2_machine.machine import NamespaceMachine
 from support.fake_imds import FakeImds, fake_imds
-from support.moto_server import PATIENT, PROFILE
+from support.moto_server import PROFILE
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -81,7 +81,7 @@ class Region:
 
     async def _boot_all(self, stack: AsyncExitStack) -> None:
         seen = 0
-        async with self.cloud.ec2.client(PATIENT) as client:
+        async with self.cloud.ec2.client() as client:
             while True:
                 # The count rises with the machines. To describe them takes both sides much longer.
                 launches = (await asyncio.to_thread(self.cloud.ec2.asked)).get("CreateFleet", 0)

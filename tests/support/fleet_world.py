@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -83,6 +83,8 @@ class FleetWorld:
         self.ec2_page = EC2_PAGE
         self.lock = threading.RLock()
         self.closing = threading.Event()
+        #: Called in a thread of the server's when a call begins to hang.
+        self.on_hang: Callable[[], object] = lambda: None
         self._seen: Counter[int] = Counter()
 
     @classmethod
@@ -212,6 +214,7 @@ class _Github(_Handler):
 
     def _play(self, fault: Mapping[str, Any]) -> bool:
         if fault["action"] == "hang":
+            self.world.on_hang()
             self.world.closing.wait(HANG_S)
             self.close_connection = True
             return True

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types_aiobotocore_iam import IAMClient
 
 REGION = "eu-central-1"
+#: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 120.0
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-moto" / "bin" / "python"
@@ -29,10 +30,6 @@ PYTHON = ROOT / ".venv-moto" / "bin" / "python"
 IMAGES = ROOT / "tests" / "data" / "ec2" / "images.json"
 AMI = "ami-12c6146b"
 PROFILE = "remuda-agent"
-#: For who only looks on or plays the cloud's part: a server that stands still for a while is waited for.
-PATIENT = AioConfig(
-    connect_timeout=LIMIT_S, read_timeout=LIMIT_S, retries={"mode": "standard", "total_max_attempts": 5}
-)
 TRUST = '{"Version": "2012-10-17", "Statement": []}'
 
 
@@ -85,15 +82,14 @@ class MotoServer:
         return fields
 
     @asynccontextmanager
-    async def client(self, config: AioConfig | None = None) -> AsyncIterator[EC2Client]:
-        """With the product's own settings, or with others."""
+    async def client(self) -> AsyncIterator[EC2Client]:
         async with _session().create_client(
             "ec2",
             region_name=REGION,
             endpoint_url=self.url,
             aws_access_key_id="test",
             aws_secret_access_key="test",
-            config=config or client_config(),
+            config=patient_config(),
         ) as client:
             yield client
 
@@ -159,6 +155,13 @@ class MotoServer:
             "security-group-ids": groups[0]["GroupId"],
             "iam-instance-profile": PROFILE,
         }
+
+
+def patient_config() -> AioConfig:
+    """As the product has it, with more time: each call has a connection of its own here, and this computer may take its
+    time over it.
+    """
+    return client_config().merge(AioConfig(connect_timeout=LIMIT_S, read_timeout=LIMIT_S))
 
 
 @cache

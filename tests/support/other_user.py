@@ -9,9 +9,10 @@ import pytest
 
 from remuda.agent.job_user import JobUser
 
-#: Far from all that systems give out.
-UID = 54_321
-SUBORDINATE = (900_000, 1_000)
+#: Far from all that systems give out, and another one for each process: all that a user runs and has is ended here,
+#: while other tests have theirs.
+UID = 1_000_000 + 100 * os.getpid()
+SUBORDINATE = (UID + 10, 50)
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 

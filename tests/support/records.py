@@ -14,7 +14,7 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Actor, Change, Claim, Guard, advance
 
 #: Where a test waits for what must happen: long enough for the slowest machine, and never waited out.
-LONG_S = 20.0
+LONG_S = 60.0
 #: Where a test waits for what must not happen.
 SHORT_S = 0.05
 

@@ -23,10 +23,12 @@ from support.records import NOW
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("REMUDA_TEST_SERVERS", ROOT / ".venv-servers")) / "bin" / "python"
+#: Generous: nothing waits for it unless something is broken.
 START_WITHIN_S = 120.0
 #: No server here speaks TLS, yet each client reads all authorities that it is given: one is read soonest.
 AUTHORITIES = "authorities.pem"
 PEM_END = "-----END CERTIFICATE-----"
+LOOPBACK = "127.0.0.1"
 LONG_AGO = NOW - timedelta(days=30)
 #: Somebody's own server for the store, in place of the one started here.
 DYNAMODB_URL = "REMUDA_TEST_DYNAMODB_URL"
@@ -86,27 +88,28 @@ def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Minis
     clock_file = folder / "ahead"
     clock_file.write_bytes(struct.pack("<d", starts_at.timestamp() - time.time()))  # noqa: TID251 - the server's clock
     log = folder / "ministack.log"
-    with log.open("wb") as output, reserved_port() as port:
-        process = subprocess.Popen(
-            [PYTHON, Path(__file__).with_name("shifted_ministack.py"), clock_file],
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(folder),
-                "TMPDIR": str(folder),
-                "BIND_HOST": "127.0.0.1",
-                "GATEWAY_PORT": str(port),
-                "LOG_LEVEL": "ERROR",
-                "MINISTACK_REGION": ENVIRONMENT["AWS_REGION"],
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            # Ctrl-C is for whoever started it: others still need it to clean up.
-            start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - no threads yet
-        )
-        server = Ministack(url=f"http://127.0.0.1:{port}", process=process, clock_file=clock_file)
+    with held_port() as port:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [PYTHON, Path(__file__).with_name("shifted_ministack.py"), clock_file],
+                env={
+                    "PATH": os.environ["PATH"],
+                    "HOME": str(folder),
+                    "TMPDIR": str(folder),
+                    "BIND_HOST": LOOPBACK,
+                    "GATEWAY_PORT": str(port),
+                    "LOG_LEVEL": "ERROR",
+                    "MINISTACK_REGION": ENVIRONMENT["AWS_REGION"],
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                # Ctrl-C is for whoever started it: others still need it to clean up.
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - no threads yet
+            )
+        server = Ministack(url=f"http://{LOOPBACK}:{port}", process=process, clock_file=clock_file)
         try:
             _await_health(server, log)
             yield server
@@ -120,18 +123,14 @@ def ministack(folder: Path, *, starts_at: datetime = LONG_AGO) -> Iterator[Minis
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
-    """Nobody is given it meanwhile. Whoever asks for it by its number and may share it, as servers do, gets it."""
+def held_port() -> Iterator[int]:
+    """A port at which nobody listens. Nobody else is given it meanwhile: not to listen at, nor to call from. A server
+    that is told its number may listen there, as all of them ask for an address that is in use (Linux).
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
+        holder.bind((LOOPBACK, 0))
         yield int(holder.getsockname()[1])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _await_health(server: Ministack, log: Path) -> None:

@@ -19,7 +19,7 @@ JSON = "application/x-amz-json-1.0"
 #: In place of an operation: all that have no fault of their own.
 ANY = "*"
 #: Generous: nothing waits for it unless something is broken.
-START_WITHIN_S = 60.0
+LIMIT_S = 60.0
 
 #: What happens to one request: it may be sent on, and must be answered or cut off.
 Fault = Callable[[web.Request, Callable[[], Awaitable[web.Response]]], Awaitable[web.Response]]
@@ -177,9 +177,9 @@ def wire_in_a_thread(server_url: str) -> Iterator[Wire]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(START_WITHIN_S)
+    assert ready.wait(LIMIT_S)
     try:
         yield made[0]
     finally:
         stop[0]()
-        thread.join(START_WITHIN_S)
+        thread.join(LIMIT_S)

@@ -51,7 +51,7 @@ class Crowd:
 def crowd() -> Iterator[Crowd]:
     made = Crowd()
     yield made
-    processes.kill_user(other_user(Path("/")), clock=SystemClock())
+    processes.kill_user(other_user(Path("/")), clock=SystemClock(), limit_s=LONG_S)
     made.close()
 
 
@@ -66,7 +66,7 @@ def test_all_that_a_user_runs_ends_and_nobody_else(crowd: Crowd, tmp_path: Path)
     crowd.start("sh", "-c", SLEEPER)
     crowd.start("setsid", "sh", "-c", f"({SLEEPER} &)")
     crowd.start("sh", "-c", SLEEPER, uid=first)
-    killing = processes.kill_user(other_user(tmp_path), clock=SystemClock())
+    killing = processes.kill_user(other_user(tmp_path), clock=SystemClock(), limit_s=LONG_S)
     assert killing.left == ()
     # Any of them may still be the shell.
     assert len(killing.killed) >= 3

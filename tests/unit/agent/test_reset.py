@@ -22,6 +22,7 @@ from remuda.agent.findings import MAX_DETAIL, Finding, Kind
 from remuda.agent.reset import Reset, erase, manifest
 from remuda.domain.errors import Unavailable
 from support.other_user import ROOT_ONLY, UID, other_user
+from support.records import LONG_S
 
 SUBREAPER = """
 import ctypes, signal, subprocess, sys
@@ -68,7 +69,7 @@ class Supervisor:
         assert self._process.stdout.readline().strip() == word
 
     def close(self) -> None:
-        processes.kill_all(self.pid, keep=(), clock=SystemClock())
+        processes.kill_all(self.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
         self._process.kill()
         self._process.communicate()
 
@@ -99,7 +100,7 @@ class Machine:
         self.outside.mkdir()
         (self.outside / "precious").write_text("precious")
         self.reset = Reset(
-            kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock()),
+            kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock(), limit_s=LONG_S),
             runner_folder=self.runner,
             pristine=self.pristine,
             recreate=self.rooms,

@@ -1,0 +1,9 @@
+"""Properties are tried with the same examples each time, however slow this computer is; `make fuzz` tries new ones."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.load_profile("default" if "REMUDA_FUZZ" in os.environ else "ci")
