@@ -281,6 +281,17 @@ class _Ec2(_Handler):
         shown = "".join(f"<item><instancesSet>{_xml(item)}</instancesSet></item>" for item in found[start:][:page])
         return f"<reservationSet>{shown}</reservationSet>{more}"
 
+    def _DescribeTags(self, _: dict[str, str], __: list[str], filters: dict[str, list[str]]) -> str:  # noqa: N802
+        found = self.world.describe({"instance-id": filters["resource-id"]})
+        shown = "".join(
+            f"<item><resourceId>{machine.instance_id}</resourceId><resourceType>instance</resourceType>"
+            f"<key>{escape(key)}</key><value>{escape(machine.tags[key])}</value></item>"
+            for machine in found
+            for key in filters["key"]
+            if key in machine.tags
+        )
+        return f"<tagSet>{shown}</tagSet>"
+
     def _TerminateInstances(self, _: dict[str, str], names: list[str], __: Any) -> str:  # noqa: N802
         self.world.terminate(names)
         return "<instancesSet/>"
