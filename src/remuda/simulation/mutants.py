@@ -20,7 +20,7 @@ from pathlib import Path
 import remuda
 from remuda.domain.errors import InvariantViolated
 from remuda.simulation.campaign import Settings
-from remuda.simulation.faults import Chosen, Swarm, parse_faults, spelled
+from remuda.simulation.faults import parse_faults, spelled
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
 
@@ -42,8 +42,9 @@ class Mutant:
     #: What the bug is, in one sentence.
     bug: str
     patches: tuple[Patch, ...]
-    #: Under which faults it is hunted: one that needs few of them, one after the other, is met too late in a swarm.
-    faults: Chosen = Swarm.HALF
+    #: Where it is hunted, if not in the worlds of all the others: what needs few faults, one after the other, is met
+    #: too late in a swarm.
+    world: Settings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +79,11 @@ def copy_of_package(mutant: Mutant) -> Iterator[Path]:
 
 
 def hunt(mutant: Mutant, *, first: int, seeds: int, settings: Settings) -> Catch:
-    """Try one seed after the other, until one catches the bug."""
+    """Try one seed after the other, until one catches the bug, in such worlds or in the bug's own."""
+    world = mutant.world or settings
     with copy_of_package(mutant) as folder:
         environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        arguments = [str(first), str(seeds), str(settings.hours), str(settings.instances), spelled(mutant.faults)]
+        arguments = [str(first), str(seeds), str(world.hours), str(world.instances), spelled(world.faults)]
         done = subprocess.run(
             [sys.executable, "-m", "remuda.simulation.mutants", *arguments],
             env=environment,

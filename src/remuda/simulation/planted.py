@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from remuda.simulation.faults import Chosen, Fault, Swarm
+from remuda.simulation.campaign import Settings
+from remuda.simulation.faults import Fault
 from remuda.simulation.mutants import Mutant, Patch
 
 _TRANSITIONS = "domain/transitions.py"
@@ -26,9 +27,14 @@ _LIFECYCLE = "agent/lifecycle.py"
 _LIFETIME = "agent/lifetime.py"
 _LOOP = "agent/loop.py"
 
+#: Operators at work beside commands that stand still.
+_OPERATED = Settings(
+    hours=0.25, instances=5, faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE, Fault.SLOW_CALL})
+)
 
-def _mutant(name: str, bug: str, *patches: tuple[str, str, str], faults: Chosen = Swarm.HALF) -> Mutant:
-    return Mutant(name=name, bug=bug, patches=tuple(Patch(*patch) for patch in patches), faults=faults)
+
+def _mutant(name: str, bug: str, *patches: tuple[str, str, str], world: Settings | None = None) -> Mutant:
+    return Mutant(name=name, bug=bug, patches=tuple(Patch(*patch) for patch in patches), world=world)
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -359,7 +365,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "        decided_at = context.clock.now()\n        due = renewals(\n",
         ),
         (_SCALE_DOWN, "until=renewal.until", "until=renewal.until + (context.clock.now() - decided_at)"),
-        faults=frozenset({Fault.PAUSE}),
+        world=_OPERATED,
     ),
     _mutant(
         "quarantine-without-patience",
@@ -597,20 +603,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "quarantine-unseen",
         "a release that read the record before an operator's quarantine ends it all the same",
         (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
-    ),
-    _mutant(
-        "drain-over-quarantine",
-        "a drain that read the record before an operator's quarantine takes its place",
-        (_TRANSITIONS, "return replace(alive, not_retired=not instance.retire), {", "return alive, {"),
-        faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE}),
-    ),
-    _mutant(
-        "ghost-while-its-machine-stands",
-        "a registration made before the machine's record is taken for a ghost while the provision stands still",
-        (_GHOSTS, "if parsed is None or parsed[1] in self._standing:", "if parsed is None:"),
-        (_GHOSTS, "            now=self._listed_at,\n", "            now=self._context.clock.now(),\n"),
-        (_GHOSTS, "self._config.lifetimes.ghost_after_s", "self._config.lifetimes.ghost_grace_s"),
-        faults=frozenset({Fault.PAUSE}),
     ),
     _mutant(
         "agent-without-margin",

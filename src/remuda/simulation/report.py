@@ -10,7 +10,7 @@ from pathlib import Path
 
 from remuda.simulation.campaign import Settings
 from remuda.simulation.exhaustive import Bounds, told
-from remuda.simulation.faults import Swarm, spelled
+from remuda.simulation.faults import spelled
 from remuda.simulation.mutants import Catch, Mutant, hunt
 from remuda.simulation.planted import MUTANTS
 
@@ -39,8 +39,8 @@ def table(found: Sequence[tuple[Mutant, Catch]]) -> str:
     lines = ["| planted bug | what it is | caught by | after seeds |", "|---|---|---|---|"]
     for mutant, catch in found:
         after = f"{catch.tried}" if catch.seed is not None else f"not within {catch.tried}"
-        alone = "" if mutant.faults is Swarm.HALF else f" (under {spelled(mutant.faults)} alone)"
-        lines.append(f"| `{mutant.name}` | {mutant.bug} | {catch.invariant or '-'} | {after}{alone} |")
+        own = f" (small worlds, under {spelled(mutant.world.faults)} alone)" if mutant.world else ""
+        lines.append(f"| `{mutant.name}` | {mutant.bug} | {catch.invariant or '-'} | {after}{own} |")
     return "\n".join(lines)
 
 
