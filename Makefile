@@ -81,8 +81,8 @@ attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## At
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
 
 # FUZZ: examples of each property; FUZZ_S: seconds of coverage-guided fuzzing afterwards, 0 for none (Linux).
-fuzz: $(VENV)/.tools ## Bad input from outside, for long (FUZZ, FUZZ_S)
-	REMUDA_FUZZ=$(FUZZ) $(BIN)/pytest tests/unit/fuzz -q -n 2 --timeout 0
+fuzz: $(VENV)/.tools ## Bad input from outside, for long, and new examples of every property (FUZZ, FUZZ_S)
+	REMUDA_FUZZ=$(FUZZ) $(BIN)/pytest tests/unit -m hypothesis -q -n 2 --timeout 0
 	@if [ $(FUZZ_S) -gt 0 ]; then \
 	  [ -e $(VENV)-fuzz ] || PIP_CONSTRAINT= $(BIN)/python -m pip install -q --no-deps --target $(VENV)-fuzz -r requirements/fuzz.txt; \
 	  PYTHONPATH=$(VENV)-fuzz:tests $(BIN)/python -m support.guided build/corpus -max_total_time=$(FUZZ_S) -artifact_prefix=build/ -print_final_stats=1; \

@@ -196,7 +196,7 @@ def test_code_of_strangers_gets_machines_of_its_own(github: Github, refreshed: D
     assert github.herd.states()[name] == "terminating"
 
 
-def test_a_cancelled_provision_gives_back_what_it_holds_in_time(github: Github, refreshed: Done):
+def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshed: Done):
     """One machine from the pool, one that boots: neither answers, and the workflow is cancelled."""
     warm = github.use("provision", run_id="200", instance_count="1", resource_class="xlarge")
     assert warm.code == 0, warm.log

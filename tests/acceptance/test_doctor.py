@@ -256,6 +256,14 @@ def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(pa
     assert "workflow.json" in lines["right to launch"]["fix"]
 
 
+def test_who_may_not_see_tags_cannot_end_machines(patient: Patient):
+    refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
+    patient.servers.ec2.plan(faults=[{"action": "DescribeTags", **refused}])
+    code, lines = patient.doctor()
+    assert (code, problems(lines)) == (2, {"right to terminate"}), lines
+    assert "refresh.json" in lines["right to terminate"]["fix"]
+
+
 def test_options_that_differ_from_the_template_are_told(patient: Patient):
     subnets = patient.servers.launch["subnet-ids"].split(",")[0]
     code, lines = patient.doctor(flags={"subnet-ids": subnets})

@@ -268,6 +268,7 @@ async def test_a_pool_of_misfits_is_cheap(herd_store: InstanceStore, aws: Aws) -
     # While it looks at them, or while it waits for a new one.
     with pytest.raises(TimedOut):
         await provision(aws.context, replace(ORDER, count=1, timeout_s=2.0))
+    assert aws.sqs.requests["ReceiveMessage"] > 0
     assert aws.sqs.requests.total() <= 30, dict(aws.sqs.requests)
 
 

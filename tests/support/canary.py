@@ -116,8 +116,9 @@ class Processes:
             contents = {"argv": argv, "environ": environ}
             if argv != before:
                 # It became another program meanwhile: whose environment that was, the next look says.
-                del contents["environ"]
-            for kind, content in contents.items():
+                contents = {"argv": argv, "argv before": before}
+            for name, content in contents.items():
+                kind = name.split()[0]
                 if content:
                     users, _ = self.seen.setdefault((kind, content), (set(), argv[:200].decode(errors="replace")))
                     users.add(uid)

@@ -65,7 +65,7 @@ class HintSweep:
                 held.difference_update(stale)
                 self._tally.dropped += len(stale)
         finally:
-            # What was not judged, too: a sweep that is stopped or fails hides nothing from provisions.
+            # What was not judged, too: provisions need not wait for it because a sweep was stopped or failed.
             await pool.hand_back(name, held)
 
     async def _stale(self, batch: Iterable[Delivery], seen: dict[tuple[str, int], float], asked_at: float) -> list[str]:

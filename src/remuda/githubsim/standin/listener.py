@@ -20,7 +20,7 @@ CONFLICT_WAIT_VARIABLE = "GITHUBSIM_SESSION_CONFLICT_S"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 2.0
 CONNECT_LIMIT_S = 60.0
 REPORT_LIMIT_S = 60.0
-#: After a signal the end has to come soon, whether the server listens or not.
+#: After a signal the end has to come soon: a server that is not there is not tried for longer.
 FAREWELL_LIMIT_S = 3.0
 #: A server that listens is given longer to answer: what it was told last would else be lost.
 ANSWER_LIMIT_S = 15.0
