@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
+from remuda.domain.errors import InvariantViolated
+from remuda.entrypoints.output import Output
+from remuda.entrypoints.simulate import Request, run_simulate
 from remuda.simulation.invariants import Safety, Violation
 from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
@@ -45,6 +49,16 @@ def test_a_violation_is_cut_down_and_told(monkeypatch: pytest.MonkeyPatch):
     assert "timeline:" in lines
     assert f"history of {shrunk.least.violation.instance_id}:" in lines
     assert " claim " in lines[-1]
+
+
+def test_a_violation_says_how_to_see_its_world_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Safety, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    asked = Request(seeds=1, hours=0.1, instances=4, faults="few", seed=1, trace=False, first=None, workers=None)
+    assert run_simulate(asked, Output(as_json=True, quiet=True)) == InvariantViolated.exit_code
+    (tale,) = json.loads(capsys.readouterr().out)["tales"]
+    assert tale[-1] == "see all of it: remuda simulate --seed 1 --hours 0.1 --instances 4 --faults few --trace"
 
 
 def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):
