@@ -196,6 +196,7 @@ def test_a_lost_server_is_told_of_and_come_back_to(browser: Browser, tmp_path: P
     try:
         with opened(browser, first.url) as page:
             ready(page)
+            wait(page, f"document.getElementById('live').textContent === '{len(living(lives))}'")
             first.kill()
             wait(page, "document.getElementById('banner').textContent.startsWith('No connection to the server')")
             assert page.inner_text("#link") == "connection lost"

@@ -28,8 +28,8 @@ from remuda.entrypoints.story_view import story_document
 MAX_STREAMS = 100
 #: How long one part of a stream may take to be sent: who reads nothing is let go.
 SEND_S = 30.0
-#: How long a first view waits for the first look.
-FIRST_LOOK_S = 5.0
+#: How long a first view waits for the first look: an empty page would say that nothing lives.
+FIRST_LOOK_S = 15.0
 #: A token's form is not longer.
 MAX_FORM = 4_096
 SESSION_S = 30 * 86_400
