@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,31 +53,22 @@ class Point:
         return f"run-{self.name}"
 
 
-PROVISION = (
-    Point(name="signal", crash="store.wait_for_report:2:after", leaves=("created",), timeout_s=REGISTERED_TIMEOUT_S),
+#: Machines have to register before these.
+REGISTERED = (
+    Point(name="signal", crash="store.wait_for_report:2:after", leaves=("created",)),
     Point(
         name="first-running",
         crash="store.apply:3:after",
         count=2,
         leaves=("created", "running"),
         or_leaves=("running", "running"),
-        timeout_s=REGISTERED_TIMEOUT_S,
     ),
-    Point(
-        name="before-commit",
-        crash="store.replace_provision:1:before",
-        count=2,
-        leaves=("running", "running"),
-        timeout_s=REGISTERED_TIMEOUT_S,
-    ),
-    Point(
-        name="delete-message",
-        crash="pool.delete:1:after",
-        warm=1,
-        leaves=("claimed",),
-        timeout_s=REGISTERED_TIMEOUT_S,
-    ),
-    Point(name="commit", crash="store.replace_provision:1:after", leaves=("running",), timeout_s=REGISTERED_TIMEOUT_S),
+    Point(name="before-commit", crash="store.replace_provision:1:before", count=2, leaves=("running", "running")),
+    Point(name="delete-message", crash="pool.delete:1:after", warm=1, leaves=("claimed",)),
+    Point(name="commit", crash="store.replace_provision:1:after", leaves=("running",)),
+)
+PROVISION = (
+    *(replace(point, timeout_s=REGISTERED_TIMEOUT_S) for point in REGISTERED),
     Point(name="intent", crash="store.put_provision:1:after", leaves=()),
     Point(name="receive", crash="pool.receive:1:after", warm=1, leaves=("idle",)),
     Point(name="claim", crash="store.apply:1:after", warm=1, leaves=("claimed",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 
@@ -10,7 +11,7 @@ from remuda.domain.transitions import TRANSITIONS
 from remuda.simulation.campaign import Settings, run_many
 from remuda.simulation.coverage import IMPOSSIBLE, wonders
 from remuda.simulation.faults import Fault, Swarm, parse_faults
-from remuda.simulation.plan import draw
+from remuda.simulation.planted import MUTANTS
 from remuda.simulation.run import simulate
 from remuda.simulation.shrink import shrink, tell
 
@@ -28,20 +29,19 @@ ONCE_BROKEN = {
     "quarantine-unseen": 64,
     "quarantine-without-patience": 68,
     "renewal-that-comes-late": 30,
+    "renewal-that-lasts-longer": 364,
 }
+#: In which worlds each of them is hunted.
+WORLDS = {mutant.name: mutant.world or SETTINGS for mutant in MUTANTS}
 #: A new machine's registration was taken for a ghost while its provision stood still: found where these faults are on.
 GHOST_BEFORE_ITS_RECORD = 620_239
 WITH = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"
-#: A renewal that stood still for ten minutes kept a machine beyond its greatest age.
-LATE_RENEWAL = 364
-OPERATORS = "drain,quarantine,pause,slow-call"
 #: Of the small worlds of the long campaign.
 BROKEN_WHILE_SMALL = {"quarantine-unseen": 422, "born expired": 7260, "a drain over a quarantine": 13_866}
 
 
 def story(seed: int, settings: Settings = SETTINGS) -> str:
-    plan = draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults)
-    return "\n".join(tell(shrink(simulate(plan), tries=60)))
+    return "\n".join(tell(shrink(simulate(settings.plan(seed)), tries=60)))
 
 
 @pytest.mark.timeout(1_200)
@@ -65,12 +65,10 @@ def test_no_invariant_is_violated_with_few_faults():
 @pytest.mark.parametrize(
     ("seed", "settings"),
     [
-        *((seed, SETTINGS) for seed in sorted(set(ONCE_BROKEN.values()))),
+        *sorted({(seed, WORLDS[name]) for name, seed in ONCE_BROKEN.items()}, key=itemgetter(0)),
         *((seed, SMALL) for seed in BROKEN_WHILE_SMALL.values()),
         (GHOST_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(WITH))),
-        (LATE_RENEWAL, replace(SMALL, faults=parse_faults(OPERATORS))),
     ],
 )
 def test_what_was_broken_once_holds(seed: int, settings: Settings):
-    outcome = simulate(draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults))
-    assert not outcome.violation
+    assert not simulate(settings.plan(seed)).violation

@@ -113,12 +113,9 @@ class Processes:
                 argv = _read(f"/proc/{pid}/cmdline")
             except OSError:
                 continue
-            contents = {"argv": argv, "environ": environ}
-            if argv != before:
-                # It became another program meanwhile: whose environment that was, the next look says.
-                contents = {"argv": argv, "argv before": before}
-            for name, content in contents.items():
-                kind = name.split()[0]
+            # Did it become another program meanwhile? Whose environment that was, the next look says.
+            other = ("environ", environ) if argv == before else ("argv", before)
+            for kind, content in (("argv", argv), other):
                 if content:
                     users, _ = self.seen.setdefault((kind, content), (set(), argv[:200].decode(errors="replace")))
                     users.add(uid)

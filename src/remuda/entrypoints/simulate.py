@@ -15,7 +15,6 @@ from remuda.entrypoints.run import EXIT_OK
 from remuda.simulation.campaign import COUNTED, Settings, Summary, run_many
 from remuda.simulation.coverage import IMPOSSIBLE, STATES, empty_cells
 from remuda.simulation.faults import Fault, parse_faults, spelled
-from remuda.simulation.plan import draw
 from remuda.simulation.run import Outcome, simulate
 from remuda.simulation.shrink import shrink, tell
 
@@ -50,9 +49,8 @@ def run_simulate(request: Request, output: Output) -> int:
 
 
 def _run_one(seed: int, settings: Settings, output: Output, *, trace: bool) -> int:
-    plan = draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults)
     started = time.perf_counter()
-    outcome = simulate(plan, keep_trace=trace)
+    outcome = simulate(settings.plan(seed), keep_trace=trace)
     seconds = time.perf_counter() - started
     summary = Summary()
     summary.add(outcome)
@@ -75,10 +73,8 @@ def _run_many(request: Request, settings: Settings, output: Output) -> int:
     started = time.perf_counter()
     summary = _with_progress(seeds, settings, workers, output)
     seconds = time.perf_counter() - started
-    tales = []
-    for seed in sorted(summary.violations)[:MAX_TALES]:
-        plan = draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults)
-        tales.append(_tale(simulate(plan), settings, output))
+    found = sorted(summary.violations)[:MAX_TALES]
+    tales = [_tale(simulate(settings.plan(seed)), settings, output) for seed in found]
     document = {**_document(summary, settings, seconds), "first_seed": first, "workers": workers, "tales": tales}
     output.result(document)
     told = [*_story(summary, seconds), _coverage(summary), *_unfilled(summary)]

@@ -14,7 +14,7 @@ from typing import Any
 from remuda.simulation.coverage import STATES, empty_cells
 from remuda.simulation.faults import Chosen, Fault, Swarm
 from remuda.simulation.invariants import Violation
-from remuda.simulation.plan import draw
+from remuda.simulation.plan import Plan, draw
 from remuda.simulation.run import Outcome, simulate
 
 #: Seeds that a worker takes at a time.
@@ -36,6 +36,9 @@ class Settings:
     hours: float
     instances: int
     faults: Chosen = Swarm.HALF
+
+    def plan(self, seed: int) -> Plan:
+        return draw(seed, hours=self.hours, instances=self.instances, faults=self.faults)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,8 +94,7 @@ class Summary:
 def run_batch(seeds: Sequence[int], settings: Settings) -> Summary:
     summary = Summary()
     for seed in seeds:
-        plan = draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults)
-        summary.add(simulate(plan))
+        summary.add(simulate(settings.plan(seed)))
     return summary
 
 

@@ -21,7 +21,6 @@ import remuda
 from remuda.domain.errors import InvariantViolated
 from remuda.simulation.campaign import Settings
 from remuda.simulation.faults import parse_faults, spelled
-from remuda.simulation.plan import draw
 from remuda.simulation.run import simulate
 
 #: What a copy needs.
@@ -102,7 +101,7 @@ def _hunt_here(first: int, seeds: int, settings: Settings) -> Catch:
     """In the process of a mutant."""
     gc.freeze()
     for seed in range(first, first + seeds):
-        outcome = simulate(draw(seed, hours=settings.hours, instances=settings.instances, faults=settings.faults))
+        outcome = simulate(settings.plan(seed))
         if outcome.violation is not None:
             violation = outcome.violation
             return Catch(tried=seed - first + 1, seed=seed, violation=str(violation), invariant=violation.invariant)

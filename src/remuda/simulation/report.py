@@ -39,9 +39,14 @@ def table(found: Sequence[tuple[Mutant, Catch]]) -> str:
     lines = ["| planted bug | what it is | caught by | after seeds |", "|---|---|---|---|"]
     for mutant, catch in found:
         after = f"{catch.tried}" if catch.seed is not None else f"not within {catch.tried}"
-        own = f" (small worlds, under {spelled(mutant.world.faults)} alone)" if mutant.world else ""
-        lines.append(f"| `{mutant.name}` | {mutant.bug} | {catch.invariant or '-'} | {after}{own} |")
+        lines.append(f"| `{mutant.name}` | {mutant.bug} | {catch.invariant or '-'} | {after}{_where(mutant.world)} |")
     return "\n".join(lines)
+
+
+def _where(world: Settings | None) -> str:
+    if world is None:
+        return ""
+    return f" ({world.hours:g} h, {world.instances} instances, under {spelled(world.faults)} alone)"
 
 
 def main(arguments: Sequence[str]) -> int:

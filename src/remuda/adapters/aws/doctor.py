@@ -259,21 +259,14 @@ class AwsDoctor:
             return ok("the pool has no machine to try it on")
         refusal = await self._refused("TerminateInstances", {"InstanceIds": running[:1]})
         # It is asked for first: whose they are.
-        refusal = refusal or await self._kept_from_tags(running[0])
+        whose = {"Filters": [{"Name": "resource-id", "Values": running[:1]}]}
+        refusal = refusal or await self._refused("DescribeTags", whose)
         if refusal:
             return problem(
                 f"these credentials may not end the pool's machines: {refusal}",
                 "give the role the rights in deploy/policies/refresh.json",
             )
-        return ok("by a dry run of TerminateInstances, and a look at a tag")
-
-    async def _kept_from_tags(self, instance_id: str) -> str:
-        filters = [{"Name": "resource-id", "Values": [instance_id]}]
-        try:
-            await (await self._parts()).compute.calls.ask("DescribeTags", passes={_UNAUTHORIZED}, Filters=filters)
-        except ClientError as error:
-            return _without_details(error)
-        return ""
+        return ok("by a dry run of TerminateInstances and of DescribeTags")
 
     async def _refused(self, operation: str, parameters: Mapping[str, Any]) -> str:
         """What EC2 says to a dry run; empty where it would have done it."""
@@ -281,12 +274,8 @@ class AwsDoctor:
         try:
             await calls.ask(operation, passes={_DRY_RUN, _UNAUTHORIZED}, DryRun=True, **parameters)
         except ClientError as error:
-            return "" if code_of(error) == _DRY_RUN else _without_details(error)
+            return "" if code_of(error) == _DRY_RUN else said_by(error).partition(" Encoded authorization")[0]
         raise UserError(f"EC2 did {operation} though it was asked for a dry run", fix="see what it made")
-
-
-def _without_details(refusal: ClientError) -> str:
-    return said_by(refusal).partition(" Encoded authorization")[0]
 
 
 def _fits(options: Options, architecture: str, system: str) -> Finding:
