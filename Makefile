@@ -34,7 +34,7 @@ demo: $(VENV)/.installed ## The whole story on this machine, in under two minute
 	@$(BIN)/remuda demo
 
 demo-aws: $(VENV)/.installed $(VENV)-servers/.installed $(VENV)-moto/.installed ## The same with backend aws, on servers here (Linux, root)
-	@PYTHONPATH=tests $(BIN)/python -m support.aws_demo
+	@$(BIN)/python -m tests.support.aws_demo
 
 test: ## Everything: style, types, directions, and all tests
 	@$(TOGETHER) -j 4 installed
@@ -70,12 +70,12 @@ simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short cam
 
 simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and small worlds in every order
 	@mkdir -p build
-	$(BIN)/remuda simulate --seeds 20000 --first-seed 0 --hours 0.25 --instances 5 --json > build/small-worlds.json
-	$(BIN)/remuda simulate --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10 --json > build/worlds.json
-	$(BIN)/remuda simulate --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
-	$(BIN)/python -m remuda.simulation.cells build/small-worlds.json build/worlds.json build/few-faults.json --write docs/reference/faults-and-states.md
+	$(BIN)/python -m simulation --seeds 20000 --first-seed 0 --hours 0.25 --instances 5 --json > build/small-worlds.json
+	$(BIN)/python -m simulation --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10 --json > build/worlds.json
+	$(BIN)/python -m simulation --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
+	$(BIN)/python -m simulation.coverage_report build/small-worlds.json build/worlds.json build/few-faults.json --write docs/reference/faults-and-states.md
 	$(BIN)/python benchmarks/simulation.py
-	$(BIN)/python -m remuda.simulation.report --write docs/reference/planted-bugs.md
+	$(BIN)/python -m simulation.report --write docs/reference/planted-bugs.md
 
 attacks: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## Attack the next run, and write down what came out (Linux, root)
 	REMUDA_WRITE_ATTACKS=1 $(BIN)/pytest tests/acceptance/test_attacks.py -q
@@ -85,15 +85,15 @@ fuzz: $(VENV)/.tools ## Bad input from outside, for long, and new examples of ev
 	REMUDA_FUZZ=$(FUZZ) $(BIN)/pytest tests/unit -m hypothesis -q -n 2 --timeout 0
 	@if [ $(FUZZ_S) -gt 0 ]; then \
 	  [ -e $(VENV)-fuzz ] || PIP_CONSTRAINT= $(BIN)/python -m pip install -q --no-deps --target $(VENV)-fuzz -r requirements/fuzz.txt; \
-	  PYTHONPATH=$(VENV)-fuzz:tests $(BIN)/python -m support.guided build/corpus -max_total_time=$(FUZZ_S) -artifact_prefix=build/ -print_final_stats=1; \
+	  PYTHONPATH=$(VENV)-fuzz:. $(BIN)/python -m tests.support.guided build/corpus -max_total_time=$(FUZZ_S) -artifact_prefix=build/ -print_final_stats=1; \
 	fi
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium-headless-shell ## Take the docs' pictures of the dashboard and the report again
-	@PYTHONPATH=tests $(BIN)/python docs/screenshots.py
+	@PYTHONPATH=. $(BIN)/python docs/screenshots.py
 
 # BENCH=--quick: less of everything, and the docs stay as they are.
 bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## What it costs, against the floor: tables, JSON, plots in the docs
-	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks $(BENCH)
+	@$(BIN)/python -m benchmarks $(BENCH)
 	@$(BIN)/python benchmarks/simulation.py
 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template

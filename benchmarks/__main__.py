@@ -18,7 +18,7 @@ from benchmarks.floor import Floor, floor
 from benchmarks.report import Run, show, write_docs
 from benchmarks.world import FULL, QUICK, ROOT, TINY, Size, World, open_world
 from remuda.adapters.system.clock import SystemClock
-from support.aws_servers import AwsServers, aws_servers
+from tests.support.aws_servers import AwsServers, aws_servers
 
 Measure = Callable[[World, Floor], Awaitable[Results]]
 

@@ -21,9 +21,9 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
+from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, Outcome
-from support.agents import FakeMachine, FakeRunner
+from tests.support.agents import FakeMachine, FakeRunner
 
 WHOSE = "the agents'"
 MARGIN_S = 1.0
@@ -110,7 +110,7 @@ class Agents:
             runner=TimedRunner(following.registration_s, self._asked),
             clock=SystemClock(),
             ids=SystemIds(),
-            journal=SilentJournal(),
+            event_log=SilentEventLog(),
             version="1",
         ).run()
 

@@ -19,7 +19,7 @@ P99_MOST_S = 5.0
 CONFLICTS_MOST_PERCENT = 10.0
 
 
-class ClaimJournal:
+class ClaimEventLog:
     """Hears of claims as they are won and lost."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class ClaimJournal:
         self.won_s: list[float] = []
         self.lost = 0
 
-    def note(self, action: str, why: str = "", **facts: Any) -> None:  # noqa: ARG002 - the port's
+    def record(self, action: str, why: str = "", **facts: Any) -> None:  # noqa: ARG002 - the port's
         if action == "claim-won":
             self.won_s.append(self._clock.monotonic() - self.started)
         elif action == "claim-lost":
@@ -65,10 +65,10 @@ async def _measure(
         await context.pool.send([record.message() for record in herd])
     # One process makes them all: its looks for reports are shared, as they are within one provision.
     async with pool.context() as context:
-        journal = ClaimJournal()
-        made = await work(replace(context, journal=journal), pool)
+        event_log = ClaimEventLog()
+        made = await work(replace(context, event_log=event_log), pool)
     reused = sum(item.reused for item in made)
-    tried = len(journal.won_s) + journal.lost
+    tried = len(event_log.won_s) + event_log.lost
     what = f"{name} at once, {warm} warm"
     return Results(
         figures=(
@@ -86,18 +86,18 @@ async def _measure(
                 unit="s",
                 before="—",
                 most=P99_MOST_S,
-                ours=round(percentile(journal.won_s, 0.99), 4),
+                ours=round(percentile(event_log.won_s, 0.99), 4),
                 kind=Kind.TIME,
                 floor=least,
                 floor_with_waits=least,
-                samples=len(journal.won_s),
+                samples=len(event_log.won_s),
             ),
             Figure(
                 name=f"{what}: conflicts",
                 unit="%",
                 before="—",
                 most=CONFLICTS_MOST_PERCENT,
-                ours=round(100 * journal.lost / tried, 2),
+                ours=round(100 * event_log.lost / tried, 2),
                 kind=Kind.COUNT,
                 samples=tried,
             ),

@@ -9,7 +9,7 @@ from benchmarks.figures import Figure, Kind, Results, middle
 from benchmarks.floor import Floor
 from benchmarks.world import CLASS, World
 from remuda.domain.resources import UsageClass
-from support.records import message
+from tests.support.records import message
 
 COLD_OVERHEAD_S = 0.4
 MIXED_OVERHEAD_S = 0.3

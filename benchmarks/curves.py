@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from remuda.entrypoints.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from remuda.cli.rendering.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 
 #: Room for the names of the lines.
 NAMES = 150.0

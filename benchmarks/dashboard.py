@@ -26,8 +26,8 @@ from remuda.adapters.sqlite.connection import transaction
 from remuda.adapters.sqlite.schema import connect
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
-from support import seeded
-from support.dashboard import CHROMIUM, Dashboard, chromium
+from tests.support import sample_records
+from tests.support.dashboard import CHROMIUM, Dashboard, chromium
 
 PROVISIONS = 500
 #: As many lanes as a large screen shows.
@@ -70,7 +70,7 @@ class Writer:
                 threading.Event().wait(pause)
             self.late_s = max(self.late_s, -pause)
             place = number % len(self._records)
-            record, (entry,) = seeded.moved(self._records[place], now=clock.now())
+            record, (entry,) = sample_records.moved(self._records[place], now=clock.now())
             with transaction(connection):
                 tables.write_instance(connection, record, entry)
             self._records[place] = record
@@ -218,9 +218,9 @@ def measured(size: Size, *, browser: bool) -> dict[str, Any]:
     now = SystemClock().now()
     with tempfile.TemporaryDirectory(prefix="remuda-dashboard-") as name:
         folder = Path(name) / "state"
-        file = seeded.prepare(folder)
-        lives = list(seeded.fleet(instances, transitions, now=now, ended=0.2))
-        seeded.write(file, lives, seeded.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
+        file = sample_records.prepare(folder)
+        lives = list(sample_records.fleet(instances, transitions, now=now, ended=0.2))
+        sample_records.write(file, lives, sample_records.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
         moving = [record for record, _ in lives if record.state in {State.RUNNING, State.RELEASING, State.IDLE}]
         with Dashboard(folder, "--every", str(1 / RATE)) as dashboard:
             found = first_views(dashboard, instances)

@@ -9,16 +9,16 @@ from benchmarks.floor import Floor
 from benchmarks.world import World
 from remuda.adapters.aws.clients import open_session
 from remuda.adapters.aws.ec2.calls import client_config
-from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
-from remuda.adapters.github.client import GithubForge
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.config.settings import Settings
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
-from remuda.settings import Settings
-from support.fleet_world import TOKEN, FleetWorld, Machine, serve
-from support.fleets import ENVIRONMENT, ORG, tags
-from support.records import instance_id
+from remuda.ports.event_log import SilentEventLog
+from tests.support.fleet_world import TOKEN, FleetWorld, Machine, serve
+from tests.support.fleets import ENVIRONMENT, ORG, tags
+from tests.support.records import instance_id
 
 GITHUB_CALLS_MOST = 13
 
@@ -40,17 +40,17 @@ async def run(world: World, _floor: Floor) -> Results:
     clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
     with serve(fleet) as served:
         async with open_session().create_client("ec2", config=client_config(), endpoint_url=served.ec2_url) as client:
-            forge = GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
+            github = GitHubClient(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
             context = FleetContext(
                 environment=ENVIRONMENT,
                 fleet=Ec2RunnerFleet(client=client, environment=ENVIRONMENT, clock=clock, ids=ids, calls=calls),
-                forge=forge,
+                github=github,
                 clock=clock,
-                journal=SilentJournal(),
+                event_log=SilentEventLog(),
                 calls=calls,
             )
             done = await scale_down(context, Settings().scale_down_policy)
-            await forge.close()
+            await github.close()
     if done.errors or fleet.did.terminated:
         raise RuntimeError(f"a scale-down went wrong: {done.errors}")
     return Results(

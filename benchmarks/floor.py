@@ -11,7 +11,7 @@ from benchmarks.figures import middle
 from benchmarks.world import CLASS, SCOPE, Pool, World, control_item, idle, present
 from remuda.adapters.aws.dynamodb import items, schema
 from remuda.adapters.aws.dynamodb.items import Keys
-from remuda.adapters.aws.dynamodb.pace import CONTROL
+from remuda.adapters.aws.dynamodb.poll_intervals import CONTROL
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES
@@ -125,7 +125,7 @@ class Floor:
         self._record = idle(1)
         self._key = Keys(prefix=pool.prefix).control(self._record.instance_id)
         self._queue = ""
-        self._forge = world.forge(CallCounter())
+        self._github = world.github(CallCounter())
         self._ended: list[str] = []
 
     async def prepare(self) -> None:
@@ -135,7 +135,7 @@ class Floor:
         self._ended = await self._create_fleet(1)
 
     async def close(self) -> None:
-        await self._forge.close()
+        await self._github.close()
 
     async def seconds(self, calls: Calls) -> float:
         """All of them, one after the other: the middle of several tries where they are few."""
@@ -235,7 +235,7 @@ class Floor:
         )
 
     async def _token(self) -> None:
-        await self._forge.registration_token(SCOPE)
+        await self._github.registration_token(SCOPE)
 
     async def _depth(self) -> None:
         await self._world.sqs.get_queue_attributes(QueueUrl=self._queue, AttributeNames=["ApproximateNumberOfMessages"])
@@ -276,7 +276,7 @@ class Floor:
         await self._world.ec2.describe_launch_templates(LaunchTemplateNames=[self._pool.table])
 
     async def _runners(self) -> None:
-        await self._forge.list_runners(SCOPE)
+        await self._github.list_runners(SCOPE)
 
 
 def _schema(keys: Mapping[str, str]) -> list[dict[str, str]]:

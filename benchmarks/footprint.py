@@ -124,9 +124,9 @@ async def live(pool: str, prefix: str, instance_id: str) -> None:
     from remuda.adapters.aws.imds import Imds, imds_endpoint  # noqa: PLC0415 - as above
     from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415 - as above
     from remuda.agent.loop import Agent  # noqa: PLC0415 - as above
-    from remuda.entrypoints import agent_ec2  # noqa: PLC0415 - as above
+    from remuda.cli import agent_ec2  # noqa: PLC0415 - as above
     from remuda.ports.calls import CallCounter  # noqa: PLC0415 - as above
-    from remuda.ports.journal import SilentJournal  # noqa: PLC0415 - as above
+    from remuda.ports.event_log import SilentEventLog  # noqa: PLC0415 - as above
 
     clock = SystemClock()
     async with AwsClients() as clients:
@@ -148,7 +148,7 @@ async def live(pool: str, prefix: str, instance_id: str) -> None:
             runner=TimedRunner(0.0, {}),
             clock=clock,
             ids=SystemIds(),
-            journal=SilentJournal(),
+            event_log=SilentEventLog(),
             version="1",
         ).run()
 

@@ -18,21 +18,21 @@ from remuda.adapters.aws.clients import open_session
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.items import Item, Keys
 from remuda.adapters.aws.ec2.calls import client_config
-from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
-from remuda.adapters.aws.gathering import chunks
-from remuda.adapters.github.client import GithubForge
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.gather import chunks
+from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.config.settings import Settings
+from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh import refresh
 from remuda.controlplane.scale_down import FleetContext, scale_down
-from remuda.controlplane.status import status
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus, settled
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
-from remuda.settings import Settings
-from support.fleet_world import TOKEN
-from support.records import entry, instance_id
+from remuda.ports.event_log import SilentEventLog
+from tests.support.fleet_world import TOKEN
+from tests.support.records import entry, instance_id
 
 #: Machines that a provision asks for.
 ASKED = 10
@@ -185,27 +185,27 @@ class GrowingHerd:
 
     async def _scale_down(self) -> float:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
-        forge = _forge(self.around.github_url, calls)
+        github = _github(self.around.github_url, calls)
         context = FleetContext(
             environment=self.pool.name,
             fleet=Ec2RunnerFleet(client=self.pool.ec2, environment=self.pool.name, clock=clock, ids=ids, calls=calls),
-            forge=forge,
+            github=github,
             clock=clock,
-            journal=SilentJournal(),
+            event_log=SilentEventLog(),
             calls=calls,
             open_pool=self.pool.context,
             has_pool=True,
         )
         done = await scale_down(context, Settings().scale_down_policy)
-        await forge.close()
+        await github.close()
         self._github = sum(calls.by_service().get("github", {}).values())
         if done.errors:
             raise RuntimeError(f"a scale-down went wrong: {done.errors}")
         return done.seconds
 
 
-def _forge(url: str, calls: CallCounter) -> GithubForge:
-    return GithubForge(api_url=url, token=TOKEN, clock=SystemClock(), ids=SystemIds(), calls=calls)
+def _github(url: str, calls: CallCounter) -> GitHubClient:
+    return GitHubClient(api_url=url, token=TOKEN, clock=SystemClock(), ids=SystemIds(), calls=calls)
 
 
 @asynccontextmanager
@@ -214,7 +214,7 @@ async def herd(world: World, around: Outside) -> AsyncIterator[GrowingHerd]:
     async with open_session().create_client("ec2", config=client_config(), endpoint_url=around.ec2_url) as client:
         world.wire.watch(client)
         pool.ec2 = client
-        pool.forge = lambda calls: _forge(around.github_url, calls)
+        pool.github = lambda calls: _github(around.github_url, calls)
         yield GrowingHerd(world=world, pool=pool, around=around)
 
 

@@ -21,7 +21,7 @@ from benchmarks.figures import Figure, Kind, Results, percentile
 from benchmarks.floor import Floor
 from benchmarks.world import SCOPE, Pool, World, beating, idle
 from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.dynamodb.pace import CONTROL, WARM_FOR_S
+from remuda.adapters.aws.dynamodb.poll_intervals import CONTROL, WARM_FOR_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.errors import DYNAMODB
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -29,7 +29,7 @@ from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment, Credential, Instance
 from remuda.domain.transitions import Actor, Change, Claim, advance
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
+from remuda.ports.event_log import SilentEventLog
 
 #: In a minute, while it is fresh in the pool and later.
 READS_MOST = 250
@@ -151,7 +151,7 @@ async def live(pool: str, prefix: str, instance_id: str, minutes: float) -> list
             runner=TimedRunner(0.0, {}),
             clock=clock,
             ids=SystemIds(),
-            journal=SilentJournal(),
+            event_log=SilentEventLog(),
             version="1",
         )
         began = clock.monotonic()

@@ -18,8 +18,8 @@ from benchmarks.world import SCOPE
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.pool_config import runner_name
 from remuda.ports.compute import POOL_TAG
-from support.fleet_world import FleetWorld, Machine, serve
-from support.fleets import tags
+from tests.support.fleet_world import FleetWorld, Machine, serve
+from tests.support.fleets import tags
 
 WHOSE = "the outside world's"
 #: As many as EC2 shows in one answer.

@@ -6,9 +6,9 @@ import gc
 import sys
 import time
 
-from remuda.simulation.faults import Chosen, Swarm
-from remuda.simulation.plan import draw
-from remuda.simulation.run import simulate
+from simulation.faults import Chosen, Swarm
+from simulation.plan import draw
+from simulation.run import simulate
 
 INSTANCES = 20
 SEEDS = 5

@@ -19,14 +19,14 @@ from remuda.adapters.aws.dynamodb.items import Item, Keys
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.gathering import chunks, gathered
+from remuda.adapters.aws.gather import chunks, gathered
 from remuda.adapters.aws.identity import key_prefix_of
 from remuda.adapters.aws.sqs import SqsResourcePool
-from remuda.adapters.github.client import GithubForge
+from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.bootstrap import desired
+from remuda.config.settings import Settings, load
 from remuda.controlplane.context import Context
-from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
+from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
 from remuda.domain.instance import Instance, State
@@ -35,10 +35,10 @@ from remuda.domain.signals import Report
 from remuda.domain.timestamps import to_milliseconds, to_text
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
-from remuda.ports.journal import SilentJournal
-from remuda.settings import Settings, load
-from support.aws_servers import AwsServers
-from support.records import instance, instance_id
+from remuda.ports.event_log import SilentEventLog
+from remuda.wiring import desired
+from tests.support.aws_servers import AwsServers
+from tests.support.records import instance, instance_id
 
 SCOPE = "octo/repo"
 CLASS = "large"
@@ -128,7 +128,7 @@ class Pool:
     registration_s: float = 0.0
     #: In place of the world's.
     ec2: Any = None
-    forge: Callable[[CallCounter], GithubForge] | None = None
+    github: Callable[[CallCounter], GitHubClient] | None = None
 
     @property
     def table(self) -> str:
@@ -141,23 +141,23 @@ class Pool:
         store = self.store(calls)
         compute = BootingCompute(client=self.ec2 or world.ec2, pool=self.name, clock=clock, ids=ids, calls=calls)
         compute.heard = self.follow
-        forge = (self.forge or world.forge)(calls) if credentialed else None
+        github = (self.github or world.github)(calls) if credentialed else None
         try:
             yield Context(
                 pool_name=self.name,
                 store=store,
                 pool=SqsResourcePool(client=world.sqs, prefix=self.table, clock=clock, ids=ids, calls=calls),
                 compute=compute,
-                forge=forge,
+                github=github,
                 clock=clock,
                 ids=ids,
-                journal=SilentJournal(),
+                event_log=SilentEventLog(),
                 calls=calls,
             )
         finally:
             await store.close()
-            if forge is not None:
-                await forge.close()
+            if github is not None:
+                await github.close()
 
     def store(self, calls: CallCounter) -> DynamoInstanceStore:
         async def newest_prefix() -> str:
@@ -181,7 +181,7 @@ class Pool:
             self.prefix = await key_prefix_of(self.world.iam, self.settings.launch_options(), CallCounter())
         return done
 
-    def order(self, number: int, **changed: Any) -> ProvisionOrder:
+    def order(self, number: int, **changed: Any) -> ProvisionRequest:
         values: dict[str, Any] = {
             "run_id": self.world.next_run(),
             "attempt": 1,
@@ -192,7 +192,7 @@ class Pool:
             "scope": SCOPE,
             "tier": Tier.TRUSTED,
         }
-        return ProvisionOrder(**{**values, **changed})
+        return ProvisionRequest(**{**values, **changed})
 
     async def provision(self, number: int, **changed: Any) -> ProvisionResult:
         async with self.context() as context:
@@ -301,8 +301,8 @@ class World:
         await made.refresh()
         return made
 
-    def forge(self, calls: CallCounter) -> GithubForge:
-        return GithubForge(
+    def github(self, calls: CallCounter) -> GitHubClient:
+        return GitHubClient(
             api_url=self.servers.github.url,
             token=self.servers.github.token,
             clock=SystemClock(),

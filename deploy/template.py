@@ -23,8 +23,8 @@ from policies import (
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
+from remuda.config.settings import AWS_LAUNCH, Settings, variable
 from remuda.ports.compute import POOL_TAG
-from remuda.settings import AWS_LAUNCH, Settings, variable
 from statements import VERSION, Policy, render
 
 Resource = dict[str, Any]
@@ -44,7 +44,7 @@ FUNCTION_TIME_S = 240
 FUNCTION_MB = 1_024
 #: An event that could not be delivered is of no use later: the next one is due. The least that EventBridge takes.
 EVENT_AGE_S = 60
-HANDLER = "remuda.entrypoints.lambda_handler.handler"
+HANDLER = "remuda.aws_lambda.handler.handler"
 HAS_FUNCTIONS = "HasFunctions"
 ALARMS = "Alarms"
 #: So many runs in a row must have failed: one that did is made good by the next.

@@ -8,14 +8,14 @@ from typing import Any
 
 import yaml
 
+from remuda.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
+from remuda.config.settings import Settings, flag, key, variable
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.transitions import ENDINGS, TRANSITIONS
-from remuda.entrypoints.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
-from remuda.entrypoints.metrics import METRICS
-from remuda.settings import Settings, flag, key, variable
-from remuda.simulation.faults import MEANING, Fault
-from remuda.simulation.invariants import INVARIANTS
-from remuda.simulation.planted import MUTANTS
+from remuda.web.metrics import METRICS
+from simulation.faults import MEANING, Fault
+from simulation.invariants import INVARIANTS
+from simulation.mutants import MUTANTS
 
 DOCS = Path(__file__).parent
 BEGIN = "<!-- generated: {} -->"

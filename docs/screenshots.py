@@ -15,8 +15,8 @@ from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.provision import Provision
-from support import seeded
-from support.dashboard import Dashboard, chromium, environment
+from tests.support import sample_records
+from tests.support.dashboard import Dashboard, chromium, environment
 
 PICTURES = Path(__file__).parent / "pictures"
 MOST_BYTES = 200_000
@@ -30,11 +30,11 @@ def main() -> int:
     now = SystemClock().now()
     with tempfile.TemporaryDirectory(prefix="remuda-pictures-") as name:
         folder = Path(name) / "state"
-        file = seeded.prepare(folder, pool="ci")
-        lives = list(seeded.fleet(MACHINES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
+        file = sample_records.prepare(folder, pool="ci")
+        lives = list(sample_records.fleet(MACHINES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
         names = cycle(record.instance_id for record, _ in lives)
-        runs = [on_machines(run, names) for run in seeded.provisions(120, now=now, span_s=5_000)]
-        seeded.write(file, lives, runs, now=now)
+        runs = [on_machines(run, names) for run in sample_records.provisions(120, now=now, span_s=5_000)]
+        sample_records.write(file, lives, runs, now=now)
         with Dashboard(folder) as dashboard, chromium() as browser:
             shoot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
             shoot(browser, dashboard.url, "dashboard-dark", color_scheme="dark", **WIDE)

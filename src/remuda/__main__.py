@@ -7,10 +7,10 @@ import sys
 
 def main() -> None:
     if sys.argv[1:2] == ["agent"]:
-        from remuda.entrypoints.agent import main as run_agent  # noqa: PLC0415 - only what this command needs
+        from remuda.cli.agent import main as run_agent  # noqa: PLC0415 - only what this command needs
 
         sys.exit(run_agent(sys.argv[2:]))
-    from remuda.entrypoints.cli import main as run_cli  # noqa: PLC0415 - only what this command needs
+    from remuda.cli.main import main as run_cli  # noqa: PLC0415 - only what this command needs
 
     sys.exit(run_cli(sys.argv[1:]))
 

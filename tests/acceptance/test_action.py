@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from remuda.ports.machine import Outcome
-from support.action_steps import LIMIT_S, ActionJob, Done, fetched_action
-from support.aws_cloud import SCOPE, aws_cloud
-from support.registry import answered
-from support.store_agents import Herd, herd
+from tests.support.action_steps import LIMIT_S, ActionJob, Done, fetched_action
+from tests.support.aws_cloud import SCOPE, aws_cloud
+from tests.support.registry import answered
+from tests.support.store_agents import Herd, herd
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-of-this-test"
@@ -218,7 +218,7 @@ def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshe
     # Both hold their machines now.
     step.read_until(" claim-won ", " create ")
     arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    assert arguments[1:4] == ["-I", "-m", "remuda.entrypoints.action"], "the step's process is Remuda itself"
+    assert arguments[1:4] == ["-I", "-m", "remuda.action"], "the step's process is Remuda itself"
     assert github.token not in " ".join(arguments)
 
     os.kill(pid, signal.SIGINT)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from support import attacks
-from support.attacks import KEPT, LOG, LOOSE, PLANTED, REFUSED, RETIRED, SPOOL, Attack, Outcome
-from support.aws_cloud import aws_cloud
-from support.clock import until
-from support.ec2_machine.machine import NamespaceMachine, bake, why_not
-from support.ec2_region import LIMIT_S, Region
+from tests.support import attacks
+from tests.support.attacks import KEPT, LOG, LOOSE, PLANTED, REFUSED, RETIRED, SPOOL, Attack, Outcome
+from tests.support.aws_cloud import aws_cloud
+from tests.support.clock import until
+from tests.support.ec2_machine.machine import NamespaceMachine, bake, why_not
+from tests.support.ec2_region import LIMIT_S, Region
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(900)]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.aws_cloud import LIMIT_S, SCOPE, Cloud, aws_cloud
+from tests.support.aws_cloud import LIMIT_S, SCOPE, Cloud, aws_cloud
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from support.aws_cloud import LIMIT_S, SCOPE, Cloud, aws_cloud
-from support.servers import ENVIRONMENT, LOOPBACK, held_port
-from support.wire import ANY, JSON, Fault, Wire, answers, wire_in_a_thread
+from tests.support.aws_cloud import LIMIT_S, SCOPE, Cloud, aws_cloud
+from tests.support.servers import ENVIRONMENT, LOOPBACK, held_port
+from tests.support.wire import ANY, JSON, Fault, Wire, answers, wire_in_a_thread
 
 USER, UNAVAILABLE = 2, 4
 POOL = "test"

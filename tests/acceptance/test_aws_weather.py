@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from remuda.bootstrap import desired, open_context
+from remuda.config.settings import Settings
 from remuda.controlplane.context import Context, read_config
-from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
+from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import refresh
 from remuda.controlplane.release import release
 from remuda.domain.instance import Assignment, State
@@ -31,12 +31,12 @@ from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, 
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, Release, advance
 from remuda.ports.compute import LaunchRequest
-from remuda.ports.journal import SilentJournal
-from remuda.settings import Settings
-from support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, forked, settings_of
-from support.herd import Herd, Herds, herds
-from support.weather import Weather, first_of_each, late, refuses, storm
-from support.wire import ANY, Fault, Wire, after_success, cut, hang, wire
+from remuda.ports.event_log import SilentEventLog
+from remuda.wiring import desired, open_context
+from tests.support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, forked, settings_of
+from tests.support.fault_schedule import Weather, first_of_each, late, refuses, storm
+from tests.support.in_process_agents import Herd, Herds, herds
+from tests.support.wire import ANY, Fault, Wire, after_success, cut, hang, wire
 
 #: Many commands, one after the other, on a machine that may be busy with other tests.
 pytestmark = pytest.mark.timeout(900)
@@ -124,8 +124,8 @@ class Pool:
         result = await release(self.context, run_id=run_id, attempt=1)
         assert not result.errors, result.errors
 
-    def _order(self, run_id: str, count: int) -> ProvisionOrder:
-        return ProvisionOrder(
+    def _order(self, run_id: str, count: int) -> ProvisionRequest:
+        return ProvisionRequest(
             run_id=run_id,
             attempt=1,
             count=count,
@@ -204,7 +204,7 @@ async def pool_on(cloud: AwsServers, machines: Herds) -> AsyncIterator[Pool]:
     urls = {"dynamodb": os.environ["AWS_ENDPOINT_URL_DYNAMODB"], "sqs": cloud.store.url, "ec2": cloud.ec2.url}
     async with AsyncExitStack() as stack:
         wires = {service: await stack.enter_async_context(wire(url)) for service, url in urls.items()}
-        context = await stack.enter_async_context(open_context(settings, SilentJournal(), credentialed=True))
+        context = await stack.enter_async_context(open_context(settings, SilentEventLog(), credentialed=True))
         await refresh(context, desired(settings, pool=name))
         agents = await stack.enter_async_context(machines.herd(name, context.store))
         yield Pool(cloud=cloud, settings=settings, context=context, herd=agents, wires=wires)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import MEASURES
-from support.servers import ROOT
+from tests.support.servers import ROOT
 
 #: Those that between them use every part, each with a figure that it has to give.
 GIVES = {
@@ -30,7 +30,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--tiny", "--json", str(written), *GIVES],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

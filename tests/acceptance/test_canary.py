@@ -23,11 +23,11 @@ import httpx
 import pytest
 from aiobotocore.session import AioSession
 
-from support.aws_cloud import SCOPE, aws_cloud
-from support.canary import Canaries, Leak, key_pair, minted, watched_processes
-from support.ec2_machine.machine import NamespaceMachine, bake, why_not
-from support.ec2_region import LIMIT_S, POOL, Region
-from support.prepared import run_prepared
+from tests.support.aws_cloud import SCOPE, aws_cloud
+from tests.support.canary import Canaries, Leak, key_pair, minted, watched_processes
+from tests.support.ec2_machine.machine import NamespaceMachine, bake, why_not
+from tests.support.ec2_region import LIMIT_S, POOL, Region
+from tests.support.forkserver_cli import run_prepared
 
 JOB_USER = "remuda-job"
 APP_ID = "4242"
@@ -126,7 +126,7 @@ class Story:
             "GITHUB_RUN_ATTEMPT": "1",
         }
         place = f"action {mode}"
-        log = await self.run(place, (sys.executable, "-I", "-m", "remuda.entrypoints.action"), 0, variables)
+        log = await self.run(place, (sys.executable, "-I", "-m", "remuda.action"), 0, variables)
         # The command that hides a credential has to name it: the runner takes that line away.
         self.seen[f"stdout of {place}"] = "\n".join(
             line for line in log.splitlines() if not line.startswith("::add-mask::")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from remuda.entrypoints.cli import main
+from remuda.cli.main import main
 
 REMUDA = Path(sys.executable).with_name("remuda")
 LIMIT_S = 120
@@ -376,7 +376,7 @@ def test_config_prints_values_and_sources_but_no_secret(shell: Shell) -> None:
 def test_help_imports_neither_clients_nor_servers(shell: Shell, arguments: list[str]) -> None:
     probe = (
         "import sys\n"
-        "from remuda.entrypoints.cli import main\n"
+        "from remuda.cli.main import main\n"
         f"code = main({arguments!r})\n"
         "heavy = {'boto3', 'botocore', 'aiobotocore', 'httpx', 'starlette', 'uvicorn', 'yaml', 'sqlite3',\n"
         "         'asyncio', 'pydantic', 'rich'}\n"

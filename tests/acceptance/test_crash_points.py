@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from remuda.githubsim.client import SimStep
-from support.localbackend import LIMIT_S, REPO, Done, LocalBackend
+from remuda.fake_github.client import SimStep
+from tests.support.local_backend import LIMIT_S, REPO, Done, LocalBackend
 
 KILLED = -9
 #: How long a provision that will be killed has: enough to get to its point, little enough to wait for its end.

@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from remuda.domain.instance import State
-from support.dashboard import LIMIT_S, Dashboard, Records, environment, living, remuda
-from support.seeded import Life, with_store
+from tests.support.dashboard import LIMIT_S, Dashboard, Records, environment, living, remuda
+from tests.support.sample_records import Life, with_store
 
 TOKEN = "a-token-of-the-tests"
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from remuda.domain.instance import HistoryEntry, State
-from support import seeded
-from support.dashboard import LIMIT_S, Dashboard, Records, chromium, living, remuda, without_browser
-from support.seeded import Life
+from tests.support import sample_records
+from tests.support.dashboard import LIMIT_S, Dashboard, Records, chromium, living, remuda, without_browser
+from tests.support.sample_records import Life
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -315,10 +315,10 @@ def test_planted_markup_is_only_text(browser: Browser, tmp_path: Path) -> None:
     )
     records.write(planted)
     # What a run asks for and says: a class is its label, and a job's words reach reasons.
-    asked, *_ = seeded.provisions(1, now=last.at, span_s=60)
+    asked, *_ = sample_records.provisions(1, now=last.at, span_s=60)
     course = replace(asked.course, error=f"the job {SCRIPT} failed") if asked.course else None
     job = replace(asked, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, asked=SCRIPT, course=course)
-    seeded.write(records.file, [], [job], now=last.at)
+    sample_records.write(records.file, [], [job], now=last.at)
     with Dashboard(records.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
         told = page.inner_text(f"#runs [data-key='{job.provision_id}']")

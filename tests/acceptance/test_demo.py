@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from remuda.entrypoints.demo import ENDED_ITSELF
-from support.dashboard import CHROMIUM, chromium
+from remuda.cli.demo import ENDED_ITSELF
+from tests.support.dashboard import CHROMIUM, chromium
 
 LIMIT_S = 600
 #: Generous: nothing waits for it unless something is broken.

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from support.aws_demo import ENDED_ITSELF
-from support.ec2_machine.machine import why_not
+from tests.support.aws_demo import ENDED_ITSELF
+from tests.support.ec2_machine.machine import why_not
 
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 600
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(LIMIT_S + 60)]
-TESTS = Path(__file__).parents[1]
-DEMO = (sys.executable, "-m", "support.aws_demo", "--short", "--json")
+ROOT = Path(__file__).parents[2]
+DEMO = (sys.executable, "-m", "tests.support.aws_demo", "--short", "--json")
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(TESTS), "TMPDIR": str(folder), "HOME": str(folder)}
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HOME": str(folder)}
 
 
 def left_of(folder: Path) -> list[str]:

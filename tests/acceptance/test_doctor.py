@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import pytest
 
-from remuda.bootstrap_doctor import open_doctor
+from remuda.cli.doctor import document
+from remuda.config.settings import Loaded, load
 from remuda.controlplane.doctor import Checked, examine, exit_code
-from remuda.entrypoints.doctor import document
-from remuda.settings import Loaded, load
-from support.cloud import ARM_AMI, LIMIT_S, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
-from support.prepared import run_prepared
+from remuda.wiring_doctor import open_doctor
+from tests.support.cloud import ARM_AMI, LIMIT_S, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
+from tests.support.forkserver_cli import run_prepared
 
 POOL = "well"
 NOBODY = "subnet-0123456789abcdef0"

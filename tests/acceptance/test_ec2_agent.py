@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from support.aws_cloud import aws_cloud
-from support.ec2_machine.machine import NamespaceMachine, bake, why_not
-from support.ec2_region import LIMIT_S, Region
+from tests.support.aws_cloud import aws_cloud
+from tests.support.ec2_machine.machine import NamespaceMachine, bake, why_not
+from tests.support.ec2_region import LIMIT_S, Region
 
 JOB_USER = "remuda-job"
 

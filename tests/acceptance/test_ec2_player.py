@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.ec2_machine.machine import why_not
-from support.ec2_player import instances
-from support.moto_server import AMI, MotoServer
+from tests.support.ec2_machine.machine import why_not
+from tests.support.ec2_machines import instances
+from tests.support.moto_server import AMI, MotoServer
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
@@ -39,7 +39,7 @@ async def ec2() -> AsyncIterator[tuple[MotoServer, EC2Client]]:
 
 
 def start_player(server: MotoServer, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "support.ec2_player", "--ec2", server.url, "--folder", str(folder)]
+    command = [sys.executable, "-m", "tests.support.ec2_machines", "--ec2", server.url, "--folder", str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS)
 
 

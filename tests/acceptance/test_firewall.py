@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from support.bootstrap_box import JOB_USER, Box
-from support.fake_imds import fake_imds
+from tests.support.bootstrap_box import JOB_USER, Box
+from tests.support.fake_imds import fake_imds
 
 V4, V6 = "169.254.169.254", "fd00:ec2::254"
 LIMIT_S = 120

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from remuda.githubsim.client import SimClient, SimError, SimStep
-from remuda.githubsim.endpoint import Endpoint, read_endpoint
-from remuda.githubsim.package import install
+from remuda.fake_github.client import SimClient, SimError, SimStep
+from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github.package import install
 
 REPO = "acme/widgets"
 RUNNERS = f"/repos/{REPO}/actions/runners"
@@ -30,7 +30,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "remuda.githubsim", "--dir", str(self.folder)]
+        command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(self.folder)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         assert self.process.stdout.readline()

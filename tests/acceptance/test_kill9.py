@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from remuda.githubsim.client import SimStep
-from support.localbackend import LIMIT_S, REPO, LocalBackend
+from remuda.fake_github.client import SimStep
+from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
 
 
 @pytest.fixture

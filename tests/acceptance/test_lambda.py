@@ -18,11 +18,11 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
-from remuda.githubsim.client import SimClient
-from support.canary import Canaries, key_pair, minted
-from support.cloud import SCOPE, Cloud, cloud
-from support.emf import check_emf
-from support.registry import answered
+from remuda.fake_github.client import SimClient
+from tests.support.canary import Canaries, key_pair, minted
+from tests.support.cloud import SCOPE, Cloud, cloud
+from tests.support.emf import check_emf
+from tests.support.registry import answered
 
 #: As Lambda's runtime does: the level that the function's logs are set to, the event, a context with the time that is
 #: left, the result or the error's own words with where it came from.
@@ -30,7 +30,7 @@ RUNTIME = """
 import json, logging, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
 logging.basicConfig(level=os.environ.get("AWS_LAMBDA_LOG_LEVEL", "WARNING"))
-from remuda.entrypoints.lambda_handler import handler
+from remuda.aws_lambda.handler import handler
 
 class Context:
     aws_request_id = "r-1"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from remuda.githubsim.client import SimClient, SimJob, SimStep
-from remuda.githubsim.endpoint import read_endpoint
-from support.localbackend import LIMIT_S, REPO, LocalBackend
+from remuda.fake_github.client import SimClient, SimJob, SimStep
+from remuda.fake_github.endpoint import read_endpoint
+from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
 
 INTERRUPTED = 130
 

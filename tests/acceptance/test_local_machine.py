@@ -33,8 +33,8 @@ from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
 from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import from_text
-from remuda.githubsim.endpoint import read_endpoint
-from remuda.githubsim.package import install
+from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github.package import install
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
 
@@ -52,7 +52,7 @@ from functools import partial
 from remuda.adapters.local.machine import LocalMachine, job_environment, machine_folder, pristine_runner, supervisor_pid
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
-from remuda.agent.actions_runner import ActionsRunner
+from remuda.agent.runner import ActionsRunner
 from remuda.agent.job_hook import JobHook
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
@@ -609,7 +609,7 @@ async def test_only_the_newest_finished_machines_are_kept(world: World, monkeypa
 
 class GitHub:
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "remuda.githubsim", "--dir", str(folder)])
+        self._process = subprocess.Popen([sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)])
         self._folder = folder
         self.client = httpx.AsyncClient(timeout=LONG_S)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.localbackend import LIMIT_S, LONG_LIVES, LocalBackend
+from tests.support.local_backend import LIMIT_S, LONG_LIVES, LocalBackend
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from remuda.githubsim.endpoint import read_endpoint
-from support.canary import Canaries, Processes, minted, watched_processes
-from support.prepared import run_prepared
+from remuda.fake_github.endpoint import read_endpoint
+from tests.support.canary import Canaries, Processes, minted, watched_processes
+from tests.support.forkserver_cli import run_prepared
 
 LIMIT_S = 120
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from support.emf import check_emf
-from support.fleet_world import TOKEN, FleetWorld, Machine, Served, serve
-from support.fleets import tags
-from support.oracle import SCENARIOS, expected, variables
-from support.prepared import run_prepared
-from support.records import NOW
+from tests.support.emf import check_emf
+from tests.support.fleet_world import TOKEN, FleetWorld, Machine, Served, serve
+from tests.support.fleets import tags
+from tests.support.forkserver_cli import run_prepared
+from tests.support.oracle import SCENARIOS, expected, variables
+from tests.support.records import NOW
 
 REMUDA = Path(sys.executable).with_name("remuda")
-LAUNCHER = "support.frozen_launcher"
+LAUNCHER = "tests.support.frozen_launcher"
 LIMIT_S = 120
 #: A call that hangs would hang for much longer.
 HELD_UP_S = 100
@@ -184,7 +184,7 @@ _INVOKE = """
 import json, sys
 from datetime import datetime
 from remuda.adapters.system.clock import SystemClock
-from remuda.entrypoints.lambda_handler import handler
+from remuda.aws_lambda.handler import handler
 
 class Invocation:
     aws_request_id = "r-1"

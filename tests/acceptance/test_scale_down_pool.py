@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from remuda.domain.documents import to_document
-from support.aws_cloud import LIMIT_S, Cloud, aws_cloud
-from support.records import instance
+from remuda.domain.serialization import to_document
+from tests.support.aws_cloud import LIMIT_S, Cloud, aws_cloud
+from tests.support.records import instance
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def put_idle_record(cloud: Cloud, instance_id: str) -> None:
     record = instance(
         instance_id=instance_id, threshold=now + timedelta(seconds=300), created_at=now - timedelta(seconds=300)
     )
-    tests = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     subprocess.run(
-        [sys.executable, str(tests / "support" / "put_record.py"), "remuda-test"],
+        [sys.executable, str(root / "tests" / "support" / "put_record.py"), "remuda-test"],
         input=json.dumps(to_document(record)),
         text=True,
-        env={**cloud.environment, "PYTHONPATH": str(tests)},
+        env={**cloud.environment, "PYTHONPATH": str(root)},
         timeout=LIMIT_S,
         check=True,
     )

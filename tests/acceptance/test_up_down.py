@@ -18,7 +18,7 @@ import pytest
 
 from remuda import procfs
 from remuda.agent.processes import command
-from support.prepared import run_prepared
+from tests.support.forkserver_cli import run_prepared
 
 LIMIT_S = 120
 

@@ -19,17 +19,17 @@ from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github import client as github_client
-from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
-from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
 from remuda.adapters.sqlite.pool import SqliteResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.ports.calls import CallCounter
 from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
-from support.fauxqs import Fauxqs, fauxqs
-from support.records import LONG_S, instance_id
-from support.servers import Ministack, ministack
+from simulation.memory.pool import MemoryQueues, MemoryResourcePool
+from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
+from tests.support.fauxqs import Fauxqs, fauxqs
+from tests.support.records import LONG_S, instance_id
+from tests.support.servers import Ministack, ministack
 
 #: Properties are tried with the same examples each time, however slow this computer is.
 settings.load_profile("ci")

@@ -21,10 +21,9 @@ from aiohttp import web
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
-from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
-from remuda.controlplane.provision import ProvisionOrder, provision
+from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.release import Fate, release
 from remuda.domain.errors import TimedOut
 from remuda.domain.instance import Credential, Instance, State
@@ -33,20 +32,21 @@ from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Signal
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
+from remuda.ports.event_log import SilentEventLog
 from remuda.ports.pool import BATCH
 from remuda.ports.store import InstanceStore
-from support.dynamodb_rights import refused, requests
-from support.records import LONG_S, birth, instance, message, pool_config
-from support.servers import Ministack
-from support.wire import JSON, Fault, Wire, answers, held_until, together, wire
+from simulation.memory.compute import MemoryCloud, MemoryCompute
+from tests.support.dynamodb_rights import refused, requests
+from tests.support.records import LONG_S, birth, instance, message, pool_config
+from tests.support.servers import Ministack
+from tests.support.wire import JSON, Fault, Wire, answers, quarantined_until, together, wire
 
 N = 10
 RUN = "4711"
 SCOPE = "octo/repo"
 #: What an agent says when it reads this state: registration and removal take no time.
 SAYS = {State.CLAIMED: Signal.UD_REG_OK, State.RELEASING: Signal.UD_REMOVE_REG_REMOVE_RUN_OK}
-ORDER = ProvisionOrder(
+ORDER = ProvisionRequest(
     run_id=RUN,
     attempt=1,
     count=N,
@@ -94,7 +94,7 @@ class Aws:
     def expect(self, said: Said, state: State) -> None:
         """Count from here. Machines that take no time: none is looked at before all have said what they say."""
         self.clear()
-        held = held_until(said.by_all[state], b'"report#')
+        held = quarantined_until(said.by_all[state], b'"report#')
         self.dynamodb.always = {"GetItem": held, "BatchGetItem": held}
 
     def polls(self) -> int:
@@ -162,10 +162,10 @@ async def aws(
                 store=store,
                 pool=pool,
                 compute=MemoryCompute(cloud=MemoryCloud(clock=clock), pool="test", calls=calls),
-                forge=None,
+                github=None,
                 clock=clock,
                 ids=ids,
-                journal=SilentJournal(),
+                event_log=SilentEventLog(),
                 calls=calls,
             ),
             dynamodb=dynamodb,

@@ -13,7 +13,7 @@ from aiobotocore.session import get_session
 from remuda.adapters.aws.identity import key_prefix_of, own_key_prefix
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
-from support.moto_server import PROFILE, REGION, MotoServer, shared_server
+from tests.support.moto_server import PROFILE, REGION, MotoServer, shared_server
 
 INSTANCE = "i-0123456789abcdef0"
 LAUNCH = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678"}

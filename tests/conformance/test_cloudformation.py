@@ -19,12 +19,12 @@ from remuda.adapters.aws.clients import config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.entrypoints.lambda_handler import parse
+from remuda.aws_lambda.handler import parse
+from remuda.config.settings import load
 from remuda.ports.calls import CallCounter
-from remuda.settings import load
 from statements import filled
-from support.moto_server import REGION, shared_server
 from template import ALARMS, FUNCTION_TIME_S, HANDLER, LOG_DAYS, template
+from tests.support.moto_server import REGION, shared_server
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"

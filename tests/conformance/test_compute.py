@@ -18,14 +18,14 @@ import pytest
 
 from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.local.compute import LocalCompute
-from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import CapacityError
 from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass, is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
-from support.moto_server import shared_server
-from support.records import LONG_S
+from simulation.memory.compute import MemoryCloud, MemoryCompute
+from tests.support.moto_server import shared_server
+from tests.support.records import LONG_S
 
 UNKNOWN = "i-00000000000000000"
 LARGE = ResourceClass(name="large", cpu=2, mmem=4096)

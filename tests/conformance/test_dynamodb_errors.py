@@ -20,11 +20,11 @@ from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, Use
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import Journal
-from support.records import LONG_S, at, birth, change, claim, instance, instance_id
-from support.servers import LOOPBACK, Ministack, held_port
-from support.wire import Wire, after_success, answers, cut, hang, says, wire
-from support.world_time import Notes
+from remuda.ports.event_log import EventLog
+from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
+from tests.support.servers import LOOPBACK, Ministack, held_port
+from tests.support.wire import Wire, after_success, answers, cut, hang, says, wire
+from tests.support.world_time import Notes
 
 ID = instance_id(1)
 
@@ -48,9 +48,9 @@ def calls() -> CallCounter:
     return CallCounter()
 
 
-def open_store(client: Any, table: str, calls: CallCounter, journal: Journal | None = None) -> DynamoInstanceStore:
+def open_store(client: Any, table: str, calls: CallCounter, event_log: EventLog | None = None) -> DynamoInstanceStore:
     return DynamoInstanceStore(
-        client=client, table=table, clock=QuickClock(), ids=SystemIds(), calls=calls, journal=journal
+        client=client, table=table, clock=QuickClock(), ids=SystemIds(), calls=calls, event_log=event_log
     )
 
 

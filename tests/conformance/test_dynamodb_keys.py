@@ -17,7 +17,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Unavailable, UserError
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, birth, claim, instance, instance_id
+from tests.support.records import LONG_S, birth, claim, instance, instance_id
 
 OLD, NEW = "AROAOLDOLDOLDOLD0:", "AROANEWNEWNEWNEW0:"
 FIRST, SECOND = instance_id(1), instance_id(2)

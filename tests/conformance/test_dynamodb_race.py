@@ -21,7 +21,7 @@ from remuda.controlplane.context import each
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, birth, claim, instance, instance_id
+from tests.support.records import LONG_S, birth, claim, instance, instance_id
 
 PROCESSES = 2
 CLIENTS_EACH = 32
@@ -42,7 +42,7 @@ def open_store(client: Any, table: str) -> DynamoInstanceStore:
 
 
 async def start(table: str, number: int) -> Process:
-    tests = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         __file__,
@@ -50,7 +50,7 @@ async def start(table: str, number: int) -> Process:
         str(number),
         stdin=PIPE,
         stdout=PIPE,
-        env={**os.environ, "PYTHONPATH": str(tests)},
+        env={**os.environ, "PYTHONPATH": str(root)},
         limit=2**24,
     )
     assert await heard(process) == "ready"

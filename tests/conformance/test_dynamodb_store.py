@@ -15,21 +15,21 @@ from aiobotocore.session import AioSession
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.pace import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
+from remuda.adapters.aws.dynamodb.poll_intervals import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
 from remuda.adapters.aws.dynamodb.store import ALONE_AT_ONCE, TOGETHER, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import each
 from remuda.domain import provision as provisions
-from remuda.domain.documents import to_document
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
+from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change, Guard
 from remuda.ports.calls import CallCounter
-from support.dynamodb_rights import refused, requests
-from support.records import (
+from tests.support.dynamodb_rights import refused, requests
+from tests.support.records import (
     LONG_S,
     NOW,
     SHORT_S,
@@ -42,8 +42,8 @@ from support.records import (
     pool_config,
     provision,
 )
-from support.servers import Ministack, ministack
-from support.wire import Wire, says, together, wire
+from tests.support.servers import Ministack, ministack
+from tests.support.wire import Wire, says, together, wire
 
 ID = instance_id(1)
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
@@ -144,7 +144,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             owner=chance.choice(OWNERS),
             threshold=at(10),
             retire=chance.choice(["", "", "old"]),
-            held_until=chance.choice([None, None, at(10)]),
+            quarantined_until=chance.choice([None, None, at(10)]),
             tier=chance.choice(list(Tier)),
             repository=chance.choice(REPOSITORIES),
         )
@@ -190,7 +190,7 @@ async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: W
     assert {sent["Key"]["pk"]["S"] for sent in between.sent["UpdateItem"]} == {f"report#{PREFIX}{ID}"}
 
 
-async def forge(client: Any, table: str, liar: str, document: Any, **indexed: str) -> None:
+async def github(client: Any, table: str, liar: str, document: Any, **indexed: str) -> None:
     """What a machine's role lets it do: write any attributes into its own report."""
     written = {
         **{name: items.attribute(value) for name, value in to_document(document).items()},
@@ -210,7 +210,7 @@ async def test_a_report_cannot_pose_as_another_machines_record(
 ) -> None:
     victim = await store.apply(birth(instance(1, state=State.RUNNING, provision_id="p-1")))
     ended = replace(victim, state=State.TERMINATING)
-    await forge(
+    await github(
         client, table_name, instance_id(2), ended, gsi1pk="live#0", gsi1sk="0", gsi2pk="provision#p-1", gsi2sk="0"
     )
     assert await store.find(LIVE) == [victim]
@@ -223,7 +223,7 @@ async def test_a_report_cannot_pose_as_another_machines_record(
 async def test_a_report_cannot_pose_as_its_own_control_record(
     store: DynamoInstanceStore, client: Any, table_name: str
 ) -> None:
-    await forge(client, table_name, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
+    await github(client, table_name, ID, instance(1), gsi1pk="live#1", gsi1sk="0")
     assert await store.find(LIVE) == []
     assert len(store.malformed_records) == 1
 
@@ -234,7 +234,7 @@ async def test_a_report_cannot_tell_of_another_machines_trouble(
     await store.beat(ID, **{**BEAT, "notice": "terminate"})
     (partition,) = {item["gsi1pk"]["S"] for item in (await scanned(client, table_name)).values()}
     lie = Report(instance_id=instance_id(3), notice="terminate")
-    await forge(client, table_name, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
+    await github(client, table_name, instance_id(2), lie, gsi1pk=partition, gsi1sk="0")
     assert [report.instance_id for report in await store.troubled_reports()] == [ID]
     assert len(store.malformed_records) == 1
     with pytest.raises(Unreadable):
@@ -244,7 +244,7 @@ async def test_a_report_cannot_tell_of_another_machines_trouble(
 async def test_a_report_cannot_pose_as_a_provision(store: DynamoInstanceStore, client: Any, table_name: str) -> None:
     await store.put_provision(provision(1, deadline=NOW))
     lie = provisions.released(provision(2), now=NOW, why="so it says")
-    await forge(client, table_name, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
+    await github(client, table_name, ID, lie, gsi1pk="unsettled", gsi1sk="0", gsi2pk="provisions", gsi2sk="9")
     assert [each.provision_id for each in await store.unsettled_provisions(NOW)] == ["p-1"]
     assert [each.provision_id for each in await store.recent_provisions(1)] == ["p-1"], "it takes no other's place"
     assert len(store.malformed_records) == 1

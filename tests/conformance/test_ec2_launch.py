@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from remuda.adapters.aws.ec2.fleet import Refusal, is_shortage
+from remuda.adapters.aws.ec2.create_fleet import Refusal, is_shortage
 from remuda.domain.errors import CapacityError, Throttled, Unavailable, UserError
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
-from support.ec2_world import Ec2World, ec2_world, ids
+from tests.support.ec2_world import Ec2World, ec2_world, ids
 
 NO_ROOM = "InsufficientInstanceCapacity"
 

@@ -14,8 +14,8 @@ from remuda.adapters.aws.user_data import Layout
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.machine import Identity, Machine, Memory, Outcome, Script
-from support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
-from support.records import LONG_S
+from tests.support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
+from tests.support.records import LONG_S
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OFF = ["systemctl", "poweroff", "--force"]

@@ -9,8 +9,8 @@ import pytest
 from remuda.adapters.aws.ec2.compute import BATCH
 from remuda.domain.errors import NotFound
 from remuda.ports.compute import POOL_TAG, MachineState
-from support.ec2_shim import PAGE
-from support.ec2_world import Ec2World, ec2_world, ids
+from tests.support.ec2_shim import PAGE
+from tests.support.ec2_world import Ec2World, ec2_world, ids
 
 GHOST = "i-0123456789abcdef0"
 MANY, LAUNCHES = 205, 5

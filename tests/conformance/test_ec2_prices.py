@@ -11,7 +11,7 @@ from remuda.adapters.aws.ec2.prices import Ec2SpotPrices
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import UserError
 from remuda.ports.prices import SpotPrices
-from support.ec2_world import Ec2World, ec2_world
+from tests.support.ec2_world import Ec2World, ec2_world
 
 
 @pytest.fixture

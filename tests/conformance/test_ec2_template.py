@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from remuda.domain.errors import UserError
-from support.ec2_world import Ec2World, ec2_world
+from tests.support.ec2_world import Ec2World, ec2_world
 
 
 @pytest.fixture

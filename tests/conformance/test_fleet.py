@@ -9,22 +9,22 @@ from typing import Any, Protocol
 
 import pytest
 
-from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
 from remuda.adapters.local.fleet import LocalFleet
-from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
-from remuda.adapters.memory.fleet import MemoryFleet, MemoryMachines
 from remuda.adapters.system.clock import SystemIds
-from remuda.domain.fleet import FleetMachine
 from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest
 from remuda.ports.fleet import Fleet
-from support.clock import FixedClock
-from support.ec2_world import HastyClock
-from support.fleet_world import FleetWorld, Machine, serve
-from support.fleets import ENVIRONMENT, tags
-from support.moto_server import AMI, shared_server
-from support.records import NOW
+from simulation.memory.compute import MemoryCloud, MemoryCompute
+from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from tests.support.clock import FixedClock
+from tests.support.ec2_world import HastyClock
+from tests.support.fleet_world import FleetWorld, Machine, serve
+from tests.support.fleets import ENVIRONMENT, tags
+from tests.support.moto_server import AMI, shared_server
+from tests.support.records import NOW
 
 ORPHAN = "ghr:orphan"
 
@@ -183,7 +183,7 @@ async def test_what_this_fleet_has_not_listed_is_refused(stage: Stage) -> None:
 
 @asynccontextmanager
 async def scripted(world: FleetWorld) -> AsyncIterator[Ec2RunnerFleet]:
-    from conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - beside this file
+    from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - beside this file
 
     with serve(world) as served:
         async with ec2_client(served) as client:

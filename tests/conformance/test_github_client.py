@@ -18,13 +18,13 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from remuda.adapters.github.auth import AppAuth
-from remuda.adapters.github.client import GithubForge
+from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
-from remuda.githubsim.endpoint import Endpoint, read_endpoint
+from remuda.fake_github.endpoint import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
-from remuda.ports.forge import Deletion
-from support.records import LONG_S
+from remuda.ports.github import Deletion
+from tests.support.records import LONG_S
 
 pytestmark = pytest.mark.usefixtures("patient_client")
 
@@ -59,7 +59,7 @@ PUBLIC = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicK
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder = tmp_path_factory.mktemp("github")
-    command = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder)]
+    command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         try:
             assert server.stdout is not None
@@ -94,16 +94,18 @@ def calls() -> CallCounter:
 
 
 @pytest.fixture
-async def forge(endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter) -> AsyncIterator[GithubForge]:
-    made = GithubForge(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=SystemIds(), calls=calls)
+async def github(
+    endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter
+) -> AsyncIterator[GitHubClient]:
+    made = GitHubClient(api_url=endpoint.url, token=endpoint.token, clock=clock, ids=SystemIds(), calls=calls)
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def app(endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter) -> AsyncIterator[GithubForge]:
+async def app(endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCounter) -> AsyncIterator[GitHubClient]:
     auth = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
-    made = GithubForge(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=calls)
+    made = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=calls)
     yield made
     await made.close()
 
@@ -117,7 +119,7 @@ def plant(sim: httpx.Client, kind: str, operation: str, **more: Any) -> None:
 
 @pytest.mark.parametrize("scope", [REPO, ORG])
 async def test_an_app_finds_its_installation_and_keeps_the_token(
-    app: GithubForge, calls: CallCounter, scope: str
+    app: GitHubClient, calls: CallCounter, scope: str
 ) -> None:
     await asyncio.gather(app.registration_token(scope), app.removal_token(scope), app.list_runners(scope))
     counted = calls.by_service()["github"]
@@ -125,7 +127,7 @@ async def test_an_app_finds_its_installation_and_keeps_the_token(
     assert counted["POST access_tokens"] == 1
 
 
-async def test_a_token_is_renewed_shortly_before_it_ends(app: GithubForge, calls: CallCounter, clock: Clock) -> None:
+async def test_a_token_is_renewed_shortly_before_it_ends(app: GitHubClient, calls: CallCounter, clock: Clock) -> None:
     await app.list_runners(REPO)
     clock.ahead_s = HOUR_S - 200
     await app.list_runners(REPO)
@@ -136,7 +138,7 @@ async def test_a_token_is_renewed_shortly_before_it_ends(app: GithubForge, calls
     assert calls.by_service()["github"]["POST access_tokens"] == 2
 
 
-async def test_a_refused_token_is_replaced_once(app: GithubForge, sim: httpx.Client, calls: CallCounter) -> None:
+async def test_a_refused_token_is_replaced_once(app: GitHubClient, sim: httpx.Client, calls: CallCounter) -> None:
     await app.list_runners(REPO)
     plant(sim, "status", "list", status=401)
     await app.list_runners(REPO)
@@ -147,7 +149,7 @@ async def test_a_refused_token_is_replaced_once(app: GithubForge, sim: httpx.Cli
     assert calls.by_service()["github"]["POST access_tokens"] == 3
 
 
-async def test_an_app_that_is_not_installed_is_told(app: GithubForge) -> None:
+async def test_an_app_that_is_not_installed_is_told(app: GitHubClient) -> None:
     with pytest.raises(UserError, match="not installed for stranger/repo") as caught:
         await app.list_runners("stranger/repo")
     assert caught.value.field == "github-scope"
@@ -160,11 +162,11 @@ async def test_a_proof_that_github_does_not_take_is_told(
     clock.ahead_s = change.get("ahead_s", 0.0)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048) if change.get("key") else KEY
     auth = AppAuth(app_id=change.get("app_id", APP_ID), key=pem(key), clock=clock)
-    forge = GithubForge(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=CallCounter())
+    github = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=CallCounter())
     with pytest.raises(UserError, match="refuses the App") as caught:
-        await forge.list_runners(REPO)
+        await github.list_runners(REPO)
     assert caught.value.field == "github-app-key"
-    await forge.close()
+    await github.close()
 
 
 @pytest.mark.parametrize("key", ["", "secret-nonsense", pem(ec.generate_private_key(ec.SECP256R1()))])
@@ -181,7 +183,7 @@ def test_a_key_with_its_line_breaks_written_out_is_taken(clock: Clock) -> None:
 
 
 async def test_answers_of_the_app_endpoints_may_be_lost(
-    app: GithubForge, sim: httpx.Client, calls: CallCounter
+    app: GitHubClient, sim: httpx.Client, calls: CallCounter
 ) -> None:
     plant(sim, "lost_answer", "installation")
     plant(sim, "lost_answer", "installation-token")
@@ -190,7 +192,7 @@ async def test_answers_of_the_app_endpoints_may_be_lost(
 
 
 async def test_nothing_secret_is_logged(
-    app: GithubForge, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
+    app: GitHubClient, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         await app.registration_token(REPO)
@@ -206,31 +208,31 @@ async def test_nothing_secret_is_logged(
 
 
 async def test_a_token_from_outside_is_not_replaced(endpoint: Endpoint, clock: Clock, calls: CallCounter) -> None:
-    forge = GithubForge(api_url=endpoint.url, token="wrong", clock=clock, ids=SystemIds(), calls=calls)
+    github = GitHubClient(api_url=endpoint.url, token="wrong", clock=clock, ids=SystemIds(), calls=calls)
     with pytest.raises(UserError, match="401") as caught:
-        await forge.list_runners(REPO)
+        await github.list_runners(REPO)
     assert caught.value.field == "github-token"
     assert calls.by_service()["github"] == {"GET runners": 1}
-    await forge.close()
+    await github.close()
 
 
 async def test_a_token_from_outside_is_not_logged(
-    forge: GithubForge, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
+    github: GitHubClient, sim: httpx.Client, caplog: pytest.LogCaptureFixture, endpoint: Endpoint
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        minted = await forge.registration_token(REPO)
+        minted = await github.registration_token(REPO)
         plant(sim, "status", "list", status=403)
         with pytest.raises(UserError) as caught:
-            await forge.list_runners(REPO)
-    seen = caplog.text + str(caught.value) + repr(forge) + repr(minted)
+            await github.list_runners(REPO)
+    seen = caplog.text + str(caught.value) + repr(github) + repr(minted)
     for secret in (endpoint.token, minted.token, "Bearer"):
         assert secret not in seen
 
 
-async def test_a_scope_that_was_renamed_is_told_and_not_followed(forge: GithubForge, sim: httpx.Client) -> None:
+async def test_a_scope_that_was_renamed_is_told_and_not_followed(github: GitHubClient, sim: httpx.Client) -> None:
     plant(sim, "status", "list", status=301)
     with pytest.raises(UserError, match="another name") as caught:
-        await forge.list_runners(REPO)
+        await github.list_runners(REPO)
     assert caught.value.field == "github-scope"
 
 
@@ -265,28 +267,30 @@ async def test_an_enterprise_server_with_a_token_or_an_app(
 ) -> None:
     app = AppAuth(app_id=APP_ID, key=pem(KEY), clock=clock)
     for credential in ({"token": endpoint.token}, {"auth": app}):
-        forge = GithubForge(api_url=enterprise + slash, clock=clock, ids=SystemIds(), calls=CallCounter(), **credential)
-        assert (await forge.registration_token(scope)).token
-        await forge.close()
+        github = GitHubClient(
+            api_url=enterprise + slash, clock=clock, ids=SystemIds(), calls=CallCounter(), **credential
+        )
+        assert (await github.registration_token(scope)).token
+        await github.close()
 
 
 # Limits
 
 
-async def test_short_waits_are_waited_whatever_the_call(forge: GithubForge, sim: httpx.Client, clock: Clock) -> None:
+async def test_short_waits_are_waited_whatever_the_call(github: GitHubClient, sim: httpx.Client, clock: Clock) -> None:
     plant(sim, "rate_limit", "jitconfig", seconds=3)
-    assert (await forge.jit_config(REPO, name="patient", labels=["x"])).config
+    assert (await github.jit_config(REPO, name="patient", labels=["x"])).config
     assert clock.slept == [3.0]
 
 
-async def test_long_waits_are_the_callers(forge: GithubForge, sim: httpx.Client, clock: Clock) -> None:
+async def test_long_waits_are_the_callers(github: GitHubClient, sim: httpx.Client, clock: Clock) -> None:
     plant(sim, "rate_limit", "list", seconds=30)
     with pytest.raises(Throttled) as caught:
-        await forge.list_runners(REPO)
+        await github.list_runners(REPO)
     assert caught.value.retry_after_s == 30
     plant(sim, "rate_limit", "list", status=429)
     with pytest.raises(Throttled) as caught:
-        await forge.list_runners(REPO)
+        await github.list_runners(REPO)
     assert caught.value.retry_after_s == 60
     assert clock.slept == []
 
@@ -307,11 +311,11 @@ async def test_a_limit_that_is_used_up_ends_at_its_reset(
     endpoint: Endpoint, used_up: tuple[str, float], clock: Clock
 ) -> None:
     token, reset = used_up
-    forge = GithubForge(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
+    github = GitHubClient(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
     clock.ahead_s = reset - 1_000 - clock.now().timestamp()
     with pytest.raises(Throttled) as caught:
-        await forge.list_runners(REPO)
-    await forge.close()
+        await github.list_runners(REPO)
+    await github.close()
     # Should the hour have turned meanwhile, it is the next one's.
     assert 900 < caught.value.retry_after_s % HOUR_S <= 1_000
 
@@ -319,22 +323,22 @@ async def test_a_limit_that_is_used_up_ends_at_its_reset(
 # Just-in-time configurations
 
 
-async def test_a_name_that_exists_is_a_conflict(forge: GithubForge) -> None:
-    first = await forge.jit_config(REPO, name="taken", labels=["x"])
+async def test_a_name_that_exists_is_a_conflict(github: GitHubClient) -> None:
+    first = await github.jit_config(REPO, name="taken", labels=["x"])
     with pytest.raises(Conflict):
-        await forge.jit_config(REPO, name="taken", labels=["x"])
-    assert await forge.get_runner(REPO, first.runner_id) is not None
+        await github.jit_config(REPO, name="taken", labels=["x"])
+    assert await github.get_runner(REPO, first.runner_id) is not None
 
 
-async def test_a_configuration_whose_answer_was_lost_is_made_anew(forge: GithubForge, sim: httpx.Client) -> None:
+async def test_a_configuration_whose_answer_was_lost_is_made_anew(github: GitHubClient, sim: httpx.Client) -> None:
     plant(sim, "lost_answer", "jitconfig")
-    made = await forge.jit_config(REPO, name="remuda-lost", labels=["x"])
-    named = [runner for runner in await forge.list_runners(REPO) if runner.name == "remuda-lost"]
+    made = await github.jit_config(REPO, name="remuda-lost", labels=["x"])
+    named = [runner for runner in await github.list_runners(REPO) if runner.name == "remuda-lost"]
     assert [runner.runner_id for runner in named] == [made.runner_id]
-    assert await forge.delete_runner(REPO, made.runner_id) is Deletion.DELETED
+    assert await github.delete_runner(REPO, made.runner_id) is Deletion.DELETED
 
 
-async def test_answers_lost_again_and_again_are_told(forge: GithubForge, sim: httpx.Client) -> None:
+async def test_answers_lost_again_and_again_are_told(github: GitHubClient, sim: httpx.Client) -> None:
     plant(sim, "lost_answer", "jitconfig", times=5)
     with pytest.raises((Unavailable, Conflict)):  # either says: not done
-        await forge.jit_config(REPO, name="remuda-gone", labels=["x"])
+        await github.jit_config(REPO, name="remuda-gone", labels=["x"])

@@ -12,8 +12,8 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from remuda.githubsim.endpoint import Endpoint, read_endpoint
-from support.records import LONG_S
+from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from tests.support.records import LONG_S
 
 OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
 #: What GitHub answers where the description names no schema for a status (401, 403, 404).
@@ -29,7 +29,7 @@ VALUES = {"owner": "acme", "repo": "widgets", "org": "acme"}
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder = tmp_path_factory.mktemp("github")
-    command = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder)]
+    command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         try:
             assert server.stdout is not None

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from conformance.conftest import POOLS_WITH_EXPIRING_RECEIPTS, Pools
 from remuda.domain.errors import NotFound
 from remuda.domain.resources import PoolMessage, Tier, UsageClass
 from remuda.ports.pool import BATCH, Delivery, ResourcePool
-from support.records import LONG_S, SHORT_S, message
+from tests.conformance.conftest import POOLS_WITH_EXPIRING_RECEIPTS, Pools
+from tests.support.records import LONG_S, SHORT_S, message
 
 HIDDEN_S = 30.0
 

@@ -20,24 +20,24 @@ import pytest
 
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
-from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
-from remuda.adapters.memory.fleet import MemoryFleet, MemoryMachines
-from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context, each
 from remuda.controlplane.scale_down import FleetContext, scale_down
-from remuda.domain.cron import parse_cron
 from remuda.domain.errors import Conflict
-from remuda.domain.idle_config import IdleWindow
 from remuda.domain.instance import Instance, State
-from remuda.domain.scale_down import Policy
+from remuda.domain.scale_down.cron import parse_cron
+from remuda.domain.scale_down.decisions import Policy
+from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.domain.transitions import Actor, Claim, advance
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
+from remuda.ports.event_log import SilentEventLog
 from remuda.ports.store import InstanceStore
-from support.fleets import Hub
-from support.records import LONG_S, assignment, birth, instance, instance_id, pool_config
+from simulation.memory.compute import MemoryCloud, MemoryCompute
+from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.pool import MemoryQueues, MemoryResourcePool
+from tests.support.fleets import Hub
+from tests.support.records import LONG_S, assignment, birth, instance, instance_id, pool_config
 
 ITEMS = 120
 POOL = "test"
@@ -75,12 +75,12 @@ def idle_record(number: int) -> Instance:
 
 
 async def start(where: str, role: str) -> Process:
-    tests = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, __file__, where, role),
         stdin=PIPE,
         stdout=PIPE,
-        env={**os.environ, "PYTHONPATH": str(tests)},
+        env={**os.environ, "PYTHONPATH": str(root)},
         limit=2**24,
     )
     assert await heard(process) == "ready"
@@ -165,10 +165,10 @@ async def renew_all(store: InstanceStore) -> Any:
         store=store,
         pool=MemoryResourcePool(clock=clock, ids=ids, calls=calls, queues=MemoryQueues(clock=clock)),
         compute=MemoryCompute(cloud=MemoryCloud(clock=clock), pool=POOL, calls=calls),
-        forge=None,
+        github=None,
         clock=clock,
         ids=ids,
-        journal=SilentJournal(),
+        event_log=SilentEventLog(),
         calls=calls,
     )
 
@@ -179,9 +179,9 @@ async def renew_all(store: InstanceStore) -> Any:
     fleet = FleetContext(
         environment=POOL,
         fleet=MemoryFleet(machines=MemoryMachines(), environment=POOL, calls=calls),
-        forge=Hub(),
+        github=Hub(),
         clock=clock,
-        journal=SilentJournal(),
+        event_log=SilentEventLog(),
         calls=calls,
         open_pool=open_pool,
         has_pool=True,

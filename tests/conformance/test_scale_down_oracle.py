@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from aiobotocore.session import AioSession, get_session
 
-from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
 from remuda.adapters.github import client as github_client
 from remuda.adapters.system.clock import SystemIds
+from remuda.config.settings import Settings, load
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import UserError
-from remuda.domain.scale_down import Action
+from remuda.domain.scale_down.decisions import Action
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
-from remuda.settings import Settings, load
-from support.clock import FixedClock
-from support.fleet_world import TOKEN, FleetWorld, Served, serve
-from support.moto_server import patient_config
-from support.oracle import REFUSED, SCENARIOS, expected, variables
-from support.records import LONG_S
+from remuda.ports.event_log import SilentEventLog
+from tests.support.clock import FixedClock
+from tests.support.fleet_world import TOKEN, FleetWorld, Served, serve
+from tests.support.moto_server import patient_config
+from tests.support.oracle import REFUSED, SCENARIOS, expected, variables
+from tests.support.records import LONG_S
 
 
 @cache
@@ -81,20 +81,20 @@ class Hangs:
 
 async def run_cycle(served: Served, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
     clock, ids, calls = FixedClock(now), SystemIds(), CallCounter()
-    forge = github_client.GithubForge(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
+    github = github_client.GitHubClient(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
     async with ec2_client(served) as client:
         context = FleetContext(
             environment=settings.environment,
             fleet=Ec2RunnerFleet(client=client, environment=settings.environment, clock=clock, ids=ids, calls=calls),
-            forge=forge,
+            github=github,
             clock=clock,
-            journal=SilentJournal(),
+            event_log=SilentEventLog(),
             calls=calls,
         )
         try:
             return await scale_down(context, settings.scale_down_policy, dry_run=dry_run)
         finally:
-            await forge.close()
+            await github.close()
 
 
 def carried_out(result: ScaleDownResult, action: Action) -> set[str]:

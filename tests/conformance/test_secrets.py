@@ -12,11 +12,11 @@ from pydantic import SecretStr
 
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.secrets import TITLE, read_secret
-from remuda.bootstrap import GithubCredential, github_credential
+from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
-from remuda.settings import Settings
-from support.servers import Ministack
-from support.wire import says, wire
+from remuda.wiring import GithubCredential, github_credential
+from tests.support.servers import Ministack
+from tests.support.wire import says, wire
 
 REGION = "eu-central-1"
 TOKEN = "ghp_kept_elsewhere"

@@ -21,7 +21,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, NOW, birth, change, instance, instance_id, message
+from tests.support.records import LONG_S, NOW, birth, change, instance, instance_id, message
 
 NOBODY = 65_534
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.conftest import STORES, Stores
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.transitions import Change, Guard
 from remuda.ports.store import InstanceStore
-from support.records import assignment, at, birth, change, instance, instance_id
+from tests.conformance.conftest import STORES, Stores
+from tests.support.records import assignment, at, birth, change, instance, instance_id
 
 PROCESSES = 3
 INSTANCES = 2
@@ -42,7 +42,7 @@ SETS = st.fixed_dictionaries(
         "tier": TIERS,
         "repository": REPOSITORIES,
         "retire": st.sampled_from(["", "spot"]) | st.text(max_size=5),
-        "held_until": st.sampled_from([None, at(1), at(2)]),
+        "quarantined_until": st.sampled_from([None, at(1), at(2)]),
         "assignment": st.sampled_from([None, assignment()]),
         "uses": st.integers(0, 9),
     },

@@ -20,7 +20,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, birth, change, claim, instance, instance_id
+from tests.support.records import LONG_S, birth, change, claim, instance, instance_id
 
 PROCESSES = 8
 CLAIMS = 200
@@ -34,7 +34,7 @@ def open_store(path: Path) -> SqliteInstanceStore:
 
 
 async def start(path: Path, role: str, name: str) -> Process:
-    tests = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         __file__,
@@ -43,7 +43,7 @@ async def start(path: Path, role: str, name: str) -> Process:
         name,
         stdin=PIPE,
         stdout=PIPE,
-        env={**os.environ, "PYTHONPATH": str(tests)},
+        env={**os.environ, "PYTHONPATH": str(root)},
         limit=2**24,
     )
     await heard(process)

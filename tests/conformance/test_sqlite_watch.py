@@ -14,7 +14,7 @@ from remuda.adapters.sqlite.watch import FIRST_INTERVAL_S, LAST_INTERVAL_S
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, birth, change, instance, instance_id, message
+from tests.support.records import LONG_S, birth, change, instance, instance_id, message
 
 
 class LedClock(SystemClock):

@@ -18,9 +18,9 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import NotFound, Throttled, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
 from remuda.ports.calls import CallCounter
-from support.records import LONG_S, message
-from support.servers import LOOPBACK, Ministack, held_port
-from support.wire import Wire, answers, says, wire
+from tests.support.records import LONG_S, message
+from tests.support.servers import LOOPBACK, Ministack, held_port
+from tests.support.wire import Wire, answers, says, wire
 
 
 @pytest.fixture

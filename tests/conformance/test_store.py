@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from conformance.conftest import PARSING_STORES, Stores
 from remuda.domain import provision as provisions
-from remuda.domain.course import Course, Launching, Refusal, Source, Taken
 from remuda.domain.errors import Conflict, Unreadable
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
+from remuda.domain.provision_outcome import AcquiredRunner, LaunchAttempt, ProvisionOutcome, Refusal, Source
 from remuda.domain.resources import Tier
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
 from remuda.domain.transitions import Guard
 from remuda.ports.store import HISTORY_LIMIT, InstanceStore
-from support.records import (
+from tests.conformance.conftest import PARSING_STORES, Stores
+from tests.support.records import (
     LONG_S,
     NOW,
     SHORT_S,
@@ -69,7 +69,7 @@ async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other
         uses=3,
         run_deadline=at(9),
         retire="spot notice: Ünïcode",
-        held_until=at(8),
+        quarantined_until=at(8),
         announced_at=at(5),
         assignment=assignment(),
         forget_at=at(7),
@@ -149,7 +149,7 @@ async def test_a_retired_record_is_refused_where_the_guard_says_so(store: Instan
 
 
 async def test_a_quarantine_that_a_writer_does_not_know_of_is_spared(store: InstanceStore) -> None:
-    held = await store.apply(birth(instance(held_until=at(10))))
+    held = await store.apply(birth(instance(quarantined_until=at(10))))
     for known in (at(0), at(10) - MS):
         guard = Guard(state=State.IDLE, epoch=1, held_up_to=known)
         assert await conflict(store.apply(change(held, guard, uses=1))) == held
@@ -498,15 +498,15 @@ async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> No
 async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, other: InstanceStore) -> None:
     opened = provision(asked="on-demand, types *")
     await store.put_provision(opened)
-    course = Course(
+    course = ProvisionOutcome(
         ended_at=at(2),
         seconds=2.125,
         reused=1,
         phases={"intent": 0.1, "commit": 2.0},
-        taken=(Taken(instance_id=ID, source=Source.POOL, seconds=1.5, registration_s=None),),
+        taken=(AcquiredRunner(instance_id=ID, source=Source.POOL, seconds=1.5, registration_s=None),),
         refused={"lost": 2},
         refusals=(Refusal(kind="lost", why="stale", seconds=0.25, instance_id=instance_id(2)),),
-        launches=(Launching(count=2, launched=1, seconds=1.0, errors=("no room",), why="reuse is never"),),
+        launches=(LaunchAttempt(count=2, launched=1, seconds=1.0, errors=("no room",), why="reuse is never"),),
     )
     committed = provisions.committed(opened, (ID,), deadline=at(99), course=course)
     await store.replace_provision(opened, committed)

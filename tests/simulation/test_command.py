@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from remuda.simulation.faults import FEW
+from simulation.faults import FEW
 
-REMUDA = Path(sys.executable).parent / "remuda"
+ROOT = Path(__file__).parents[2]
 SMALL = ("--hours", "0.1", "--instances", "4")
 
 
 def remuda(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([REMUDA, "simulate", *arguments], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "simulation", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_many_seeds_are_summed_up():

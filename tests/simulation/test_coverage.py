@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from remuda.domain.instance import State
-from remuda.simulation.coverage import IMPOSSIBLE, STATES, empty_cells, wonders
-from remuda.simulation.faults import NO_RECORD, Fault
-from remuda.simulation.scenes import SCENES, Scene
+from simulation.coverage import IMPOSSIBLE, STATES, empty_cells, wonders
+from simulation.faults import NO_RECORD, Fault
+from simulation.targeted_scenarios import SCENES, Scene
 
 
 def test_every_reason_is_about_a_cell_of_the_table():

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from remuda.simulation.plan import draw
-from remuda.simulation.run import simulate
-from remuda.simulation.world import World
+from simulation.plan import draw
+from simulation.run import simulate
+from simulation.world import World
 
 PROGRAM = """
 import sys
-from remuda.simulation.plan import draw
-from remuda.simulation.run import simulate
+from simulation.plan import draw
+from simulation.run import simulate
 for seed in sys.argv[1:]:
     outcome = simulate(draw(int(seed), hours=0.5, instances=10))
     print(outcome.digest, outcome.steps, outcome.violation)

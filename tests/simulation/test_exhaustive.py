@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from remuda.simulation.exhaustive import _BITS, _BUDGETS, Bounds, _Explorer, explore
-from remuda.simulation.mutants import Mutant, Patch, copy_of_package
-from remuda.simulation.planted import MUTANTS
+from simulation.exhaustive import _BITS, _BUDGETS, Bounds, _Explorer, explore
+from simulation.mutants import MUTANTS
+from simulation.run_mutant import Mutant, Patch, copy_of_package
 
 _TRANSITIONS = "domain/transitions.py"
 
@@ -93,7 +93,7 @@ _OWNER_GUARD = "            and (self.owner is None or record.owner == self.owne
 def test_a_planted_bug_is_found(mutant: Mutant, found: str, options: tuple[str, ...]):
     with copy_of_package(mutant) as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "remuda.simulation.exhaustive", "--instances=1", "--runs=2", *options],
+            [sys.executable, "-m", "simulation.exhaustive", "--instances=1", "--runs=2", *options],
             env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
             cwd=folder,
             capture_output=True,

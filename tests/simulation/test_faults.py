@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from remuda.simulation.faults import FEW, Chosen, Fault, Swarm, parse_faults, spelled
-from remuda.simulation.plan import draw
+from simulation.faults import FEW, Chosen, Fault, Swarm, parse_faults, spelled
+from simulation.plan import draw
 
 SEEDS = range(300)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from remuda.simulation.loop import START, Cut, Process, Stuck, VirtualClock, VirtualLoop, new_loop, undisturbed
+from simulation.loop import START, Cut, Process, Stuck, VirtualClock, VirtualLoop, new_loop, undisturbed
 
 
 def run(work: Any, seed: int = 1) -> Any:

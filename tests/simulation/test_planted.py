@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from remuda.simulation.campaign import Settings
-from remuda.simulation.mutants import PACKAGE, applied, hunt
-from remuda.simulation.planted import MUTANTS
+from simulation.campaign import Settings
+from simulation.mutants import MUTANTS
+from simulation.run_mutant import ROOT, applied, hunt
 
 SETTINGS = Settings(hours=0.5, instances=10)
 #: Most are caught by the first seeds; a few of each kind are hunted here.
@@ -35,7 +35,7 @@ def test_there_are_enough_and_each_has_a_name_of_its_own():
 def test_each_patch_still_applies_and_still_is_python(mutant):
     texts: dict[str, str] = {}
     for patch in mutant.patches:
-        before = texts.get(patch.file) or (PACKAGE / patch.file).read_text(encoding="utf-8")
+        before = texts.get(patch.file) or (ROOT / "src" / "remuda" / patch.file).read_text(encoding="utf-8")
         texts[patch.file] = applied(patch, before)
         assert texts[patch.file] != before
     for file, text in texts.items():

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
+from remuda.cli.output import Output
 from remuda.domain.errors import InvariantViolated
-from remuda.entrypoints.output import Output
-from remuda.entrypoints.simulate import Request, run_simulate
-from remuda.simulation.invariants import Safety, Violation
-from remuda.simulation.plan import draw
-from remuda.simulation.run import simulate
-from remuda.simulation.shrink import fewest, shrink, tell
-from remuda.simulation.world import World
+from simulation.cli import Request, run_simulate
+from simulation.invariants import Safety, Violation
+from simulation.plan import draw
+from simulation.run import simulate
+from simulation.shrink import fewest, shrink, tell
+from simulation.world import World
 
 
 def test_fewest_leaves_what_is_needed():
@@ -58,7 +58,7 @@ def test_a_violation_says_how_to_see_its_world_again(
     asked = Request(seeds=1, hours=0.1, instances=4, faults="few", seed=1, trace=False, first=None, workers=None)
     assert run_simulate(asked, Output(as_json=True, quiet=True)) == InvariantViolated.exit_code
     (tale,) = json.loads(capsys.readouterr().out)["tales"]
-    assert tale[-1] == "see all of it: remuda simulate --seed 1 --hours 0.1 --instances 4 --faults few --trace"
+    assert tale[-1] == "see all of it: python -m simulation --seed 1 --hours 0.1 --instances 4 --faults few --trace"
 
 
 def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):

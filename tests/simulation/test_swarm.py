@@ -8,12 +8,12 @@ from operator import itemgetter
 import pytest
 
 from remuda.domain.transitions import TRANSITIONS
-from remuda.simulation.campaign import Settings, run_many
-from remuda.simulation.coverage import IMPOSSIBLE, wonders
-from remuda.simulation.faults import Fault, Swarm, parse_faults
-from remuda.simulation.planted import MUTANTS
-from remuda.simulation.run import simulate
-from remuda.simulation.shrink import shrink, tell
+from simulation.campaign import Settings, run_many
+from simulation.coverage import IMPOSSIBLE, wonders
+from simulation.faults import Fault, Swarm, parse_faults
+from simulation.mutants import MUTANTS
+from simulation.run import simulate
+from simulation.shrink import shrink, tell
 
 SEEDS = 500
 SETTINGS = Settings(hours=0.5, instances=10)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
 from remuda.agent.loop import Agent
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential, Instance, State
@@ -19,8 +18,9 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.machine import Identity, Memory, Outcome
 from remuda.ports.runner import Removal, RunnerState
 from remuda.ports.store import InstanceStore
-from support.clock import PlainIds, VirtualClock
-from support.records import assignment, at, instance, instance_id
+from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
+from tests.support.clock import PlainIds, VirtualClock
+from tests.support.records import assignment, at, instance, instance_id
 
 ID = instance_id(1)
 MARGIN_S = 1.0
@@ -156,11 +156,11 @@ class FlakyStore:
         return guarded
 
 
-class NotedJournal:
+class RecordingEventLog:
     def __init__(self) -> None:
         self.notes: list[tuple[str, str, dict[str, Any]]] = []
 
-    def note(self, action: str, why: str = "", **facts: Any) -> None:
+    def record(self, action: str, why: str = "", **facts: Any) -> None:
         self.notes.append((action, why, facts))
 
 
@@ -175,7 +175,7 @@ class Stable:
         self.store = FlakyStore(self.control)
         self.machine = FakeMachine(self.log)
         self.runner = FakeRunner(self.log)
-        self.journal = NotedJournal()
+        self.event_log = RecordingEventLog()
         self.task: asyncio.Task[str] | None = None
 
     # The agent
@@ -187,7 +187,7 @@ class Stable:
             runner=self.runner,
             clock=self.clock,
             ids=PlainIds(),
-            journal=self.journal,
+            event_log=self.event_log,
             version="1",
         )
         self.task = asyncio.create_task(agent.run())

@@ -492,7 +492,7 @@ NOT_HERE = tuple(
             ),
         ),
         (
-            "core dump and journal of the user",
+            "core dump and event_log of the user",
             "which systemd or apport lets that user read",
             (
                 "neither is here; played with files in `tests/unit/agent/test_leftovers.py`. Jobs run with core dumps "

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.moto_server import MotoServer
-from support.prepared import run_prepared
-from support.servers import ministack
+from tests.support.forkserver_cli import run_prepared
+from tests.support.moto_server import MotoServer
+from tests.support.servers import ministack
 
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 240
@@ -47,7 +47,7 @@ class Cloud:
 
 @contextmanager
 def aws_cloud(folder: Path) -> Iterator[Cloud]:
-    github = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder / "github")]
+    github = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder / "github")]
     with ministack(folder) as server, subprocess.Popen(github, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("http")

@@ -1,6 +1,6 @@
 """The whole story with `backend = "aws"`, on servers of this machine, told as it happens and checked at its end.
 
-    python -m support.aws_demo [--short] [--json]
+    python -m tests.support.aws_demo [--short] [--json]
 
 DynamoDB, SQS, EC2 and GitHub are servers on loopback; machines are namespaces that run the real user data and the real
 agent; the commands are those that a person would type.
@@ -23,20 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.bootstrap import open_context
+from remuda.cli.demo.checks import foreign_jobs, histories, living, retirements
+from remuda.cli.demo.report import Claim, DemoReport, Provisioning, Releasing, Retired, show
+from remuda.cli.output import Output
+from remuda.config.settings import load
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
-from remuda.entrypoints.demo_checks import foreign_jobs, histories, living, retirements
-from remuda.entrypoints.demo_report import Claim, DemoReport, Provisioning, Releasing, Retired, show
-from remuda.entrypoints.output import Output
-from remuda.githubsim.client import SimClient, SimJob, SimStep
-from remuda.ports.journal import SilentJournal
-from remuda.settings import load
-from support.aws_servers import AwsServers, aws_servers, remuda
-from support.ec2_machine.machine import why_not
-from support.ec2_player import ALIVE, POWERED_OFF, Player, instances, player
+from remuda.fake_github.client import SimClient, SimJob, SimStep
+from remuda.ports.event_log import SilentEventLog
+from remuda.wiring import open_context
+from tests.support.aws_servers import AwsServers, aws_servers, remuda
+from tests.support.ec2_machine.machine import why_not
+from tests.support.ec2_machines import ALIVE, POWERED_OFF, Player, instances, player
 
 SCOPE = "remuda/demo"
 POOL = "demo"
@@ -377,7 +377,7 @@ async def _perform(output: Output, cloud: AwsServers, told: Told, *, short: bool
         player(
             ec2_url=cloud.ec2.url, folder=cloud.folder / "machines", say=lambda line: output.say(f"    {line}")
         ) as on,
-        open_context(settings, SilentJournal(), credentialed=False) as context,
+        open_context(settings, SilentEventLog(), credentialed=False) as context,
     ):
         story = Story(output=output, cloud=cloud, environment=environment, context=context, machines=on, told=told)
         try:
@@ -426,7 +426,7 @@ def run(output: Output, folder: Path, *, short: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m support.aws_demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.aws_demo", description=__doc__)
     parser.add_argument("--short", action="store_true", help="leave out what takes long")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args()

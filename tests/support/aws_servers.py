@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.githubsim.client import SimClient
-from remuda.githubsim.endpoint import Endpoint, read_endpoint
-from support.moto_server import MotoServer
-from support.prepared import run_prepared
-from support.servers import Ministack, ServerProblem, die_with_parent, ministack
+from remuda.fake_github.client import SimClient
+from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from tests.support.forkserver_cli import run_prepared
+from tests.support.moto_server import MotoServer
+from tests.support.servers import Ministack, ServerProblem, die_with_parent, ministack
 
 #: Generous: nothing waits for it unless something is broken.
 LIMIT_S = 240.0
@@ -125,7 +125,7 @@ async def _lines(stream: asyncio.StreamReader | None, say: Callable[[str], None]
 @contextmanager
 def _local_github(folder: Path) -> Iterator[Endpoint]:
     with subprocess.Popen(
-        [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder)],
+        [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

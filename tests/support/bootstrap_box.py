@@ -11,7 +11,7 @@ from pathlib import Path
 
 from remuda.adapters.aws.ec2.options import Options
 from remuda.adapters.aws.user_data import Layout, build_user_data
-from support.fake_imds import FakeImds
+from tests.support.fake_imds import FakeImds
 
 NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
 LIMIT_S = 60

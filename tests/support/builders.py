@@ -24,7 +24,7 @@ from remuda.domain.transitions import (
     RenewCredential,
     Retire,
 )
-from support.records import assignment, at, instance, instance_id
+from tests.support.records import assignment, at, instance, instance_id
 
 OWNER = "p-1/a"
 REMOVAL = Credential(token="removal-t0ken", expires_at=at(3_600))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from support.records import NOW
+from tests.support.records import NOW
 
 T = TypeVar("T")
 

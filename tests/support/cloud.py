@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from aiobotocore.session import AioSession, get_session
 
-from support.moto_server import MotoServer
-from support.prepared import run_prepared
-from support.servers import ENVIRONMENT, Ministack, ministack
+from tests.support.forkserver_cli import run_prepared
+from tests.support.moto_server import MotoServer
+from tests.support.servers import ENVIRONMENT, Ministack, ministack
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ async def _options(ec2: MotoServer) -> dict[str, str]:
 @contextmanager
 def cloud(folder: Path) -> Iterator[Cloud]:
     """The servers' clocks are right."""
-    github = [sys.executable, "-m", "remuda.githubsim", "--dir", str(folder / "github")]
+    github = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder / "github")]
     now = datetime.now(UTC)  # noqa: TID251 - the server's clock, by ours
     with (
         ministack(folder, starts_at=now) as server,

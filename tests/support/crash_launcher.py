@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-PORTS = ("store", "pool", "compute", "forge", "machine", "runner")
+PORTS = ("store", "pool", "compute", "github", "machine", "runner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class _Port:
 
 
 def run_cli(crash: Crash | None, agent_crash: str, once: str, arguments: Sequence[str]) -> int:
-    commands = _module("remuda.entrypoints.commands")
+    commands = _module("remuda.cli.commands")
     original = commands.open_context
 
     @asynccontextmanager
@@ -102,13 +102,13 @@ def run_cli(crash: Crash | None, agent_crash: str, once: str, arguments: Sequenc
             if crash is None:
                 yield context
                 return
-            ports = {name: crash.wrap(getattr(context, name), name) for name in ("store", "pool", "compute", "forge")}
+            ports = {name: crash.wrap(getattr(context, name), name) for name in ("store", "pool", "compute", "github")}
             yield replace(context, **ports)
 
     commands.open_context = open_context
     if agent_crash:
         _change_agents(agent_crash, once)
-    return int(_module("remuda.entrypoints.cli").main(list(arguments)))
+    return int(_module("remuda.cli.main").main(list(arguments)))
 
 
 def _module(name: str) -> Any:
@@ -118,7 +118,7 @@ def _module(name: str) -> Any:
 
 def _change_agents(agent_crash: str, once: str) -> None:
     """Machines get this program in place of `remuda agent`."""
-    bootstrap = _module("remuda.bootstrap")
+    bootstrap = _module("remuda.wiring")
     original = bootstrap.LocalCompute
 
     def local_compute(**ports: Any) -> Any:
@@ -130,7 +130,7 @@ def _change_agents(agent_crash: str, once: str) -> None:
 
 
 def run_agent(crash: Crash, arguments: Sequence[str]) -> int:
-    agent = _module("remuda.entrypoints.agent")
+    agent = _module("remuda.cli.agent")
     original = agent.Agent
 
     def wrapped(**ports: Any) -> Any:

@@ -20,8 +20,8 @@ from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.documents import decode
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
-from support import seeded
-from support.prepared import run_prepared
+from tests.support import sample_records
+from tests.support.forkserver_cli import run_prepared
 
 #: Debian's, or what is called so elsewhere. The first one has no windows: they would take most of the time.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -102,19 +102,19 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.file = seeded.prepare(folder)
+        self.file = sample_records.prepare(folder)
 
-    def write(self, *lives: seeded.Life) -> None:
-        seeded.write(self.file, lives, now=SystemClock().now())
+    def write(self, *lives: sample_records.Life) -> None:
+        sample_records.write(self.file, lives, now=SystemClock().now())
 
-    def fleet(self, count: int, transitions: int) -> list[seeded.Life]:
-        lives = list(seeded.fleet(count, transitions, now=SystemClock().now()))
+    def fleet(self, count: int, transitions: int) -> list[sample_records.Life]:
+        lives = list(sample_records.fleet(count, transitions, now=SystemClock().now()))
         self.write(*lives)
         return lives
 
     def read(self, instance_id: str) -> Instance:
         found: list[str | None] = []
-        seeded.with_store(
+        sample_records.with_store(
             self.file, lambda connection: found.append(tables.one(connection, tables.Kind.CONTROL, instance_id))
         )
         assert found[0] is not None
@@ -122,16 +122,16 @@ class Records:
 
     def move(self, instance_id: str) -> Instance:
         """Its next step of life."""
-        record, entries = seeded.moved(self.read(instance_id), now=SystemClock().now())
+        record, entries = sample_records.moved(self.read(instance_id), now=SystemClock().now())
         self.write((record, entries))
         return record
 
-    def name(self, life: seeded.Life, **changed: Any) -> seeded.Life:
+    def name(self, life: sample_records.Life, **changed: Any) -> sample_records.Life:
         record, entries = life
         return replace(record, **changed), entries
 
 
-def living(lives: list[seeded.Life], state: State | None = None) -> list[Instance]:
+def living(lives: list[sample_records.Life], state: State | None = None) -> list[Instance]:
     return [
         record
         for record, _ in lives

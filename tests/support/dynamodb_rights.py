@@ -8,7 +8,7 @@ from typing import Any
 from policies import LEADING_KEYS, policies
 from remuda.adapters.aws.dynamodb.items import PK
 from statements import filled
-from support.iam import Request, Value, allows
+from tests.support.iam import Request, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remuda.githubsim.client import SimClient, SimJob, SimStep
-from support.aws_cloud import SCOPE, Cloud
-from support.ec2_machine.machine import NamespaceMachine
-from support.fake_imds import FakeImds, fake_imds
-from support.moto_server import PROFILE
+from remuda.fake_github.client import SimClient, SimJob, SimStep
+from tests.support.aws_cloud import SCOPE, Cloud
+from tests.support.ec2_machine.machine import NamespaceMachine
+from tests.support.fake_imds import FakeImds, fake_imds
+from tests.support.moto_server import PROFILE
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client

@@ -13,7 +13,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
-from support.moto_server import MotoServer, shared_server
+from tests.support.moto_server import MotoServer, shared_server
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client

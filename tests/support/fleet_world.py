@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qsl, urlsplit
 from xml.sax.saxutils import escape
 
-from remuda.domain.fleet import GHR_ORPHAN_TAG
+from remuda.domain.scale_down.fleet import GHR_ORPHAN_TAG
 
 TOKEN = "github_pat_scale_down"
 PER_PAGE = 100

@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from remuda.domain.errors import Unavailable
-from remuda.domain.fleet import FleetMachine
 from remuda.domain.instance import Credential
+from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
-from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
-from support.records import NOW, instance_id
+from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+from tests.support.records import NOW, instance_id
 
 ENVIRONMENT = "ci"
 ORG = "acme"
@@ -54,23 +54,23 @@ class Runner:
     #: A job arrives after so many looks at it.
     busy_after_looks: int | None = None
 
-    def seen(self) -> ForgeRunner:
+    def seen(self) -> GitHubRunner:
         if self.busy_after_looks is not None:
             self.busy_after_looks -= 1
-        view = ForgeRunner(runner_id=self.runner_id, name=self.name, online=self.online, busy=self.busy)
+        view = GitHubRunner(runner_id=self.runner_id, name=self.name, online=self.online, busy=self.busy)
         if self.busy_after_looks == 0 and not self.busy:
             self.busy = self.online = True
         return view
 
-    def in_list(self) -> ForgeRunner:
+    def in_list(self) -> GitHubRunner:
         online = self.online if self.listed_online is None else self.listed_online
         busy = self.busy if self.listed_busy is None else self.listed_busy
-        return ForgeRunner(runner_id=self.runner_id, name=self.name, online=online, busy=busy)
+        return GitHubRunner(runner_id=self.runner_id, name=self.name, online=online, busy=busy)
 
 
 @dataclass(kw_only=True)
 class Hub:
-    """GitHub's runners as a forge. `fails` says which calls do, by operation, scope and runner id."""
+    """GitHub's runners as a github. `fails` says which calls do, by operation, scope and runner id."""
 
     runners: dict[int, Runner] = field(default_factory=dict)
     fails: Callable[[str, str, int], bool] = lambda _operation, _scope, _runner_id: False
@@ -84,13 +84,13 @@ class Hub:
     async def close(self) -> None:
         pass
 
-    async def list_runners(self, scope: str) -> Sequence[ForgeRunner]:
+    async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
         mine = [runner for runner in self.runners.values() if runner.scope == scope and runner.listed]
         for _ in range(0, max(1, len(mine)), 100):
             self._enter("list", scope, 0)
         return [runner.in_list() for runner in mine]
 
-    async def get_runner(self, scope: str, runner_id: int) -> ForgeRunner | None:
+    async def get_runner(self, scope: str, runner_id: int) -> GitHubRunner | None:
         self._enter("get", scope, runner_id)
         runner = self.runners.get(runner_id)
         return runner.seen() if runner is not None and runner.scope == scope else None

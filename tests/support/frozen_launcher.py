@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.entrypoints import cli
+from remuda.cli import main as cli
 
 
 def main(arguments: Sequence[str]) -> int:

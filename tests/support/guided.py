@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of what is parsed from bytes: `python -m support.guided CORPUS -max_total_time=60`.
+"""Coverage-guided fuzzing of what is parsed from bytes: `python -m tests.support.guided CORPUS -max_total_time=60`.
 
 libFuzzer goes where a new branch is taken, over hundreds of thousands of inputs: that pays for parsers, where one wrong
 byte opens a path. Where a document must be right in ten places to get anywhere, `tests/unit/fuzz` gets further. What it
@@ -21,15 +21,15 @@ with atheris.instrument_imports(include=["remuda", "yaml", "tomllib"]):
 
     from remuda.adapters.github import answers
     from remuda.adapters.sqlite import documents
-    from remuda.domain.cron import parse_cron
-    from remuda.domain.documents import to_document
+    from remuda.cli.workflow_file import load_workflow, parse_workflow
+    from remuda.config.settings import load
     from remuda.domain.errors import RemudaError
     from remuda.domain.instance import Instance
     from remuda.domain.resources import PoolMessage, TypePatterns
+    from remuda.domain.scale_down.cron import parse_cron
+    from remuda.domain.serialization import to_document
     from remuda.domain.signals import Report
-    from remuda.entrypoints.workflow_file import load_workflow, parse_workflow
-    from remuda.settings import load
-    from support.records import NOW, instance, message
+    from tests.support.records import NOW, instance, message
 
 GITHUB = {"run_id": "77", "run_attempt": "1", "repository": "octo/repo"}
 WORKFLOW = {

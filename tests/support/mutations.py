@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from remuda.domain.errors import MAX_MESSAGE, RemudaError
-from support.world_time import VirtualLoop
+from tests.support.world_time import VirtualLoop
 
 #: How many examples a test tries in the short profile, unless it says otherwise.
 SHORT = 40

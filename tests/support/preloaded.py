@@ -6,13 +6,13 @@ from remuda.adapters.aws.clients import open_session
 
 IMPORTED = {
     "remuda.adapters.aws": ("dynamodb.store", "identity", "secrets", "sqs"),
-    "remuda.adapters.aws.ec2": ("compute", "options", "prices", "runner_fleet"),
+    "remuda.adapters.aws.ec2": ("compute", "options", "prices", "tagged_fleet"),
     "remuda.adapters.github": ("auth", "client"),
-    "remuda.entrypoints": (
-        *("acting", "cli", "commands", "doctor", "local_backend", "reporting", "scale_down", "terminal", "watching"),
-        "workflow",
+    "remuda.cli": (
+        *("operator", "main", "commands", "doctor", "local_backend", "report", "scale_down", "terminal", "watch"),
+        "run_workflow",
     ),
-    "support": ("prepared",),
+    "tests.support": ("forkserver_cli",),
 }
 
 for package, modules in IMPORTED.items():

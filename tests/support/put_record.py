@@ -9,10 +9,10 @@ import sys
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.domain.documents import from_document
 from remuda.domain.instance import Instance
+from remuda.domain.serialization import from_document
 from remuda.ports.calls import CallCounter
-from support.records import birth
+from tests.support.records import birth
 
 
 async def _unused() -> str:

@@ -19,7 +19,7 @@ from urllib.error import URLError
 
 import certifi
 
-from support.records import NOW
+from tests.support.records import NOW
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("REMUDA_TEST_SERVERS", ROOT / ".venv-servers")) / "bin" / "python"

@@ -16,10 +16,10 @@ from remuda.agent.loop import Agent
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import State
 from remuda.ports.calls import CallCounter
-from remuda.ports.journal import SilentJournal
+from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, Outcome
-from support.agents import MARGIN_S, FakeMachine, FakeRunner
-from support.servers import ENVIRONMENT
+from tests.support.agents import MARGIN_S, FakeMachine, FakeRunner
+from tests.support.servers import ENVIRONMENT
 
 LOOK_S = 0.2
 #: Generous: nothing waits for it unless something is broken.
@@ -122,7 +122,7 @@ class Herd:
             runner=runner,
             clock=SystemClock(),
             ids=SystemIds(),
-            journal=SilentJournal(),
+            event_log=SilentEventLog(),
             version="1",
         )
 

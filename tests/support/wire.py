@@ -60,7 +60,7 @@ async def hang(request: web.Request, forward: Callable[[], Awaitable[web.Respons
     return web.Response(status=500)
 
 
-def held_until(event: asyncio.Event, mention: bytes) -> Fault:
+def quarantined_until(event: asyncio.Event, mention: bytes) -> Fault:
     """A request that mentions this is sent on only then."""
 
     async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:

@@ -13,13 +13,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
-from remuda.adapters.memory.forge import MemoryForge, MemoryGithub, MemoryJob
-from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
-from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
 from remuda.agent.loop import Agent
 from remuda.controlplane.context import Context
-from remuda.controlplane.provision import ProvisionOrder, ProvisionResult, provision
+from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import Desired, RefreshResult, refresh
 from remuda.controlplane.release import ReleaseResult, release
 from remuda.domain.errors import UserError
@@ -30,12 +26,16 @@ from remuda.domain.signals import CREDENTIAL_REFUSED
 from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
-from remuda.ports.forge import Deletion
+from remuda.ports.github import Deletion
 from remuda.ports.machine import Identity, Memory, Outcome
 from remuda.ports.runner import Removal, RunnerState
-from support.records import NOW
-from support.world_law import Law
-from support.world_time import Gone, Hook, Notes, SeededIds, VirtualClock, hooked
+from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
+from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob
+from simulation.memory.pool import MemoryQueues, MemoryResourcePool
+from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
+from tests.support.invariants import Law
+from tests.support.records import NOW
+from tests.support.world_time import Gone, Hook, Notes, SeededIds, VirtualClock, hooked
 
 POOL, SCOPE = "test", "octo/repo"
 SWEEP_S = 10.0
@@ -237,7 +237,7 @@ class World:
         self.queues = MemoryQueues(clock=self.clock)
         self.cloud = MemoryCloud(clock=self.clock, ending_s=1.0)
         self.cloud.watchers.append(self)
-        self.github = MemoryGithub(clock=self.clock)
+        self.github = MemoryGitHubServer(clock=self.clock)
         self.token = self.github.grant()
         self.ids = SeededIds()
         self.hosts: dict[str, Host] = {}
@@ -262,7 +262,7 @@ class World:
             runner=hooked(host, "runner", hook),
             clock=self.clock,
             ids=self.ids,
-            journal=Notes(),
+            event_log=Notes(),
             version="test",
         )
 
@@ -270,7 +270,7 @@ class World:
 
     def process(self, hook: Hook | None = None, *, credentialed: bool = False) -> Context:
         calls = CallCounter()
-        forge = MemoryForge(github=self.github, token=self.token, calls=calls) if credentialed else None
+        github = MemoryGitHub(github=self.github, token=self.token, calls=calls) if credentialed else None
         store = MemoryInstanceStore(clock=self.clock, calls=calls, database=self.database)
         pool = MemoryResourcePool(clock=self.clock, ids=self.ids, calls=calls, queues=self.queues)
         compute = MemoryCompute(cloud=self.cloud, pool=POOL, calls=calls)
@@ -279,10 +279,10 @@ class World:
             store=hooked(store, "store", hook),
             pool=hooked(pool, "pool", hook),
             compute=hooked(compute, "compute", hook),
-            forge=forge and hooked(forge, "forge", hook),
+            github=github and hooked(github, "github", hook),
             clock=self.clock,
             ids=self.ids,
-            journal=Notes(),
+            event_log=Notes(),
             calls=calls,
         )
 
@@ -394,7 +394,7 @@ class World:
         await asyncio.gather(*(host.task for host in self.hosts.values()), return_exceptions=True)
 
 
-def order(run_id: str, **changed: Any) -> ProvisionOrder:
+def order(run_id: str, **changed: Any) -> ProvisionRequest:
     values: dict[str, Any] = {
         "run_id": run_id,
         "attempt": 1,
@@ -405,7 +405,7 @@ def order(run_id: str, **changed: Any) -> ProvisionOrder:
         "scope": SCOPE,
         "tier": Tier.TRUSTED,
     }
-    return ProvisionOrder(**{**values, **changed})
+    return ProvisionRequest(**{**values, **changed})
 
 
 def number_of(instance_id: str) -> int:

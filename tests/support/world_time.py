@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import datetime, timedelta
 from typing import Any, TypeVar, cast
 
-from support.records import NOW
+from tests.support.records import NOW
 
 T = TypeVar("T")
 Call = Callable[[], Awaitable[Any]]
@@ -79,12 +79,12 @@ class SeededIds:
 
 
 class Notes:
-    """A journal that remembers."""
+    """A event_log that remembers."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
 
-    def note(self, action: str, why: str = "", **facts: Any) -> None:  # noqa: ARG002
+    def record(self, action: str, why: str = "", **facts: Any) -> None:  # noqa: ARG002
         self.lines.append((action, why))
 
     def count(self, action: str) -> int:

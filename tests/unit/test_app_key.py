@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from remuda.config.settings import is_secret_arn, load, read_key
 from remuda.domain.errors import UserError
-from remuda.settings import is_secret_arn, load, read_key
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\n"
 ARN = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-AbCdEf"

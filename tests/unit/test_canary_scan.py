@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from support.canary import Canaries, Processes
+from tests.support.canary import Canaries, Processes
 
 TOKEN = 'ghs_A1b2+C3d4/E5f6"G7h8\\I9j0&K1l2M3n4O5p6'
 PEM = (

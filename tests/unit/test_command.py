@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.bootstrap import agent_logs
+from remuda.cli.agent import LineEventLog
+from remuda.cli.agent import main as run_agent
+from remuda.cli.main import app
+from remuda.cli.output import ConsoleEventLog, Output, early_log_format, set_log_format
+from remuda.cli.rendering.results import instance_document
+from remuda.cli.run import command
+from remuda.config.settings import Settings
 from remuda.domain.errors import (
     CapacityError,
     Conflict,
@@ -28,14 +34,8 @@ from remuda.domain.errors import (
 )
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
-from remuda.entrypoints.agent import LineJournal
-from remuda.entrypoints.agent import main as run_agent
-from remuda.entrypoints.cli import app
-from remuda.entrypoints.output import ConsoleJournal, Output, early_log_format, set_log_format
-from remuda.entrypoints.run import command
-from remuda.entrypoints.views import instance_document
-from remuda.settings import Settings
-from support.builders import in_state, report
+from remuda.wiring import agent_logs
+from tests.support.builders import in_state, report
 
 #: The documented exit codes.
 CODES: list[tuple[RemudaError, int]] = [
@@ -124,8 +124,8 @@ def json_logs() -> Iterator[None]:
 @pytest.mark.parametrize("why", ["clean", 'a "quote"', "two\nlines", "\u2028 and \x1b[31m"])
 def test_an_agent_logs_one_line_an_event_in_either_format(why: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"instance_id": "i-1", "run_id": "7", "epoch": 3, "signal": None}
-    LineJournal(SystemClock(), as_json=True).note("removal-failed", why, **facts)
-    LineJournal(SystemClock()).note("removal-failed", why, **facts)
+    LineEventLog(SystemClock(), as_json=True).record("removal-failed", why, **facts)
+    LineEventLog(SystemClock()).record("removal-failed", why, **facts)
     (logged, plain) = capsys.readouterr().out.splitlines()
     line = json.loads(logged)
     told = {name: line[name] for name in ("event", "level", "reason", "instance_id", "run_id", "epoch")}
@@ -181,10 +181,10 @@ def test_an_agent_that_cannot_start_says_so_in_the_format_of_its_log(
 @pytest.mark.usefixtures("json_logs")
 def test_an_event_is_one_line_with_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(as_json=True)
-    journal = ConsoleJournal(output, SystemClock())
+    event_log = ConsoleEventLog(output, SystemClock())
     facts = {"instance_id": "i-1", "run_id": "7", "epoch": 3}
-    journal.note("claim-lost", "two\nlines", **facts, source="")
-    journal.note("announce", "told the pool", instance_id="i-1")
+    event_log.record("claim-lost", "two\nlines", **facts, source="")
+    event_log.record("announce", "told the pool", instance_id="i-1")
     output.say("for people", style="bold yellow")
     output.say("")
     output.show("a table")
@@ -200,7 +200,7 @@ def test_an_event_is_one_line_with_its_facts(capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("json_logs")
 def test_an_error_is_an_event_too_and_quiet_hides_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(as_json=False, quiet=True)
-    ConsoleJournal(output, SystemClock()).note("launch", "why")
+    ConsoleEventLog(output, SystemClock()).record("launch", "why")
     output.say("x")
     assert command(output, failing(UserError("dir is wrong", field="--dir", fix="name another"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -233,7 +233,7 @@ def test_every_command_can_log_so() -> None:
 SIGNALLED = """
 import asyncio, os, signal, sys
 from remuda.domain.errors import Interrupted
-from remuda.entrypoints.run import run_async
+from remuda.cli.run import run_async
 
 async def work():
     try:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from remuda.adapters.github.errors import translate
-from support.canary import Canaries
+from tests.support.canary import Canaries
 
 TOKEN = "ghs_a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

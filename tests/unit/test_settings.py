@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from remuda.cli.rendering.results import config_rows
+from remuda.config.settings import Loaded, Settings, flag, key, load, variable
 from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, UsageClass
-from remuda.entrypoints.views import config_rows
-from remuda.settings import Loaded, Settings, flag, key, load, variable
 
 SECRET = "ghp_s3cret"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remuda.config.settings import AWS_MARGIN_S, LOCAL_MARGIN_S, Settings, flag, load
 from remuda.domain.errors import UserError
-from remuda.settings import AWS_MARGIN_S, LOCAL_MARGIN_S, Settings, flag, load
 
 WEEK_S, DAY_S = 604_800, 86_400
 

@@ -7,13 +7,13 @@ import asyncio
 from remuda.domain.errors import RemudaError
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.ports.clock import Clock
-from remuda.ports.journal import Journal
+from remuda.ports.event_log import EventLog
 from remuda.ports.machine import Machine
 from remuda.ports.runner import RunnerSoftware
 from remuda.ports.store import InstanceStore
 
 
-class Vital:
+class Watchdog:
     """What the main loop says of itself: what it does now will be over by then, or it hangs."""
 
     def __init__(self, clock: Clock) -> None:
@@ -37,8 +37,8 @@ class Heartbeat:
         machine: Machine,
         runner: RunnerSoftware,
         clock: Clock,
-        journal: Journal,
-        vital: Vital,
+        event_log: EventLog,
+        vital: Watchdog,
         version: str,
         interval_s: float = HEARTBEAT_INTERVAL_S,
     ) -> None:
@@ -47,7 +47,7 @@ class Heartbeat:
         self._machine = machine
         self._runner = runner
         self._clock = clock
-        self._journal = journal
+        self._event_log = event_log
         self._vital = vital
         self._version = version
         self._interval_s = interval_s
@@ -82,12 +82,12 @@ class Heartbeat:
                 version=self._version,
             )
         except RemudaError as error:
-            self._journal.note("beat-failed", error.message)
+            self._event_log.record("beat-failed", error.message)
 
     async def _look_for_notice(self) -> str:
         """What could not be asked is no reason to look dead; and a notice is never taken back."""
         try:
             self._notice = await self._machine.spot_notice() or self._notice
         except RemudaError as error:
-            self._journal.note("notice-unknown", error.message)
+            self._event_log.record("notice-unknown", error.message)
         return self._notice

@@ -40,8 +40,8 @@ SHARED = (
 RECORDS = (
     "/var/lib/apport/coredump/core.*.{uid}.*",
     "/var/lib/systemd/coredump/core.*.{uid}.*",
-    "/var/log/journal/*/user-{uid}[.@]*journal",
-    "/run/log/journal/*/user-{uid}[.@]*journal",
+    "/var/log/event_log/*/user-{uid}[.@]*event_log",
+    "/run/log/event_log/*/user-{uid}[.@]*event_log",
 )
 #: What is here starts by itself. Those of a user are its own, or have its name.
 SPOOLS = ("/var/spool/at", "/var/spool/cron")

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from remuda.agent.heartbeat import Heartbeat, Vital
-from remuda.agent.lifecycle import Do, Step, View, next_step
-from remuda.agent.lifetime import Lifetime
+from remuda.agent.decide import Do, Step, View, next_step
+from remuda.agent.expiry import Lifetime
+from remuda.agent.heartbeat import Heartbeat, Watchdog
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal, with_took
 from remuda.ports.clock import Clock, Ids
-from remuda.ports.journal import BoundJournal, Journal
+from remuda.ports.event_log import BoundEventLog, EventLog
 from remuda.ports.machine import Identity, Machine, Script
 from remuda.ports.runner import Removal, RunnerSoftware, RunnerState
 from remuda.ports.store import InstanceStore
@@ -47,7 +47,7 @@ class Agent:
         runner: RunnerSoftware,
         clock: Clock,
         ids: Ids,
-        journal: Journal,
+        event_log: EventLog,
         version: str,
     ) -> None:
         self._store = store
@@ -56,9 +56,9 @@ class Agent:
         self._clock = clock
         self._ids = ids
         #: Every event says which assignment it belongs to.
-        self._journal = BoundJournal(journal)
+        self._event_log = BoundEventLog(event_log)
         self._version = version
-        self._vital = Vital(clock)
+        self._vital = Watchdog(clock)
         self._signalled: tuple[int, Signal] | None = None
         self._position: tuple[int, State] | None = None
         self._starts = 0
@@ -76,7 +76,7 @@ class Agent:
         """Live until the end; returns why it came."""
         self._vital.works_for(STEP_LIMIT_S)
         identity = await self._machine.identity()
-        self._journal.facts["instance_id"] = identity.instance_id
+        self._event_log.facts["instance_id"] = identity.instance_id
         lifetime = Lifetime(machine=self._machine, clock=self._clock, margin_s=identity.margin_s)
         heartbeat = Heartbeat(
             instance_id=identity.instance_id,
@@ -84,7 +84,7 @@ class Agent:
             machine=self._machine,
             runner=self._runner,
             clock=self._clock,
-            journal=self._journal,
+            event_log=self._event_log,
             vital=self._vital,
             version=self._version,
         )
@@ -94,7 +94,7 @@ class Agent:
         finally:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
-        self._journal.note("end", why)
+        self._event_log.record("end", why)
         await self._machine.end(why)
         return why
 
@@ -127,7 +127,7 @@ class Agent:
                     heartbeat.soon()
                 self._failures = 0
             except RemudaError as error:
-                self._journal.note("step-failed", error.message)
+                self._event_log.record("step-failed", error.message)
                 if lifetime.is_over():
                     return "its time is up and the store cannot be read"
                 reachable = False
@@ -150,8 +150,8 @@ class Agent:
                 self._release_s = 0.0
                 # A release is still about the run that it ends.
                 run_id = record.last_run_id if record.state is State.RELEASING else record.run_id
-                self._journal.facts |= {"epoch": record.epoch, "run_id": run_id}
-                self._journal.note("state", f"the record says {record.state}")
+                self._event_log.facts |= {"epoch": record.epoch, "run_id": run_id}
+                self._event_log.record("state", f"the record says {record.state}")
             if self._signalled is not None and self._signalled[0] == record.epoch:
                 signalled = self._signalled[1]
         elif lifetime.is_over():
@@ -201,7 +201,7 @@ class Agent:
             await asyncio.gather(control, local, return_exceptions=True)
 
     async def _act(self, record: Instance | None, step: Step) -> None:
-        self._journal.note("step", step.why, do=step.do.value)
+        self._event_log.record("step", step.why, do=step.do.value)
         if step.do is Do.RUN_SCRIPT:
             await self._run_script(record)
         elif record is None:
@@ -226,7 +226,7 @@ class Agent:
         elif step.do is Do.RESET:
             refused = self._note_refused()
             outcome = await self._timed_release(self._machine.reset())
-            self._journal.note("reset", outcome.detail or step.why, ok=outcome.ok, **_facts(outcome.found))
+            self._event_log.record("reset", outcome.detail or step.why, ok=outcome.ok, **_facts(outcome.found))
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
             await self._signal(record, signal, f"{refused}{outcome.detail}", took_s=self._release_s)
@@ -236,7 +236,7 @@ class Agent:
         refused = self._runner.refused()
         if not refused:
             return ""
-        self._journal.note("job-refused", refused)
+        self._event_log.record("job-refused", refused)
         return f"{refused}; "
 
     async def _timed_release(self, work: Awaitable[T]) -> T:
@@ -262,9 +262,9 @@ class Agent:
             self._pause_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
         elif removal in {Removal.FAILED, Removal.UNREACHABLE}:
-            self._journal.note("removal-failed", detail)
+            self._event_log.record("removal-failed", detail)
             self._tries += 1
-            # Its threshold limits how often a forge that does not answer is asked again.
+            # Its threshold limits how often a github that does not answer is asked again.
             self._removals += removal is Removal.FAILED
             await self._back_off(self._tries)
 
@@ -275,7 +275,7 @@ class Agent:
             await self._store.write_signal(record.instance_id, epoch=record.epoch, signal=signal, detail=detail)
         except Conflict as conflict:
             # A later signal is there already, written before a restart: that one stands.
-            self._journal.note("signal-refused", conflict.message, signal=signal.value)
+            self._event_log.record("signal-refused", conflict.message, signal=signal.value)
         self._signalled = (record.epoch, signal)
 
     async def _back_off(self, failures: int) -> None:

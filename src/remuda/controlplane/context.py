@@ -14,8 +14,8 @@ from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.compute import Compute
-from remuda.ports.forge import Forge
-from remuda.ports.journal import Journal
+from remuda.ports.event_log import EventLog
+from remuda.ports.github import GitHub
 from remuda.ports.pool import ResourcePool
 from remuda.ports.prices import SpotPrices
 from remuda.ports.store import InstanceStore
@@ -40,10 +40,10 @@ class Context:
     pool: ResourcePool
     compute: Compute
     #: None where the process holds no GitHub credential of its own.
-    forge: Forge | None
+    github: GitHub | None
     clock: Clock
     ids: Ids
-    journal: Journal
+    event_log: EventLog
     calls: CallCounter
     #: What the spot market asked, where the backend has one.
     spot: SpotPrices | None = None
@@ -96,7 +96,7 @@ async def readable(
 
 
 async def transition(context: Context, instance: Instance, event: Event, *, by: Actor, why: str) -> Instance:
-    """Advance an instance by one row and tell the journal. `Conflict` where somebody else was first."""
+    """Advance an instance by one row and tell the event_log. `Conflict` where somebody else was first."""
     change = advance(instance, event, by=by, now=context.clock.now(), why=why)
     after = await apply_surely(context, change)
     _tell(context, change)
@@ -133,7 +133,7 @@ async def _looked_into(
         (change, result) for change, result in zip(changes, results, strict=True) if isinstance(result, Unavailable)
     ]
     if unsure:
-        context.journal.note("write-unsure", unsure[0][1].message, instances=len(unsure))
+        context.event_log.record("write-unsure", unsure[0][1].message, instances=len(unsure))
     again = await each(unsure, lambda one: apply_surely(context, one[0]))
     known = {
         change.instance_id: result if isinstance(result, RemudaError) else None
@@ -153,7 +153,7 @@ def _unless_made(change: Change, failure: RemudaError | None) -> RemudaError | N
 def _tell(context: Context, change: Change) -> None:
     entry = change.entry
     if entry.source != entry.target:
-        context.journal.note(
+        context.event_log.record(
             entry.transition,
             entry.why,
             instance_id=change.instance_id,
@@ -185,7 +185,7 @@ async def apply_surely(context: Context, change: Change) -> Instance:
             # It will not be better the next time.
             raise
         except Unavailable as error:
-            context.journal.note("write-unsure", error.message, instance_id=change.instance_id)
+            context.event_log.record("write-unsure", error.message, instance_id=change.instance_id)
             if tries > AMBIGUOUS_TRIES:
                 raise
             await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
@@ -198,17 +198,17 @@ def made_by(change: Change, current: Instance) -> bool:
 
 async def removal_credential(context: Context, config: PoolConfig, scope: str) -> Credential:
     """A fresh one of our own, or the pool's. The pool's may be stale: a sweep renews it on the instance later."""
-    if context.forge is None:
+    if context.github is None:
         return config.tokens_for(scope).removal
     try:
         async with context.minting:
             held = context.minted.get(scope)
             if held is None or (held.expires_at - context.clock.now()).total_seconds() < MINT_AGAIN_S:
-                held = context.minted[scope] = await context.forge.removal_token(scope)
+                held = context.minted[scope] = await context.github.removal_token(scope)
             return held
     except RemudaError as error:
         # What is held must be given back all the same.
         if all(item.scope.lower() != scope.lower() for item in config.tokens):
             raise
-        context.journal.note("removal-token-failed", f"{error.message}; the pool's will do", scope=scope)
+        context.event_log.record("removal-token-failed", f"{error.message}; the pool's will do", scope=scope)
         return config.tokens_for(scope).removal

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from remuda.domain.shown import brief
+from remuda.domain.text import brief
 
 #: How much of an error is told: what others said is part of many.
 MAX_MESSAGE = 10_000

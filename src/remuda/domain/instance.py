@@ -84,7 +84,7 @@ class Instance:
     #: Why it will not be pooled again, or empty.
     retire: str = ""
     #: In quarantine: not claimed, and not ended before, whatever `retire` says.
-    held_until: datetime | None = None
+    quarantined_until: datetime | None = None
     announced_at: datetime | None = None
     assignment: Assignment | None = None
     #: When a terminated record may be forgotten.
@@ -98,7 +98,7 @@ class Instance:
             self.message()
 
     def is_held(self, now: datetime) -> bool:
-        return self.held_until is not None and self.held_until > now
+        return self.quarantined_until is not None and self.quarantined_until > now
 
     def message(self) -> PoolMessage:
         return PoolMessage(

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
-from remuda.domain.course import Course
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import ABSORBING, Instance
+from remuda.domain.provision_outcome import ProvisionOutcome
 
 
 class ProvisionStatus(StrEnum):
@@ -39,7 +39,7 @@ class Provision:
     #: Why it has its status.
     why: str = ""
     #: How it went, written with its end: the commit, or the rollback.
-    course: Course | None = None
+    course: ProvisionOutcome | None = None
     released_at: datetime | None = None
     #: Released, and none of its instances is held any more: sweeps need not look again.
     settled: bool = False
@@ -87,7 +87,7 @@ def _move(provision: Provision, status: ProvisionStatus) -> None:
 
 
 def committed(
-    provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime, course: Course | None = None
+    provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime, course: ProvisionOutcome | None = None
 ) -> Provision:
     _move(provision, ProvisionStatus.COMMITTED)
     return replace(
@@ -100,7 +100,7 @@ def committed(
     )
 
 
-def released(provision: Provision, *, now: datetime, why: str, course: Course | None = None) -> Provision:
+def released(provision: Provision, *, now: datetime, why: str, course: ProvisionOutcome | None = None) -> Provision:
     """`course` where it ends before the commit."""
     _move(provision, ProvisionStatus.RELEASED)
     # While it was open, claims may be under way until its deadline; after the commit there are none.

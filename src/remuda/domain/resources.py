@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from remuda.domain.errors import UserError
-from remuda.domain.shown import quoted
+from remuda.domain.text import quoted
 
 MAX_PATTERN_TEXT = 1_000
 MAX_PATTERN = 64

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum, StrEnum
 
-from remuda.domain.shown import brief
+from remuda.domain.text import brief
 
 
 class Signal(StrEnum):
@@ -43,9 +43,9 @@ _REMOVAL_FAILURES = frozenset({Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG
 #: How long a signal's detail may be.
 MAX_DETAIL = 1_000
 
-#: How a detail begins where the forge refused the credential: trying more machines would only burn them.
+#: How a detail begins where the github refused the credential: trying more machines would only burn them.
 CREDENTIAL_REFUSED = "credential refused"
-#: How it begins where the forge did not answer: no machine is to blame.
+#: How it begins where the github did not answer: no machine is to blame.
 FORGE_UNREACHABLE = "GitHub out of reach"
 
 _TOOK = re.compile(r"took (\d{1,7}\.\d{3}) s", re.ASCII)

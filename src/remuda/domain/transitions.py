@@ -281,7 +281,11 @@ class Guard:
             and (self.unexpired_at is None or record.threshold > self.unexpired_at)
             and (self.expired_at is None or record.threshold <= self.expired_at)
             and not (self.not_retired and record.retire)
-            and (self.held_up_to is None or record.held_until is None or record.held_until <= self.held_up_to)
+            and (
+                self.held_up_to is None
+                or record.quarantined_until is None
+                or record.quarantined_until <= self.held_up_to
+            )
             and (not self.tiers or record.tier in self.tiers)
             and (self.repository is None or record.repository == self.repository)
         )
@@ -640,7 +644,7 @@ def _without_registration(assignment: Assignment | None, *, gone: bool) -> Assig
 
 def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
     until = to_milliseconds(event.until)
-    kept = {"retire": event.reason[:MAX_WHY], "held_until": until}
+    kept = {"retire": event.reason[:MAX_WHY], "quarantined_until": until}
     # A run that has it keeps its own limit; the others would end before anybody had a look.
     if instance.state is State.IDLE:
         return {**kept, "threshold": until}
@@ -652,7 +656,7 @@ def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
 
 def _held(instance: Instance, threshold: datetime) -> datetime:
     """One that an operator wants to look at is kept so long at least."""
-    return max(threshold, instance.held_until) if instance.held_until is not None else threshold
+    return max(threshold, instance.quarantined_until) if instance.quarantined_until is not None else threshold
 
 
 def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from remuda.domain.fleet import FleetMachine
+from remuda.domain.scale_down.fleet import FleetMachine
 
 
 class Fleet(Protocol):

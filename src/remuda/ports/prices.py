@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Protocol
 
-from remuda.domain.prices import SpotPoint
+from remuda.domain.reporting.prices import SpotPoint
 
 
 class SpotPrices(Protocol):

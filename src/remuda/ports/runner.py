@@ -31,7 +31,7 @@ class RunnerState:
 class Removal(Enum):
     REMOVED = "removed"
     BUSY = "runs a job"
-    #: The forge did not answer: it may do so later.
+    #: The github did not answer: it may do so later.
     UNREACHABLE = "out of reach"
     FAILED = "failed"
 
@@ -40,7 +40,7 @@ class RunnerSoftware(Protocol):
     def state(self) -> RunnerState: ...
 
     async def configure(self, assignment: Assignment) -> Outcome:
-        """Register with the forge; the listener stays off. A half registration of the same name is replaced."""
+        """Register with the github; the listener stays off. A half registration of the same name is replaced."""
         ...
 
     async def start(self, assignment: Assignment) -> None:
@@ -54,7 +54,7 @@ class RunnerSoftware(Protocol):
         ...
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
-        """Remove the registration on the forge; REMOVED only when it is gone there. With a detail for people."""
+        """Remove the registration on the github; REMOVED only when it is gone there. With a detail for people."""
         ...
 
     async def stop(self) -> None:

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from remuda import procfs
-from remuda.githubsim.package import PROGRAMS, install
-from support.ec2_machine.init import INTERPRETER
+from remuda.fake_github.package import PROGRAMS, install
+from tests.support.ec2_machine.init import INTERPRETER
 
 ROOT = Path(__file__).parents[3]
 INIT = Path(__file__).with_name("init.py")

@@ -20,13 +20,14 @@ import pytest
 
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
-from remuda.agent import actions_runner, processes
-from remuda.agent.actions_runner import UNKNOWN_EXIT, ActionsRunner
+from remuda.agent import processes
+from remuda.agent import runner as agent_runner
 from remuda.agent.job_hook import STARTED, JobHook
+from remuda.agent.runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
 from remuda.ports.runner import Removal, RunnerState
-from support.records import LONG_S
+from tests.support.records import LONG_S
 
 #: Does what the file `behave` beside it says, and notes what it was given.
 CONFIG = """#!/bin/sh
@@ -209,7 +210,7 @@ class TestConfigure:
         while detail == "no end in time: ":
             # Sooner or later that is enough for its first word.
             limit_s *= 2
-            monkeypatch.setattr(actions_runner, "CONFIGURE_LIMIT_S", limit_s)
+            monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
             outcome = await folder.open().configure(ASSIGNMENT)
             assert not outcome.ok
             detail = outcome.detail

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from remuda.agent.lifecycle import Do
-from remuda.agent.lifetime import DEAD_MAN_SLACK_S
+from remuda.agent.decide import Do
+from remuda.agent.expiry import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal, took_s
 from remuda.domain.transitions import Actor, Cause, End
 from remuda.ports.machine import Outcome, Script
-from support.agents import ID, MARGIN_S, Stable
-from support.clock import run, until
-from support.records import assignment, at
+from tests.support.agents import ID, MARGIN_S, Stable
+from tests.support.clock import run, until
+from tests.support.records import assignment, at
 
 FIRST, SECOND = assignment(1).runner_name, assignment(2).runner_name
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
@@ -85,7 +85,7 @@ def test_a_listener_is_started_for_its_assignment_and_the_jobs_it_refused_are_to
         assert report is not None
         assert "refused 1 foreign job: run 9 of evil/corp; " in report.detail
         assert ("job-refused", "refused 1 foreign job: run 9 of evil/corp") in [
-            (action, why) for action, why, _ in stable.journal.notes
+            (action, why) for action, why, _ in stable.event_log.notes
         ]
 
     run(story())
@@ -96,7 +96,7 @@ def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> No
         stable = Stable()
         stable.start()
         await life(stable)
-        noted = stable.journal.notes
+        noted = stable.event_log.notes
         assert {action for action, _, _ in noted} == {"state", "step", "reset"}
         assert {facts["instance_id"] for _, _, facts in noted} == {ID}
         assert all(why for _, why, _ in noted)

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.agent.lifecycle import MAX_REMOVALS, MAX_STARTS
+from remuda.agent.decide import MAX_REMOVALS, MAX_STARTS
 from remuda.agent.loop import STEP_LIMIT_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
@@ -16,9 +16,9 @@ from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
 from remuda.ports.machine import Memory, Script
 from remuda.ports.runner import Removal
-from support.agents import ID, MARGIN_S, Stable
-from support.clock import VirtualClock, run, until
-from support.records import at
+from tests.support.agents import ID, MARGIN_S, Stable
+from tests.support.clock import VirtualClock, run, until
+from tests.support.records import at
 
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
@@ -100,7 +100,7 @@ def test_a_store_out_of_reach_is_asked_more_and_more_rarely() -> None:
         stable.store.down = True
         stable.start()
         await asyncio.sleep(600)
-        asked = [action for action, _, _ in stable.journal.notes if action == "step-failed"]
+        asked = [action for action, _, _ in stable.event_log.notes if action == "step-failed"]
         assert 100 < len(asked) < 150
         await stable.crash()
 

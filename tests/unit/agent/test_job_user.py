@@ -15,7 +15,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.agent import job_user, processes
 from remuda.agent.job_user import JobUser
 from remuda.domain.errors import UserError
-from support.other_user import ROOT_ONLY, SUBORDINATE, UID, other_user
+from tests.support.other_user import ROOT_ONLY, SUBORDINATE, UID, other_user
 
 LONG_S = 60.0
 #: Says that it is there, then waits.

@@ -17,7 +17,7 @@ from remuda.agent import keyrings, shared_places
 from remuda.agent.findings import Finding, Kind
 from remuda.agent.leftovers import RECORDS, Leftovers, why_unseen
 from remuda.domain.errors import Unavailable
-from support.other_user import ROOT_ONLY, SUBORDINATE, UID, other_user
+from tests.support.other_user import ROOT_ONLY, SUBORDINATE, UID, other_user
 
 pytestmark = ROOT_ONLY
 

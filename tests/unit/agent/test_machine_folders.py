@@ -9,7 +9,7 @@ import pytest
 
 from remuda.agent.machine_folders import MachineFolders
 from remuda.domain.errors import UserError
-from support.other_user import ROOT_ONLY, UID, other_user
+from tests.support.other_user import ROOT_ONLY, UID, other_user
 
 pytestmark = ROOT_ONLY
 ID = "i-0123456789abcdef0"

@@ -8,13 +8,13 @@ from datetime import datetime
 
 import pytest
 
-from remuda.agent.lifecycle import MAX_REMOVALS, MAX_STARTS, TERMINAL_EXITS, Do, Step, View, next_step
+from remuda.agent.decide import MAX_REMOVALS, MAX_STARTS, TERMINAL_EXITS, Do, Step, View, next_step
 from remuda.domain.instance import Credential, State
 from remuda.domain.signals import Signal
 from remuda.ports.machine import Script
 from remuda.ports.runner import RunnerState
-from support.builders import in_state
-from support.records import NOW, assignment, at
+from tests.support.builders import in_state
+from tests.support.records import NOW, assignment, at
 
 RIGHT = assignment(2).runner_name
 RUNNERS = [

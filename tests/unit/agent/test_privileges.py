@@ -11,7 +11,7 @@ import pytest
 from remuda import scripts
 from remuda.agent import privileges
 from remuda.agent.privileges import GROUPS, why_privileged
-from support.other_user import UID, other_user
+from tests.support.other_user import UID, other_user
 
 SUDO = """#!/bin/sh
 case $USER_MAY in

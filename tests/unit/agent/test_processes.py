@@ -18,7 +18,7 @@ import pytest
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
-from support.records import LONG_S
+from tests.support.records import LONG_S
 
 #: Adopts orphans, runs the script given to it, says "ready", and lives until its input ends.
 SUBREAPER = """

@@ -21,8 +21,8 @@ from remuda.agent import processes
 from remuda.agent.findings import MAX_DETAIL, Finding, Kind
 from remuda.agent.reset import Reset, erase, manifest
 from remuda.domain.errors import Unavailable
-from support.other_user import ROOT_ONLY, UID, other_user
-from support.records import LONG_S
+from tests.support.other_user import ROOT_ONLY, UID, other_user
+from tests.support.records import LONG_S
 
 SUBREAPER = """
 import ctypes, signal, subprocess, sys

@@ -16,7 +16,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.agent import shared_places
 from remuda.agent.job_user import JobUser
 from remuda.agent.shared_places import Places, SharedPlaces
-from support.other_user import ROOT_ONLY, UID, other_user
+from tests.support.other_user import ROOT_ONLY, UID, other_user
 
 pytestmark = ROOT_ONLY
 

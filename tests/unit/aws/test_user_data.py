@@ -16,8 +16,8 @@ import pytest
 from remuda.adapters.aws.ec2.options import Options
 from remuda.adapters.aws.user_data import MAX_BYTES, build_user_data
 from remuda.domain.errors import UserError
-from support.bootstrap_box import LIMIT_S, NEEDED, NOTE, Box, executable, user_data
-from support.fake_imds import fake_imds
+from tests.support.bootstrap_box import LIMIT_S, NEEDED, NOTE, Box, executable, user_data
+from tests.support.fake_imds import fake_imds
 
 RUNNER = "https://github.com/actions/runner/releases/download/v2.336.0/actions-runner-linux-"
 

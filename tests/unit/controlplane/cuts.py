@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any
 
 from remuda.domain.errors import Unavailable
-from support.world import Host
-from support.world_time import Call, Gone, Hook
+from tests.support.world import Host
+from tests.support.world_time import Call, Gone, Hook
 
 
 class How(Enum):

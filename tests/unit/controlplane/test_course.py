@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from remuda.controlplane.provision.recorder import Recorder
-from remuda.domain.course import MAX_LAUNCHES, MAX_REASON, MAX_REFUSALS, MAX_TAKEN, Course, Source
+from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import CapacityError, Conflict, RemudaError
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision_outcome import MAX_LAUNCHES, MAX_REASON, MAX_REFUSALS, MAX_TAKEN, ProvisionOutcome, Source
 from remuda.domain.resources import TypePatterns, UsageClass
-from support.records import instance_id, message
-from support.world import World
-from support.world_time import VirtualClock
+from tests.support.records import instance_id, message
+from tests.support.world import World
+from tests.support.world_time import VirtualClock
 
 
 def only(world: World, run_id: str = "1") -> Provision:
@@ -22,7 +22,7 @@ def only(world: World, run_id: str = "1") -> Provision:
     return found
 
 
-def course_of(world: World, run_id: str = "1") -> Course:
+def course_of(world: World, run_id: str = "1") -> ProvisionOutcome:
     course = only(world, run_id).course
     assert course is not None
     return course
@@ -83,7 +83,7 @@ async def test_a_provision_that_was_released_meanwhile_still_tells(world: World)
 
 
 async def test_what_is_told_is_bounded(world: World) -> None:
-    recorder = Recorder(VirtualClock())
+    recorder = OutcomeRecorder(VirtualClock())
     for number in range(2 * MAX_TAKEN):
         recorder.take(instance_id(number), Source.POOL, None)
         recorder.refuse("lost", "x" * 1_000, instance_id(number))

@@ -13,9 +13,9 @@ import pytest
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import ASSIGNED
 from remuda.domain.provision import ProvisionStatus
-from support.world import World
-from support.world_time import run_virtual
-from unit.controlplane.cuts import AgentCut, Cut, How
+from tests.support.world import World
+from tests.support.world_time import run_virtual
+from tests.unit.controlplane.cuts import AgentCut, Cut, How
 
 #: More than any of them makes; the enumeration ends where a use case ends before the cut.
 MOST_CALLS = 400

@@ -18,7 +18,7 @@ from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.skew import HTTP_DATE, skew_s
 from remuda.domain.thresholds import Lifetimes
 from remuda.ports.doctor import Check, Finding, Health, clocks, ok, problem, warning
-from support.records import NOW
+from tests.support.records import NOW
 
 
 class At:

@@ -10,8 +10,8 @@ import pytest
 from remuda.controlplane.release import Fate
 from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import EPHEMERAL, State
-from support.world import World
-from support.world_time import Call
+from tests.support.world import World
+from tests.support.world_time import Call
 
 
 async def provisioned(world: World, count: int = 1, hook: Any = None) -> list[str]:
@@ -123,7 +123,7 @@ async def test_where_one_cannot_be_registered_nothing_is_left(world: World, fail
 
     async def hook(name: str, call: Call) -> Any:
         nonlocal asked
-        if name == "forge.jit_config":
+        if name == "github.jit_config":
             asked += 1
             if asked == 2:
                 raise failure

@@ -9,19 +9,19 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.controlplane.explain import check_subject, explain
-from remuda.controlplane.levers import terminate
-from remuda.controlplane.status import status
+from remuda.cli.rendering.explanation import in_words, story_document, story_lines
+from remuda.cli.rendering.status import status_document
+from remuda.controlplane.operator import terminate
+from remuda.controlplane.read.explain import check_subject, explain
+from remuda.controlplane.read.status import status
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
+from remuda.domain.reporting.explanation import Story
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Signal
-from remuda.domain.story import Story
-from remuda.entrypoints.status_view import status_document
-from remuda.entrypoints.story_view import in_words, story_document, story_lines
 from remuda.ports.machine import Outcome
-from support.records import instance_id, message
-from support.world import World
+from tests.support.records import instance_id, message
+from tests.support.world import World
 
 
 async def tell(world: World, subject: str) -> Story:

@@ -13,18 +13,18 @@ import pytest
 
 from remuda.adapters.system.clock import SystemIds
 from remuda.controlplane.context import Context
-from remuda.controlplane.feed import NEWEST_PROVISIONS, FleetReader
-from remuda.controlplane.levers import drain
-from remuda.controlplane.report import report
-from remuda.controlplane.status import Status
-from remuda.controlplane.status import status as read_status
+from remuda.controlplane.operator import drain
+from remuda.controlplane.read.feed import NEWEST_PROVISIONS, FleetReader
+from remuda.controlplane.read.report import report
+from remuda.controlplane.read.status import Status
+from remuda.controlplane.read.status import status as read_status
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
-from remuda.domain.prices import PriceTable
 from remuda.domain.provision import Provision, ProvisionStatus, released
-from remuda.entrypoints.dashboard.feed import Feed
-from remuda.entrypoints.metrics import Meters
-from support.world import World
+from remuda.domain.reporting.prices import PriceTable
+from remuda.web.dashboard.feed import Feed
+from remuda.web.metrics import Meters
+from tests.support.world import World
 
 DAY_S = 86_400.0
 OPEN = ProvisionStatus.OPEN
@@ -208,11 +208,11 @@ class Counting:
         self.steps |= {(name, item.transition, item.epoch) for name, each in histories.items() for item in each}
 
 
-class MemoryJournal:
+class MemoryEventLog:
     def __init__(self) -> None:
         self.said: list[tuple[str, str]] = []
 
-    def note(self, action: str, why: str = "", **_: Any) -> None:
+    def record(self, action: str, why: str = "", **_: Any) -> None:
         self.said.append((action, why))
 
 
@@ -236,8 +236,8 @@ def make_feed(context: Context, failures: list[str], *observers: Counting, since
 
 
 async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> None:
-    journal = MemoryJournal()
-    feed = make_feed(world.process(), ["the disk is full", "the disk is full"], journal=journal)
+    event_log = MemoryEventLog()
+    feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(0.1)
     assert json.loads(feed.board.snapshot())["facts"]["trouble"] == "the disk is full"
@@ -245,7 +245,7 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> No
     await asyncio.sleep(5)
     assert json.loads(feed.board.snapshot())["facts"]["trouble"] == ""
     assert feed.last_good is not None
-    assert journal.said == [("look-failed", "the disk is full"), ("look-works-again", "before: the disk is full")]
+    assert event_log.said == [("look-failed", "the disk is full"), ("look-works-again", "before: the disk is full")]
     running.cancel()
 
 

@@ -7,31 +7,31 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.controlplane.explain import explain
-from remuda.controlplane.levers import Choice, LeverResult, choose, drain, quarantine, terminate
+from remuda.controlplane.operator import InstanceSelector, OperatorResult, choose, drain, quarantine, terminate
+from remuda.controlplane.read.explain import explain
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.machine import Outcome
-from support.records import instance_id
-from support.world import World
+from tests.support.records import instance_id
+from tests.support.world import World
 
-ALL = Choice(everything=True)
+ALL = InstanceSelector(everything=True)
 
 
-async def drained(world: World, choice: Choice = ALL, *, dry_run: bool = False) -> LeverResult:
+async def drained(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     return await drain(process, await choose(process, choice), reason="old image", dry_run=dry_run)
 
 
-async def held(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> LeverResult:
+async def held(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    chosen = await choose(process, Choice(instance_ids=(machine,)))
+    chosen = await choose(process, InstanceSelector(instance_ids=(machine,)))
     return await quarantine(process, chosen, for_s=for_s, reason="looks odd", dry_run=dry_run)
 
 
-async def ended(world: World, choice: Choice = ALL, *, dry_run: bool = False) -> LeverResult:
+async def ended(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     return await terminate(process, await choose(process, choice), reason="enough", dry_run=dry_run)
 
@@ -69,15 +69,15 @@ async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) ->
 async def test_a_drain_by_class_leaves_the_others(world: World) -> None:
     await world.warm(1)
     await world.provision("7", resource_class="xlarge")
-    result = await drained(world, Choice(resource_class="xlarge"))
+    result = await drained(world, InstanceSelector(resource_class="xlarge"))
     assert [item.state for item in result.done] == [State.RUNNING]
     assert [world.record(name).retire for name in world.in_state(State.IDLE)] == [""]
-    assert (await drained(world, Choice(resource_class="none-such"))).pulled == ()
+    assert (await drained(world, InstanceSelector(resource_class="none-such"))).pulled == ()
 
 
 async def test_a_drain_by_image_asks_the_cloud(world: World) -> None:
     await world.warm(1)
-    assert (await drained(world, Choice(ami="ami-1"))).pulled == ()
+    assert (await drained(world, InstanceSelector(ami="ami-1"))).pulled == ()
 
 
 async def test_twice_is_once_and_a_dry_run_changes_nothing(world: World) -> None:
@@ -174,12 +174,12 @@ async def test_terminate_ends_an_idle_machine_now(world: World) -> None:
     plan = await ended(world, dry_run=True)
     assert [item.instance_id for item in plan.done] == [machine]
     assert world.record(machine).state is State.IDLE
-    result = await ended(world, Choice(instance_ids=(machine,)))
+    result = await ended(world, InstanceSelector(instance_ids=(machine,)))
     assert (len(result.done), result.errors) == (1, ())
     assert world.record(machine).retire == "terminated by an operator: enough"
     await world.pass_time(10)
     assert world.record(machine).state is State.TERMINATED
-    assert (await ended(world, Choice(instance_ids=(machine,)))).done == ()
+    assert (await ended(world, InstanceSelector(instance_ids=(machine,)))).done == ()
 
 
 async def test_terminate_ends_a_run_where_a_person_says_so(world: World) -> None:
@@ -197,7 +197,7 @@ async def test_only_what_carries_the_pools_tag_is_ended(world: World) -> None:
     (machine,) = await world.warm(1)
     tags = dict(world.cloud.machines[machine].tags)
     await world.process().compute.tag([machine], {POOL_TAG: "another"})
-    result = await ended(world, Choice(instance_ids=(machine,)))
+    result = await ended(world, InstanceSelector(instance_ids=(machine,)))
     assert machine in result.errors[0]
     assert world.cloud.is_alive(machine)
     await world.process().compute.tag([machine], tags)
@@ -209,5 +209,5 @@ async def test_only_what_carries_the_pools_tag_is_ended(world: World) -> None:
 async def test_an_unknown_instance_is_refused_before_anything_is_done(world: World) -> None:
     (machine,) = await world.warm(1)
     with pytest.raises(UserError, match=instance_id(99)):
-        await ended(world, Choice(instance_ids=(machine, instance_id(99))))
+        await ended(world, InstanceSelector(instance_ids=(machine, instance_id(99))))
     assert world.record(machine).state is State.IDLE

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.memory.store import MemoryInstanceStore
 from remuda.controlplane.refresh import refresh
 from remuda.controlplane.release import Fate
 from remuda.domain.errors import Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
-from support.records import birth
-from support.records import instance as make_record
-from support.world import LIFETIMES, SCOPE, World, number_of
-from support.world_time import Call
+from simulation.memory.store import MemoryInstanceStore
+from tests.support.records import birth
+from tests.support.records import instance as make_record
+from tests.support.world import LIFETIMES, SCOPE, World, number_of
+from tests.support.world_time import Call
 
 
 async def stray(world: World) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.memory.compute import MemoryCompute
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionResult
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable, UserError
@@ -18,9 +17,10 @@ from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import Outcome
-from support.world import POOL, SCOPE, World
-from support.world_time import Call, Notes
-from unit.controlplane.cuts import Unsure
+from simulation.memory.compute import MemoryCompute
+from tests.support.world import POOL, SCOPE, World
+from tests.support.world_time import Call, Notes
+from tests.unit.controlplane.cuts import Unsure
 
 
 async def refused(world: World, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
@@ -240,7 +240,7 @@ async def test_a_rollback_goes_on_where_github_is_down(world: World) -> None:
 
     class Down(Unsure):
         async def __call__(self, name: str, call: Call) -> Any:
-            if name == "forge.removal_token":
+            if name == "github.removal_token":
                 raise Unavailable("GitHub is down")
             return await call()
 
@@ -283,8 +283,8 @@ async def test_what_falls_back_to_on_demand_is_recorded_and_pooled_as_such(world
     context = replace(context, compute=FallsBack(cloud=world.cloud, pool=POOL, calls=context.calls))
     made = await world.provision("1", process=context, usage_class=UsageClass.SPOT)
     assert [item.instance.usage_class for item in made.instances] == [UsageClass.ON_DEMAND]
-    assert isinstance(context.journal, Notes)
-    assert context.journal.count("launch-refused") == 1, "the user hears of it"
+    assert isinstance(context.event_log, Notes)
+    assert context.event_log.count("launch-refused") == 1, "the user hears of it"
     await world.release("1")
     (hint,) = [item.message for item in world.queues.named("large").messages]
     assert hint is not None

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from remuda.cli.applied import applied_lines
+from remuda.cli.rendering.results import refresh_document
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
-from remuda.entrypoints.applied import applied_lines
-from remuda.entrypoints.views import refresh_document
-from support.world import LIFETIMES, SCOPE, World
-from support.world_time import Call
-from unit.controlplane.cuts import Unsure
+from tests.support.world import LIFETIMES, SCOPE, World
+from tests.support.world_time import Call
+from tests.unit.controlplane.cuts import Unsure
 
 
 def config(world: World) -> PoolConfig:
@@ -123,7 +123,7 @@ async def test_tokens_of_every_scope_are_renewed_by_a_refresh_that_changes_nothi
 
 async def test_a_token_that_cannot_be_minted_leaves_the_rest(world: World) -> None:
     await asyncio.sleep(700)
-    hook = Unsure("forge.registration_token", applied=False, at=range(1, 100))
+    hook = Unsure("github.registration_token", applied=False, at=range(1, 100))
     result = await world.sweep(hook)
     assert any("tokens for" in error for error in result.errors)
     assert not (await world.sweep()).errors

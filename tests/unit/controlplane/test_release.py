@@ -7,15 +7,15 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from remuda.cli.rendering.results import release_document
 from remuda.controlplane.release import Fate, ReleaseResult
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
-from remuda.entrypoints.views import release_document
 from remuda.ports.machine import Outcome
-from support.world import LIFETIMES, SCOPE, World
-from support.world_time import Call, Hook
-from unit.controlplane.cuts import Cut, How
+from tests.support.world import LIFETIMES, SCOPE, World
+from tests.support.world_time import Call, Hook
+from tests.unit.controlplane.cuts import Cut, How
 
 
 def fates(result: ReleaseResult) -> list[str]:

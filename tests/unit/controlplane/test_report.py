@@ -9,12 +9,12 @@ from datetime import datetime, timedelta
 import pytest
 
 from remuda.controlplane.context import Context
-from remuda.controlplane.report import report
+from remuda.controlplane.read.report import report
 from remuda.domain.errors import UserError
-from remuda.domain.ledger import Ledger
-from remuda.domain.prices import PriceTable, SpotPoint
+from remuda.domain.reporting.prices import PriceTable, SpotPoint
+from remuda.domain.reporting.usage import Ledger
 from remuda.domain.resources import UsageClass
-from support.world import World
+from tests.support.world import World
 
 PRICES = PriceTable(on_demand={"c6i.large": 3_600.0})
 

@@ -10,7 +10,7 @@ import pytest
 from remuda.domain.errors import UserError
 from remuda.domain.instance import NEVER_REUSED, State
 from remuda.domain.resources import Reuse, Tier
-from support.world import World
+from tests.support.world import World
 
 T, U = Tier.TRUSTED, Tier.UNTRUSTED
 ONE, TWO = "octo/one", "octo/two"

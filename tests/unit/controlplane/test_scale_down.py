@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from remuda.adapters.memory.fleet import MemoryFleet, MemoryMachines
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.fleet import FleetMachine
-from remuda.domain.scale_down import Action, Policy
+from remuda.domain.scale_down.decisions import Action, Policy
+from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
-from support.fleets import ENVIRONMENT, Hub, Runner, machine
-from support.records import instance_id
-from support.world_time import Call, Gone, Notes, VirtualClock, hooked
+from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from tests.support.fleets import ENVIRONMENT, Hub, Runner, machine
+from tests.support.records import instance_id
+from tests.support.world_time import Call, Gone, Notes, VirtualClock, hooked
 
 
 class Fleet:
@@ -38,9 +38,9 @@ class Fleet:
         context = FleetContext(
             environment=ENVIRONMENT,
             fleet=self.fleet,
-            forge=self.hub,
+            github=self.hub,
             clock=VirtualClock(),
-            journal=self.notes,
+            event_log=self.notes,
             calls=self.hub.calls,
         )
         return await scale_down(context, policy or Policy(), dry_run=dry_run)
@@ -269,9 +269,9 @@ async def test_a_pool_is_not_opened_without_a_sign_of_one() -> None:
     context = FleetContext(
         environment=ENVIRONMENT,
         fleet=fleet.fleet,
-        forge=fleet.hub,
+        github=fleet.hub,
         clock=VirtualClock(),
-        journal=fleet.notes,
+        event_log=fleet.notes,
         calls=CallCounter(),
         open_pool=open_pool,
     )
@@ -338,7 +338,7 @@ async def test_a_cycle_that_is_killed_anywhere_is_finished_by_the_next_ones(*, a
             raise Gone(operation)
 
         usual = fleet.fleet, fleet.hub
-        fleet.fleet, fleet.hub = hooked(fleet.fleet, "fleet", cut), hooked(fleet.hub, "forge", cut)
+        fleet.fleet, fleet.hub = hooked(fleet.fleet, "fleet", cut), hooked(fleet.hub, "github", cut)
         try:
             await fleet.cycle()
         except Gone:

@@ -12,19 +12,19 @@ import pytest
 
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.controlplane.context import Context
-from remuda.controlplane.feed import Seen
+from remuda.controlplane.read.feed import Seen
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
-from remuda.domain.cron import parse_cron
 from remuda.domain.errors import Unavailable
-from remuda.domain.idle_config import IdleWindow
 from remuda.domain.instance import State
-from remuda.domain.scale_down import Action, Policy
-from remuda.entrypoints.dashboard.wire import decisions, milliseconds
-from remuda.ports.forge import Forge
-from support.fleets import tags
-from support.records import NOW
-from support.world import POOL, SCOPE, World
-from support.world_time import Call, Hook
+from remuda.domain.scale_down.cron import parse_cron
+from remuda.domain.scale_down.decisions import Action, Policy
+from remuda.domain.scale_down.idle_config import IdleWindow
+from remuda.ports.github import GitHub
+from remuda.web.dashboard.serialize import decisions, milliseconds
+from tests.support.fleets import tags
+from tests.support.records import NOW
+from tests.support.world import POOL, SCOPE, World
+from tests.support.world_time import Call, Hook
 
 ORPHAN = "ghr:orphan"
 CYCLE_S = 30.0
@@ -40,14 +40,14 @@ async def cycle(
     world: World, policy: Policy | None = None, hook: Hook | None = None, *, dry_run: bool = False
 ) -> ScaleDownResult:
     pool: Context = world.process(hook, credentialed=True)
-    forge: Forge | None = pool.forge
-    assert forge is not None
+    github: GitHub | None = pool.github
+    assert github is not None
     context = FleetContext(
         environment=POOL,
         fleet=LocalFleet(compute=pool.compute, pool=POOL, environment=POOL),
-        forge=forge,
+        github=github,
         clock=pool.clock,
-        journal=pool.journal,
+        event_log=pool.event_log,
         calls=pool.calls,
         open_pool=lambda: nullcontext(pool),
         has_pool=True,
@@ -180,7 +180,7 @@ async def test_a_record_that_appears_while_github_is_listed_counts(world: World)
     mark(world, name)
 
     async def late(operation: str, call: Call) -> Any:
-        if operation == "forge.list_runners":
+        if operation == "github.list_runners":
             world.database.instances[name] = record
         return await call()
 
@@ -200,14 +200,14 @@ async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: World) -> N
                 machine.tags["remuda:pool"] = "other"  # type: ignore[index]
             return found
 
-    assert pool.forge is not None
+    assert pool.github is not None
     record = world.database.instances.pop(name)
     context = FleetContext(
         environment=POOL,
         fleet=Mixed(compute=pool.compute, pool=POOL, environment=POOL),
-        forge=pool.forge,
+        github=pool.github,
         clock=pool.clock,
-        journal=pool.journal,
+        event_log=pool.event_log,
         calls=pool.calls,
         open_pool=lambda: nullcontext(pool),
         has_pool=True,

@@ -13,22 +13,22 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from remuda.adapters.memory.compute import MemoryCloud, MemoryCompute
-from remuda.adapters.memory.fleet import MemoryFleet, MemoryMachines
-from remuda.adapters.memory.pool import MemoryQueues, MemoryResourcePool
-from remuda.adapters.memory.store import MemoryDatabase, MemoryInstanceStore
 from remuda.controlplane.context import Context
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
-from remuda.domain.cron import parse_cron
 from remuda.domain.errors import Unavailable
-from remuda.domain.fleet import FleetMachine
-from remuda.domain.idle_config import Eviction, IdleWindow
 from remuda.domain.instance import LIVE, State
-from remuda.domain.scale_down import Action, Policy
+from remuda.domain.scale_down.cron import parse_cron
+from remuda.domain.scale_down.decisions import Action, Policy
+from remuda.domain.scale_down.fleet import FleetMachine
+from remuda.domain.scale_down.idle_config import Eviction, IdleWindow
 from remuda.ports.calls import CallCounter
-from support.fleets import ENVIRONMENT, Hub, Runner, machine
-from support.records import NOW, birth, instance, instance_id, pool_config
-from support.world_time import Notes, SeededIds, VirtualClock, hooked, run_virtual
+from simulation.memory.compute import MemoryCloud, MemoryCompute
+from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from simulation.memory.pool import MemoryQueues, MemoryResourcePool
+from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
+from tests.support.fleets import ENVIRONMENT, Hub, Runner, machine
+from tests.support.records import NOW, birth, instance, instance_id, pool_config
+from tests.support.world_time import Notes, SeededIds, VirtualClock, hooked, run_virtual
 
 POOL = "test"
 OWNERS = ("acme", "beta", "solo/tool")
@@ -171,10 +171,10 @@ class Trial:
             store=hooked(store, "store", self._store_hook),
             pool=MemoryResourcePool(clock=clock, ids=ids, calls=calls, queues=MemoryQueues(clock=clock)),
             compute=MemoryCompute(cloud=MemoryCloud(clock=clock), pool=POOL, calls=calls),
-            forge=None,
+            github=None,
             clock=clock,
             ids=ids,
-            journal=Notes(),
+            event_log=Notes(),
             calls=calls,
         )
 
@@ -193,9 +193,9 @@ class Trial:
         fleet = FleetContext(
             environment=ENVIRONMENT,
             fleet=MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=calls),
-            forge=self.hub,
+            github=self.hub,
             clock=clock,
-            journal=Notes(),
+            event_log=Notes(),
             calls=calls,
             open_pool=open_pool,
         )

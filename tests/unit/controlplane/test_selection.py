@@ -14,9 +14,9 @@ from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Signal
 from remuda.ports.machine import Outcome
-from support.records import message
-from support.world import World, number_of
-from support.world_time import Call
+from tests.support.records import message
+from tests.support.world import World, number_of
+from tests.support.world_time import Call
 
 MISFITS: dict[str, dict[str, Any]] = {
     "usage": {"usage_class": UsageClass.SPOT},

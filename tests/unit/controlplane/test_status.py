@@ -9,11 +9,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.controlplane.status import Status, status
+from remuda.cli.rendering.status import changes, headline, status_document, status_tables
+from remuda.controlplane.read.status import Status, status
 from remuda.domain.instance import State
 from remuda.domain.resources import Tier
-from remuda.entrypoints.status_view import changes, headline, status_document, status_tables
-from support.world import SCOPE, World
+from tests.support.world import SCOPE, World
 
 
 async def look(world: World, *, credentialed: bool = False) -> Status:
@@ -81,9 +81,9 @@ async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
 async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
     (instance_id,) = await world.warm(1)
     name = f"remuda-test-1-{instance_id}"
-    forge = world.process(credentialed=True).forge
-    assert forge is not None
-    await forge.jit_config(SCOPE, name=name, labels=["x"])
+    github = world.process(credentialed=True).github
+    assert github is not None
+    await github.jit_config(SCOPE, name=name, labels=["x"])
     assert not (await look(world)).concerns
     (ghost,) = (await look(world, credentialed=True)).concerns
     assert (ghost.kind, ghost.subject) == ("ghost", name)

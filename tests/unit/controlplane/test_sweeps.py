@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.memory.store import MemoryInstanceStore
 from remuda.controlplane.context import transition_all
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, Change, Confirm
-from support.records import birth, message, provision
-from support.records import instance as make_record
-from support.world import LIFETIMES, World
-from support.world_time import Call, Notes
-from unit.controlplane.cuts import Cut, How, Unsure
+from simulation.memory.store import MemoryInstanceStore
+from tests.support.records import birth, message, provision
+from tests.support.records import instance as make_record
+from tests.support.world import LIFETIMES, World
+from tests.support.world_time import Call, Notes
+from tests.unit.controlplane.cuts import Cut, How, Unsure
 
 MARGIN_S = LIFETIMES.margin_s
 
@@ -236,8 +236,8 @@ async def test_old_records_are_forgotten() -> None:
 FAILING = {
     "compute.list_pool": "machines",
     "compute.terminate": "machines",
-    "forge.list_runners": "runners of",
-    "forge.delete_runner": "ghost",
+    "github.list_runners": "runners of",
+    "github.delete_runner": "ghost",
     "store.unsettled_provisions": "provisions",
     "store.troubled_reports": "reports of trouble",
     "store.get_reports": "reports of releases",
@@ -270,7 +270,7 @@ async def test_one_failing_part_leaves_the_others(operation: str) -> None:
     assert any(FAILING[operation] in error for error in result.errors), result.errors
     assert expired.instance_id in result.retired
     assert operation == "pool.send" or result.announced
-    assert operation.startswith("forge") or len(result.removed) == 1
+    assert operation.startswith("github") or len(result.removed) == 1
     (stored,) = [item for item in world.database.provisions.values() if item.provision_id == "p-9"]
     assert (stored.status is ProvisionStatus.RELEASED) == (operation != "store.unsettled_provisions")
     await world.end()
@@ -313,7 +313,7 @@ async def test_no_call_outlives_a_look_outside_that_fails(world: World) -> None:
     async def hook(name: str, call: Call) -> Any:
         if name == "compute.list_pool":
             raise RuntimeError("a bug")
-        if name == "forge.list_runners":
+        if name == "github.list_runners":
             try:
                 await asyncio.sleep(3_600)
             finally:
@@ -322,7 +322,7 @@ async def test_no_call_outlives_a_look_outside_that_fails(world: World) -> None:
 
     with pytest.raises(ExceptionGroup):
         await world.sweep(hook)
-    assert ended == ["forge.list_runners"]
+    assert ended == ["github.list_runners"]
 
 
 class HalfWritten(MemoryInstanceStore):
@@ -343,7 +343,7 @@ async def test_what_was_written_is_told_whatever_became_of_the_others(world: Wor
     for record in records:
         await store.apply(birth(record))
     notes = Notes()
-    context = replace(context, store=store, journal=notes)
+    context = replace(context, store=store, event_log=notes)
     event = Confirm(keep_records_s=60.0)
     results = await transition_all(context, records, event, by=Actor.REFRESH, why="over")
     assert [type(result) for result in results] == [type(None), UserError, type(None)]

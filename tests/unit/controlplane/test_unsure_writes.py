@@ -13,10 +13,10 @@ from remuda.controlplane.context import AMBIGUOUS_TRIES
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
-from support.records import provision
-from support.world import World
-from support.world_time import Call, run_virtual
-from unit.controlplane.cuts import Unsure
+from tests.support.records import provision
+from tests.support.world import World
+from tests.support.world_time import Call, run_virtual
+from tests.unit.controlplane.cuts import Unsure
 
 WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
 #: More writes of one kind than a provision of three makes.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.iam import Request, Value, allows
+from tests.support.iam import Request, Value, allows
 
 TABLE = "arn:aws:dynamodb:eu-central-1:123456789012:table/t"
 

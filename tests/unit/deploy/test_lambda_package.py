@@ -37,7 +37,7 @@ def test_only_what_a_function_reads_goes_in(tmp_path: Path):
         "botocore/data/endpoints.json",
         "httpx-0.28.1.dist-info/METADATA",
     }
-    assert {"remuda/entrypoints/lambda_handler.py", "remuda/adapters/aws/bootstrap.sh", "remuda/py.typed"} <= names
+    assert {"remuda/aws_lambda/handler.py", "remuda/adapters/aws/bootstrap.sh", "remuda/py.typed"} <= names
     assert not any("__pycache__" in name for name in names)
 
 

@@ -20,8 +20,8 @@ from policies import CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
-from support.iam import Request, Value, allows
 from template import GITHUB, template
+from tests.support.iam import Request, Value, allows
 
 TEMPLATE = template()["Resources"]
 ROLES = tuple(name for name, each in TEMPLATE.items() if each["Type"] == "AWS::IAM::Role")

@@ -15,7 +15,7 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import filled
-from support.iam import Request, Value, allows
+from tests.support.iam import Request, Value, allows
 
 ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
 INSTANCE = "i-0123456789abcdef0"

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from remuda.domain.concerns import ENDING_TAKES_S, Concern, concerns
 from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import ScopeTokens
 from remuda.domain.provision import ProvisionStatus
+from remuda.domain.reporting.warnings import ENDING_TAKES_S, PoolWarning, concerns
 from remuda.domain.signals import Report
-from support.builders import in_state
-from support.records import NOW, at, instance, instance_id, pool_config, provision
+from tests.support.builders import in_state
+from tests.support.records import NOW, at, instance, instance_id, pool_config, provision
 
 CONFIG = pool_config()
 MARGIN_S = CONFIG.lifetimes.margin_s
@@ -23,7 +23,7 @@ def beating(record: Instance, age_s: float = 1.0, notice: str = "") -> dict[str,
     return {record.instance_id: beat}
 
 
-def found(record: Instance, reports: dict[str, Report] | None = None) -> list[Concern]:
+def found(record: Instance, reports: dict[str, Report] | None = None) -> list[PoolWarning]:
     return concerns(CONFIG, [record], beating(record) if reports is None else reports, [], now=NOW)
 
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.documents import MAX_WHOLE, camel, from_document, plain, to_document
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage
+from remuda.domain.serialization import MAX_WHOLE, camel, from_document, plain, to_document
 from remuda.domain.signals import Report, Signal
-from support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
+from tests.support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
 
 RECORDS = [
     instance(),
     instance(state=State.RELEASING, assignment=assignment(), run_deadline=at(1.5), forget_at=at(2), retire="spot"),
-    instance(retire="quarantined: odd", held_until=at(9)),
+    instance(retire="quarantined: odd", quarantined_until=at(9)),
     instance(assignment=replace(assignment(), credential=None, jit_config="secret", labels=())),
     entry(),
     Report(instance_id="i-1"),

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.course import Course, Source, Taken
 from remuda.domain.instance import HistoryEntry, Instance, State
-from remuda.domain.ledger import Ledger, bill, ledger, quantile, worth
-from remuda.domain.prices import PriceTable
 from remuda.domain.provision import Provision
+from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, Source
+from remuda.domain.reporting.prices import PriceTable
+from remuda.domain.reporting.timeline import Phase, clipped, levels, lifetime, spans_of
+from remuda.domain.reporting.usage import Ledger, bill, ledger, quantile, worth
 from remuda.domain.resources import UsageClass
-from remuda.domain.spans import Phase, clipped, levels, lifetime, spans_of
-from support.records import at, entry, instance, instance_id, provision
+from tests.support.records import at, entry, instance, instance_id, provision
 
 PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
 BEFORE, AFTER = at(-100), at(4_000)
@@ -59,9 +59,9 @@ def made(
     return ledger(provisions, [item for item, _ in lives], histories, PRICES, since=since, until=until)
 
 
-def course(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: Any) -> Course:
+def course(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: Any) -> ProvisionOutcome:
     sources = [Source.POOL] * reused + [Source.CREATED] * created
-    taken = tuple(Taken(instance_id=instance_id(1), source=source, seconds=seconds) for source in sources)
+    taken = tuple(AcquiredRunner(instance_id=instance_id(1), source=source, seconds=seconds) for source in sources)
     values: dict[str, Any] = {
         "ended_at": at(9),
         "seconds": seconds,
@@ -69,7 +69,7 @@ def course(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: A
         "created": created,
         "taken": taken,
     }
-    return Course(**{**values, **changed})
+    return ProvisionOutcome(**{**values, **changed})
 
 
 def test_a_life_is_cut_into_what_was_paid_for() -> None:
@@ -154,7 +154,7 @@ def test_without_a_boot_to_compare_with_nothing_is_claimed() -> None:
 
 def test_what_is_told_of_many_stands_for_all() -> None:
     many = course(reused=500, seconds=1.0)
-    told = Course(ended_at=at(9), seconds=1.0, reused=500, taken=many.taken[:100])
+    told = ProvisionOutcome(ended_at=at(9), seconds=1.0, reused=500, taken=many.taken[:100])
     found = made([provision(1, course=course(created=1, seconds=36.0)), provision(2, course=told)])
     assert found.savings.boot_hours == pytest.approx(500 * 36 / 3_600)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
-from remuda.domain.prices import PriceTable, SpotPoint, mean_spot, parse_prices
+from remuda.domain.reporting.prices import PriceTable, SpotPoint, mean_spot, parse_prices
 from remuda.domain.resources import UsageClass
-from support.records import at
+from tests.support.records import at
 
 TABLE = PriceTable(on_demand={"c6i.large": 0.085, "m6i.large": 0.096}, spot={"c6i.large": 0.03})
 

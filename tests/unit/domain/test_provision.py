@@ -6,7 +6,7 @@ import pytest
 
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.provision import Provision, ProvisionStatus, committed, released, settled
-from support.records import at, provision
+from tests.support.records import at, provision
 
 OPEN, COMMITTED, RELEASED = ProvisionStatus.OPEN, ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED
 FORGET_AT = at(600)

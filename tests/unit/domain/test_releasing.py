@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.domain.instance import Credential, State, retirement
-from remuda.domain.releasing import credential_is_short, next_for_releasing
+from remuda.domain.release_policy import credential_is_short, next_for_releasing
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import Lifetimes, expired
 from remuda.domain.transitions import Actor, Cause, End, Extend, Pool, advance
-from support.builders import in_state, report
-from support.records import NOW, assignment, at
+from tests.support.builders import in_state, report
+from tests.support.records import NOW, assignment, at
 
 LIFE = Lifetimes(release_time_s=300.0, max_age_s=3_600.0, max_uses=3)
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK

@@ -32,7 +32,7 @@ from remuda.domain.resources import (
     misfit,
     parse_classes,
 )
-from support.records import message
+from tests.support.records import message
 
 #: More than any sane message needs.
 MAX_MESSAGE = 300

@@ -6,11 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.domain.cron import parse_cron
-from remuda.domain.fleet import FleetMachine, Registration, match
-from remuda.domain.idle_config import Eviction, IdleWindow, Quota, quota_at
 from remuda.domain.instance import State
-from remuda.domain.scale_down import (
+from remuda.domain.scale_down.cron import parse_cron
+from remuda.domain.scale_down.decisions import (
     Action,
     Decision,
     IdleScope,
@@ -24,8 +22,10 @@ from remuda.domain.scale_down import (
     renewals,
     within_budget,
 )
-from support.fleets import machine
-from support.records import NOW, at, instance, instance_id
+from remuda.domain.scale_down.fleet import FleetMachine, Registration, match
+from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, Quota, quota_at
+from tests.support.fleets import machine
+from tests.support.records import NOW, at, instance, instance_id
 
 MINUTE = 60.0
 

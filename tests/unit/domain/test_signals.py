@@ -14,8 +14,8 @@ from remuda.domain.signals import (
     took_s,
     with_took,
 )
-from support.builders import report
-from support.records import NOW, at
+from tests.support.builders import report
+from tests.support.records import NOW, at
 
 #: The contract's order (lifecycle, section 4), lowest first.
 RANKED = [

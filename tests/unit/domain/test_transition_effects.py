@@ -31,8 +31,8 @@ from remuda.domain.transitions import (
     advance,
     presumed,
 )
-from support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
-from support.records import NOW, assignment, at
+from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
+from tests.support.records import NOW, assignment, at
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 
@@ -265,5 +265,5 @@ def test_a_quarantine_sets_the_time_of_what_no_job_runs_on(state: State, for_s: 
     event = Quarantine(reason="quarantined: odd", until=at(for_s))
     change = advance(record, event, by=Actor.OPERATOR, now=NOW, why="odd")
     after = change.applied_to(record)
-    assert after.held_until == at(for_s)
+    assert after.quarantined_until == at(for_s)
     assert after.threshold == (at(until) if until else record.threshold)

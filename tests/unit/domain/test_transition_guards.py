@@ -30,8 +30,8 @@ from remuda.domain.transitions import (
     Retire,
     advance,
 )
-from support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
-from support.records import NOW, at, instance
+from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
+from tests.support.records import NOW, at, instance
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 
@@ -301,11 +301,11 @@ def test_a_write_that_loses_its_race_writes_nothing() -> None:
 def test_what_is_reckoned_by_the_records_time_spares_a_later_quarantine(kind: type) -> None:
     record = in_state(State.RUNNING if kind is Release else State.RELEASING)
     guard = write(record, evidence(record)[kind], L).guard
-    assert not guard.admits(replace(record, held_until=at(60)))
-    assert guard.admits(replace(record, held_until=at(-60)))
-    known = replace(record, held_until=at(60))
+    assert not guard.admits(replace(record, quarantined_until=at(60)))
+    assert guard.admits(replace(record, quarantined_until=at(-60)))
+    known = replace(record, quarantined_until=at(60))
     assert write(known, evidence(known)[kind], L).guard.admits(known)
-    assert not write(known, evidence(known)[kind], L).guard.admits(replace(known, held_until=at(120)))
+    assert not write(known, evidence(known)[kind], L).guard.admits(replace(known, quarantined_until=at(120)))
 
 
 @pytest.mark.parametrize(
@@ -322,4 +322,4 @@ def test_an_end_spares_a_quarantine_that_nobody_knew_of(state: State, cause: Cau
     record = in_state(state)
     guard = write(record, end(record, cause), R).guard
     assert guard.admits(record)
-    assert guard.admits(replace(record, held_until=at(60))) is not spared
+    assert guard.admits(replace(record, quarantined_until=at(60))) is not spared

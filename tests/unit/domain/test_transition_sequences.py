@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.ghosts import ghost_reason
 from remuda.domain.instance import ABSORBING, ASSIGNED, Instance, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
+from remuda.domain.stale_registrations import ghost_reason
 from remuda.domain.transitions import (
     Actor,
     Announce,
@@ -34,8 +34,8 @@ from remuda.domain.transitions import (
     advance,
     create,
 )
-from support.builders import REMOVAL, in_state
-from support.records import NOW, assignment, instance_id
+from tests.support.builders import REMOVAL, in_state
+from tests.support.records import NOW, assignment, instance_id
 
 #: A story is a list of these. The report speaks of an epoch near the record's, true or not.
 SIGNALS = st.sampled_from([None, *Signal])

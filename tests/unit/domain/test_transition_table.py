@@ -28,8 +28,8 @@ from remuda.domain.transitions import (
     create,
     tombstone,
 )
-from support.builders import end, evidence, in_state
-from support.records import NOW, instance
+from tests.support.builders import end, evidence, in_state
+from tests.support.records import NOW, instance
 
 P, L, R, S = Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.SCALE_DOWN
 MAN = Actor.OPERATOR

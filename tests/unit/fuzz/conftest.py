@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.world_time import VirtualLoop
+from tests.support.world_time import VirtualLoop
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.ec2.fleet import failure, parse_fleet
+from remuda.adapters.aws.ec2.create_fleet import failure, parse_fleet
 from remuda.adapters.aws.ec2.prices import Ec2SpotPrices, _point
-from remuda.adapters.aws.ec2.runner_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
 from remuda.adapters.aws.errors import EC2, translate
 from remuda.adapters.aws.identity import own_key_prefix
 from remuda.adapters.aws.secrets import _value
@@ -30,9 +30,9 @@ from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineView
 from remuda.ports.pool import Delivery
-from support.mutations import ESCAPES, TEXTS, check_shown, check_told, extremes, fuzzed, mutated, spoiled_text
-from support.records import NOW, instance, instance_id
-from support.world_time import SeededIds, VirtualClock, VirtualLoop
+from tests.support.mutations import ESCAPES, TEXTS, check_shown, check_told, extremes, fuzzed, mutated, spoiled_text
+from tests.support.records import NOW, instance, instance_id
+from tests.support.world_time import SeededIds, VirtualClock, VirtualLoop
 
 ONE = instance_id(1)
 CONTROL = dict(items.document_item(items.key(f"control#{ONE}", "control"), instance()))

@@ -14,22 +14,33 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from remuda.action.channel import plain_lines
+from remuda.action.inputs import USED_BY, input_variable, read_inputs
 from remuda.adapters.aws.ec2.options import Options
 from remuda.adapters.local.options import Options as LocalOptions
 from remuda.adapters.system.prices import read_prices
-from remuda.domain.cron import parse_cron
+from remuda.aws_lambda.handler import parse as parse_event
+from remuda.cli.rendering.durations import parse_duration
+from remuda.cli.workflow_file import MAX_STEPS, MAX_TEXT, load_workflow, parse_workflow
+from remuda.config.settings import Settings, _zone, load, variable
 from remuda.domain.errors import UserError
-from remuda.domain.idle_config import parse_idle_config, quota_at
-from remuda.domain.prices import parse_prices
+from remuda.domain.reporting.prices import parse_prices
 from remuda.domain.resources import TypePatterns, check_run_id, check_scope, parse_classes
-from remuda.entrypoints.action.channel import plain_lines
-from remuda.entrypoints.action.inputs import USED_BY, input_variable, read_inputs
-from remuda.entrypoints.durations import parse_duration
-from remuda.entrypoints.lambda_handler import parse as parse_event
-from remuda.entrypoints.workflow_file import MAX_STEPS, MAX_TEXT, load_workflow, parse_workflow
-from remuda.settings import Settings, _zone, load, variable
-from support.mutations import DEEP, ESCAPES, LONE, TEXTS, any_json, check_told, extremes, fuzzed, mutated, spoiled_text
-from support.records import NOW
+from remuda.domain.scale_down.cron import parse_cron
+from remuda.domain.scale_down.idle_config import parse_idle_config, quota_at
+from tests.support.mutations import (
+    DEEP,
+    ESCAPES,
+    LONE,
+    TEXTS,
+    any_json,
+    check_told,
+    extremes,
+    fuzzed,
+    mutated,
+    spoiled_text,
+)
+from tests.support.records import NOW
 
 #: No input of this size may take longer, on the slowest machine.
 LONGEST_S = 20.0

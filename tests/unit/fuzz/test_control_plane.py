@@ -1,6 +1,6 @@
 """A whole pool while somebody spoils what it reads: others go on, nothing is done that should not be, all is told.
 
-Real use cases and real agents in virtual time; every write is judged by the law of `support.world_law`.
+Real use cases and real agents in virtual time; every write is judged by the law of `tests.support.invariants`.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remuda.adapters.memory.forge import MemoryForge
 from remuda.controlplane.context import Context
-from remuda.controlplane.explain import explain
+from remuda.controlplane.read.explain import explain
+from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh import RefreshResult, refresh
-from remuda.controlplane.status import status
-from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage, UsageClass
+from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import Report
-from support.mutations import any_json, check_shown, check_told, fuzzed, mutated
-from support.records import message as make_message
-from support.spoiled_store import Spoil, SpoiledStore
-from support.world import World
-from support.world_time import run_virtual
+from simulation.memory.github import MemoryGitHub
+from tests.support.corrupting_store import Spoil, SpoiledStore
+from tests.support.mutations import any_json, check_shown, check_told, fuzzed, mutated
+from tests.support.records import message as make_message
+from tests.support.world import World
+from tests.support.world_time import run_virtual
 
 FEW = 10
 #: Of an instance of another class.
@@ -45,8 +45,8 @@ class SpoiledWorld(World):
     def process(self, hook: Any = None, *, credentialed: bool = False) -> Context:
         context = super().process(hook, credentialed=credentialed)
         store = SpoiledStore(clock=self.clock, calls=context.calls, database=self.database, spoil=self.spoil)
-        forge = MemoryForge(github=self.github, token=self.token, calls=context.calls) if credentialed else None
-        return replace(context, store=store, forge=forge)
+        github = MemoryGitHub(github=self.github, token=self.token, calls=context.calls) if credentialed else None
+        return replace(context, store=store, github=github)
 
     def check_others(self, *spoiled: str) -> None:
         """The law holds for every machine whose own documents were left alone."""
@@ -103,7 +103,7 @@ def test_messages(data: st.DataObject) -> None:
         made = await world.provision("2", count=1, process=process)
         assert [item.instance.resource_class for item in made.instances] == ["large"]
         assert made.refused.get("malformed", 0) <= dropped
-        for note, why in process.journal.lines:  # type: ignore[attr-defined]
+        for note, why in process.event_log.lines:  # type: ignore[attr-defined]
             check_shown(f"{note} {why}", 12_000)
         for item in made.instances:
             assert world.record(item.instance.instance_id).epoch <= 2

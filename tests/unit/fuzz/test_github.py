@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from remuda.adapters.github.answers import MAX_BODY
 from remuda.adapters.github.auth import AppAuth, Auth, StaticToken
-from remuda.adapters.github.client import LIST_TRIES, TRIES, GithubForge
+from remuda.adapters.github.client import LIST_TRIES, TRIES, GitHubClient
 from remuda.adapters.github.doctor import GithubDoctor
 from remuda.adapters.github.errors import MAX_RETRY_AFTER_S
 from remuda.domain.errors import RemudaError, Throttled
 from remuda.domain.instance import Credential
 from remuda.domain.skew import skew_s
 from remuda.ports.calls import CallCounter
-from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
-from support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
-from support.records import NOW
-from support.world_time import SeededIds, VirtualClock
+from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+from tests.support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
+from tests.support.records import NOW
+from tests.support.world_time import SeededIds, VirtualClock
 
 RUNNER = {
     "id": 7,
@@ -78,24 +78,24 @@ class Answering(httpx.AsyncBaseTransport):
 
 
 #: One for all examples: a client takes its time to be made, and remembers nothing.
-_FORGE = GithubForge(
+_FORGE = GitHubClient(
     api_url="http://127.0.0.1:1", clock=VirtualClock(), ids=SeededIds(), calls=CallCounter(), token="t0ken"
 )
 _FORGE._client._mounts = {}
 
 
-def forge_on(transport: httpx.AsyncBaseTransport, auth: Auth | None = None) -> GithubForge:
+def github_on(transport: httpx.AsyncBaseTransport, auth: Auth | None = None) -> GitHubClient:
     _FORGE._client._transport = transport
     _FORGE._auth = auth or StaticToken("t0ken")
     return _FORGE
 
 
-CALLS: dict[str, Callable[[GithubForge], Awaitable[Any]]] = {
-    "token": lambda forge: forge.registration_token("octo/repo"),
-    "list": lambda forge: forge.list_runners("octo"),
-    "runner": lambda forge: forge.get_runner("octo", 7),
-    "jit": lambda forge: forge.jit_config("octo", name="remuda-x", labels=["1"]),
-    "delete": lambda forge: forge.delete_runner("octo", 7),
+CALLS: dict[str, Callable[[GitHubClient], Awaitable[Any]]] = {
+    "token": lambda github: github.registration_token("octo/repo"),
+    "list": lambda github: github.list_runners("octo"),
+    "runner": lambda github: github.get_runner("octo", 7),
+    "jit": lambda github: github.jit_config("octo", name="remuda-x", labels=["1"]),
+    "delete": lambda github: github.delete_runner("octo", 7),
 }
 
 
@@ -111,14 +111,14 @@ def check_result(result: Any) -> None:
             assert type(result.runner_id) is int
             assert result.config
             result.config.encode()
-        case ForgeRunner():
+        case GitHubRunner():
             assert type(result.runner_id) is int
             assert type(result.online) is bool
             assert type(result.busy) is bool
             "".join([result.name, *result.labels]).encode()
         case list():
             for runner in result:
-                assert isinstance(runner, ForgeRunner)
+                assert isinstance(runner, GitHubRunner)
                 check_result(runner)
         case Deletion() | None:
             pass
@@ -137,7 +137,7 @@ def test_an_answer(call: str, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([call, call, call, "refusal"]))
     status = data.draw(st.just(STATUS[kind]) | statuses)
     transport = Answering(status, data.draw(headers), data.draw(spoiled_text(GOOD[kind])))
-    result = run(CALLS[call](forge_on(transport)))
+    result = run(CALLS[call](github_on(transport)))
     assert transport.asked <= 3 * TRIES * LIST_TRIES
     if isinstance(result, Throttled):
         assert 0 <= result.retry_after_s <= MAX_RETRY_AFTER_S
@@ -168,7 +168,7 @@ BAD_BODIES = [
 @pytest.mark.parametrize("status", [200, 403])
 def test_what_was_found_once(body: bytes, call: str, status: int) -> None:
     transport = Answering(status, {}, body)
-    result = run(CALLS[call](forge_on(transport)))
+    result = run(CALLS[call](github_on(transport)))
     if not isinstance(result, RemudaError):
         check_result(result)
 
@@ -178,7 +178,7 @@ def test_pages_without_end_are_not_followed() -> None:
     transport = Answering(
         200, {"link": '<x>; rel="next"'}, json.dumps({"total_count": 500, "runners": [RUNNER]}).encode()
     )
-    error = run(forge_on(transport).list_runners("octo"))
+    error = run(github_on(transport).list_runners("octo"))
     assert "not complete: 1 of 500" in str(error)
     assert transport.asked <= 2 * LIST_TRIES
 
@@ -198,7 +198,7 @@ def test_a_giant_is_not_read_to_its_end() -> None:
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:  # noqa: ARG002
             return httpx.Response(200, stream=giant)
 
-    error = run(forge_on(Sending()).registration_token("octo"))
+    error = run(github_on(Sending()).registration_token("octo"))
     assert "longer than" in str(error)
     assert giant.sent <= TRIES * (MAX_BODY + 2_000_000)
 
@@ -224,7 +224,7 @@ def test_an_installation(found: bytes, minted: bytes) -> None:
     auth = AppAuth.__new__(AppAuth)
     auth._app_id, auth._clock, auth._installations = "1", VirtualClock(), {}
     auth._jwt = lambda: "jwt"  # type: ignore[method-assign]
-    result = run(forge_on(Both(), auth=auth).list_runners("octo/repo"))
+    result = run(github_on(Both(), auth=auth).list_runners("octo/repo"))
     for path in paths:
         assert path.split("/")[1] in {"repos", "orgs"} or path.split("/")[3].isdecimal(), path
     if not isinstance(result, RemudaError):
@@ -235,12 +235,12 @@ def test_an_installation(found: bytes, minted: bytes) -> None:
 @given(st.data())
 def test_the_doctor(data: st.DataObject) -> None:
     transport = Answering(200, data.draw(headers), data.draw(spoiled_text(LIST)))
-    forge = forge_on(transport)
+    github = github_on(transport)
 
-    async def opened() -> GithubForge:
-        return forge
+    async def opened() -> GitHubClient:
+        return github
 
-    doctor = GithubDoctor(forge=opened, scope="octo", clock=VirtualClock())
+    doctor = GithubDoctor(github=opened, scope="octo", clock=VirtualClock())
     for check in doctor.checks():
         finding = run(check.look())
         if not isinstance(finding, RemudaError):

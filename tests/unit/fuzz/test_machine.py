@@ -18,16 +18,16 @@ from remuda.adapters.aws.user_data import Layout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
 from remuda.adapters.local.record import Record, read_record
-from remuda.agent.actions_runner import ActionsRunner, _JobLog, _story
+from remuda.agent.expiry import Lifetime
 from remuda.agent.job_hook import JobHook
-from remuda.agent.lifetime import Lifetime
-from remuda.domain.documents import to_document
+from remuda.agent.runner import ActionsRunner, _JobLog, _story
 from remuda.domain.errors import RemudaError
+from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, took_s
 from remuda.ports.machine import Identity, Memory, Outcome, Script
-from support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
-from support.records import NOW
-from support.world_time import VirtualClock
+from tests.support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
+from tests.support.records import NOW
+from tests.support.world_time import VirtualClock
 
 ONE = "i-0123456789abcdef0"
 texts = st.sampled_from(TEXTS) | st.text(max_size=20)

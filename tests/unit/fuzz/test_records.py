@@ -16,14 +16,14 @@ from remuda.adapters.aws.sqs import _delivery
 from remuda.adapters.sqlite import documents as sqlite_documents
 from remuda.adapters.sqlite.pool import _delivery as sqlite_delivery
 from remuda.adapters.sqlite.queues import Incoming
-from remuda.domain.documents import from_document, to_document
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
+from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
-from support.mutations import ESCAPES, LONE, any_json, check_shown, fuzzed, mutated, spoiled_text
-from support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
+from tests.support.mutations import ESCAPES, LONE, any_json, check_shown, fuzzed, mutated, spoiled_text
+from tests.support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
 
 GOOD: dict[type[Any], Any] = {
     Instance: instance(state=State.RELEASING, assignment=assignment(), run_deadline=at(9), forget_at=at(9)),

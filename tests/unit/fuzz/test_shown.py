@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.cli.output import ConsoleEventLog, Output, error_line, note_line
+from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.context import Context
 from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
-from remuda.domain.shown import brief, printable, quoted
-from remuda.entrypoints.dashboard.app import build_app
-from remuda.entrypoints.dashboard.board import Board
-from remuda.entrypoints.dashboard.feed import Feed
-from remuda.entrypoints.dashboard.guard import Token, names_loopback
-from remuda.entrypoints.output import ConsoleJournal, Output, error_line, note_line
-from remuda.entrypoints.terminal import PlainConsole
-from support.mutations import ESCAPES, LONE, TEXTS, any_json, check_shown, fuzzed
-from support.records import NOW
+from remuda.domain.text import brief, printable, quoted
+from remuda.web.dashboard.app import build_app
+from remuda.web.dashboard.auth import Token, names_loopback
+from remuda.web.dashboard.change_log import Board
+from remuda.web.dashboard.feed import Feed
+from tests.support.mutations import ESCAPES, LONE, TEXTS, any_json, check_shown, fuzzed
+from tests.support.records import NOW
 
 texts = st.sampled_from(TEXTS) | st.text(max_size=40) | st.text(alphabet=ESCAPES + LONE + "a", max_size=10)
 octets = texts.map(lambda text: text.encode(errors="replace")) | st.binary(max_size=30)
@@ -58,7 +58,7 @@ def test_lines_of_a_terminal(action: str, why: str, name: str) -> None:
     shown = io.StringIO()
     output = Output(as_json=False)
     output._console = PlainConsole(file=shown, width=10_000, soft_wrap=True, highlight=False, force_terminal=False)
-    ConsoleJournal(output, SystemClock()).note(action, why, instance_id=name)
+    ConsoleEventLog(output, SystemClock()).record(action, why, instance_id=name)
     assert shown.getvalue().count("\n") <= 1
     check_shown(shown.getvalue().rstrip("\n"), 20_000)
     assert note_line(NOW, action, why, {"instance_id": name}).isprintable()

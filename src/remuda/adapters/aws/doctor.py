@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.ec2.fleet import fleet_request
+from remuda.adapters.aws.ec2.create_fleet import fleet_request
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Options
 from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.errors import answered, code_of, said_by, translated

@@ -20,10 +20,10 @@ import httpx
 from remuda import procfs, scripts
 from remuda.adapters.aws.tags import MARGIN_TAG
 from remuda.adapters.aws.user_data import Layout
-from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
-from remuda.domain.shown import brief
+from remuda.domain.serialization import from_document, to_document
+from remuda.domain.text import brief
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.machine import Identity, Memory, Outcome
@@ -237,7 +237,7 @@ class Ec2Machine:
     async def reset(self) -> Outcome:
         return await self._reset()
 
-    async def end(self, reason: str) -> None:  # noqa: ARG002 - the agent's journal has it; EC2 takes none
+    async def end(self, reason: str) -> None:  # noqa: ARG002 - the agent's event_log has it; EC2 takes none
         if self._terminate is not None:
             with contextlib.suppress(RemudaError):
                 await self._terminate(await self._imds.get("instance-id"))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.errors import FAILURES, QUEUE_MISSING, SQS, answered, attempts_of, code_of, translated
-from remuda.adapters.aws.gathering import chunks, gathered
-from remuda.domain import documents
+from remuda.adapters.aws.gather import chunks, gathered
+from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
-from remuda.domain.shown import brief
+from remuda.domain.text import brief
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
@@ -296,13 +296,13 @@ def _whole(seconds: float, most: int) -> int:
 
 
 def _body(message: PoolMessage) -> str:
-    return json.dumps(documents.to_document(message), separators=(",", ":"))
+    return json.dumps(serialization.to_document(message), separators=(",", ":"))
 
 
 def _delivery(message: Mapping[str, Any]) -> Delivery:
     receipt = str(message["ReceiptHandle"])
     try:
-        return Delivery(receipt=receipt, message=documents.from_document(PoolMessage, _document(message)))
+        return Delivery(receipt=receipt, message=serialization.from_document(PoolMessage, _document(message)))
     except ValueError as error:
         return Delivery(receipt=receipt, message=None, malformed=brief(str(error), MAX_REASON))
 

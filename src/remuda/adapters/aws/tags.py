@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Those of terraform-aws-github-runner, so that scale-down sees one kind of fleet.
-from remuda.domain.fleet import (
+from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
     GHR_ENVIRONMENT_TAG,

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from remuda.domain.documents import EARLIEST, LATEST
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Credential
+from remuda.domain.serialization import EARLIEST, LATEST
 from remuda.domain.timestamps import to_milliseconds
-from remuda.ports.forge import ForgeRunner, JitRunner
+from remuda.ports.github import GitHubRunner, JitRunner
 
 #: A hundred runners with all their labels are far below that.
 MAX_BODY = 10_000_000
@@ -82,12 +82,12 @@ def jit_runner(body: Mapping[str, Any]) -> JitRunner:
     return JitRunner(runner_id=identifier(body.get("runner"), "JIT configuration's runner"), config=config)
 
 
-def runner(body: Any) -> ForgeRunner:
+def runner(body: Any) -> GitHubRunner:
     runner_id = identifier(body, "runner")
     name, status, busy, labels = (body.get(key) for key in ("name", "status", "busy", "labels"))
     if not isinstance(status, str) or not isinstance(busy, bool) or not isinstance(labels, list | None):
         raise Unavailable("GitHub's runner lacks a field")
-    return ForgeRunner(
+    return GitHubRunner(
         runner_id=runner_id,
         name=_text(name),
         online=status == "online",
@@ -96,7 +96,7 @@ def runner(body: Any) -> ForgeRunner:
     )
 
 
-def page(body: Mapping[str, Any]) -> tuple[list[ForgeRunner], int]:
+def page(body: Mapping[str, Any]) -> tuple[list[GitHubRunner], int]:
     """Of a list of runners: those on it, and how many there are in all."""
     found, total = body.get("runners"), body.get("total_count")
     if not isinstance(found, list) or type(total) is not int:

@@ -18,7 +18,7 @@ from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Tim
 from remuda.domain.instance import Credential
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
-from remuda.ports.forge import Deletion, ForgeRunner, JitRunner
+from remuda.ports.github import Deletion, GitHubRunner, JitRunner
 
 PER_PAGE = 100
 #: No list is longer than this; a Link header that goes round in circles ends here.
@@ -75,7 +75,7 @@ class _Request(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    runners: Mapping[int, ForgeRunner]
+    runners: Mapping[int, GitHubRunner]
     #: How many there are, as each page says.
     totals: Sequence[int]
 
@@ -85,7 +85,7 @@ class _Listed(NamedTuple):
         return set(self.totals) == {len(self.runners)}
 
 
-class GithubForge:
+class GitHubClient:
     def __init__(
         self,
         *,
@@ -160,11 +160,11 @@ class GithubForge:
                     raise Conflict(f"{conflict.message}; it runs a job") from conflict
         return await self._ask_for_jit(scope, body)
 
-    async def list_runners(self, scope: str) -> Sequence[ForgeRunner]:
+    async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
         """A list that does not hold as many as GitHub says is read again. Where runners come and go all the time, what
         any of the readings saw stands: one that is gone does less harm than one that is missing.
         """
-        seen: dict[int, ForgeRunner] = {}
+        seen: dict[int, GitHubRunner] = {}
         for _ in range(LIST_TRIES):
             listed = await self._list(scope, {})
             if listed.is_whole:
@@ -177,7 +177,7 @@ class GithubForge:
         )
 
     async def _list(self, scope: str, only: Mapping[str, str]) -> _Listed:
-        runners: dict[int, ForgeRunner] = {}
+        runners: dict[int, GitHubRunner] = {}
         totals: list[int] = []
         for page in range(1, MAX_PAGES + 1):
             params = {**only, "per_page": str(PER_PAGE), "page": str(page)}
@@ -201,7 +201,7 @@ class GithubForge:
     def credential_kind(self) -> str:
         return self._auth.kind
 
-    async def get_runner(self, scope: str, runner_id: int) -> ForgeRunner | None:
+    async def get_runner(self, scope: str, runner_id: int) -> GitHubRunner | None:
         try:
             response = await self._call(scope, "GET", f"{_runners(scope)}/{runner_id}", repeat=True)
         except NotFound:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 
 from remuda.adapters.github import answers
-from remuda.adapters.github.client import GithubForge
+from remuda.adapters.github.client import GitHubClient
 from remuda.domain.errors import UserError
 from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, Finding, clocks, ok, problem, warning
@@ -21,13 +21,13 @@ class GithubDoctor:
     def __init__(
         self,
         *,
-        forge: Callable[[], Awaitable[GithubForge]],
+        github: Callable[[], Awaitable[GitHubClient]],
         scope: str,
         clock: Clock,
         needs: tuple[str, ...] = (),
     ) -> None:
-        """`forge` opens the client, once; it raises where there is no usable credential."""
-        self._forge = forge
+        """`github` opens the client, once; it raises where there is no usable credential."""
+        self._github = github
         self._scope = scope
         self._clock = clock
         self._needs = needs
@@ -42,8 +42,8 @@ class GithubDoctor:
         )
 
     async def _credential(self) -> Finding:
-        forge = await self._forge()
-        return ok(forge.credential_kind)
+        github = await self._github()
+        return ok(github.credential_kind)
 
     async def _access(self) -> Finding:
         if not self._scope:
@@ -54,7 +54,7 @@ class GithubDoctor:
 
     async def _asked(self) -> httpx.Response:
         if self._answer is None:
-            self._answer = await (await self._forge()).peek(self._scope)
+            self._answer = await (await self._github()).peek(self._scope)
         return self._answer
 
     async def _rate_limit(self) -> Finding:

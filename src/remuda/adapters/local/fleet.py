@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from remuda.domain.errors import NotFound, RemudaError
-from remuda.domain.fleet import (
+from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
     GHR_ENVIRONMENT_TAG,

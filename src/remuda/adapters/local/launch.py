@@ -19,9 +19,9 @@ from remuda import procfs
 from remuda.adapters.local import folder as files
 from remuda.adapters.local.options import MachineType, Options, choose_type
 from remuda.adapters.local.record import Record
-from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.resources import UsageClass, is_instance_id
+from remuda.domain.serialization import from_document, to_document
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchRequest, LaunchResult
 

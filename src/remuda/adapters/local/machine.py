@@ -13,8 +13,8 @@ from remuda import procfs, scripts
 from remuda.adapters.local import folder as files
 from remuda.adapters.local.record import read_record
 from remuda.adapters.local.supervisor import FD_VARIABLE, FOLDER_VARIABLE
-from remuda.domain.documents import from_document, to_document
 from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.serialization import from_document, to_document
 from remuda.ports.clock import Clock
 from remuda.ports.machine import Identity, Memory, Outcome
 

@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 
 from remuda.adapters.local import folder as files
-from remuda.domain.documents import from_document
 from remuda.domain.resources import is_instance_id
+from remuda.domain.serialization import from_document
 from remuda.domain.thresholds import MAX_LIFETIME
 
 

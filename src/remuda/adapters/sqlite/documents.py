@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TypeVar
 
-from remuda.domain import documents, timestamps
+from remuda.domain import serialization, timestamps
 from remuda.domain.instance import Instance
 from remuda.domain.provision import Provision
 from remuda.domain.signals import Report
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 def encode(record: Any) -> str:
-    return json.dumps(documents.plain(record), separators=(",", ":"))
+    return json.dumps(serialization.plain(record), separators=(",", ":"))
 
 
 def decode(kind: type[T], text: str, name: str = "") -> T:
     """`ValueError` where the text is not such a record, or lies where the record of `name` belongs and is another's."""
-    record = documents.from_document(kind, _load(text))
+    record = serialization.from_document(kind, _load(text))
     match record:
         case Instance() | Report():
             own = record.instance_id
@@ -35,7 +35,7 @@ def decode(kind: type[T], text: str, name: str = "") -> T:
 
 
 def decode_times(text: str) -> Mapping[str, datetime]:
-    times: Mapping[str, datetime] = documents.parse(Mapping[str, datetime], _load(text), "sightings")
+    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], _load(text), "sightings")
     return times
 
 

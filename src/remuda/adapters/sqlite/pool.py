@@ -16,7 +16,7 @@ from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.queues import Incoming, Outgoing, Seal
 from remuda.adapters.sqlite.watch import Watch
 from remuda.domain.resources import PoolMessage
-from remuda.domain.shown import brief
+from remuda.domain.text import brief
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from remuda.domain.errors import UserError
-from remuda.domain.prices import FIELD, PriceTable, parse_prices
+from remuda.domain.reporting.prices import FIELD, PriceTable, parse_prices
 
 #: A list of all types there are is below a tenth of this.
 MAX_BYTES = 2_000_000

@@ -12,22 +12,22 @@ from datetime import timedelta
 from remuda.controlplane.context import AMBIGUOUS_PAUSE_S, AMBIGUOUS_TRIES, Context, read_config
 from remuda.controlplane.provision.commit import commit
 from remuda.controlplane.provision.creation import Creation
-from remuda.controlplane.provision.holdings import Holdings, roll_back
 from remuda.controlplane.provision.just_in_time import JustInTime
-from remuda.controlplane.provision.order import Provisioned, ProvisionOrder, ProvisionResult, no_credential
+from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
-from remuda.controlplane.provision.recorder import Recorder
-from remuda.controlplane.provision.selection import Ready, Selection, Terms
-from remuda.domain.course import MAX_REASON, Course
+from remuda.controlplane.provision.request import Provisioned, ProvisionRequest, ProvisionResult, no_credential
+from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
+from remuda.controlplane.provision.selection import ProvisionPlan, RegisteredInstance, Selection
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, Unavailable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
+from remuda.domain.provision_outcome import MAX_REASON, ProvisionOutcome
 from remuda.domain.resources import Request, Reuse, folded
 from remuda.domain.signals import took_s
 from remuda.domain.timestamps import to_milliseconds
 
-__all__ = ["ProvisionOrder", "ProvisionResult", "Provisioned", "provision"]
+__all__ = ["ProvisionRequest", "ProvisionResult", "Provisioned", "provision"]
 
 
 #: A provision gives up so long before its deadline (or this part of its time, if less): what it claimed can be given
@@ -36,15 +36,15 @@ ROLLBACK_RESERVE_S = 10.0
 ROLLBACK_RESERVE_PART = 0.1
 
 
-async def provision(context: Context, order: ProvisionOrder) -> ProvisionResult:
-    recorder = Recorder(context.clock)
+async def provision(context: Context, order: ProvisionRequest) -> ProvisionResult:
+    recorder = OutcomeRecorder(context.clock)
     terms = await _agree(context, order)
     await _intend(context, terms.provision)
     recorder.done("intent")
     if order.tier_why:
-        context.journal.note("tier", f"{order.tier}: {order.tier_why}", run_id=order.run_id)
-    holdings = Holdings()
-    just_in_time = JustInTime(context, context.forge, terms) if order.ephemeral and context.forge else None
+        context.event_log.record("tier", f"{order.tier}: {order.tier_why}", run_id=order.run_id)
+    holdings = AcquiredInstances()
+    just_in_time = JustInTime(context, context.github, terms) if order.ephemeral and context.github else None
     pickup = PickupManager(context, terms.request, recorder)
     max_runtime_s = order.max_runtime_s or terms.config.lifetimes.max_runtime_s
     try:
@@ -84,7 +84,7 @@ async def _intend(context: Context, intent: Provision) -> None:
                 return
             raise
         except Unavailable as error:
-            context.journal.note("write-unsure", error.message, run_id=intent.run_id)
+            context.event_log.record("write-unsure", error.message, run_id=intent.run_id)
             if attempt == AMBIGUOUS_TRIES:
                 raise
             await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
@@ -92,9 +92,9 @@ async def _intend(context: Context, intent: Provision) -> None:
             return
 
 
-async def _agree(context: Context, order: ProvisionOrder) -> Terms:
+async def _agree(context: Context, order: ProvisionRequest) -> ProvisionPlan:
     """Everything that can be refused is refused here, before the first claim or launch."""
-    if order.ephemeral and context.forge is None:
+    if order.ephemeral and context.github is None:
         raise no_credential()
     config = await read_config(context)
     resource_class = config.resource_class(order.resource_class)
@@ -118,7 +118,7 @@ async def _agree(context: Context, order: ProvisionOrder) -> Terms:
     timeout_s = order.timeout_s or config.lifetimes.provision_timeout_s
     now = context.clock.now()
     deadline = to_milliseconds(now + timedelta(seconds=timeout_s))
-    return Terms(
+    return ProvisionPlan(
         config=config,
         provision=Provision(
             provision_id=context.ids.new("p-"),
@@ -146,15 +146,15 @@ async def _agree(context: Context, order: ProvisionOrder) -> Terms:
 
 
 async def _registration(
-    context: Context, config: PoolConfig, order: ProvisionOrder, timeout_s: float
+    context: Context, config: PoolConfig, order: ProvisionRequest, timeout_s: float
 ) -> Credential | None:
     """A token that outlives the provision, or an error before anything is claimed: it would burn the pool."""
     if order.ephemeral:
         # Sweeps look for lost registrations in the pool's own scopes alone.
         config.tokens_for(order.scope)
         return None
-    if context.forge is not None:
-        return await context.forge.registration_token(order.scope)
+    if context.github is not None:
+        return await context.github.registration_token(order.scope)
     credential = config.tokens_for(order.scope).registration
     left_s = (credential.expires_at - context.clock.now()).total_seconds()
     if left_s < timeout_s:
@@ -167,7 +167,7 @@ async def _registration(
     return credential
 
 
-def _asked(order: ProvisionOrder) -> str:
+def _asked(order: ProvisionRequest) -> str:
     tier = f"{order.tier} ({order.tier_why})" if order.tier_why else order.tier
     kind = f"ephemeral, {order.usage_class}" if order.ephemeral else order.usage_class
     return f"{kind}, {tier}, for {order.repository or order.scope}, types {order.patterns}"[:MAX_REASON]
@@ -175,20 +175,20 @@ def _asked(order: ProvisionOrder) -> str:
 
 async def _gather(
     context: Context,
-    terms: Terms,
+    terms: ProvisionPlan,
     pickup: PickupManager,
-    holdings: Holdings,
-    recorder: Recorder,
+    holdings: AcquiredInstances,
+    recorder: OutcomeRecorder,
     *,
     just_in_time: JustInTime | None,
-) -> list[Ready]:
+) -> list[RegisteredInstance]:
     """One worker for each instance asked for: from the pool first, created where the pool is exhausted, or where what
     is asked for serves one run alone.
     """
     selection = Selection(context, terms, pickup, holdings, recorder)
     creation = Creation(context, terms, holdings, recorder, just_in_time)
 
-    async def fill() -> Ready:
+    async def fill() -> RegisteredInstance:
         taken = None if terms.retired_because else await selection.take_one()
         ready = taken or await creation.make_one()
         recorder.take(ready.instance.instance_id, ready.source, _registration_s(ready))
@@ -222,18 +222,20 @@ async def _close_pickup(context: Context, pickup: PickupManager) -> None:
         await asyncio.shield(pickup.close())
     except RemudaError as error:
         # Messages that stay come back after their visibility timeout and prove stale.
-        context.journal.note("hand-back-failed", error.message)
+        context.event_log.record("hand-back-failed", error.message)
 
 
-async def _undo(context: Context, terms: Terms, holdings: Holdings, *, why: str, course: Course) -> None:
-    context.journal.note("rollback", why, run_id=terms.provision.run_id, instances=len(holdings.all()))
+async def _undo(
+    context: Context, terms: ProvisionPlan, holdings: AcquiredInstances, *, why: str, course: ProvisionOutcome
+) -> None:
+    context.event_log.record("rollback", why, run_id=terms.provision.run_id, instances=len(holdings.all()))
     undoing = roll_back(context, terms.config, terms.provision, holdings, why=why, course=course)
     await asyncio.shield(asyncio.ensure_future(undoing))
 
 
-def _provisioned(item: Ready, instance: Instance) -> Provisioned:
+def _provisioned(item: RegisteredInstance, instance: Instance) -> Provisioned:
     return Provisioned(instance=instance, source=item.source, registration_s=_registration_s(item))
 
 
-def _registration_s(item: Ready) -> float | None:
+def _registration_s(item: RegisteredInstance) -> float | None:
     return took_s(item.report.detail) if item.report else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remuda.controlplane.context import AMBIGUOUS_TRIES, Context, each, transition
-from remuda.controlplane.provision.holdings import Holdings
-from remuda.controlplane.provision.recorder import Recorder
-from remuda.controlplane.provision.selection import Ready
+from remuda.controlplane.provision.outcome import OutcomeRecorder
+from remuda.controlplane.provision.rollback import AcquiredInstances
+from remuda.controlplane.provision.selection import RegisteredInstance
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import Instance
 from remuda.domain.provision import Provision, committed
@@ -17,13 +17,13 @@ from remuda.domain.transitions import Actor, Commit
 async def commit(
     context: Context,
     provision: Provision,
-    ready: Sequence[Ready],
-    holdings: Holdings,
-    recorder: Recorder,
+    ready: Sequence[RegisteredInstance],
+    holdings: AcquiredInstances,
+    recorder: OutcomeRecorder,
     *,
     max_runtime_s: float,
 ) -> list[Instance]:
-    async def start(item: Ready) -> Instance:
+    async def start(item: RegisteredInstance) -> Instance:
         event = Commit(owner=item.instance.owner, report=item.report, max_runtime_s=max_runtime_s)
         run = f"of run {provision.run_id}"
         why = f"the one {run} is registered" if provision.count == 1 else f"all {provision.count} {run} are registered"
@@ -62,4 +62,4 @@ async def _record(context: Context, provision: Provision, after: Provision) -> N
             break
     count = len(after.instance_ids)
     told = "the one asked for is running" if count == 1 else f"all {count} asked for are running"
-    context.journal.note("committed", told, run_id=provision.run_id)
+    context.event_log.record("committed", told, run_id=provision.run_id)

@@ -6,14 +6,20 @@ import asyncio
 from collections.abc import Sequence
 
 from remuda.controlplane.context import Context, apply_surely
-from remuda.controlplane.provision.holdings import Holdings
 from remuda.controlplane.provision.just_in_time import JustInTime
-from remuda.controlplane.provision.recorder import Recorder
-from remuda.controlplane.provision.selection import Ready, Terms, describe_failure, raise_if_hopeless, raise_if_late
-from remuda.controlplane.waiting import Ended, SignalWait
-from remuda.domain.course import Source
+from remuda.controlplane.provision.outcome import OutcomeRecorder
+from remuda.controlplane.provision.rollback import AcquiredInstances
+from remuda.controlplane.provision.selection import (
+    ProvisionPlan,
+    RegisteredInstance,
+    describe_failure,
+    raise_if_hopeless,
+    raise_if_late,
+)
+from remuda.controlplane.signal_waiter import Ended, SignalWaiter
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.provision_outcome import Source
 from remuda.domain.resources import folded
 from remuda.domain.signals import Verdict, registration_verdict
 from remuda.domain.timestamps import to_milliseconds
@@ -28,9 +34,9 @@ class Creation:
     def __init__(
         self,
         context: Context,
-        terms: Terms,
-        holdings: Holdings,
-        recorder: Recorder,
+        terms: ProvisionPlan,
+        holdings: AcquiredInstances,
+        recorder: OutcomeRecorder,
         just_in_time: JustInTime | None = None,
     ) -> None:
         self._context = context
@@ -42,7 +48,7 @@ class Creation:
         self._wake = asyncio.Event()
         self._launches = 0
 
-    async def make_one(self) -> Ready:
+    async def make_one(self) -> RegisteredInstance:
         """A new instance, registered. Those who ask at the same time share a launch."""
         future: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
         self._needs.append(future)
@@ -77,7 +83,7 @@ class Creation:
             margin_s=lifetimes.margin_s,
         )
         why = terms.retired_because or f"the pool lacks {count}"
-        context.journal.note("launch", why, count=count, run_id=terms.provision.run_id)
+        context.event_log.record("launch", why, count=count, run_id=terms.provision.run_id)
         result = await self._ask(request)
         self._recorder.launch(count, len(result.instances), result.errors, why=terms.retired_because)
         if len(result.instances) < count:
@@ -87,7 +93,7 @@ class Creation:
                 fix="allow more instance types or subnets, another usage class, or try later",
             )
         for said in result.errors:
-            context.journal.note("launch-refused", said, run_id=terms.provision.run_id)
+            context.event_log.record("launch-refused", said, run_id=terms.provision.run_id)
         newborn = [self._born(launched) for launched in result.instances]
         if self._just_in_time is not None:
             newborn = await self._just_in_time.register(newborn)
@@ -165,7 +171,7 @@ class Creation:
         why = f"launched for run {born.run_id}"
         instance = await apply_surely(self._context, create(born, by=Actor.PROVISION, why=why))
         self._holdings.hold(instance)
-        self._context.journal.note(
+        self._context.event_log.record(
             "create",
             why,
             instance_id=instance.instance_id,
@@ -175,13 +181,13 @@ class Creation:
         )
         return instance
 
-    async def _await_registration(self, instance: Instance) -> Ready:
-        wait = SignalWait(
+    async def _await_registration(self, instance: Instance) -> RegisteredInstance:
+        wait = SignalWaiter(
             self._context, instance_id=instance.instance_id, epoch=instance.epoch, verdict_of=registration_verdict
         )
         waited = await wait.wait(until=self._terms.until)
         if waited.verdict is Verdict.OK:
-            return Ready(instance=instance, source=Source.CREATED, report=waited.report)
+            return RegisteredInstance(instance=instance, source=Source.CREATED, report=waited.report)
         raise_if_hopeless(waited)
         why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
         if waited.ended is Ended.TIMEOUT:

@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from remuda.controlplane.context import Context, each
-from remuda.controlplane.provision.selection import Terms
+from remuda.controlplane.provision.selection import ProvisionPlan
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import Instance
-from remuda.ports.forge import Forge
+from remuda.ports.github import GitHub
 
 #: How long a failed provision may take to remove what it registered: after that, sweeps do it.
 UNDO_LIMIT_S = 10.0
 
 
 class JustInTime:
-    def __init__(self, context: Context, forge: Forge, terms: Terms) -> None:
+    def __init__(self, context: Context, github: GitHub, terms: ProvisionPlan) -> None:
         self._context = context
-        self._forge = forge
+        self._github = github
         self._terms = terms
         self._made: dict[str, int] = {}
 
@@ -47,14 +47,14 @@ class JustInTime:
         assignment = self._terms.assignment(instance.instance_id, instance.epoch)
         name = assignment.runner_name
         try:
-            runner = await self._forge.jit_config(self._terms.scope, name=name, labels=assignment.labels)
+            runner = await self._github.jit_config(self._terms.scope, name=name, labels=assignment.labels)
         except Conflict as conflict:
             # Names are never used twice: another registered it in our name.
             raise Unavailable(
                 f"GitHub has a runner {name} already: {conflict.message}", fix="run remuda refresh, and try again"
             ) from conflict
         self._made[name] = runner.runner_id
-        self._context.journal.note(
+        self._context.event_log.record(
             "registered", "just in time, for one job", instance_id=instance.instance_id, run_id=instance.run_id
         )
         return replace(instance, assignment=replace(assignment, jit_config=runner.config, runner_id=runner.runner_id))
@@ -65,11 +65,11 @@ class JustInTime:
             async with asyncio.timeout(UNDO_LIMIT_S):
                 results = await each(self._made.values(), self._remove)
         except TimeoutError:
-            self._context.journal.note("rollback-incomplete", "sweeps will remove the registrations (time is up)")
+            self._context.event_log.record("rollback-incomplete", "sweeps will remove the registrations (time is up)")
             return
         for result in results:
             if isinstance(result, RemudaError):
-                self._context.journal.note("rollback-incomplete", f"a registration is left: {result.message}")
+                self._context.event_log.record("rollback-incomplete", f"a registration is left: {result.message}")
 
     async def _remove(self, runner_id: int) -> None:
-        await self._forge.delete_runner(self._terms.scope, runner_id)
+        await self._github.delete_runner(self._terms.scope, runner_id)

@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, deque
 
 from remuda.controlplane.context import Context
-from remuda.controlplane.provision.recorder import Recorder
+from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.resources import PoolMessage, Request, misfit
 from remuda.ports.pool import BATCH, Delivery
@@ -25,7 +25,7 @@ MAX_SIGHTINGS = 5
 
 
 class PickupManager:
-    def __init__(self, context: Context, request: Request, recorder: Recorder) -> None:
+    def __init__(self, context: Context, request: Request, recorder: OutcomeRecorder) -> None:
         self._context = context
         self._recorder = recorder
         self._request = request
@@ -124,7 +124,7 @@ class PickupManager:
     def _drop(self, delivery: Delivery, kind: str, why: str, instance_id: str = "") -> None:
         self._recorder.refuse(kind, why, instance_id)
         self._used.append(delivery.receipt)
-        self._context.journal.note("message-dropped", why, kind=kind)
+        self._context.event_log.record("message-dropped", why, kind=kind)
 
     def _hold(self, delivery: Delivery, message: PoolMessage, why: str) -> None:
         self._met_misfits = True
@@ -132,7 +132,7 @@ class PickupManager:
         self._sightings[message.id] += 1
         if self._sightings[message.id] == 1:
             self._recorder.refuse("misfit", why, message.id)
-            self._context.journal.note("misfit", why, instance_id=message.id)
+            self._context.event_log.record("misfit", why, instance_id=message.id)
 
     def _only_known_misfits(self) -> bool:
         return any(count >= MAX_SIGHTINGS for count in self._sightings.values())

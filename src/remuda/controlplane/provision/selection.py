@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from remuda.controlplane.context import Context, apply_surely, transition
-from remuda.controlplane.provision.holdings import Holdings
+from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
-from remuda.controlplane.provision.recorder import Recorder
-from remuda.controlplane.waiting import Ended, SignalWait, Waited
-from remuda.domain.course import Source
+from remuda.controlplane.provision.rollback import AcquiredInstances
+from remuda.controlplane.signal_waiter import Ended, SignalWaiter, WaitResult
 from remuda.domain.errors import Conflict, TimedOut, Unavailable, Unreadable, UserError
 from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.provision_outcome import Source
 from remuda.domain.resources import PoolMessage, Request, Reuse, folded
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Report, Signal, Verdict, registration_verdict
 from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
@@ -32,7 +32,7 @@ OPEN_WATCH_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class RegisteredInstance:
     """Registered, runner off: ready to be committed."""
 
     instance: Instance
@@ -41,7 +41,7 @@ class Ready:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class ProvisionPlan:
     """What all instances of one provision have in common."""
 
     config: PoolConfig
@@ -74,7 +74,12 @@ class Terms:
 
 class Selection:
     def __init__(
-        self, context: Context, terms: Terms, pickup: PickupManager, holdings: Holdings, recorder: Recorder
+        self,
+        context: Context,
+        terms: ProvisionPlan,
+        pickup: PickupManager,
+        holdings: AcquiredInstances,
+        recorder: OutcomeRecorder,
     ) -> None:
         self._context = context
         self._terms = terms
@@ -85,7 +90,7 @@ class Selection:
         # Its record was written just now.
         self._open_until = context.clock.monotonic() + OPEN_CHECK_S
 
-    async def take_one(self) -> Ready | None:
+    async def take_one(self) -> RegisteredInstance | None:
         """An instance from the pool, registered; None when the pool has none that fits."""
         while True:
             raise_if_late(self._context, self._terms)
@@ -107,7 +112,7 @@ class Selection:
             try:
                 await self._check_open()
             except Unavailable as error:
-                self._context.journal.note("read-failed", error.message, run_id=self._terms.provision.run_id)
+                self._context.event_log.record("read-failed", error.message, run_id=self._terms.provision.run_id)
 
     async def _check_open(self) -> None:
         """A shared, recent read will do: the commit point catches what slips through."""
@@ -154,17 +159,17 @@ class Selection:
             self._recorder.refuse("lost", why, message.id)
             if not _is_still_idle(conflict.current, message):
                 self._pickup.used(delivery)
-            context.journal.note("claim-lost", why, instance_id=message.id, run_id=terms.provision.run_id)
+            context.event_log.record("claim-lost", why, instance_id=message.id, run_id=terms.provision.run_id)
             return None
         except Unreadable as error:
             # The next one will do. Its message comes back, for when somebody has mended the record.
             self._holdings.drop(hoped_for)
             self._recorder.refuse("unreadable", error.message, message.id)
-            context.journal.note("claim-failed", error.message, instance_id=message.id)
+            context.event_log.record("claim-failed", error.message, instance_id=message.id)
             return None
         self._holdings.hold(claimed)
         self._pickup.used(delivery)
-        context.journal.note(
+        context.event_log.record(
             "claim-won",
             change.entry.why,
             instance_id=claimed.instance_id,
@@ -173,14 +178,14 @@ class Selection:
         )
         return claimed
 
-    async def _await_registration(self, claimed: Instance) -> Ready | None:
+    async def _await_registration(self, claimed: Instance) -> RegisteredInstance | None:
         clock = self._context.clock
-        wait = SignalWait(
+        wait = SignalWaiter(
             self._context, instance_id=claimed.instance_id, epoch=claimed.epoch, verdict_of=registration_verdict
         )
         waited = await wait.wait(until=min(self._terms.until, clock.monotonic() + CLAIM_WAIT_S))
         if waited.verdict is Verdict.OK:
-            return Ready(instance=claimed, source=Source.POOL, report=waited.report)
+            return RegisteredInstance(instance=claimed, source=Source.POOL, report=waited.report)
         raise_if_hopeless(waited)
         if waited.ended is Ended.TIMEOUT:
             # Too slow for this run is not yet sick: it is given back.
@@ -188,7 +193,7 @@ class Selection:
         await self._give_up(claimed, waited)
         return None
 
-    async def _give_up(self, claimed: Instance, waited: Waited) -> None:
+    async def _give_up(self, claimed: Instance, waited: WaitResult) -> None:
         failed = waited.ended is Ended.VERDICT
         event = End(
             cause=Cause.FAILED if failed else Cause.TIMED_OUT,
@@ -200,14 +205,14 @@ class Selection:
         try:
             await transition(self._context, claimed, event, by=Actor.PROVISION, why=why)
         except Conflict:
-            self._context.journal.note("claim-lost", "taken away meanwhile", instance_id=claimed.instance_id)
+            self._context.event_log.record("claim-lost", "taken away meanwhile", instance_id=claimed.instance_id)
         self._holdings.drop(claimed)
         self._failures += 1
         if self._failures > self._terms.provision.count + SPARE_FAILURES:
             raise Unavailable(f"{self._failures} instances of the pool failed to register; the last: {why}")
 
 
-def _why_claimed(message: PoolMessage, terms: Terms) -> str:
+def _why_claimed(message: PoolMessage, terms: ProvisionPlan) -> str:
     falls = "" if message.tier is terms.request.tier else f"; {terms.request.tier} from now on"
     return f"fits run {terms.provision.run_id}{falls}"
 
@@ -233,13 +238,13 @@ def _why_lost(current: object, message: PoolMessage) -> str:
     return f"the record is {current.state}, or about to expire"
 
 
-def describe_failure(waited: Waited) -> str:
+def describe_failure(waited: WaitResult) -> str:
     if waited.ended is Ended.VERDICT and waited.report is not None:
         return f"{waited.report.signal}: {waited.report.detail}"
     return f"not registered: {waited.ended.value}"
 
 
-def raise_if_late(context: Context, terms: Terms) -> None:
+def raise_if_late(context: Context, terms: ProvisionPlan) -> None:
     """When time is up nothing more is claimed or launched: it would only be ended again."""
     if context.clock.monotonic() >= terms.until:
         raise TimedOut(
@@ -248,8 +253,8 @@ def raise_if_late(context: Context, terms: Terms) -> None:
         )
 
 
-def raise_if_hopeless(waited: Waited) -> None:
-    """A credential that the forge refuses, or a script that fails, would fail everywhere."""
+def raise_if_hopeless(waited: WaitResult) -> None:
+    """A credential that the github refuses, or a script that fails, would fail everywhere."""
     report = waited.report
     if waited.verdict is not Verdict.FAILED or report is None:
         return

@@ -17,7 +17,7 @@ __all__ = ["Desired", "RefreshResult", "refresh"]
 async def refresh(context: Context, desired: Desired | None) -> RefreshResult:
     """With `desired` None the stored configuration stays, and only tokens and sweeps are done."""
     started = context.clock.monotonic()
-    tally = Tally(context.journal)
+    tally = Tally(context.event_log)
     if desired is not None:
         config = await apply_configuration(context, desired, tally)
     else:

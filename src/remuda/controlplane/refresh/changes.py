@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from remuda.domain.documents import plain
 from remuda.domain.pool_config import PoolConfig
+from remuda.domain.serialization import plain
 from remuda.domain.thresholds import Lifetimes
 
 #: What changes with every refresh and is not worth a line.

@@ -14,7 +14,7 @@ from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
-from remuda.ports.forge import Forge
+from remuda.ports.github import GitHub
 
 #: A token is replaced when less than this is left of its hour.
 TOKEN_LEFT_S = 3_000.0
@@ -37,18 +37,18 @@ class Desired:
 
 
 async def apply_configuration(context: Context, desired: Desired, tally: Tally) -> PoolConfig:
-    forge = _forge(context)
+    github = _github(context)
     # The store first, then the credential: where one of them is refused, nothing else is made.
     tally.applied.extend(await context.store.prepare())
     stored = await context.store.get_config()
     tokens: ScopeTokens | None = None
     if not _fresh(context, stored.tokens if stored else (), desired.scope):
-        tokens = await _mint(forge, desired.scope)
+        tokens = await _mint(github, desired.scope)
     await _prepare(context, desired, tally)
     for _ in range(TRIES):
         kept = stored.tokens if stored else ()
         if tokens is None and not _fresh(context, kept, desired.scope):
-            tokens = await _mint(forge, desired.scope)
+            tokens = await _mint(github, desired.scope)
         config = PoolConfig(
             pool=desired.pool,
             classes=desired.classes,
@@ -93,13 +93,13 @@ async def _prepare(context: Context, desired: Desired, tally: Tally) -> None:
 
 async def keep_tokens_fresh(context: Context, config: PoolConfig, tally: Tally) -> PoolConfig:
     """Mint again what runs out, for every scope that the pool serves."""
-    if context.forge is None:
+    if context.github is None:
         return config
     for scope in [tokens.scope for tokens in config.tokens]:
         if _fresh(context, config.tokens, scope):
             continue
         try:
-            minted = await _mint(context.forge, scope)
+            minted = await _mint(context.github, scope)
             after = replace(
                 config,
                 tokens=_with(config.tokens, minted),
@@ -118,14 +118,14 @@ async def keep_tokens_fresh(context: Context, config: PoolConfig, tally: Tally) 
     return config
 
 
-def _forge(context: Context) -> Forge:
-    if context.forge is None:
+def _github(context: Context) -> GitHub:
+    if context.github is None:
         raise UserError(
             "refresh needs a GitHub credential",
             field="github-token",
             fix="set REMUDA_GITHUB_TOKEN",
         )
-    return context.forge
+    return context.github
 
 
 def _fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str) -> bool:
@@ -137,8 +137,8 @@ def _fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str) -> boo
     )
 
 
-async def _mint(forge: Forge, scope: str) -> ScopeTokens:
-    registration, removal = await asyncio.gather(forge.registration_token(scope), forge.removal_token(scope))
+async def _mint(github: GitHub, scope: str) -> ScopeTokens:
+    registration, removal = await asyncio.gather(github.registration_token(scope), github.removal_token(scope))
     return ScopeTokens(scope=scope, registration=registration, removal=removal)
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 OVER = frozenset({MachineState.SHUTTING_DOWN, MachineState.TERMINATED})
 
 
-class Sightings:
+class FirstSeen:
     """Since when something has looked amiss. What looks right again is dropped."""
 
     def __init__(self, known: Mapping[str, datetime], *, now: datetime) -> None:
@@ -51,7 +51,7 @@ class Sightings:
 
 
 class MachineSweep:
-    def __init__(self, context: Context, config: PoolConfig, tally: Tally, sightings: Sightings) -> None:
+    def __init__(self, context: Context, config: PoolConfig, tally: Tally, sightings: FirstSeen) -> None:
         self._context = context
         self._config = config
         self._tally = tally
@@ -112,7 +112,7 @@ class MachineSweep:
         )
         why = "a machine of this pool without a record"
         await self._context.store.apply(tombstone(stone, by=Actor.REFRESH, now=now, why=why))
-        self._context.journal.note("tombstone", why, instance_id=view.instance_id, cause=Cause.UNRECORDED.value)
+        self._context.event_log.record("tombstone", why, instance_id=view.instance_id, cause=Cause.UNRECORDED.value)
         self._tally.retired[view.instance_id] = why
 
     async def _terminate(self, machines: Mapping[str, MachineView], known: Mapping[str, Instance]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, each, readable, removal_credential, transition
-from remuda.controlplane.deregistration import deregistered
 from remuda.controlplane.refresh.result import Tally
+from remuda.controlplane.release.deregistration import deregistered
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -56,7 +56,7 @@ class ProvisionSweep:
         why = "its deadline passed before the commit" if opened else "nobody released it while its time lasted"
         closed = released(provision, now=self._context.clock.now(), why=why)
         await self._context.store.replace_provision(provision, closed)
-        self._context.journal.note("provision-closed", closed.why, run_id=provision.run_id)
+        self._context.event_log.record("provision-closed", closed.why, run_id=provision.run_id)
         return closed
 
     def _is_late(self, provision: Provision, now: datetime) -> bool:

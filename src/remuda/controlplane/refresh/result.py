@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remuda.controlplane.context import Context
-from remuda.ports.journal import Journal
+from remuda.ports.event_log import EventLog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class RefreshResult:
 class Tally:
     """Collects as the sweeps go."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
         self.applied: list[str] = []
         self.changes: dict[str, tuple[Any, Any]] = {}
         self.retired: dict[str, str] = {}
@@ -59,7 +59,7 @@ class Tally:
         if what in self.errors:
             return
         self.errors.append(what)
-        self._journal.note("sweep-failed", what)
+        self._event_log.record("sweep-failed", what)
 
     def result(self, context: Context, started: float) -> RefreshResult:
         return RefreshResult(

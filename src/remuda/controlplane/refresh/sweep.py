@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, each, readable, transition, transition_all
-from remuda.controlplane.handshake import announce, settle
-from remuda.controlplane.refresh.ghosts import GhostSweep
-from remuda.controlplane.refresh.hints import HintSweep
-from remuda.controlplane.refresh.machines import MachineSweep, Sightings
+from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep
+from remuda.controlplane.refresh.pool_messages import PoolMessageSweep
 from remuda.controlplane.refresh.provisions import ProvisionSweep
 from remuda.controlplane.refresh.result import Tally
+from remuda.controlplane.refresh.stale_registrations import StaleRegistrationSweep
+from remuda.controlplane.release.advance import announce, settle
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State, retirement
 from remuda.domain.pool_config import PoolConfig
@@ -26,16 +26,16 @@ from remuda.domain.signals import Report, Verdict, registration_verdict
 from remuda.domain.thresholds import expired
 from remuda.domain.transitions import Actor, Cause, End, Retire
 from remuda.ports.compute import MachineView
-from remuda.ports.forge import ForgeRunner
+from remuda.ports.github import GitHubRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outside:
+class ExternalState:
     """What was listed before the records were read, and when. None where it could not be."""
 
     listed_at: datetime
     machines: Sequence[MachineView] | None
-    runners: Mapping[str, Sequence[ForgeRunner]]
+    runners: Mapping[str, Sequence[GitHubRunner]]
 
 
 class Sweep:
@@ -47,7 +47,7 @@ class Sweep:
     async def run(self) -> None:
         context, config, tally = self._context, self._config, self._tally
         outside = await self._look_outside()
-        sightings = Sightings(await self._seen_before(), now=context.clock.now())
+        sightings = FirstSeen(await self._seen_before(), now=context.clock.now())
         await self._guarded("provisions", ProvisionSweep(context, config, tally).run)
         records = {item.instance_id: item for item in await context.store.find(LIVE)}
         counts = Counter(item.state for item in records.values())
@@ -58,9 +58,11 @@ class Sweep:
             machines = MachineSweep(context, config, tally, sightings)
             views = outside.machines
             await self._guarded("machines", lambda: machines.run(views, records, listed_at=outside.listed_at))
-        hints = HintSweep(context, config, tally, sightings)
+        hints = PoolMessageSweep(context, config, tally, sightings)
         await self._guarded("stale hints", lambda: hints.run(self._still_idle(records)))
-        ghosts = GhostSweep(context, config, tally, sightings, machines=outside.machines, listed_at=outside.listed_at)
+        ghosts = StaleRegistrationSweep(
+            context, config, tally, sightings, machines=outside.machines, listed_at=outside.listed_at
+        )
         untouched = {key: item for key, item in records.items() if key not in tally.retired}
         await self._guarded("ghost registrations", lambda: ghosts.run(outside.runners, untouched))
         await self._guarded("sightings", lambda: sightings.save(context.store))
@@ -85,12 +87,12 @@ class Sweep:
             await self._context.store.put_sightings({})
             return {}
 
-    async def _look_outside(self) -> Outside:
+    async def _look_outside(self) -> ExternalState:
         listed_at = self._context.clock.now()
         async with asyncio.TaskGroup() as group:
             machines = group.create_task(self._list_machines())
             runners = group.create_task(self._list_runners())
-        return Outside(listed_at=listed_at, machines=machines.result(), runners=runners.result())
+        return ExternalState(listed_at=listed_at, machines=machines.result(), runners=runners.result())
 
     async def _list_machines(self) -> Sequence[MachineView] | None:
         try:
@@ -99,12 +101,12 @@ class Sweep:
             self._tally.error(f"machines: {error.message}")
             return None
 
-    async def _list_runners(self) -> Mapping[str, Sequence[ForgeRunner]]:
-        runners: dict[str, Sequence[ForgeRunner]] = {}
-        forge = self._context.forge
-        for scope in [item.scope for item in self._config.tokens] if forge is not None else []:
+    async def _list_runners(self) -> Mapping[str, Sequence[GitHubRunner]]:
+        runners: dict[str, Sequence[GitHubRunner]] = {}
+        github = self._context.github
+        for scope in [item.scope for item in self._config.tokens] if github is not None else []:
             try:
-                runners[scope] = await forge.list_runners(scope) if forge is not None else ()
+                runners[scope] = await github.list_runners(scope) if github is not None else ()
             except RemudaError as error:
                 self._tally.error(f"runners of {scope}: {error.message}")
         return runners

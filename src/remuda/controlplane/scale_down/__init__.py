@@ -15,9 +15,7 @@ from remuda.controlplane.scale_down.pool import PoolRecords
 from remuda.controlplane.scale_down.removal import Deregistration, Pace, Removal, registration_of
 from remuda.controlplane.scale_down.result import Outcome, ScaleDownResult, Tally
 from remuda.domain.errors import RemudaError, UserError
-from remuda.domain.fleet import FleetMachine, Registered, Registration, match
-from remuda.domain.idle_config import quota_at
-from remuda.domain.scale_down import (
+from remuda.domain.scale_down.decisions import (
     Action,
     Decision,
     Lookup,
@@ -29,12 +27,14 @@ from remuda.domain.scale_down import (
     needs_lookup,
     within_budget,
 )
+from remuda.domain.scale_down.fleet import FleetMachine, Registered, Registration, match
+from remuda.domain.scale_down.idle_config import quota_at
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
+from remuda.ports.event_log import EventLog
 from remuda.ports.fleet import Fleet
-from remuda.ports.forge import Forge
-from remuda.ports.journal import Journal
+from remuda.ports.github import GitHub
 
 __all__ = ["FleetContext", "Outcome", "ScaleDownResult", "scale_down"]
 
@@ -50,9 +50,9 @@ Change = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
 class FleetContext:
     environment: str
     fleet: Fleet
-    forge: Forge
+    github: GitHub
     clock: Clock
-    journal: Journal
+    event_log: EventLog
     calls: CallCounter
     #: Opens the pool whose records rule its machines. Not called where there is no sign of a pool.
     open_pool: Callable[[], AbstractAsyncContextManager[Context]] | None = None
@@ -62,7 +62,7 @@ class FleetContext:
 
 async def scale_down(context: FleetContext, policy: Policy, *, dry_run: bool = False) -> ScaleDownResult:
     started = context.clock.monotonic()
-    tally = Tally(context.journal, dry_run=dry_run)
+    tally = Tally(context.event_log, dry_run=dry_run)
     cycle = Cycle(context, policy, tally, dry_run=dry_run)
     await cycle.run()
     return ScaleDownResult(
@@ -84,7 +84,7 @@ class Cycle:
         self._dry_run = dry_run
         self._now = context.clock.now()
         self.quota = quota_at(policy.windows, self._now)
-        self._removal = Deregistration(context.forge, Pace(context.clock))
+        self._removal = Deregistration(context.github, Pace(context.clock))
         self._removals_left = policy.max_removals
         #: By scope; None where the list is not complete.
         self._runners: dict[str, Sequence[Registration] | None] = {}
@@ -142,7 +142,7 @@ class Cycle:
         scopes = list(dict.fromkeys(scope for scope in places if scope is not None))
 
         async def read(scope: str) -> list[Registration]:
-            return [registration_of(runner) for runner in await self._context.forge.list_runners(scope)]
+            return [registration_of(runner) for runner in await self._context.github.list_runners(scope)]
 
         for scope, answer in zip(scopes, await each(scopes, read), strict=True):
             if isinstance(answer, RemudaError):

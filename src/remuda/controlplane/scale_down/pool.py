@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from remuda.controlplane.context import Context, check_pool, each, transition
 from remuda.controlplane.scale_down.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
-from remuda.domain.fleet import FleetMachine
-from remuda.domain.idle_config import Quota
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import Reuse
-from remuda.domain.scale_down import Action, Decision, Phase, Renewal, decision, judge_recorded, renewals
+from remuda.domain.scale_down.decisions import Action, Decision, Phase, Renewal, decision, judge_recorded, renewals
+from remuda.domain.scale_down.fleet import FleetMachine
+from remuda.domain.scale_down.idle_config import Quota
 from remuda.domain.transitions import Actor, Renew
 from remuda.ports.compute import POOL_TAG
 

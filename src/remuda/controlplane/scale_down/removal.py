@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from remuda.domain.errors import RemudaError
-from remuda.domain.fleet import Registration
-from remuda.domain.scale_down import Decision, found_busy
+from remuda.domain.scale_down.decisions import Decision, found_busy
+from remuda.domain.scale_down.fleet import Registration
 from remuda.ports.clock import Clock
-from remuda.ports.forge import Deletion, Forge, ForgeRunner
+from remuda.ports.github import Deletion, GitHub, GitHubRunner
 
 #: GitHub's secondary limit is 900 points a minute; a read is one, a write five. The rest is for the lists.
 POINTS_A_MINUTE = 800
@@ -54,18 +54,18 @@ class Removal:
     failed: str = ""
 
 
-def registration_of(runner: ForgeRunner) -> Registration:
+def registration_of(runner: GitHubRunner) -> Registration:
     return Registration(runner_id=runner.runner_id, name=runner.name, online=runner.online, busy=runner.busy)
 
 
 class Deregistration:
-    def __init__(self, forge: Forge, pace: Pace) -> None:
-        self._forge = forge
+    def __init__(self, github: GitHub, pace: Pace) -> None:
+        self._github = github
         self._pace = pace
 
     async def look(self, scope: str, runner_id: int) -> Registration | None:
         await self._pace.spend(READ_POINTS)
-        runner = await self._forge.get_runner(scope, runner_id)
+        runner = await self._github.get_runner(scope, runner_id)
         return None if runner is None else registration_of(runner)
 
     async def remove(self, item: Decision, *, dry_run: bool) -> Removal:
@@ -95,6 +95,6 @@ class Deregistration:
         for registration in () if dry_run else doomed:
             await self._pace.spend(WRITE_POINTS)
             # Also where the look found none: the deletion is the one atomic test.
-            if await self._forge.delete_runner(scope, registration.runner_id) is Deletion.BUSY:
+            if await self._github.delete_runner(scope, registration.runner_id) is Deletion.BUSY:
                 return registration
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from remuda.domain.idle_config import Quota
-from remuda.domain.scale_down import Action, Decision, Phase
-from remuda.ports.journal import Journal
+from remuda.domain.scale_down.decisions import Action, Decision, Phase
+from remuda.domain.scale_down.idle_config import Quota
+from remuda.ports.event_log import EventLog
 
 #: These change nothing: once decided, they are carried out.
 _PASSIVE = frozenset({Action.KEEP, Action.SKIP})
@@ -36,21 +36,21 @@ class ScaleDownResult:
 class Tally:
     """Collects as the cycle goes. A machine has one decision in each phase: the last word counts."""
 
-    def __init__(self, journal: Journal, *, dry_run: bool = False) -> None:
-        self._journal = journal
+    def __init__(self, event_log: EventLog, *, dry_run: bool = False) -> None:
+        self._event_log = event_log
         self._prefix = "would" if dry_run else "scale"
         self._outcomes: dict[tuple[Phase, str], Outcome] = {}
         self.errors: list[str] = []
 
     def error(self, what: str) -> None:
         self.errors.append(what)
-        self._journal.note("scale-down-failed", what)
+        self._event_log.record("scale-down-failed", what)
 
     def add(self, decision: Decision, *, done: bool | None = None) -> None:
         """Without `done`: passive ones are carried out by being made."""
         carried_out = decision.action in _PASSIVE if done is None else done
         self._outcomes[decision.phase, decision.instance_id] = Outcome(decision=decision, done=carried_out)
-        self._journal.note(
+        self._event_log.record(
             f"{self._prefix}-{decision.action}",
             decision.reason,
             instance_id=decision.instance_id,
@@ -64,7 +64,7 @@ class Tally:
         known = self._outcomes.get((decision.phase, decision.instance_id))
         kept = decision if known is None else replace(known.decision, reason=decision.reason)
         self._outcomes[decision.phase, decision.instance_id] = Outcome(decision=kept, done=True)
-        self._journal.note(f"{self._prefix}-renew", kept.reason, instance_id=kept.instance_id, owner=kept.owner)
+        self._event_log.record(f"{self._prefix}-renew", kept.reason, instance_id=kept.instance_id, owner=kept.owner)
 
     def outcomes(self) -> tuple[Outcome, ...]:
         return tuple(sorted(self._outcomes.values(), key=lambda item: item.decision.phase.value))

@@ -9,9 +9,9 @@ from typing import Any
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.items import Attribute, attribute
 from remuda.domain import timestamps
-from remuda.domain.documents import camel, plain
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision
+from remuda.domain.serialization import camel, plain
 from remuda.domain.signals import MAX_DETAIL, Signal
 from remuda.domain.transitions import Change, Guard
 
@@ -113,7 +113,7 @@ def _guard(expression: Expression, guard: Guard) -> str:
     if guard.not_retired:
         terms.append(_empty(expression, "retire"))
     if guard.held_up_to is not None:
-        held = expression.name(camel("held_until"))
+        held = expression.name(camel("quarantined_until"))
         terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(guard.held_up_to)})")
     if guard.tiers:
         terms.append(one_of(expression, "tier", guard.tiers))

@@ -16,7 +16,7 @@ from remuda.adapters.aws.dynamodb.items import Item
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH, Table
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import HistoryEntry
-from remuda.ports.journal import Journal
+from remuda.ports.event_log import EventLog
 
 #: How long an entry waits for others to share its call.
 FLUSH_AFTER_S = 1.0
@@ -27,9 +27,9 @@ MAX_WAITING = 2_000
 
 
 class HistoryWriter:
-    def __init__(self, *, table: Table, writer: str, journal: Journal) -> None:
+    def __init__(self, *, table: Table, writer: str, event_log: EventLog) -> None:
         self._table = table
-        self._journal = journal
+        self._event_log = event_log
         #: How long an entry is kept, as the pool's configuration says where it was seen.
         self.kept = items.KEPT
         #: Who writes: two processes may write in the same millisecond.
@@ -77,10 +77,10 @@ class HistoryWriter:
         except RemudaError as error:
             # A store that is closed because the table is out of reach is closed all the same.
             lost = self._dropped + len(self._waiting)
-            self._journal.note("history-lost", error.message, entries=lost)
+            self._event_log.record("history-lost", error.message, entries=lost)
         else:
             if self._dropped:
-                self._journal.note("history-lost", "the table took none for too long", entries=self._dropped)
+                self._event_log.record("history-lost", "the table took none for too long", entries=self._dropped)
 
     async def _flush_soon(self) -> None:
         pause_s = FLUSH_AFTER_S
@@ -92,6 +92,6 @@ class HistoryWriter:
                 await self.flush()
                 pause_s = FLUSH_AFTER_S
             except RemudaError as error:
-                self._journal.note("history-late", error.message, entries=len(self._waiting))
+                self._event_log.record("history-late", error.message, entries=len(self._waiting))
                 self._full.clear()
                 pause_s = RETRY_AFTER_S

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
-from remuda.domain import documents, timestamps
+from remuda.domain import serialization, timestamps
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.shown import brief
 from remuda.domain.signals import Report
+from remuda.domain.text import brief
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def seconds(at: datetime) -> Attribute:
 
 
 def attribute(value: Any) -> Attribute:
-    """One plain value (`documents.plain`) as an attribute."""
+    """One plain value (`serialization.plain`) as an attribute."""
     if value is None:
         return {"NULL": True}
     if isinstance(value, bool):
@@ -161,7 +161,7 @@ def record_of(kind: type[T], item: Item) -> T:
     """`ValueError` where the item is not such a record, or lies where another's record belongs. A newer version may
     have added attributes.
     """
-    record = documents.from_document(kind, {name: value_of(found) for name, found in item.items()})
+    record = serialization.from_document(kind, {name: value_of(found) for name, found in item.items()})
     if not _is_in_place(record, item):
         raise ValueError("its key is not that of the record that it claims to be")
     return record
@@ -209,7 +209,7 @@ def sorted_out(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[s
 
 def times_of(item: Item) -> Mapping[str, datetime]:
     found = value_of(item["sightings"]) if "sightings" in item else {}
-    times: Mapping[str, datetime] = documents.parse(Mapping[str, datetime], found, "sightings")
+    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], found, "sightings")
     return times
 
 
@@ -217,7 +217,7 @@ def times_of(item: Item) -> Mapping[str, datetime]:
 
 
 def document_item(where: Item, record: Any) -> Item:
-    return {**where, **{name: attribute(value) for name, value in documents.to_document(record).items()}}
+    return {**where, **{name: attribute(value) for name, value in serialization.to_document(record).items()}}
 
 
 def provision_item(provision: Provision) -> Item:
@@ -236,7 +236,7 @@ def provision_item(provision: Provision) -> Item:
 
 
 def sightings_item(sightings: Mapping[str, datetime]) -> Item:
-    return {**SIGHTINGS, "sightings": attribute(documents.plain(sightings))}
+    return {**SIGHTINGS, "sightings": attribute(serialization.plain(sightings))}
 
 
 def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str, kept: timedelta = KEPT) -> Item:

@@ -16,8 +16,8 @@ from typing import Protocol
 from remuda.adapters.aws.dynamodb import expressions, items
 from remuda.adapters.aws.dynamodb.items import Keys
 from remuda.adapters.aws.dynamodb.table import Refused, Table, key_of
-from remuda.domain.documents import to_document
 from remuda.domain.errors import Conflict, Unavailable, UserError
+from remuda.domain.serialization import to_document
 from remuda.domain.timestamps import to_milliseconds
 
 #: How long what was read about the roles is taken for true. Less than machines without a record are left alone.

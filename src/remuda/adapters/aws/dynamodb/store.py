@@ -12,11 +12,11 @@ from remuda.adapters.aws.dynamodb import expressions, items, schema
 from remuda.adapters.aws.dynamodb.history import HistoryWriter
 from remuda.adapters.aws.dynamodb.items import Item, Keys, record_of
 from remuda.adapters.aws.dynamodb.keys import FixedKeys, InstanceKeys, SharedKeys
-from remuda.adapters.aws.dynamodb.pace import Paces
+from remuda.adapters.aws.dynamodb.poll_intervals import Paces
 from remuda.adapters.aws.dynamodb.table import POLL, TRANSACTION, Cancelled, Refused, Table, key_of
 from remuda.adapters.aws.dynamodb.watch import Pace, Watch
 from remuda.adapters.aws.errors import PART_BLAMELESS, PART_CONDITION_FAILED
-from remuda.adapters.aws.gathering import chunks, gathered
+from remuda.adapters.aws.gather import chunks, gathered
 from remuda.domain import timestamps
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
@@ -26,7 +26,7 @@ from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
-from remuda.ports.journal import Journal, SilentJournal
+from remuda.ports.event_log import EventLog, SilentEventLog
 from remuda.ports.store import HISTORY_LIMIT
 
 if TYPE_CHECKING:
@@ -56,18 +56,18 @@ class DynamoInstanceStore:
         calls: CallCounter,
         key_prefix: str = "",
         newest_prefix: Callable[[], Awaitable[str]] | None = None,
-        journal: Journal | None = None,
+        event_log: EventLog | None = None,
     ) -> None:
         """An agent knows its `key_prefix`. The control plane does not: `newest_prefix` asks AWS, when the table is
-        prepared; otherwise what was noted then is read. The journal hears of what fails without failing an operation:
+        prepared; otherwise what was noted then is read. The event_log hears of what fails without failing an operation:
         history, and when a report goes.
         """
         self._table = Table(client=client, name=table, clock=clock, ids=ids, calls=calls)
         self._keys: InstanceKeys = (
             FixedKeys(key_prefix) if newest_prefix is None else SharedKeys(table=self._table, newest=newest_prefix)
         )
-        self._journal = journal or SilentJournal()
-        self._history = HistoryWriter(table=self._table, writer=ids.new(""), journal=self._journal)
+        self._event_log = event_log or SilentEventLog()
+        self._history = HistoryWriter(table=self._table, writer=ids.new(""), event_log=self._event_log)
         #: Changes whose answers were lost, by instance: they may have been made.
         self._unsure: dict[str, Change] = {}
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
@@ -194,7 +194,7 @@ class DynamoInstanceStore:
         except Refused:
             return  # there is none
         except RemudaError as error:
-            self._journal.note("report-kept", error.message, instance_id=instance_id)
+            self._event_log.record("report-kept", error.message, instance_id=instance_id)
 
     async def get(self, instance_id: str) -> Instance | None:
         key = (await self._keys_of(instance_id)).control(instance_id)

@@ -21,7 +21,7 @@ from remuda.adapters.aws.errors import (
     item_of,
     translated,
 )
-from remuda.adapters.aws.gathering import chunks, gathered
+from remuda.adapters.aws.gather import chunks, gathered
 from remuda.domain.errors import Throttled, Unavailable
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
-from remuda.adapters.watching import Poller, Waiter
+from remuda.adapters.polling import Poller, Waiter
 from remuda.ports.clock import Clock, Ids
 
 K = TypeVar("K")

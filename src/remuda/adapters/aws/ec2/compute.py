@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
+from remuda.adapters.aws.ec2.describe import by_id, by_tag, tags_by_id, views_of
 from remuda.adapters.aws.ec2.launch import Launcher
 from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Options
 from remuda.adapters.aws.ec2.template import LaunchTemplate, template_data
-from remuda.adapters.aws.ec2.views import by_id, by_tag, tags_by_id, views_of
 from remuda.adapters.aws.errors import code_of, said_by
-from remuda.adapters.aws.gathering import gathered
+from remuda.adapters.aws.gather import gathered
 from remuda.adapters.aws.user_data import Layout, build_user_data
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.resources import is_instance_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remuda.adapters.aws.ec2.calls import TRIES, Ec2Calls
-from remuda.adapters.aws.ec2.fleet import (
+from remuda.adapters.aws.ec2.create_fleet import (
     Fleet,
     Refusal,
     client_token,
@@ -14,8 +14,8 @@ from remuda.adapters.aws.ec2.fleet import (
     parse_fleet,
     sentences,
 )
+from remuda.adapters.aws.ec2.describe import by_tag, views_of
 from remuda.adapters.aws.ec2.options import Options
-from remuda.adapters.aws.ec2.views import by_tag, views_of
 from remuda.adapters.aws.tags import LAUNCH_TAG
 from remuda.domain.errors import RemudaError, Throttled, Unavailable
 from remuda.domain.resources import UsageClass

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
-from remuda.domain.prices import SpotPoint
+from remuda.domain.reporting.prices import SpotPoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 

@@ -1,0 +1,610 @@
+"""What must always hold (S1 to S13), judged at every event by what is true in the simulated world.
+
+The judge sees what no process can see: the true time, the machines and GitHub as they are, who wrote what. It uses none
+of the control plane's decisions, so that a bug there does not blind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from remuda.controlplane.operator import OperatorAction
+from remuda.domain.errors import InvariantViolated, RemudaError
+from remuda.domain.instance import Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision, ProvisionStatus
+from remuda.domain.resources import PoolMessage, Reuse
+from remuda.domain.signals import Report, Signal
+from remuda.ports.compute import POOL_TAG, MachineState
+from simulation.faults import MAX_SKEW_S
+from simulation.loop import current_process
+from simulation.memory.compute import MemoryMachine
+from simulation.memory.github import MemoryJob
+from simulation.names import runner_of
+from simulation.reuse import ReuseJudge
+
+if TYPE_CHECKING:
+    from simulation.fake_machine import Host
+    from simulation.world import SimulatedProcess, World
+
+INVARIANTS: Mapping[str, str] = {
+    "S1": "at most one provision owns an instance",
+    "S2": "a job runs only on an instance whose current or last assignment is its run, never on an idle one",
+    "S3": "idle means: no listener, no online registration, machine reset",
+    "S4": "a signal counts only for its epoch and phase, and tells the truth",
+    "S5": "terminating and terminated absorb",
+    "S6": "nobody ends a machine, a job or a registration in use before its time",
+    "S7": "only what carries this pool's tags, or its runner names, is ended",
+    "S8": "intent before money",
+    "S9": "terminated means: EC2 confirmed it",
+    "S10": "every operation can be cut at any await and finished by another process; none breaks",
+    "S11": "an instance never rises in its trust tier, and falls only where it is given to a run of the lower one",
+    "S12": "no credential in logs, tags, messages or history, nor on a record past its step",
+    "S13": "safety never rests on clocks: nothing expires early, nothing is claimed late",
+    "S14": "a machine serves only whom the pool's reuse policy lets it serve, an ephemeral one nobody else",
+    "L1": "every live state ends by its threshold and two sweeps",
+    "L2": "no machine is without a record for more than its grace and a sweep",
+    "L3": "ghost registrations go within a sweep after GitHub lets them",
+    "L4": "a lost announcement is repeated within a sweep of its time; no hint is dropped before its claim",
+    "L5": "every provision ends with a typed result and holds nothing beyond it",
+}
+
+ABSORBING = frozenset({State.TERMINATING, State.TERMINATED})
+OVER = (None, MachineState.SHUTTING_DOWN, MachineState.TERMINATED)
+#: The true time and what a process thinks differ by its clock's error, and by the time its write is on the way.
+SLACK = timedelta(seconds=1)
+SKEW = timedelta(seconds=MAX_SKEW_S)
+#: So long after a record was written its agent has surely read it, unless something hinders it.
+NEWS_S = 60.0
+#: How long scale-down lets a machine of its fleet boot: younger ones without a record are not its own.
+BOOT_MIN = 5.0
+_SECRETS = ("AREGISTRATION", "AREMOVAL", "AJITCONFIG", "github_pat_")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Violation:
+    invariant: str
+    what: str
+    instance_id: str
+    at: float
+
+    def __str__(self) -> str:
+        return f"{self.invariant} at {self.at:.3f} s: {self.what}"
+
+
+class Safety:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._known: dict[str, Instance] = {}
+        self._reports: dict[str, Report] = {}
+        self._written_at: dict[str, float] = {}
+        #: (instance, epoch) that were once running, or once releasing.
+        self._ran: set[tuple[str, int]] = set()
+        self._ran_for: set[tuple[str, str]] = set()
+        self._released: set[tuple[str, int]] = set()
+        #: What was signalled, by instance and epoch, and when something else took its place (None: nothing did).
+        self._said: dict[tuple[str, int, Signal], float | None] = {}
+        #: Which provision was told that it has this instance at this epoch.
+        self._given: dict[tuple[str, int], str] = {}
+        #: Provisions that were ever written, and when: who stands still for long enough acts for one that is forgotten.
+        self._intended: dict[str, float] = {}
+        self._reuse = ReuseJudge()
+        self.checks = 0
+
+    def violated(self, invariant: str, what: str, instance_id: str = "") -> None:
+        self._world.stop(Violation(invariant=invariant, what=what, instance_id=instance_id, at=self._world.loop.time()))
+
+    def intended_at(self, provision_id: str) -> float:
+        return self._intended[provision_id]
+
+    def written_at(self, instance_id: str) -> float:
+        return self._written_at.get(instance_id, -1e9)
+
+    def configured(self, config: PoolConfig) -> None:
+        self._reuse.configured(config.reuse, self._world.loop.time())
+
+    # Records
+
+    def record_written(self, instance_id: str) -> None:
+        self.checks += 1
+        before = self._known.get(instance_id)
+        after = self._world.database.instances.get(instance_id)
+        if after is None:
+            self._known.pop(instance_id, None)
+            if before is not None and before.state is not State.TERMINATED:
+                self.violated("S9", f"the record of {instance_id} was forgotten while {before.state}", instance_id)
+            return
+        self._known[instance_id] = after
+        self._world.stats[f"row {self._world.database.histories[instance_id][-1].transition}"] += 1
+        self._written_at[instance_id] = self._world.loop.time()
+        if after.state is State.RUNNING:
+            self._ran.add((instance_id, after.epoch))
+            self._ran_for.add((instance_id, after.provision_id))
+        elif after.state is State.RELEASING:
+            self._released.add((instance_id, after.epoch))
+        found = self._birth(after) if before is None else self._step(before, after)
+        for invariant, what in (*found, *self._secrets_of(after)):
+            self.violated(invariant, f"{instance_id}: {what}", instance_id)
+
+    def _birth(self, after: Instance) -> Iterable[tuple[str, str]]:
+        machine = self._world.cloud.machines.get(after.instance_id)
+        if machine is None or machine.tags.get(POOL_TAG) != self._world.pool_name:
+            yield "S7", "a record for a machine that is not the pool's"
+            return
+        if after.epoch != 1:
+            yield "S1", f"born at epoch {after.epoch}"
+        if after.state is State.CREATED and after.provision_id not in self._intended:
+            yield "S8", "a record without a provision"
+        party = self._party()
+        if after.state is State.CREATED:
+            yield from self._reuse.born(after, party)
+        age = self._world.clock.now() - machine.launched_at
+        grace = timedelta(seconds=self._world.lifetimes.unrecorded_grace_s)
+        if after.state is State.TERMINATING and party.kind == "refresh" and age < grace - SKEW - SLACK:
+            yield "S6", f"buried {age.total_seconds():.0f} s after its launch, which may still be under way"
+
+    def _step(self, before: Instance, after: Instance) -> Iterable[tuple[str, str]]:
+        party = self._party()
+        if before.state in ABSORBING and (after.state not in ABSORBING or before.state is State.TERMINATED):
+            yield "S5", f"{before.state} became {after.state}"
+            return
+        claimed = (before.state, after.state) == (State.IDLE, State.CLAIMED)
+        if after.epoch != before.epoch + claimed:
+            yield "S1", f"epoch {before.epoch} became {after.epoch} at {before.state} to {after.state}"
+        if not claimed and (after.owner, after.provision_id) != (before.owner, before.provision_id):
+            yield "S1", f"owner {before.owner} became {after.owner} at {before.state} to {after.state}"
+        if party.kind == "provision" and not claimed and before.provision_id not in party.provisions:
+            yield "S1", f"{party} wrote to an instance of {before.provision_id}"
+        if (after.tier, after.repository) != (before.tier, before.repository) and not claimed:
+            yield "S11", f"tier {before.tier} became {after.tier}, or its repository changed, at {after.state}"
+        judges = {
+            State.CLAIMED: self._claim,
+            State.RUNNING: self._commit,
+            State.RELEASING: self._release,
+            State.IDLE: self._pool,
+            State.TERMINATING: self._end,
+            State.TERMINATED: self._confirm,
+            State.CREATED: self._reborn,
+        }
+        judge = self._stays if after.state is before.state else judges[after.state]
+        yield from judge(before, after, party)
+
+    def _reborn(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        yield "S5", f"{before.state} became {after.state} by {party}"
+
+    def _confirm(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if before.state is not State.TERMINATING:
+            yield "S9", f"{before.state} became terminated by {party}"
+        if self._world.cloud.state(after.instance_id) not in {None, MachineState.TERMINATED}:
+            yield "S9", "terminated, and the machine is not"
+
+    def _stays(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if after.announced_at not in {None, before.announced_at} and (
+            (after.instance_id, after.epoch) not in party.sent
+        ):
+            yield "L4", f"{party} says that the pool was told, and has not told it"
+        if before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold != before.threshold:
+            yield "S6", f"the time of a {before.state} instance was changed"
+        yield from self._taken_out(before, after, party)
+        if before.state is State.IDLE and after.threshold != before.threshold:
+            yield from self._renewed(before, after, party)
+        if before.state is State.RELEASING and before.run_deadline and after.threshold > before.threshold:
+            latest = max(before.run_deadline, before.threshold, after.quarantined_until or before.threshold)
+            if after.threshold > latest:
+                yield "S6", "a release was extended beyond its run's deadline"
+        if before.state is State.RELEASING and after.threshold < before.threshold:
+            host = self._world.hosts[after.instance_id]
+            if host.job is not None:
+                yield "S6", f"{party} cut the time of a release while a job runs"
+
+    def _taken_out(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        """Drained, in quarantine, or announced to be taken: never taken back, and for no other reason."""
+        if (before.retire, before.quarantined_until) == (after.retire, after.quarantined_until):
+            return
+        report = self._world.database.reports.get(after.instance_id)
+        noticed = report is not None and bool(report.notice) and before.quarantined_until == after.quarantined_until
+        ordered = party.lever is OperatorAction.QUARANTINE or (
+            party.lever is OperatorAction.DRAIN
+            and before.quarantined_until == after.quarantined_until
+            and not before.retire
+        )
+        if not after.retire or not (ordered or noticed):
+            yield "S6", f"{party} made {before.retire!r} to {after.retire!r} until {after.quarantined_until}"
+
+    def _renewed(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if party.lever is OperatorAction.QUARANTINE:
+            return
+        latest = before.created_at + timedelta(seconds=self._world.most("max_age_s")) + 2 * SKEW + SLACK
+        if party.kind != "scale-down" or before.retire or not before.threshold < after.threshold <= latest:
+            yield "S6", f"{party} moved the time of an idle instance from {before.threshold} to {after.threshold}"
+
+    def _claim(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if before.state is not State.IDLE:
+            yield "S1", f"claimed while {before.state}"
+        if after.provision_id not in self._intended:
+            yield "S8", "a claim without a provision"
+        if after.provision_id not in party.provisions:
+            yield "S1", f"claimed by {party} for {after.provision_id}"
+        yield from self._reuse.claimed(after, party)
+        if party.order is not None and party.order.run_id != after.run_id:
+            yield "S1", f"claimed for run {after.run_id} by {party}"
+        if before.retire:
+            yield "S6", f"claimed although {before.retire}"
+        left = before.threshold - self._world.clock.now()
+        if left < self._margin - SKEW - SLACK - timedelta(seconds=party.pause_s):
+            yield "S13", f"claimed {left.total_seconds():.0f} s before its end"
+        if after.assignment is None or self._epoch_of(after.assignment.runner_name) != after.epoch:
+            yield "S4", "its runner's name is not of this epoch"
+
+    def _may_have_read(self, record: Instance, signal: Signal, party: SimulatedProcess) -> bool:
+        """Whether it was said of this epoch, and not taken back before the process even began. Reports are read a
+        while before they are acted on, and no write can hang on both items.
+        """
+        key = (record.instance_id, record.epoch, signal)
+        replaced_at = self._said.get(key)
+        return key in self._said and (replaced_at is None or party.started_at <= replaced_at)
+
+    def _commit(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if before.state not in {State.CREATED, State.CLAIMED}:
+            yield "S5", f"{before.state} became running"
+        report = self._world.database.reports.get(after.instance_id)
+        if not self._may_have_read(after, Signal.UD_REG_OK, party):
+            yield "S4", f"running by {report and report.signal} of epoch {report and report.epoch}"
+        host = self._world.hosts[after.instance_id]
+        if host.alive and self._epoch_of(host.state().configured_as) != after.epoch:
+            yield "S4", f"running, and its runner is {host.state()}"
+
+    def _release(self, before: Instance, _: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if before.state not in {State.CLAIMED, State.RUNNING}:
+            yield "S5", f"{before.state} became releasing"
+        provision = self._provision(before.provision_id)
+        if party.kind in {"release", "refresh"} and (
+            provision is None or provision.status is not ProvisionStatus.RELEASED
+        ):
+            yield "S1", f"{party} took it from provision {before.provision_id}, which is not released"
+        if party.kind == "release" and provision is not None and not party.may_release(provision):
+            yield "S1", f"{party} took it from attempt {provision.attempt} of run {provision.run_id}"
+
+    def _pool(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if before.state is not State.RELEASING:
+            yield "S3", f"{before.state} became idle"
+        report = self._world.database.reports.get(after.instance_id)
+        if not self._may_have_read(after, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, party):
+            yield "S4", f"idle by {report and report.signal} of epoch {report and report.epoch}"
+        if after.retire and not self._is_held(after, slack=SKEW + SLACK):
+            yield "S6", f"idle although {after.retire}"
+        yield from self._reuse.pooled(after)
+        yield from self._idle(after)
+
+    def _idle(self, record: Instance) -> Iterable[tuple[str, str]]:
+        host = self._world.hosts[record.instance_id]
+        online = [runner.name for runner in self._world.registrations(record.instance_id) if runner.take is not None]
+        if online:
+            yield "S3", f"idle, and {online[0]} is online"
+        if host.alive and (host.dirty or host.state().listening or host.state().configured_as or host.job):
+            yield "S3", f"idle, and the machine is not clean: {host.state()}, dirty: {host.dirty}"
+
+    def _end(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if self._world.cloud.state(before.instance_id) in OVER or party.lever is OperatorAction.TERMINATE:
+            return
+        late = self._world.clock.now() >= before.threshold + self._margin - SKEW - SLACK
+        if late:
+            return
+        report = self._world.database.reports.get(before.instance_id)
+        signal = report.signal if report is not None and report.epoch == before.epoch else None
+        provision = self._provision(before.provision_id)
+        released = provision is None or provision.status is ProvisionStatus.RELEASED
+        own = party.kind == "provision" and before.provision_id in party.provisions
+        fine = {
+            State.CREATED: own or released,
+            State.CLAIMED: own or signal in {Signal.UD_FAILED, Signal.UD_REG_FAILED},
+            State.RUNNING: signal is Signal.UD_REG_FAILED,
+            State.RELEASING: signal in {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
+            or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire)),
+            State.IDLE: self._may_retire(before, report) or Reuse.NEVER in self._reuse.may_have_read(party),
+        }[before.state]
+        if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-SKEW - SLACK):
+            fine = False
+        if not fine:
+            left = (before.threshold - self._world.clock.now()).total_seconds()
+            rule = "S6" if before.state in {State.RUNNING, State.RELEASING} else "S13"
+            yield rule, f"{before.state} was ended by {party} {left:.0f} s before its time, on {signal}"
+
+    def _is_held(self, record: Instance, *, slack: timedelta) -> bool:
+        """In quarantine: for sure, or perhaps, as the clocks have it."""
+        return record.quarantined_until is not None and self._world.clock.now() < record.quarantined_until + slack
+
+    def _may_retire(self, record: Instance, report: Report | None) -> bool:
+        age = self._world.clock.now() - record.created_at
+        return (
+            bool(record.retire)
+            or (report is not None and bool(report.notice))
+            or age >= timedelta(seconds=self._world.least("max_age_s")) - 2 * SKEW - SLACK
+            or record.uses >= self._world.least("max_uses")
+        )
+
+    def _secrets_of(self, record: Instance) -> Iterable[tuple[str, str]]:
+        credential = record.assignment.credential if record.assignment else None
+        allowed = {State.CREATED: "AREGISTRATION", State.CLAIMED: "AREGISTRATION", State.RELEASING: "AREMOVAL"}
+        if credential is not None and not credential.token.startswith(allowed.get(record.state, "no credential")):
+            yield "S12", f"{record.state} with a credential of another step"
+        if record.assignment is not None and record.assignment.jit_config and record.state is not State.CREATED:
+            yield "S12", f"{record.state} with a configuration that only a new one needs"
+        entries = self._world.database.histories.get(record.instance_id, ())
+        if entries and is_secret(entries[-1].why):
+            yield "S12", "a credential in its history"
+
+    # Reports
+
+    def report_written(self, instance_id: str) -> None:
+        after = self._world.database.reports.get(instance_id)
+        before = self._reports.get(instance_id)
+        if after is None:
+            self._reports.pop(instance_id, None)
+            return
+        self._reports[instance_id] = after
+        if before is not None and (before.epoch, before.signal) == (after.epoch, after.signal):
+            return
+        self.checks += 1
+        if before is not None and before.signal is not None:
+            self._said[instance_id, before.epoch, before.signal] = self._world.loop.time()
+        if after.signal is not None:
+            self._said[instance_id, after.epoch, after.signal] = None
+        if before is not None and (after.epoch, after.rank) < (before.epoch, before.rank):
+            self.violated("S4", f"{instance_id}: {before.signal} fell back to {after.signal}", instance_id)
+        if is_secret(after.detail):
+            self.violated("S12", f"{instance_id}: a credential in its report", instance_id)
+        if after.signal is not None and self._world.acting is None:
+            # One that lands late was judged when it was sent.
+            self.signal_sent(instance_id, after.epoch, after.signal)
+
+    def signal_sent(self, instance_id: str, epoch: int, signal: Signal) -> None:
+        """It tells the truth, and nothing that nobody asked for."""
+        self.checks += 1
+        host = self._world.hosts.get(instance_id)
+        if host is None or not host.alive:
+            return
+        state = host.state()
+        if signal is Signal.UD_REG_OK and self._epoch_of(state.configured_as) != epoch:
+            self.violated("S4", f"{instance_id} says {signal} of epoch {epoch}, and it is {state}", instance_id)
+        if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and (instance_id, epoch) not in self._released:
+            self.violated("S4", f"{instance_id} says {signal} before it was released", instance_id)
+        if signal is Signal.UD_REMOVE_REG_OK and (state.configured_as or state.listening):
+            self.violated("S4", f"{instance_id} says {signal}, and it is {state}", instance_id)
+        if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and (state.configured_as or state.listening or host.dirty):
+            self.violated("S3", f"{instance_id} says {signal}, and it is {state}, dirty: {host.dirty}", instance_id)
+
+    # Provisions
+
+    def provision_written(self, before: Provision | None, after: Provision) -> None:
+        self.checks += 1
+        party = self._party()
+        if before is None:
+            party.provisions.add(after.provision_id)
+            self._intended[after.provision_id] = self._world.loop.time()
+            return
+        if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
+            self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")
+        if after.status is before.status:
+            return
+        own = after.provision_id in party.provisions
+        if after.status is ProvisionStatus.COMMITTED:
+            missing = [key for key in after.instance_ids if (key, after.provision_id) not in self._ran_for]
+            if not own or missing or len(set(after.instance_ids)) != after.count:
+                self.violated("S1", f"provision {after.provision_id} is committed with {after.instance_ids} by {party}")
+        elif party.kind == "release" and not party.may_release(after):
+            self.violated("S1", f"{party} released attempt {after.attempt} of run {after.run_id}")
+        elif party.kind == "provision" and not own:
+            self.violated("S1", f"{party} released provision {after.provision_id}")
+        elif party.kind == "refresh" and self._world.clock.now() < before.deadline + self._margin - SKEW - SLACK:
+            self.violated("S13", f"{party} released provision {after.provision_id} before its deadline")
+
+    # Machines
+
+    def launched(self, machine: MemoryMachine) -> None:
+        self.checks += 1
+        if machine.request.provision_id not in self._intended:
+            self.violated("S8", f"{machine.instance_id} was launched without a provision", machine.instance_id)
+        told = f"{machine.tags} {machine.request}"
+        if is_secret(told):
+            self.violated("S12", f"{machine.instance_id} was launched with a credential in its tags or user-data")
+
+    def termination_asked(self, instance_ids: Sequence[str]) -> None:
+        self.checks += 1
+        for instance_id in instance_ids:
+            machine = self._world.cloud.machines.get(instance_id)
+            if machine is None or machine.tags.get(POOL_TAG) != self._world.pool_name:
+                self.violated("S7", f"{instance_id} is not this pool's", instance_id)
+            record = self._world.database.instances.get(instance_id)
+            if record is not None and record.state not in ABSORBING:
+                self.violated("S6", f"EC2 was asked to end {instance_id}, which is {record.state}", instance_id)
+            if record is None and machine is not None and not self._may_end_unrecorded(machine):
+                self.violated("S6", f"EC2 was asked to end {instance_id}, which has no record", instance_id)
+
+    def _may_end_unrecorded(self, machine: MemoryMachine) -> bool:
+        """What has no record is scale-down's own, once it has had its time to boot and to register."""
+        if self._world.cloud.state(machine.instance_id) in OVER:
+            return True
+        boot = timedelta(minutes=BOOT_MIN)
+        age = self._world.clock.now() - machine.launched_at
+        return self._party().kind == "scale-down" and age >= boot - SKEW - SLACK
+
+    def ends_itself(self, host: Host, reason: str) -> None:
+        """An agent ends its machine when its record says so, or when its time is up."""
+        self.checks += 1
+        record = self._world.database.instances.get(host.instance_id)
+        now, margin = self._world.clock.now(), self._margin
+        if record is None or record.state in ABSORBING or now >= record.threshold + margin - SKEW - SLACK:
+            return
+        recent = self._world.loop.time() - NEWS_S
+        if self.written_at(host.instance_id) > recent or self._world.disturbed_at(host) > recent:
+            threshold = host.memory.threshold
+            if threshold is not None and now >= threshold + margin - SKEW - SLACK:
+                return
+        self.violated("S6", f"{host.instance_id} ended itself while {record.state}: {reason}", host.instance_id)
+
+    def dead_man(self, host: Host) -> None:
+        """The timer of a healthy agent never fires in time."""
+        self.checks += 1
+        record = self._world.database.instances.get(host.instance_id)
+        if record is None or record.state in ABSORBING or host.agent is None:
+            return
+        written_at = self.written_at(host.instance_id)
+        healthy = self._world.disturbed_at(host) < written_at < self._world.loop.time() - NEWS_S
+        if healthy and self._world.clock.now() < record.threshold + self._margin - SKEW - SLACK:
+            self.violated("S6", f"the dead-man timer ended {host.instance_id} while {record.state}", host.instance_id)
+
+    # Runners and jobs
+
+    def listener_starts(self, host: Host) -> None:
+        self.checks += 1
+        epoch = self._epoch_of(host.state().configured_as)
+        record = self._world.database.instances.get(host.instance_id)
+        if (host.instance_id, epoch) not in self._ran:
+            state = record.state if record else "without a record"
+            self.violated("S2", f"the listener of {host.instance_id} starts while it is {state}", host.instance_id)
+        elif host.state().spent:
+            self.violated("S14", f"the listener of {host.instance_id} starts again after its one job", host.instance_id)
+        elif record is not None and record.state is State.IDLE:
+            self.violated("S3", f"the listener of {host.instance_id} starts while it is idle", host.instance_id)
+
+    def job_starts(self, job: MemoryJob, host: Host) -> None:
+        self.checks += 1
+        self._world.stats["jobs"] += 1
+        record = self._world.database.instances.get(host.instance_id)
+        if record is None:
+            self.violated("S2", f"a job runs on {host.instance_id}, which has no record", host.instance_id)
+            return
+        ours = {record.run_id, record.last_run_id}
+        if job.run_id not in ours or record.state in {State.CREATED, State.CLAIMED, State.IDLE}:
+            what = f"a job of run {job.run_id} runs on {host.instance_id}, {record.state} for {record.run_id!r}"
+            self.violated("S2", what, host.instance_id)
+        tier = self._world.tier_of(job.run_id)
+        if tier is not None and tier is not record.tier:
+            self.violated("S11", f"a {tier} job runs on {host.instance_id}, {record.tier}", host.instance_id)
+
+    def job_cut_short(self, host: Host, what: str) -> None:
+        self.checks += 1
+        if host.job is not None:
+            self.violated("S6", f"{what} on {host.instance_id} while a job runs", host.instance_id)
+
+    def registered(self, name: str) -> None:
+        self.checks += 1
+        parsed = runner_of(name)
+        record = self._world.database.instances.get(parsed[1]) if parsed else None
+        if parsed and record is not None and record.state is State.IDLE:
+            self.violated("S3", f"{name} is registered while its instance is idle", parsed[1])
+
+    def removal_asked(self, runner_id: int) -> None:
+        """A registration that is in use, or that is another pool's, is nobody's ghost."""
+        self.checks += 1
+        runner = self._world.github.runners.get(runner_id)
+        if runner is None:
+            return
+        parsed = runner_of(runner.name)
+        if parsed is None:
+            self.violated("S7", f"{runner.name} is not this pool's runner")
+            return
+        epoch, instance_id = parsed
+        record = self._world.database.instances.get(instance_id)
+        if record is None or not self._world.cloud.is_alive(instance_id):
+            return
+        in_use = record.epoch == epoch and record.state not in {*ABSORBING, State.IDLE}
+        if runner.ephemeral and self._is_given_back(record):
+            # Nobody else can remove it, and GitHub refuses while a job runs.
+            in_use = False
+        if in_use or record.epoch < epoch:
+            what = f"{runner.name} was removed as a ghost; its instance is {record.state} at epoch {record.epoch}"
+            self.violated("S6", what, instance_id)
+
+    def _is_given_back(self, record: Instance) -> bool:
+        provision = self._provision(record.provision_id)
+        released = provision is None or provision.status is ProvisionStatus.RELEASED
+        return released or record.provision_id in self._party().provisions
+
+    # Hints
+
+    def hints_deleted(self, resource_class: str, messages: Iterable[PoolMessage]) -> None:
+        """A hint has served once its instance is claimed, or to be retired; another copy will do as well."""
+        party = self._party()
+        for message in messages:
+            self.checks += 1
+            record = self._world.database.instances.get(message.id)
+            if record is None or record.retire or (record.state, record.epoch) != (State.IDLE, message.epoch):
+                continue
+            if party.kind == "refresh" and message.id in party.shown_early:
+                # To a sweep that was shown it twice, the only hint looks like two.
+                continue
+            copies = [item.message for item in self._world.queues.named(resource_class).messages]
+            if message not in copies:
+                self.violated("L4", f"the hint about {message.id} was deleted while it is idle", message.id)
+
+    # Processes
+
+    def noted(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
+        if is_secret(why) or any(is_secret(value) for value in facts.values() if isinstance(value, str)):
+            self.violated("S12", f"a credential in the event_log: {action}")
+
+    def process_ended(self, party: SimulatedProcess) -> None:
+        """How a command may end: with a result, a typed error, interrupted, or killed."""
+        self.checks += 1
+        task = party.task
+        if party.dead or task is None or not task.done() or task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and (not isinstance(error, RemudaError) or isinstance(error, InvariantViolated)):
+            self.violated("L5" if party.kind == "provision" else "S10", f"{party} broke: {error!r}")
+        if party.kind != "provision":
+            return
+        if error is not None:
+            self._holds_nothing(party)
+            return
+        result = task.result()
+        held = [(item.instance.instance_id, item.instance.epoch) for item in result.instances]
+        if party.order is not None and len({key for key, _ in held}) != party.order.count:
+            self.violated("L5", f"{party} was given {held}, and asked for {party.order.count}")
+        provision = self._provision(result.provision_id)
+        if provision is not None and {key for key, _ in held} != set(provision.instance_ids):
+            self.violated("L5", f"{party} succeeded, and its provision is {provision.status} without its instances")
+        for key in held:
+            if self._given.setdefault(key, result.provision_id) != result.provision_id:
+                self.violated("S1", f"{key} was given to {self._given[key]} and to {result.provision_id}", key[0])
+            if key not in self._ran:
+                self.violated("L5", f"{party} was given {key}, which never was running", key[0])
+
+    def _holds_nothing(self, party: SimulatedProcess) -> None:
+        """Where nothing else went wrong, a failed provision has given all back when it ends."""
+        if party.hits or party.paused_once:
+            return
+        for provision_id in party.provisions:
+            provision = self._provision(provision_id)
+            if provision is not None and provision.status is not ProvisionStatus.RELEASED:
+                self.violated("L5", f"{party} failed and left {provision_id} {provision.status}")
+        for record in self._world.database.instances.values():
+            live = record.state in {State.CREATED, State.CLAIMED, State.RUNNING}
+            if live and record.provision_id in party.provisions and self._world.cloud.is_alive(record.instance_id):
+                self.violated("L5", f"{party} failed and still holds {record.instance_id}", record.instance_id)
+
+    # What is true
+
+    @property
+    def _margin(self) -> timedelta:
+        return timedelta(seconds=self._world.lifetimes.margin_s)
+
+    def _party(self) -> SimulatedProcess:
+        process = self._world.acting or current_process()
+        return self._world.parties[process.name] if process is not None else self._world.nobody
+
+    def _provision(self, provision_id: str) -> Provision | None:
+        return self._world.database.provisions.by_id(provision_id)
+
+    def _epoch_of(self, runner_name: str) -> int:
+        parsed = runner_of(runner_name)
+        return parsed[0] if parsed else 0
+
+
+def is_secret(text: str) -> bool:
+    return any(mark in text for mark in _SECRETS)

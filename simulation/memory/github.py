@@ -1,0 +1,272 @@
+"""GitHub's runners in memory: for unit tests, and for simulations in virtual time.
+
+No timers and no tasks. Runners register, connect and take jobs through `MemoryGitHubServer`; the control plane sees it
+through `MemoryGitHub`. Failures are played by wrapping the port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from remuda.domain.errors import Conflict, NotFound, UserError
+from remuda.domain.instance import Credential
+from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.calls import CallCounter
+from remuda.ports.clock import Clock
+from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+
+SERVICE = "github"
+PER_PAGE = 100
+REGISTRATION, REMOVAL = "registration", "removal"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class MemoryJob:
+    job_id: int
+    run_id: str
+    labels: tuple[str, ...]
+    #: How long it runs, for whoever plays the runner.
+    seconds: float
+    runner_name: str = ""
+    started: bool = False
+    #: success or failure; empty while it is not over.
+    conclusion: str = ""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class MemoryRunner:
+    runner_id: int
+    scope: str
+    name: str
+    labels: tuple[str, ...]
+    #: Its registration goes with its first job.
+    ephemeral: bool = False
+    #: While it listens: whom to give jobs to.
+    take: Callable[[MemoryJob], None] | None = None
+    job: MemoryJob | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Access:
+    scopes: tuple[str, ...]
+    write: bool
+
+
+class MemoryGitHubServer:
+    """What all simulated processes share. As a service does, it has a clock of its own."""
+
+    def __init__(
+        self, *, clock: Clock, token_life_s: float = 3_600.0, known_scopes: Collection[str] | None = None
+    ) -> None:
+        self.clock = clock
+        self.token_life = timedelta(seconds=token_life_s)
+        #: None: all of them exist.
+        self.known_scopes = known_scopes
+        self.runners: dict[int, MemoryRunner] = {}
+        self.jobs: list[MemoryJob] = []
+        self._access: dict[str, _Access] = {}
+        self._tokens: dict[str, tuple[str, str, Credential]] = {}
+        self._last_id = 0
+
+    # Credentials
+
+    def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
+        """An access token for these scopes (none: all)."""
+        token = f"github_pat_{self._new_id():06d}"
+        self._access[token] = _Access(scopes=tuple(scopes), write=write)
+        return token
+
+    def mint(self, kind: str, scope: str) -> Credential:
+        expires_at = to_milliseconds(self.clock.now() + self.token_life)
+        credential = Credential(token=f"A{kind.upper()}{self._new_id():06d}", expires_at=expires_at)
+        self._tokens[credential.token] = (kind, scope.lower(), credential)
+        return credential
+
+    def check(self, token: str, scope: str, *, write: bool) -> None:
+        access = self._access.get(token)
+        if access is None:
+            raise UserError("GitHub refuses the credential: 401", field="github-token")
+        known = self.known_scopes is None or scope in self.known_scopes
+        if not known or (access.scopes and scope not in access.scopes):
+            raise NotFound(f"GitHub does not know {scope}, or the credential may not see it")
+        if write and not access.write:
+            raise UserError("GitHub refuses the credential: 403", field="github-token")
+
+    # What runners do
+
+    def register(self, scope: str, token: str, name: str, labels: Sequence[str]) -> MemoryRunner:
+        """As `config.sh --replace`. A replaced runner keeps its id."""
+        self._check_token(REGISTRATION, scope, token)
+        runner = self.find(scope, name)
+        if runner is None:
+            return self.add(scope, name, labels)
+        runner.labels = tuple(labels)
+        runner.take = None
+        return runner
+
+    def unregister(self, scope: str, token: str, runner_id: int) -> Deletion:
+        """As `config.sh remove`."""
+        self._check_token(REMOVAL, scope, token)
+        return self.delete(scope, runner_id)
+
+    def connect(self, runner_id: int, take: Callable[[MemoryJob], None]) -> bool:
+        """The runner listens from now on; False where its registration is gone."""
+        runner = self.runners.get(runner_id)
+        if runner is None:
+            return False
+        runner.take = take
+        self._offer(runner)
+        return True
+
+    def disconnect(self, runner_id: int) -> None:
+        """The runner listens no more. A job that it had fails; one that it had not begun goes to another."""
+        runner = self.runners.get(runner_id)
+        if runner is None:
+            return
+        runner.take = None
+        job, runner.job = runner.job, None
+        if job is not None and job.started:
+            job.conclusion = "failure"
+        elif job is not None:
+            job.runner_name = ""
+            self._place(job)
+
+    def finish(self, job: MemoryJob, conclusion: str = "success") -> None:
+        for runner in self.runners.values():
+            if runner.job is job:
+                job.conclusion = conclusion
+                runner.job = None
+                if runner.ephemeral:
+                    del self.runners[runner.runner_id]
+                else:
+                    self._offer(runner)
+                return
+
+    # What workflows and the control plane do
+
+    def queue(self, *, run_id: str, labels: Sequence[str], seconds: float = 1.0) -> MemoryJob:
+        job = MemoryJob(job_id=self._new_id(), run_id=run_id, labels=tuple(labels), seconds=seconds)
+        self.jobs.append(job)
+        self._place(job)
+        return job
+
+    def add(self, scope: str, name: str, labels: Sequence[str] = (), *, ephemeral: bool = False) -> MemoryRunner:
+        runner = MemoryRunner(
+            runner_id=self._new_id(), scope=scope, name=name, labels=tuple(labels), ephemeral=ephemeral
+        )
+        self.runners[runner.runner_id] = runner
+        return runner
+
+    def find(self, scope: str, name: str) -> MemoryRunner | None:
+        return next((runner for runner in self.of(scope) if runner.name.lower() == name.lower()), None)
+
+    def of(self, scope: str) -> list[MemoryRunner]:
+        return [runner for runner in self.runners.values() if runner.scope.lower() == scope.lower()]
+
+    def delete(self, scope: str, runner_id: int) -> Deletion:
+        runner = self.runners.get(runner_id)
+        if runner is None or runner.scope.lower() != scope.lower():
+            return Deletion.GONE
+        if runner.job is not None:
+            return Deletion.BUSY
+        del self.runners[runner_id]
+        return Deletion.DELETED
+
+    def _check_token(self, kind: str, scope: str, token: str) -> None:
+        known = self._tokens.get(token)
+        if known is None or known[:2] != (kind, scope.lower()) or known[2].expires_at <= self.clock.now():
+            raise UserError(f"GitHub refuses the {kind} token: 401", field="github-token")
+
+    def _offer(self, runner: MemoryRunner) -> None:
+        for job in self.jobs:
+            if not job.runner_name and not job.conclusion and self._give(job, runner):
+                return
+
+    def _place(self, job: MemoryJob) -> None:
+        for runner in self.runners.values():
+            if self._give(job, runner):
+                return
+
+    @staticmethod
+    def _give(job: MemoryJob, runner: MemoryRunner) -> bool:
+        if runner.take is None or runner.job is not None or not set(job.labels) <= set(runner.labels):
+            return False
+        job.runner_name = runner.name
+        runner.job = job
+        runner.take(job)
+        return True
+
+    def _new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+
+class MemoryGitHub:
+    def __init__(self, *, github: MemoryGitHubServer, token: str, calls: CallCounter) -> None:
+        self._github = github
+        self._token = token
+        self._calls = calls
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def registration_token(self, scope: str) -> Credential:
+        self._enter("POST registration-token", scope, write=True)
+        return self._github.mint(REGISTRATION, scope)
+
+    async def removal_token(self, scope: str) -> Credential:
+        self._enter("POST remove-token", scope, write=True)
+        return self._github.mint(REMOVAL, scope)
+
+    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+        self._enter("POST generate-jitconfig", scope, write=True)
+        if self._github.find(scope, name) is not None:
+            raise Conflict(f"a runner named {name} exists")
+        runner = self._github.add(scope, name, labels, ephemeral=True)
+        return JitRunner(runner_id=runner.runner_id, config=f"AJITCONFIG{runner.runner_id:06d}")
+
+    async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
+        self._enter("GET runners", scope)
+        found = [_view(runner) for runner in self._github.of(scope)]
+        for _ in range(PER_PAGE, len(found), PER_PAGE):
+            self._calls.add(SERVICE, "GET runners")
+        return found
+
+    async def get_runner(self, scope: str, runner_id: int) -> GitHubRunner | None:
+        if not self._sees("GET runners", scope):
+            return None
+        runner = self._github.runners.get(runner_id)
+        return _view(runner) if runner is not None and runner.scope.lower() == scope.lower() else None
+
+    async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
+        if not self._sees("DELETE runners", scope, write=True):
+            return Deletion.GONE
+        return self._github.delete(scope, runner_id)
+
+    def _sees(self, operation: str, scope: str, *, write: bool = False) -> bool:
+        """A runner out of sight looks like one that is gone: GitHub says 404 to both."""
+        self._calls.add(SERVICE, operation)
+        try:
+            self._github.check(self._token, scope, write=write)
+        except NotFound:
+            return False
+        return True
+
+    def _enter(self, operation: str, scope: str, *, write: bool = False) -> None:
+        self._calls.add(SERVICE, operation)
+        try:
+            self._github.check(self._token, scope, write=write)
+        except NotFound as error:
+            raise UserError(error.message, field="github-scope") from error
+
+
+def _view(runner: MemoryRunner) -> GitHubRunner:
+    return GitHubRunner(
+        runner_id=runner.runner_id,
+        name=runner.name,
+        online=runner.take is not None,
+        busy=runner.job is not None and runner.job.started,
+        labels=runner.labels,
+    )

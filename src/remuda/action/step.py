@@ -1,0 +1,279 @@
+"""One step of a workflow: inputs in, the command, then outputs, annotations and a summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from remuda.action.channel import Channel, write_outputs
+from remuda.action.inputs import SECRET_VARIABLES, SWITCHES, Inputs, as_inputs, read_inputs
+from remuda.action.summary import Failure, GivenBack, summary
+from remuda.cli.output import ConsoleEventLog, Output
+from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, command
+from remuda.domain.errors import Interrupted, RemudaError
+
+if TYPE_CHECKING:
+    from remuda.controlplane.context import Context
+    from remuda.domain.instance import Credential
+    from remuda.domain.pool_config import PoolConfig
+    from remuda.ports.clock import Clock
+    from remuda.ports.event_log import EventLog
+    from remuda.ports.github import GitHub, JitRunner
+    from remuda.ports.store import InstanceStore
+
+Mask = Callable[[str], None]
+
+#: GitHub shows ten of a kind for a step.
+MAX_WARNINGS = 8
+
+
+class MaskingGitHub:
+    """GitHub, with every token that it mints hidden before anybody else sees it."""
+
+    def __init__(self, github: GitHub, mask: Mask) -> None:
+        self._github = github
+        self._mask = mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._github, name)
+
+    async def registration_token(self, scope: str) -> Credential:
+        return self._masked(await self._github.registration_token(scope))
+
+    async def removal_token(self, scope: str) -> Credential:
+        return self._masked(await self._github.removal_token(scope))
+
+    async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
+        runner = await self._github.jit_config(scope, name=name, labels=labels)
+        self._mask(runner.config)
+        return runner
+
+    def _masked(self, credential: Credential) -> Credential:
+        self._mask(credential.token)
+        return credential
+
+
+class MaskingStore:
+    """The store, with the pool's tokens hidden as soon as they are read."""
+
+    def __init__(self, store: InstanceStore, mask: Mask) -> None:
+        self._store = store
+        self._mask = mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def get_config(self) -> PoolConfig | None:
+        config = await self._store.get_config()
+        for tokens in config.tokens if config is not None else ():
+            self._mask(tokens.registration.token)
+            self._mask(tokens.removal.token)
+        return config
+
+
+class LogOutput(Output):
+    """Lines for the log, as they come."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(as_json=False)
+        self.channel = channel
+
+    def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
+        self.channel.say(text)
+
+    def log_line(self, line: str) -> None:
+        self.channel.say(line)
+
+
+class StepOutput(Output):
+    """A command's output as a step's: lines for the log, and what the end of the step tells."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(as_json=False)
+        self.channel = channel
+        #: What the command says itself: told after the group, where nobody has to unfold it.
+        self.told: list[str] = []
+        self.document: Mapping[str, Any] = {}
+        self.failure: RemudaError | None = None
+        self.warnings: list[str] = []
+        self.given_back: list[GivenBack] = []
+
+    def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
+        self.told.append(text)
+
+    def show(self, renderable: Any) -> None:
+        """Nothing for a terminal: the summary has the tables."""
+
+    def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
+        """As above."""
+
+    def result(self, document: Mapping[str, Any]) -> None:
+        self.document = document
+
+    def error(self, error: RemudaError) -> None:
+        self.failure = error
+
+    def event_log(self, clock: Clock) -> EventLog:
+        return StepEventLog(self, clock)
+
+    def guarded(self, context: Context) -> Context:
+        mask = self.channel.mask
+        store = cast("InstanceStore", MaskingStore(context.store, mask))
+        github = cast("GitHub", MaskingGitHub(context.github, mask)) if context.github is not None else None
+        return replace(context, store=store, github=github)
+
+
+class StepEventLog(ConsoleEventLog):
+    """Keeps what a rollback gives back: the summary lists it."""
+
+    def __init__(self, output: StepOutput, clock: Clock) -> None:
+        super().__init__(LogOutput(output.channel), clock)
+        self._step = output
+        self._undoing = False
+
+    def record(self, action: str, why: str = "", **facts: Any) -> None:
+        super().record(action, why, **facts)
+        if action == "rollback":
+            self._undoing = True
+        elif action == "rollback-incomplete":
+            self._step.warnings.append(why)
+        elif self._undoing and (facts.get("target") or action == "tombstone"):
+            self._step.given_back.append(
+                GivenBack(
+                    instance_id=str(facts.get("instance_id", "")),
+                    source=str(facts.get("source") or "launched"),
+                    target=str(facts.get("target") or "terminating"),
+                )
+            )
+
+
+class _LogLines(logging.Handler):
+    """What libraries log is text from outside too."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.WARNING)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.say(f"{record.name}: {record.getMessage()}")
+
+
+def main(stream: TextIO | None = None) -> int:
+    channel = Channel(stream or _standard_output())
+    inputs = read_inputs(os.environ)
+    # Before anything else: what is masked later may have been shown.
+    for secret in [*inputs.secrets(), *(os.environ.get(name, "") for name in SECRET_VARIABLES)]:
+        channel.mask(secret)
+    logging.basicConfig(handlers=[_LogLines(channel)])
+    output = StepOutput(channel)
+    code = command(output, lambda: _run(inputs, output))
+    return _tell(inputs, output, code)
+
+
+def _standard_output() -> TextIO:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    return sys.stdout
+
+
+def _run(inputs: Inputs, output: StepOutput) -> int:
+    mode, region = inputs.mode, inputs.region
+    switches = {name: inputs.switch(name) for name in SWITCHES}
+    if unused := inputs.unused():
+        output.warnings.append(
+            f"mode {mode} does not use {', '.join(unused)}: leave it out, or give it to its own mode"
+        )
+    if region:
+        os.environ["AWS_REGION"] = region
+    # A file of the workspace may be anybody's: one is read only where it is named.
+    config = inputs.config or os.environ.get("REMUDA_CONFIG") or os.devnull
+    flags = {**inputs.flags(), "backend": "aws"}
+    with output.channel.grouped(f"remuda {mode}"):
+        from remuda.cli import commands  # noqa: PLC0415 - bad input need not wait for it
+
+        if mode == "provision":
+            return commands.run_provision(flags, config, output)
+        if mode == "release":
+            return commands.run_release(flags, config, output)
+        if mode == "refresh":
+            return commands.run_refresh(flags, config, output, sweep_only=switches["sweep-only"], every=None)
+        return commands.run_scale_down_command(flags, config, output, dry_run=switches["dry-run"], every=None)
+
+
+def _tell(inputs: Inputs, output: StepOutput, code: int) -> int:
+    """Annotations, the summary, the outputs; the exit code of the step."""
+    mode = inputs.given.get("mode", "")[:20]
+    failure = _failure(output, code)
+    for text in output.told:
+        output.channel.say(text)
+    _annotate(f"remuda {mode}".strip(), output, failure)
+    try:
+        page = summary(mode, output.document, failure, output.given_back)
+        _append(os.environ.get("GITHUB_STEP_SUMMARY"), output.channel.hidden(page))
+    except OSError as error:
+        output.channel.annotate("warning", f"the summary cannot be written: {error.strerror}", title="remuda")
+    if mode != "provision" or code != EXIT_OK:
+        return code
+    try:
+        _write_outputs(output.document)
+    except OSError as error:
+        message = f"the outputs cannot be written: {error.strerror}; release gives the runners back"
+        output.channel.annotate("error", message, title="remuda provision")
+        return EXIT_PARTIAL
+    return code
+
+
+def _annotate(title: str, output: StepOutput, failure: Failure | None) -> None:
+    channel, document = output.channel, output.document
+    warnings = [*output.warnings]
+    warnings += [f"{name} is not released: {document['reasons'].get(name, '')}" for name in document.get("expired", ())]
+    warnings += document.get("errors", ())
+    for warning in warnings[:MAX_WARNINGS]:
+        channel.annotate("warning", as_inputs(warning), title=title)
+    if len(warnings) > MAX_WARNINGS:
+        channel.annotate("warning", f"and {len(warnings) - MAX_WARNINGS} more: see the log", title=title)
+    if failure is not None:
+        channel.annotate("notice" if failure.interrupted else "error", failure.sentence, title=title)
+
+
+def _failure(output: StepOutput, code: int) -> Failure | None:
+    error = output.failure
+    if error is None and code == EXIT_INTERRUPTED:
+        error = Interrupted("interrupted before anything was begun")
+    if error is None:
+        return None
+    return Failure(
+        message=as_inputs(error.message),
+        fix=as_inputs(error.fix),
+        exit_code=error.exit_code,
+        interrupted=isinstance(error, Interrupted),
+    )
+
+
+def _append(file: str | None, page: str) -> None:
+    """ExternalState a workflow there is no such file, and nothing to do."""
+    if file:
+        with Path(file).open("a", encoding="utf-8") as out:
+            out.write(page)
+
+
+def _write_outputs(document: Mapping[str, Any]) -> None:
+    from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415 - only a provision has outputs
+
+    file = os.environ.get("GITHUB_OUTPUT")
+    if not file:
+        return
+    values = {
+        "label": str(document["label"]),
+        "instance-ids": json.dumps([item["instance_id"] for item in document["instances"]]),
+        "reused": str(document["reused"]),
+        "created": str(document["created"]),
+    }
+    ids = SystemIds()
+    write_outputs(Path(file), values, lambda: ids.new("end-of-output-"))

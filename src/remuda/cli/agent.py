@@ -1,0 +1,141 @@
+"""`remuda agent`: the on-machine loop. Started by the machine, with its identity in the environment."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from remuda import __version__
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.agent import processes
+from remuda.agent.job_hook import REFUSED, JobHook
+from remuda.agent.loop import Agent
+from remuda.agent.reset import Reset
+from remuda.agent.runner import ActionsRunner
+from remuda.cli.output import JSON_LOGS, error_line, note_line
+from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.domain.timestamps import to_text
+from remuda.ports.calls import CallCounter
+from remuda.ports.event_log import EventLog
+
+BACKEND = "REMUDA_BACKEND"
+LOG_FORMAT = "REMUDA_LOG_FORMAT"
+
+
+class LineEventLog:
+    """One line an event on stdout, which the machine keeps as the agent's log: plain, or JSON as everywhere."""
+
+    def __init__(self, clock: SystemClock, *, as_json: bool = False) -> None:
+        self._clock = clock
+        self._as_json = as_json
+
+    def record(self, action: str, why: str = "", **facts: Any) -> None:
+        # Whatever a job or another program said: an event is one line.
+        why = " ".join(why.splitlines())
+        if self._as_json:
+            line = note_line(self._clock.now(), action, why, facts)
+        else:
+            told = " ".join(f"{key}={value}" for key, value in facts.items() if value not in {None, ""})
+            line = f"{to_text(self._clock.now())} {action} {told} {why}".rstrip()
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    def fail(self, error: RemudaError) -> None:
+        """Why it cannot go on: on stderr, which the machine keeps as well."""
+        fix = f"; {error.fix}" if error.fix else ""
+        plain = " ".join(f"remuda agent: {error.message}{fix}".splitlines())
+        sys.stderr.write((error_line(self._clock.now(), error) if self._as_json else plain) + "\n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="remuda agent", description="Run the agent of this machine.")
+    parser.add_argument("--dir", help="State folder of the local backend. Machines on EC2 need none.")
+    parser.add_argument(
+        "--log-format",
+        choices=("text", JSON_LOGS),
+        # What is unknown there is no reason to leave a machine without an agent.
+        default=JSON_LOGS if os.environ.get(LOG_FORMAT) == JSON_LOGS else "text",
+        help="text, or json: a line an event.",
+    )
+    parsed = parser.parse_args(arguments)
+    event_log = LineEventLog(SystemClock(), as_json=parsed.log_format == JSON_LOGS)
+    try:
+        if parsed.dir is not None:
+            asyncio.run(_run_local(Path(parsed.dir), event_log))
+        else:
+            _run_on_ec2(event_log)
+    except RemudaError as error:
+        event_log.fail(error)
+        return error.exit_code
+    except OSError as problem:
+        event_log.fail(Unavailable(f"the machine does not work: {problem}"))
+        return Unavailable.exit_code
+    return 0
+
+
+def _run_on_ec2(event_log: EventLog) -> None:
+    backend = os.environ.get(BACKEND, "")
+    if backend != "aws":
+        raise UserError(
+            f"{BACKEND} is {backend!r}, and there is no --dir: this is no machine that Remuda made",
+            field=BACKEND,
+            fix="let `remuda provision` launch machines; they start their agents themselves",
+        )
+    try:
+        from remuda.cli.agent_ec2 import run  # noqa: PLC0415 - only machines on EC2 pay for AWS's libraries
+    except ImportError as error:
+        raise UserError(
+            f"the agent needs a library that is not installed: {error.name}", fix="install remuda[aws]"
+        ) from None
+
+    asyncio.run(run(os.environ, clock=SystemClock(), event_log=event_log))
+
+
+async def _run_local(root: Path, event_log: EventLog) -> None:
+    # Only local machines need them.
+    from remuda.adapters.local.layout import LocalLayout  # noqa: PLC0415 - as above
+    from remuda.adapters.local.machine import (  # noqa: PLC0415 - as above
+        LocalMachine,
+        job_environment,
+        machine_folder,
+        pristine_runner,
+        supervisor_pid,
+    )
+    from remuda.adapters.sqlite.store import SqliteInstanceStore  # noqa: PLC0415 - as above
+
+    places, folder = LocalLayout(root), machine_folder(os.environ)
+    clock, ids = SystemClock(), SystemIds()
+    reset = Reset(
+        # The supervisor adopts whatever a job leaves behind.
+        kill=partial(processes.kill_all, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
+        runner_folder=folder / "runner",
+        pristine=pristine_runner(folder),
+        recreate=(folder / "home", folder / "work", folder / "tmp"),
+    )
+    await reset.prepare()
+    store = SqliteInstanceStore(path=places.database, clock=clock, ids=ids, calls=CallCounter())
+    try:
+        await Agent(
+            store=store,
+            machine=LocalMachine(folder=folder, clock=clock, reset=reset.run),
+            runner=ActionsRunner(
+                folder=folder / "runner",
+                work=folder / "work",
+                log=folder / "logs" / "runner.log",
+                clock=clock,
+                environment=job_environment(folder),
+                hook=JobHook(folder=folder / "hook", pristine=pristine_runner(folder), notes=folder / "work" / REFUSED),
+            ),
+            clock=clock,
+            ids=ids,
+            event_log=event_log,
+            version=__version__,
+        ).run()
+    finally:
+        await store.close()

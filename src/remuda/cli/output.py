@@ -1,0 +1,202 @@
+"""What people and programs see: one JSON document on stdout, everything for people on stderr."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from remuda.adapters.system.clock import SystemClock
+from remuda.domain.errors import RemudaError, UserError
+from remuda.domain.text import printable
+from remuda.domain.timestamps import to_text
+from remuda.ports.clock import Clock
+from remuda.ports.event_log import EventLog
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from remuda.controlplane.context import Context
+
+#: How an action looks on a terminal; others are plain.
+_STYLES = {
+    "claim-won": "green",
+    "create": "cyan",
+    "launch": "cyan",
+    "commit": "green",
+    "committed": "bold green",
+    "pool": "green",
+    "rollback": "bold yellow",
+    "confirm": "dim",
+}
+_ENDING = "magenta"
+_TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
+#: What a person does not need to see one by one.
+_QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
+#: What a dry run would do is shown as a table.
+_PLANNED = "would-"
+
+
+JSON_LOGS = "json"
+
+
+def early_log_format(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """As far as it can be told before the settings are read: an error about them is logged, too."""
+    for number, argument in enumerate(arguments):
+        if argument == "--log-format" and number + 1 < len(arguments):
+            return arguments[number + 1]
+        if argument.startswith("--log-format="):
+            return argument.partition("=")[2]
+    return environ.get("REMUDA_LOG_FORMAT", "")
+
+
+def set_log_format(name: str) -> None:
+    """For the whole process: it has one stderr."""
+    Output.logs_json = name == JSON_LOGS
+
+
+def event_line(at: datetime, name: str, facts: Mapping[str, Any], *, level: str) -> str:
+    """One line of a structured log. Facts that say nothing are left out."""
+    told = {key: value for key, value in facts.items() if value is not None and value != ""}
+    return json.dumps({"at": to_text(at), "level": level, "event": name, **told}, default=str)
+
+
+def note_line(at: datetime, action: str, why: str, facts: Mapping[str, Any]) -> str:
+    """What a event_log notes: instance, run, epoch and reason, and whatever else belongs to it."""
+    level = "warning" if any(word in action for word in _TROUBLE) else "info"
+    return event_line(at, action, {"reason": why, **facts}, level=level)
+
+
+def error_line(at: datetime, error: RemudaError) -> str:
+    facts = {"type": type(error).__name__, "reason": error.message, "fix": error.fix}
+    return event_line(at, "error", facts, level="error")
+
+
+class Output:
+    #: Whether stderr gets a JSON document a line.
+    logs_json: ClassVar[bool] = False
+
+    def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self._quiet = quiet
+        self._console: Console | None = None
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._quiet
+
+    @property
+    def console(self) -> Console:
+        """People's output: rich on a terminal, plain lines in a log."""
+        if self._console is None:
+            from remuda.cli.terminal import PlainConsole  # noqa: PLC0415 - slow to import and often not needed
+
+            self._console = PlainConsole(stderr=True, highlight=False, width=self.width, soft_wrap=True)
+        return self._console
+
+    def say(self, text: str, *, style: str | None = None) -> None:
+        if self._quiet:
+            return
+        if not self.logs_json:
+            self.console.print(text, style=style, markup=False)
+        elif text.strip():
+            self.event("message", {"text": text.strip()}, level="warning" if style and "yellow" in style else "info")
+
+    def show(self, renderable: Any) -> None:
+        """A table: for people only."""
+        if not self._quiet and not self.logs_json:
+            self.console.print(renderable)
+
+    def event(self, name: str, facts: Mapping[str, Any], *, level: str) -> None:
+        self.log_line(event_line(SystemClock().now(), name, facts, level=level))
+
+    def log_line(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
+        """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there.
+
+        `soft_wrap`: a line stays one line, however long: for logs, and for grep.
+        """
+        if self.as_json:
+            return
+        from remuda.cli.terminal import PlainConsole  # noqa: PLC0415 - slow to import and often not needed
+
+        console = PlainConsole(highlight=False, width=self.width)
+        for renderable in renderables:
+            console.print(renderable, soft_wrap=soft_wrap)
+
+    @property
+    def width(self) -> int:
+        return shutil.get_terminal_size((160, 40)).columns
+
+    def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
+        if not self._quiet:
+            self.log_line(note_line(SystemClock().now(), action, why, facts))
+
+    def result(self, document: Mapping[str, Any]) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps(document, indent=2, default=str) + "\n")
+            sys.stdout.flush()
+
+    def event_log(self, clock: Clock) -> EventLog:
+        """Where a use case tells what it does."""
+        return ConsoleEventLog(self, clock)
+
+    def guarded(self, context: Context) -> Context:
+        """The ports as the use case gets them: an output may want to know what must never be shown."""
+        return context
+
+    def error(self, error: RemudaError) -> None:
+        fix = f"; {error.fix}" if error.fix else ""
+        # One line, whatever a value or another program's message brings along.
+        line = " ".join(f"remuda: {error.message}{fix}".splitlines())
+        if self.logs_json:
+            self.log_line(error_line(SystemClock().now(), error))
+        else:
+            self.console.print(line, style="bold red", markup=False)
+        self.result(
+            {
+                "error": {
+                    "type": type(error).__name__,
+                    "message": error.message,
+                    "field": error.field if isinstance(error, UserError) else None,
+                    "fix": error.fix or None,
+                }
+            }
+        )
+
+
+class ConsoleEventLog:
+    """One line an event, as it happens."""
+
+    def __init__(self, output: Output, clock: Clock) -> None:
+        self._output = output
+        self._clock = clock
+
+    def record(self, action: str, why: str = "", **facts: Any) -> None:
+        if Output.logs_json:
+            self._output.log(action, why, facts)
+            return
+        if action in _QUIET or action.startswith(_PLANNED):
+            return
+        at: datetime = self._clock.now()
+        subject = facts.get("instance_id") or facts.get("run_id") or facts.get("runner") or ""
+        arrow = ""
+        if facts.get("source") or facts.get("target"):
+            arrow = f"{facts.get('source') or 'new'} to {facts.get('target')}: "
+        line = f"{at:%H:%M:%S} {action:<16} {subject:<20} {arrow}{why}"
+        # One line an event: what somebody else wrote makes no second one.
+        self._output.say(printable(line).rstrip(), style=self._style(action))
+
+    @staticmethod
+    def _style(action: str) -> str | None:
+        if any(word in action for word in _TROUBLE):
+            return "yellow"
+        if action.startswith(("end-", "tombstone", "retire", "ghost")):
+            return _ENDING
+        return _STYLES.get(action)

@@ -1,0 +1,180 @@
+"""Results as documents for programs and as tables for people."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
+
+from remuda.config.settings import Loaded, Settings, key
+from remuda.controlplane.provision.request import ProvisionResult
+from remuda.controlplane.refresh.result import RefreshResult
+from remuda.controlplane.release import Fate, ReleaseResult
+from remuda.controlplane.scale_down.result import ScaleDownResult
+from remuda.domain.instance import Instance
+from remuda.domain.resources import TypePatterns
+from remuda.domain.scale_down.idle_config import IdleWindow
+from remuda.domain.serialization import plain
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def record_document(record: Any) -> dict[str, Any]:
+    """A record as the other documents are: with its fields' own names."""
+    return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
+
+
+def instance_document(instance: Instance) -> dict[str, Any]:
+    """A record without what opens a door."""
+    document = record_document(instance)
+    if instance.assignment is not None:
+        shown = {"url", "runner_name", "labels", "repository"}
+        assignment = record_document(instance.assignment)
+        document["assignment"] = {name: value for name, value in assignment.items() if name in shown}
+    return document
+
+
+def provision_document(result: ProvisionResult) -> dict[str, Any]:
+    return {
+        "run_id": result.run_id,
+        "label": result.label,
+        "provision_id": result.provision_id,
+        "instances": [
+            {
+                "instance_id": item.instance.instance_id,
+                "source": item.source,
+                "instance_type": item.instance.instance_type,
+                "usage_class": item.instance.usage_class.value,
+                "state": item.instance.state.value,
+                "registration_seconds": item.registration_s,
+            }
+            for item in result.instances
+        ],
+        "reused": result.reused,
+        "created": result.created,
+        "tier": result.tier.value,
+        "tier_reason": result.tier_why,
+        "ephemeral": result.ephemeral,
+        "seconds": result.seconds,
+        "phases": dict(result.phases),
+        "refused": dict(result.refused),
+        "calls": plain(result.calls),
+    }
+
+
+def release_document(result: ReleaseResult) -> dict[str, Any]:
+    return {
+        "run_id": result.run_id,
+        **{fate.value: [item.instance_id for item in result.of(fate)] for fate in Fate},
+        "reasons": {item.instance_id: item.why for item in result.outcomes},
+        "details": {item.instance_id: item.detail for item in result.outcomes if item.detail},
+        "deregistration_seconds": {
+            item.instance_id: item.deregistration_s for item in result.outcomes if item.deregistration_s is not None
+        },
+        "errors": list(result.errors),
+        "seconds": result.seconds,
+        "calls": plain(result.calls),
+    }
+
+
+def refresh_document(result: RefreshResult) -> dict[str, Any]:
+    return {
+        "applied": list(result.applied),
+        "changes": plain(result.changes),
+        "retired": list(result.retired),
+        "reasons": dict(result.retired),
+        "terminated": list(result.terminated),
+        "rolled_back": list(result.rolled_back),
+        "announced": list(result.announced),
+        "finished": list(result.finished),
+        "removed": list(result.removed),
+        "dropped": result.dropped,
+        "forgotten": result.forgotten,
+        "errors": list(result.errors),
+        "seconds": result.seconds,
+        "calls": plain(result.calls),
+    }
+
+
+def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for name in Settings.model_fields:
+        value = getattr(loaded.settings, name)
+        if isinstance(value, SecretStr):
+            shown: Any = "(hidden)"
+        elif name == "resource_class_config":
+            shown = {item.name: {"cpu": item.cpu, "mmem": item.mmem} for item in value}
+        elif name == "idle_config":
+            shown = [_window_document(window) for window in value]
+        elif isinstance(value, TypePatterns | Path):
+            shown = str(value)
+        else:
+            shown = plain(value)
+        rows[key(name)] = {"value": shown, "source": loaded.origins[name]}
+    return rows
+
+
+def _window_document(window: IdleWindow) -> dict[str, Any]:
+    return {
+        "cron": window.cron.text,
+        "timeZone": window.zone_name,
+        "idleCount": window.idle_count,
+        "evictionStrategy": window.eviction.value,
+    }
+
+
+def scale_down_document(result: ScaleDownResult) -> dict[str, Any]:
+    return {
+        "environment": result.environment,
+        "dry_run": result.dry_run,
+        "idle_quota": {
+            "idle_count": result.quota.idle_count,
+            "eviction": result.quota.eviction.value,
+            "window": result.quota.window,
+        },
+        "decisions": [
+            {
+                "instance_id": item.decision.instance_id,
+                "owner": item.decision.owner,
+                "action": item.decision.action.value,
+                "reason": item.decision.reason,
+                "phase": item.decision.phase.value,
+                "done": item.done,
+            }
+            for item in result.outcomes
+        ],
+        "errors": list(result.errors),
+        "seconds": result.seconds,
+        "calls": {service: dict(counts) for service, counts in result.calls.items()},
+    }
+
+
+def scale_down_table(result: ScaleDownResult) -> Table:
+    from rich.table import Table  # noqa: PLC0415 - only where a table is shown
+
+    title = f"Scale-down of {result.environment}" + (": what would be done" if result.dry_run else "")
+    table = Table(title=title, title_justify="left")
+    for column in ("phase", "instance", "owner", "action", "why"):
+        table.add_column(column)
+    for item in result.outcomes:
+        decision = item.decision
+        failed = not item.done and not result.dry_run
+        action = f"{decision.action} (not done)" if failed else str(decision.action)
+        table.add_row(str(decision.phase.value), decision.instance_id, decision.owner, action, decision.reason)
+    return table
+
+
+def config_table(rows: dict[str, dict[str, Any]]) -> Table:
+    from rich.table import Table  # noqa: PLC0415 - only where a table is shown
+
+    table = Table()
+    for column in ("setting", "value", "from"):
+        table.add_column(column)
+    for name, row in rows.items():
+        value = row["value"]
+        text = ", ".join(value) if isinstance(value, dict) else "" if value is None else str(value)
+        table.add_row(name, text, row["source"])
+    return table

@@ -1,0 +1,101 @@
+"""The later half of a release, shared by `release` and `refresh`: from the agent's report to the pool or the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from remuda.controlplane.context import Context, each, removal_credential, transition
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.instance import Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.release_policy import credential_is_short, next_for_releasing
+from remuda.domain.signals import Report
+from remuda.domain.transitions import Actor, Announce, RenewCredential
+from remuda.ports.pool import BATCH
+
+#: How long an announcement waits for others to share its call.
+ANNOUNCE_WINDOW_S = 0.03
+
+
+async def settle(
+    context: Context, config: PoolConfig, instance: Instance, report: Report | None, *, by: Actor
+) -> Instance:
+    """Carry a releasing instance one step further, where there is one to take; the record afterwards."""
+    now = context.clock.now()
+    upcoming = next_for_releasing(instance, report, now=now, lifetimes=config.lifetimes, reuse=config.reuse)
+    if upcoming is not None:
+        return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
+    if credential_is_short(instance, now=now, margin_s=config.lifetimes.margin_s):
+        return await _renew_credential(context, config, instance, by=by)
+    return instance
+
+
+async def _renew_credential(context: Context, config: PoolConfig, instance: Instance, *, by: Actor) -> Instance:
+    fresh = await removal_credential(context, config, instance.scope)
+    held = instance.assignment.credential if instance.assignment else None
+    if held is not None and fresh.expires_at <= held.expires_at:
+        return instance
+    event = RenewCredential(credential=fresh)
+    return await transition(context, instance, event, by=by, why="the removal credential runs out")
+
+
+async def announce(context: Context, instances: Collection[Instance], *, by: Actor) -> list[RemudaError]:
+    """Tell the pool about idle instances: the messages first, then the flag, so that a crash repeats the message."""
+    # What is retired or in quarantine cannot be claimed: a message would only be in the way.
+    idle = [instance for instance in instances if instance.state is State.IDLE and not instance.retire]
+    if not idle:
+        return []
+    try:
+        await context.pool.send([instance.message() for instance in idle])
+    except RemudaError as error:
+        return [error]
+
+    async def flag(instance: Instance) -> None:
+        try:
+            await transition(context, instance, Announce(), by=by, why="told the pool")
+        except Conflict:
+            # Claimed already: the message has served.
+            return
+
+    results = await each(idle, flag)
+    return [result for result in results if isinstance(result, RemudaError)]
+
+
+class PoolPublisher:
+    """Announces what becomes idle, at once, a batch a call. What it cannot announce, a sweep will."""
+
+    def __init__(self, context: Context, *, by: Actor) -> None:
+        self._context = context
+        self._by = by
+        self._waiting: list[Instance] = []
+        self._full = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, instance: Instance) -> None:
+        self._waiting.append(instance)
+        if len(self._waiting) >= BATCH:
+            self._full.set()
+        if self._task is None or self._task.done():
+            self._full.clear()
+            self._task = asyncio.create_task(self._send_soon())
+
+    async def close(self) -> None:
+        self._full.set()
+        if self._task is not None:
+            await self._task
+        await self._send()
+
+    async def _send_soon(self) -> None:
+        try:
+            async with asyncio.timeout(ANNOUNCE_WINDOW_S):
+                await self._full.wait()
+        except TimeoutError:
+            pass
+        await self._send()
+
+    async def _send(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            for error in await announce(self._context, batch, by=self._by):
+                self._context.event_log.record("announce-failed", error.message, instances=len(batch))

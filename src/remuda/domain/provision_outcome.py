@@ -1,0 +1,89 @@
+"""How a provision went: what it saw, refused, took and launched. Kept on its record, so that it can be told days later.
+
+Bounded: a record is read whole, and a run with a thousand runners must not make it a book. Counts are of all; what is
+told one by one is the first so many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+#: How many runners, refusals and launches are told one by one.
+MAX_TAKEN = 100
+MAX_REFUSALS = 20
+MAX_LAUNCHES = 10
+#: How much of a reason is kept.
+MAX_REASON = 200
+
+
+class Source(StrEnum):
+    """Where a runner came from."""
+
+    POOL = "pool"
+    CREATED = "created"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcquiredRunner:
+    """One runner that the run got."""
+
+    instance_id: str
+    source: Source
+    #: From the provision's begin until it was registered.
+    seconds: float
+    #: The runner's own part of it, on the machine, where it said so.
+    registration_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One hint of the pool that did not become a runner."""
+
+    #: `misfit`, `lost`, `failed`, `malformed`, `unreadable` or `duplicate`.
+    kind: str
+    why: str
+    #: From the provision's begin.
+    seconds: float
+    instance_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchAttempt:
+    """One launch: how many were asked for and came, how long the answer took, and who had none."""
+
+    count: int
+    launched: int
+    #: From the provision's begin to the answer.
+    seconds: float
+    errors: tuple[str, ...] = ()
+    #: Why nothing was taken from the pool instead, where that was not tried.
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvisionOutcome:
+    ended_at: datetime
+    seconds: float
+    reused: int = 0
+    created: int = 0
+    #: Seconds of each phase, in order.
+    phases: Mapping[str, float] = field(default_factory=dict)
+    taken: tuple[AcquiredRunner, ...] = ()
+    #: Hints that were not used, counted by kind.
+    refused: Mapping[str, int] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
+    launches: tuple[LaunchAttempt, ...] = ()
+    #: Why it gave up, or empty.
+    error: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`warm`: all from the pool; `cold`: none; `mixed`; `failed` where it gave up."""
+        if self.error:
+            return "failed"
+        if not self.created:
+            return "warm"
+        return "mixed" if self.reused else "cold"

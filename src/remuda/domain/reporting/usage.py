@@ -1,0 +1,340 @@
+"""The ledger of a time: how often machines were reused, how long runs waited, what hours were paid for, what it saved.
+
+Pure: it is made of provisions, instances, histories and prices, and says nothing that they do not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from remuda.domain.instance import HistoryEntry, Instance
+from remuda.domain.provision import Provision
+from remuda.domain.provision_outcome import Source
+from remuda.domain.reporting.prices import PriceTable
+from remuda.domain.reporting.timeline import Phase, Span, clipped, levels, spans_of
+
+#: How finely the fleet is drawn over time.
+STEPS = 168
+HOUR_S = 3_600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    count: int
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Money, cut in several ways: each adds up to the total."""
+
+    total: float
+    by_phase: Mapping[str, float]
+    by_class: Mapping[str, float]
+    by_usage: Mapping[str, float]
+    by_type: Mapping[str, float]
+    #: Empty: no run's (idle, ending, unknown).
+    by_run: Mapping[str, float]
+    #: Hours of types that nobody knows a price of, by type and usage.
+    unpriced_hours: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Savings:
+    """What reuse was worth, against a fleet that boots a machine for each runner."""
+
+    #: How long a boot took in this time, on the median. None where none was seen: then nothing can be said.
+    boot_s: float | None
+    #: What runs would have waited longer.
+    waiting_s: float
+    #: What would have been booted, and what that costs.
+    boot_hours: float
+    boot_cost: float
+    #: What the warm pool cost meanwhile.
+    idle_cost: float
+
+    @property
+    def net(self) -> float:
+        return self.boot_cost - self.idle_cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One provision, for a plot."""
+
+    at: datetime
+    run_id: str
+    kind: str
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    since: datetime
+    until: datetime
+    currency: str
+    #: When and where the prices were true.
+    priced: str
+    instances: int
+    provisions: int
+    #: Provisions by kind: warm, mixed, cold, failed, and untold where the record says nothing.
+    kinds: Mapping[str, int]
+    reused: int
+    created: int
+    #: Seconds of provisions, by kind.
+    times: Mapping[str, Times]
+    #: Seconds until one runner was registered, by source.
+    ready: Mapping[str, Times]
+    hours: Mapping[str, float]
+    costs: Costs
+    savings: Savings
+    #: Why provisions gave up, counted.
+    failures: Mapping[str, int]
+    #: Why machines were retired, counted.
+    retirements: Mapping[str, int]
+    points: tuple[Point, ...] = ()
+    #: How many machines there were, on the mean, in equal steps from `drawn_from` on.
+    fleet: tuple[Mapping[Phase, float], ...] = ()
+    #: When the first of it happened.
+    drawn_from: datetime
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def reuse_rate(self) -> float | None:
+        runners = self.reused + self.created
+        return self.reused / runners if runners else None
+
+
+def ledger(
+    provisions: Sequence[Provision],
+    instances: Sequence[Instance],
+    histories: Mapping[str, Sequence[HistoryEntry]],
+    prices: PriceTable,
+    *,
+    since: datetime,
+    until: datetime,
+) -> Ledger:
+    spans = [
+        span
+        for instance in instances
+        for span in clipped(
+            spans_of(instance, histories.get(instance.instance_id, ()), now=until), since=since, until=until
+        )
+    ]
+    told = _told(provisions, since, until)
+    costs = _costs(spans, prices)
+    drawn_from = min([*(span.begin for span in spans), *(item.created_at for item in told)], default=since)
+    ready = _ready(told)
+    return Ledger(
+        since=since,
+        until=until,
+        currency=prices.currency,
+        priced=_priced(prices),
+        instances=len({span.instance_id for span in spans}),
+        provisions=len(provisions),
+        kinds=dict(Counter(item.course.kind if item.course else "untold" for item in provisions)),
+        reused=_reused(told),
+        created=_created(told),
+        times=times_of((item.course.kind, item.course.seconds) for item in told if item.course),
+        ready=ready,
+        hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
+        costs=costs,
+        savings=_savings(told, instances, prices, ready, costs.by_phase.get(Phase.IDLE.value, 0.0)),
+        failures=dict(Counter(item.course.error for item in told if item.course and item.course.error)),
+        retirements=_retirements(histories, since, until),
+        points=tuple(_point(item) for item in told),
+        fleet=tuple(levels(spans, since=drawn_from, until=until, steps=STEPS)),
+        drawn_from=drawn_from,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """What one machine cost in a time."""
+
+    cost: float
+    idle_cost: float
+    #: The type and usage that nobody knows a price of, or empty.
+    unpriced: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worth:
+    """Whether reuse pays off: the ledger's few numbers that fit a glance."""
+
+    since: datetime
+    until: datetime
+    currency: str
+    priced: str
+    runs: int
+    reused: int
+    created: int
+    cost: float
+    savings: Savings
+    unpriced: tuple[str, ...]
+
+
+def bill(
+    instance: Instance, history: Sequence[HistoryEntry], prices: PriceTable, *, since: datetime, until: datetime
+) -> Bill:
+    spans = list(clipped(spans_of(instance, history, now=until), since=since, until=until))
+    price = prices.hourly(instance.instance_type, instance.usage_class)
+    hourly = price or 0.0
+    return Bill(
+        cost=hourly * sum(_hours(spans)),
+        idle_cost=hourly * sum(_hours(span for span in spans if span.phase is Phase.IDLE)),
+        unpriced="" if price is not None or not spans else f"{instance.instance_type} {instance.usage_class}",
+    )
+
+
+def worth(
+    provisions: Sequence[Provision],
+    instances: Sequence[Instance],
+    bills: Sequence[Bill],
+    prices: PriceTable,
+    *,
+    since: datetime,
+    until: datetime,
+) -> Worth:
+    """As the ledger says it; made of each machine's bill, so that it can be made in parts."""
+    told = _told(provisions, since, until)
+    idle_cost = sum(item.idle_cost for item in bills)
+    return Worth(
+        since=since,
+        until=until,
+        currency=prices.currency,
+        priced=_priced(prices),
+        runs=len(told),
+        reused=_reused(told),
+        created=_created(told),
+        cost=sum(item.cost for item in bills),
+        savings=_savings(told, instances, prices, _ready(told), idle_cost),
+        unpriced=tuple(sorted({item.unpriced for item in bills if item.unpriced})),
+    )
+
+
+def _told(provisions: Sequence[Provision], since: datetime, until: datetime) -> list[Provision]:
+    return [item for item in provisions if item.course is not None and since <= item.created_at <= until]
+
+
+def _reused(told: Sequence[Provision]) -> int:
+    return sum(item.course.reused for item in told if item.course and not item.course.error)
+
+
+def _created(told: Sequence[Provision]) -> int:
+    return sum(item.course.created for item in told if item.course and not item.course.error)
+
+
+def _priced(prices: PriceTable) -> str:
+    return ", ".join(part for part in (prices.region, prices.dated) if part)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Between the two nearest values, in proportion."""
+    ordered = sorted(values)
+    place = part * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def times_of(pairs: Iterable[tuple[str, float]]) -> dict[str, Times]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for name, seconds in pairs:
+        groups[name].append(seconds)
+    return {
+        name: Times(count=len(values), p50=quantile(values, 0.5), p95=quantile(values, 0.95))
+        for name, values in groups.items()
+    }
+
+
+def _ready(told: Sequence[Provision]) -> dict[str, Times]:
+    return times_of(
+        (taken.source.value, taken.seconds) for item in told if item.course is not None for taken in item.course.taken
+    )
+
+
+def _sums(spans: Iterable[Span], values: Iterable[float], *, key: Callable[[Span], str]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for span, value in zip(spans, values, strict=True):
+        found[key(span)] += value
+    return dict(found)
+
+
+def _hours(spans: Iterable[Span]) -> list[float]:
+    return [span.seconds / HOUR_S for span in spans]
+
+
+def _costs(spans: Sequence[Span], prices: PriceTable) -> Costs:
+    hourly = [prices.hourly(span.instance_type, span.usage_class) for span in spans]
+    costs = [(price or 0.0) * hours for price, hours in zip(hourly, _hours(spans), strict=True)]
+    unpriced = [span for span, price in zip(spans, hourly, strict=True) if price is None]
+    return Costs(
+        total=sum(costs),
+        by_phase=_sums(spans, costs, key=lambda span: span.phase.value),
+        by_class=_sums(spans, costs, key=lambda span: span.resource_class),
+        by_usage=_sums(spans, costs, key=lambda span: span.usage_class.value),
+        by_type=_sums(spans, costs, key=lambda span: span.instance_type),
+        by_run=_sums(spans, costs, key=lambda span: span.run_id),
+        unpriced_hours=_sums(unpriced, _hours(unpriced), key=lambda span: f"{span.instance_type} {span.usage_class}"),
+    )
+
+
+def _savings(
+    told: Sequence[Provision],
+    instances: Sequence[Instance],
+    prices: PriceTable,
+    ready: Mapping[str, Times],
+    idle_cost: float,
+) -> Savings:
+    boots = ready.get(Source.CREATED.value)
+    if boots is None:
+        return Savings(boot_s=None, waiting_s=0.0, boot_hours=0.0, boot_cost=0.0, idle_cost=idle_cost)
+    known = {item.instance_id: item for item in instances}
+    waiting_s = boot_hours = boot_cost = 0.0
+    for course in (item.course for item in told):
+        if course is None or course.error:
+            continue
+        if course.kind == "warm":
+            waiting_s += max(0.0, boots.p50 - course.seconds)
+        from_pool = [item for item in course.taken if item.source is Source.POOL]
+        # What is told one by one is bounded: it stands for the rest.
+        weight = course.reused / len(from_pool) if from_pool else 0.0
+        for item in from_pool:
+            instance = known.get(item.instance_id)
+            price = prices.hourly(instance.instance_type, instance.usage_class) if instance else None
+            boot_hours += weight * boots.p50 / HOUR_S
+            boot_cost += weight * boots.p50 / HOUR_S * (price or 0.0)
+    return Savings(
+        boot_s=boots.p50, waiting_s=waiting_s, boot_hours=boot_hours, boot_cost=boot_cost, idle_cost=idle_cost
+    )
+
+
+def _retirements(histories: Mapping[str, Sequence[HistoryEntry]], since: datetime, until: datetime) -> dict[str, int]:
+    ends = (
+        entry for entries in histories.values() for entry in entries if is_end(entry) and since <= entry.at <= until
+    )
+    return dict(Counter(f"{entry.source or 'unrecorded'}: {_kind_of_end(entry.why)}" for entry in ends))
+
+
+def is_end(entry: HistoryEntry) -> bool:
+    """Whether it is the decision that a machine ends."""
+    return entry.transition.startswith(("end-", "tombstone"))
+
+
+def _kind_of_end(why: str) -> str:
+    """Reasons without their numbers and ids, so that they can be counted."""
+    words = ["…" if any(letter.isdigit() for letter in word) else word for word in why.split()]
+    return " ".join(words)[:80]
+
+
+def _point(item: Provision) -> Point:
+    course = item.course
+    if course is None:  # told ones only
+        raise ValueError(f"provision {item.provision_id} has no course")
+    return Point(at=item.created_at, run_id=item.run_id, kind=course.kind, seconds=course.seconds, count=item.count)

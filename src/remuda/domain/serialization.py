@@ -1,0 +1,202 @@
+"""Domain records as plain documents (JSON types, camelCase keys) and back.
+
+Documents come from stores and queues that others can write to: parsing checks every field and raises `ValueError`
+with the field's name, never with its value, which may be a secret or hostile. Unknown keys are ignored, so that a
+newer version may add some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from enum import Enum
+from functools import cache, partial
+from typing import Any, TypeVar
+
+from remuda.domain import timestamps
+from remuda.domain.text import brief
+
+T = TypeVar("T")
+
+#: Every JSON parser and every store can hold these whole numbers, and one more.
+MAX_WHOLE = 2**53 - 1
+#: Times outside are nobody's: with these, no span that a record may hold leads out of what a clock can show.
+EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
+LATEST = datetime(9000, 1, 1, tzinfo=UTC)
+#: How much of a key an error repeats.
+MAX_KEY = 80
+
+
+@typing.runtime_checkable
+class Checked(typing.Protocol):
+    """A record that must be more than its fields: what was read is asked, what is made here is not."""
+
+    def check(self) -> None:
+        """`ValueError` says what is wrong, and never with which value."""
+        ...
+
+
+def camel(name: str) -> str:
+    head, *tail = name.split("_")
+    return head + "".join(part.capitalize() for part in tail)
+
+
+def plain(value: Any) -> Any:
+    """One value as JSON types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_document(value)
+    if isinstance(value, datetime):
+        return timestamps.to_text(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list | frozenset):
+        return [plain(item) for item in value]
+    return value
+
+
+def to_document(record: Any) -> dict[str, Any]:
+    return {camel(field.name): plain(getattr(record, field.name)) for field in dataclasses.fields(record)}
+
+
+def from_document(cls: type[T], document: Mapping[str, Any]) -> T:
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{cls.__name__} must be an object, not {type(document).__name__}")
+    values: dict[str, Any] = {}
+    for name, key, where, parser, required in _fields(typing.cast("Any", cls)):
+        if key in document:
+            values[name] = parser(document[key], where)
+        elif required:
+            raise ValueError(f"{cls.__name__} lacks {key}")
+    record = cls(**values)
+    if _is_checked(typing.cast("Any", cls)):
+        typing.cast("Checked", record).check()
+    return record
+
+
+@cache
+def _is_checked(cls: type[Any]) -> bool:
+    """Asked once for each kind: of a protocol it is a slow question, and records come by thousands."""
+    return issubclass(cls, Checked)
+
+
+#: Takes a JSON value, and says where it stood if it is wrong.
+_Parser = Callable[[Any, str], Any]
+
+
+@cache
+def _fields(cls: Any) -> tuple[tuple[str, str, str, _Parser, bool], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple(
+        (
+            field.name,
+            camel(field.name),
+            f"{cls.__name__}.{camel(field.name)}",
+            _parser(hints[field.name]),
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(cls)
+    )
+
+
+def parse(kind: Any, value: Any, where: str) -> Any:
+    """A JSON value as the type that an annotation names."""
+    return _parser(kind)(value, where)
+
+
+@cache
+def _parser(kind: Any) -> _Parser:
+    """Annotations are looked into once: stores hold many records of few types."""
+    origin = typing.get_origin(kind)
+    if origin in {types.UnionType, typing.Union}:
+        return _optional_parser(kind)
+    if origin is tuple:
+        return _tuple_parser(kind)
+    if origin in {Mapping, dict}:
+        return _mapping_parser(kind)
+    if dataclasses.is_dataclass(kind):
+        return lambda value, _: from_document(typing.cast("type[Any]", kind), value)
+    if kind is datetime:
+        return _parse_time
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return partial(_parse_enum, kind, {member.value: member for member in kind})
+    return _parse_float if kind is float else partial(_typed, kind)
+
+
+def _optional_parser(kind: Any) -> _Parser:
+    (inner,) = (_parser(arg) for arg in typing.get_args(kind) if arg is not type(None))
+    return lambda value, where: None if value is None else inner(value, where)
+
+
+def _tuple_parser(kind: Any) -> _Parser:
+    inner = _parser(typing.get_args(kind)[0])
+
+    def parse_tuple(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} must be a list, not {type(value).__name__}")
+        return tuple(inner(item, where) for item in value)
+
+    return parse_tuple
+
+
+def _mapping_parser(kind: Any) -> _Parser:
+    inner = _parser(typing.get_args(kind)[1])
+
+    def parse_mapping(value: Any, where: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be an object, not {type(value).__name__}")
+        return {_typed(str, key, where): inner(item, f"{where}.{brief(key, MAX_KEY)}") for key, item in value.items()}
+
+    return parse_mapping
+
+
+def _parse_time(value: Any, where: str) -> datetime:
+    try:
+        at = timestamps.from_text(_typed(str, value, where))
+    except ValueError:
+        raise ValueError(f"{where} is not a time of the form 2025-05-31T12:00:00.000Z") from None
+    if not EARLIEST <= at <= LATEST:
+        raise ValueError(f"{where} is a time before {EARLIEST.year} or after {LATEST.year}")
+    return at
+
+
+def _parse_enum(kind: type[Enum], members: Mapping[Any, Enum], value: Any, where: str) -> Enum:
+    # A value that cannot be looked up is no member either.
+    member = members.get(value) if isinstance(value, str | int) else None
+    if member is None:
+        known = ", ".join(str(member.value) for member in kind)
+        raise ValueError(f"{where} is not one of {known}")
+    return member
+
+
+def _parse_float(value: Any, where: str) -> float:
+    number = _typed(int if isinstance(value, int) else float, value, where)
+    if not math.isfinite(number):
+        raise ValueError(f"{where} is not a number that can be counted with")
+    return float(number)
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    if kind is not bool and isinstance(value, bool):
+        raise ValueError(f"{where} must be {kind.__name__}, not bool")
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} must be {kind.__name__}, not {type(value).__name__}")
+    if kind is int and abs(value) > MAX_WHOLE:
+        raise ValueError(f"{where} is beyond {MAX_WHOLE}")
+    if kind is str and not _is_text(value):
+        raise ValueError(f"{where} holds half a character")
+    return value
+
+
+def _is_text(value: str) -> bool:
+    """JSON can spell half of a surrogate pair, which nothing can write again."""
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,223 @@
+"""The admin API below `/_sim`: jobs, faults, settings, and the server's own view of its runners."""
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import pydantic
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from remuda.fake_github.app_state import ANYTHING, Hub, administrator, error, json_body, wait_of
+from remuda.fake_github.faults import FaultKind
+from remuda.fake_github.model import Job, Phase, Refused, Runner
+from remuda.fake_github.rest import RunnersRest, timestamp
+from remuda.fake_github.state import settings_from
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Step(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str | None = None
+    run: str
+    env: dict[str, str] = {}
+    condition: Literal["", "always()"] = pydantic.Field(default="", alias="if")
+
+
+class NewJob(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    repo: str = pydantic.Field(pattern=r"^[^/\s]+/[^/\s]+$")
+    run_id: str
+    run_attempt: int = 1
+    name: str = "job"
+    labels: list[str] = pydantic.Field(min_length=1)
+    steps: list[Step] = []
+    env: dict[str, str] = {}
+
+
+class NewToken(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    scopes: list[str] = []
+    write: bool = True
+
+
+class NewSettings(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    token_life_s: float = 0
+    lease_s: float = 0
+    liveness_s: float = 0
+    pickup_s: float = 0
+    known_scopes: list[str] | None = None
+    rate_limit: int = 0
+    enforce_rate_limit: bool = False
+    app_id: str = ""
+    app_key: str = ""
+    app_owners: list[str] = []
+
+
+def routes(hub: Hub) -> list[BaseRoute]:
+    api = AdminApi(hub)
+    table: list[tuple[str, str, Handler]] = [
+        ("POST", "/_sim/jobs", api.queue_job),
+        ("GET", "/_sim/jobs", api.list_jobs),
+        ("GET", "/_sim/jobs/{job_id:int}", api.get_job),
+        ("POST", "/_sim/jobs/{job_id:int}/cancel", api.cancel_job),
+        ("GET", "/_sim/runners", api.list_runners),
+        ("POST", "/_sim/faults", api.add_fault),
+        ("GET", "/_sim/faults", api.list_faults),
+        ("DELETE", "/_sim/faults", api.clear_faults),
+        ("GET", "/_sim/settings", api.get_settings),
+        ("PATCH", "/_sim/settings", api.change_settings),
+        ("POST", "/_sim/tokens", api.issue_token),
+    ]
+    return [Route(path, api.endpoint(handler), methods=[method]) for method, path, handler in table]
+
+
+class AdminApi:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._core = hub.core
+
+    def endpoint(self, handler: Handler) -> Handler:
+        async def handle(request: Request) -> Response:
+            try:
+                administrator(self._hub, request)
+                response = await handler(request)
+            except Refused as refused:
+                response = error(refused.status, refused.message)
+            except pydantic.ValidationError as problem:
+                response = error(422, str(problem))
+            self._hub.settle()
+            return response
+
+        return handle
+
+    async def queue_job(self, request: Request) -> Response:
+        new = NewJob.model_validate(await json_body(request))
+        job = self._core.queue.add(
+            repo=new.repo,
+            run_id=new.run_id,
+            run_attempt=new.run_attempt,
+            name=new.name,
+            labels=tuple(new.labels),
+            steps=[step.model_dump(by_alias=True) for step in new.steps],
+            env=new.env,
+        )
+        return JSONResponse(job_document(job), status_code=201)
+
+    async def list_jobs(self, request: Request) -> Response:
+        run_id, repo = request.query_params.get("run_id"), request.query_params.get("repo")
+        jobs = [
+            job_document(job)
+            for job in self._core.state.jobs.values()
+            if (run_id is None or job.run_id == run_id) and (repo is None or job.repo.lower() == repo.lower())
+        ]
+        return JSONResponse({"total_count": len(jobs), "jobs": jobs})
+
+    async def get_job(self, request: Request) -> Response:
+        """With `wait` and `since`, answers when the status is another one than `since`."""
+        job = self._core.queue.get(int(request.path_params["job_id"]))
+        since = request.query_params.get("since", job.status)
+        await self._hub.until(
+            lambda: job.status != since or job.phase is Phase.COMPLETED,
+            key=f"job:{job.id}",
+            timeout_s=wait_of(request),
+            request=request,
+        )
+        return JSONResponse(job_document(job))
+
+    async def cancel_job(self, request: Request) -> Response:
+        job = self._core.queue.cancel(int(request.path_params["job_id"]))
+        return JSONResponse(job_document(job), status_code=202)
+
+    async def list_runners(self, request: Request) -> Response:
+        """With `wait` and `since`, answers when the server's version is another one than `since`."""
+        state = self._core.state
+        since = request.query_params.get("since")
+        if since is not None:
+            await self._hub.until(
+                lambda: str(state.version) != since,
+                key=ANYTHING,
+                timeout_s=wait_of(request),
+                request=request,
+            )
+        runners = [self._runner_document(runner) for runner in state]
+        return JSONResponse({"version": state.version, "runners": runners})
+
+    async def add_fault(self, request: Request) -> Response:
+        fault = self._hub.faults.add(await json_body(request))
+        if fault.kind is FaultKind.STALE_LIST:
+            self._hub.faults.snapshot = RunnersRest(self._hub).take_snapshot()
+        return JSONResponse(fault.document(), status_code=201)
+
+    async def list_faults(self, _request: Request) -> Response:
+        return JSONResponse({"faults": [fault.document() for fault in self._hub.faults.all()]})
+
+    async def clear_faults(self, _request: Request) -> Response:
+        self._hub.clear_faults()
+        return Response(status_code=204)
+
+    async def get_settings(self, _request: Request) -> Response:
+        return JSONResponse(dataclasses.asdict(self._core.state.settings))
+
+    async def change_settings(self, request: Request) -> Response:
+        wanted = NewSettings.model_validate(await json_body(request)).model_dump(exclude_unset=True)
+        current = dataclasses.asdict(self._core.state.settings)
+        self._core.state.change_settings(settings_from({**current, **wanted}))
+        self._core.queue.move_leases(self._core.state.settings.lease_s - current["lease_s"])
+        return JSONResponse(dataclasses.asdict(self._core.state.settings))
+
+    async def issue_token(self, request: Request) -> Response:
+        """An access token that may do less than the administrator's."""
+        new = NewToken.model_validate(await json_body(request))
+        token = self._core.registry.issue_access(scopes=tuple(new.scopes), write=new.write)
+        return JSONResponse({"token": token.value}, status_code=201)
+
+    def _runner_document(self, runner: Runner) -> dict[str, Any]:
+        job = self._core.state.jobs.get(runner.job_id or 0)
+        return {
+            "id": runner.id,
+            "scope": runner.scope,
+            "name": runner.name,
+            "labels": list(runner.labels),
+            "ephemeral": runner.ephemeral,
+            "online": runner.online,
+            "busy": self._core.registry.busy(runner),
+            "state": _runner_state(runner, job),
+            "job_id": runner.job_id,
+            "version": runner.version,
+            "created_at": timestamp(runner.created_at),
+        }
+
+
+def job_document(job: Job) -> dict[str, Any]:
+    """Without `env`: it may hold secrets."""
+    return {
+        "id": job.id,
+        "run_id": job.run_id,
+        "run_attempt": job.run_attempt,
+        "repo": job.repo,
+        "name": job.name,
+        "labels": list(job.labels),
+        "status": job.status,
+        "conclusion": job.conclusion,
+        "runner_id": job.runner_id,
+        "runner_name": job.runner_name,
+        "created_at": timestamp(job.created_at),
+        "started_at": timestamp(job.started_at),
+        "completed_at": timestamp(job.completed_at),
+        "log": job.log,
+        "steps": [
+            {"name": step.get("name"), "run": step["run"], "conclusion": step.get("conclusion")} for step in job.steps
+        ],
+    }
+
+
+def _runner_state(runner: Runner, job: Job | None) -> str:
+    if job is not None:
+        return "assigned" if job.phase is Phase.ASSIGNED else "busy"
+    if runner.online:
+        return "idle"
+    return "registered" if runner.version is None else "offline"

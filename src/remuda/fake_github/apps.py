@@ -1,0 +1,89 @@
+"""GitHub Apps, as far as a client needs them: its installation for a scope, and tokens for that."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from remuda.fake_github.app_state import Hub, bearer, error
+from remuda.fake_github.model import Refused
+from remuda.fake_github.rest import PREFIXES, SCOPES, Answer, timestamp
+
+#: GitHub's limit for the life of an App's own proof, and what it lets clocks differ by.
+MAX_LIFE_S = 600
+LEEWAY_S = 5
+
+
+def routes(hub: Hub) -> list[BaseRoute]:
+    api = AppsRest(hub)
+    table: list[tuple[str, str, str, Answer]] = [
+        *(("GET", f"{scope}/installation", "installation", api.installation) for scope in SCOPES),
+        ("POST", "/app/installations/{installation_id:int}/access_tokens", "installation-token", api.access_token),
+    ]
+    return [
+        Route(f"{prefix}{path}", api.endpoint(operation, answer), methods=[method])
+        for prefix in PREFIXES
+        for method, path, operation, answer in table
+    ]
+
+
+class AppsRest:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._core = hub.core
+
+    def endpoint(self, operation: str, answer: Answer) -> Any:
+        async def handle(request: Request) -> Response:
+            response = await self._hub.strike_before(operation)
+            if response is None:
+                try:
+                    self._check_app(bearer(request))
+                    response = answer(request, "", {})
+                except Refused as refused:
+                    response = error(refused.status, refused.message)
+                self._hub.settle()
+            return self._hub.strike_after(operation, response)
+
+        return handle
+
+    def installation(self, request: Request, _scope: str, _body: dict[str, Any]) -> Response:
+        owner = str(request.path_params.get("org") or request.path_params["owner"])
+        owners = [name.lower() for name in self._core.state.settings.app_owners]
+        if owner.lower() not in owners:
+            raise Refused(404, "Not Found")
+        number = owners.index(owner.lower()) + 1
+        app = self._core.state.settings.app_id
+        return JSONResponse({"id": number, "account": {"login": owner}, "app_id": int(app) if app.isdecimal() else 0})
+
+    def access_token(self, request: Request, _scope: str, _body: dict[str, Any]) -> Response:
+        number, owners = int(request.path_params["installation_id"]), self._core.state.settings.app_owners
+        if not 1 <= number <= len(owners):
+            raise Refused(404, "Not Found")
+        token = self._core.registry.issue_installation(owners[number - 1])
+        return JSONResponse({"token": token.value, "expires_at": timestamp(token.expires_at)}, status_code=201)
+
+    def _check_app(self, proof: str) -> None:
+        import jwt  # noqa: PLC0415 - an extra: the demo needs no App
+
+        settings = self._core.state.settings
+        refused = Refused(401, "A JSON web token could not be decoded")
+        if not settings.app_id or not settings.app_key:
+            raise refused
+        try:
+            # Times are judged here, by the server's own clock.
+            claims = jwt.decode(
+                proof, settings.app_key, algorithms=["RS256"], options={"verify_exp": False, "verify_iat": False}
+            )
+            issued, expires = int(claims["iat"]), int(claims["exp"])
+        except (jwt.PyJWTError, KeyError, TypeError, ValueError):
+            raise refused from None
+        now = self._core.clock.now()
+        if str(claims.get("iss")) != settings.app_id:
+            raise refused
+        if issued > now + LEEWAY_S:
+            raise Refused(401, "'Issued at' claim ('iat') must be an Integer representing a time in the past")
+        if expires <= now:
+            raise Refused(401, "'Expiration time' claim ('exp') is in the past")
+        if expires - now > MAX_LIFE_S:
+            raise Refused(401, "'Expiration time' claim ('exp') is too far in the future")

@@ -1,0 +1,104 @@
+"""`config.sh` and `config.sh remove`."""
+
+import os
+from typing import Any
+
+from .home import CREDENTIALS_FILE, RUNNER_FILE, Home, Inputs, say
+from .protocol import Answer, call
+
+OK, TERMINATED = 0, 1
+
+ALREADY_CONFIGURED = (
+    "Cannot configure the runner because it is already configured. To reconfigure the runner, "
+    "run 'config.cmd remove' or './config.sh remove' first."
+)
+
+
+def configure(home: Home, inputs: Inputs) -> int:
+    if home.configured():
+        say(ALREADY_CONFIGURED)
+        return TERMINATED
+    url, token = inputs.text("url"), inputs.text("token")
+    if url is None or token is None:
+        return _missing("url" if url is None else "token")
+    say("\n# Authentication\n\n")
+    try:
+        answer = call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token))
+    except OSError as problem:
+        say(f"Failed to connect. {problem}")
+        return TERMINATED
+    if answer.status != 201:
+        return _refused(answer, url)
+    say("√ Connected to GitHub\n\n# Runner Registration\n\n")
+    say("√ Runner successfully added\n√ Runner connection is good\n\n# Runner settings\n\n")
+    files = answer.body["files"]
+    files[RUNNER_FILE]["disableUpdate"] = inputs.switch("disableupdate")
+    home.save(CREDENTIALS_FILE, files[CREDENTIALS_FILE])
+    home.save(RUNNER_FILE, files[RUNNER_FILE])
+    say("√ Settings Saved.\n")
+    return OK
+
+
+def remove(home: Home, inputs: Inputs) -> int:
+    say("\n# Runner removal\n\n")
+    settings = home.load(RUNNER_FILE)
+    if settings is None:
+        say("Cannot connect to server, because config files are missing. Skipping removing runner from the server.")
+    elif not inputs.switch("local"):
+        token = inputs.text("token")
+        if token is None:
+            return _missing("token")
+        if _remove_from_server(settings, token) != OK:
+            return TERMINATED
+    home.forget()
+    return OK
+
+
+def _remove_from_server(settings: dict[str, Any], token: str) -> int:
+    url = settings["gitHubUrl"]
+    body = {"url": url, "token": token, "runner_id": settings["agentId"]}
+    try:
+        answer = call(settings["serverUrl"], "POST", "/_runner/remove", body=body)
+    except OSError as problem:
+        say(f"Failed: Removing runner from the server\n{problem}")
+        return TERMINATED
+    if answer.status == 204:
+        say("√ Runner removed successfully")
+        return OK
+    if answer.status == 404:
+        say("Does not exist. Skipping Removing runner from the server")
+        return OK
+    say("Failed: Removing runner from the server")
+    return _refused(answer, url)
+
+
+def _request(inputs: Inputs, url: str, token: str) -> dict[str, Any]:
+    labels = inputs.text("labels")
+    return {
+        "url": url,
+        "token": token,
+        "name": inputs.text("name") or os.uname().nodename,
+        # Split but not trimmed, as the real runner does.
+        "labels": [] if labels is None else [label for label in labels.split(",") if label],
+        "default_labels": not inputs.switch("no-default-labels"),
+        "ephemeral": inputs.switch("ephemeral"),
+        "replace": inputs.switch("replace"),
+        "work": inputs.text("work"),
+    }
+
+
+def _missing(name: str) -> int:
+    say(f"Invalid configuration provided for {name}. Terminating unattended configuration.")
+    return TERMINATED
+
+
+def _refused(answer: Answer, url: str) -> int:
+    if answer.status in {401, 404}:
+        say(f"Http response code: NotFound from 'POST {_server(url)}/actions/runner-registration'")
+    say(answer.message)
+    return TERMINATED
+
+
+def _server(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return scheme + separator + rest.partition("/")[0]

@@ -1,0 +1,125 @@
+"""The runner's folder: its files, its inputs, its voice."""
+
+import json
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from . import VERSION
+
+RUNNER_FILE = ".runner"
+CREDENTIALS_FILE = ".credentials"
+INPUT_PREFIX = "ACTIONS_RUNNER_INPUT_"
+#: Inputs without a value.
+SWITCHES = frozenset(
+    {"unattended", "nodefaultlabels", "disableupdate", "ephemeral", "replace", "local", "once", "check"}
+)
+TRUE = frozenset({"1", "true", "y", "yes"})
+
+
+class Home:
+    def __init__(self, root: pathlib.Path) -> None:
+        self.root = root
+
+    def configured(self) -> bool:
+        return (self.root / RUNNER_FILE).exists()
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        try:
+            loaded = json.loads((self.root / name).read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError):
+            return None
+        return loaded if isinstance(loaded, dict) else None
+
+    def save(self, name: str, document: dict[str, Any]) -> None:
+        path = self.root / name
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        # The real runner starts these files with a byte order mark: readers have to cope with it here, too.
+        with os.fdopen(descriptor, "w", encoding="utf-8-sig") as file:
+            json.dump(document, file, indent=2)
+
+    def forget(self) -> None:
+        """Remove the local configuration, as the real runner tells it."""
+        for name in (CREDENTIALS_FILE, RUNNER_FILE):
+            path = self.root / name
+            if path.exists():
+                path.unlink()
+                say(f"√ Removed {name}")
+            else:
+                say(f"Does not exist. Skipping Removing {name}")
+
+    def load_environment(self) -> None:
+        """Variables of the `.env` file count for the runner and its jobs."""
+        try:
+            lines = (self.root / ".env").read_text().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            name, equals, value = line.partition("=")
+            if equals and name:
+                os.environ[name] = value
+
+    def diagnose(self, process: str, text: str) -> None:
+        """A line in `_diag`, where the real runner leaves its logs."""
+        folder = self.root / "_diag"
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{process}_{os.getpid()}-utc.log").open("a") as file:
+            file.write(f"[{utc()} INFO {process}] {text}\n")
+
+
+class Inputs:
+    """Flags of the command line, then of the environment; dashes and case do not matter."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._values: dict[str, str] = {}
+        self.commands: list[str] = []
+        for name in [name for name in os.environ if name.upper().startswith(INPUT_PREFIX)]:
+            # AcquiredRunner out of the environment, so that no job inherits a token.
+            self._values[_plain(name[len(INPUT_PREFIX) :])] = os.environ.pop(name)
+        waiting: str | None = None
+        for argument in arguments:
+            if argument.startswith("--"):
+                name, equals, value = argument[2:].partition("=")
+                self._values[_plain(name)] = value if equals else "true"
+                waiting = None if equals or _plain(name) in SWITCHES else _plain(name)
+            elif waiting is not None:
+                self._values[waiting], waiting = argument, None
+            else:
+                self.commands.append(argument)
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(_plain(name)) or None
+
+    def switch(self, name: str) -> bool:
+        return (self.text(name) or "").lower() in TRUE
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def say(text: str) -> None:
+    """One line on stdout at once, also when that is a file, in whatever locale; nobody has to read it."""
+    try:
+        os.write(1, f"{text}\n".encode())
+    except OSError:
+        return
+
+
+def say_at(text: str) -> None:
+    say(f"{utc()}: {text}")
+
+
+def utc() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
+
+
+def version_line() -> str:
+    return f"Current runner version: '{VERSION}'"
+
+
+def root_refused() -> bool:
+    return os.geteuid() == 0 and not os.environ.get("RUNNER_ALLOW_RUNASROOT")

@@ -1,0 +1,242 @@
+"""The job queue: who gets which job, and what becomes of it. Knows neither network nor clock."""
+
+from typing import Any
+
+from remuda.fake_github.model import (
+    MAX_COMPLETED_JOBS,
+    MAX_LOG_CHARS,
+    PHASES,
+    QUEUED_JOB_LIFE_S,
+    Conclusion,
+    Job,
+    Phase,
+    Refused,
+    Runner,
+)
+from remuda.fake_github.state import State
+
+LEASE_LOST = "The self-hosted runner lost communication with the server.\n"
+QUEUED_TOO_LONG = "The job was not picked up by a runner in 24 hours.\n"
+
+
+class JobQueue:
+    def __init__(self, state: State) -> None:
+        self._state = state
+        #: Waiting jobs, first come first served; a job that was assigned in vain goes back to the front.
+        self._waiting: list[int] = []
+        self._unfinished: dict[int, Job] = {}
+        self._finished: list[int] = []
+
+    def restore(self) -> None:
+        """Rebuild the queue after the state was loaded."""
+        for job in sorted(self._state.jobs.values(), key=lambda job: job.id):
+            if job.phase is Phase.COMPLETED:
+                self._finished.append(job.id)
+                continue
+            self._unfinished[job.id] = job
+            if job.phase is Phase.QUEUED:
+                self._waiting.append(job.id)
+
+    def add(
+        self,
+        *,
+        repo: str,
+        run_id: str,
+        run_attempt: int,
+        name: str,
+        labels: tuple[str, ...],
+        steps: list[dict[str, Any]],
+        env: dict[str, str],
+        only_runner: Runner | None = None,
+    ) -> Job:
+        """Queue a job and hand it to a free runner at once if there is one (or to the one named)."""
+        job = Job(
+            id=self._state.new_id(),
+            run_id=run_id,
+            run_attempt=run_attempt,
+            repo=repo,
+            name=name,
+            labels=labels,
+            steps=steps,
+            env=env,
+            created_at=self._state.clock.now(),
+        )
+        self._state.jobs[job.id] = job
+        self._unfinished[job.id] = job
+        self._waiting.append(job.id)
+        self._state.changed("job", job.id)
+        candidates = self._state if only_runner is None else [only_runner]
+        for runner in candidates:
+            if runner.online and runner.job_id is None and runner.accepts(job):
+                self._assign(job, runner)
+                break
+        return job
+
+    def get(self, job_id: int) -> Job:
+        job = self._state.jobs.get(job_id)
+        if job is None:
+            raise Refused(404, f"There is no job {job_id}.")
+        return job
+
+    def offer(self, runner: Runner) -> None:
+        """Give an idle runner the first job that fits."""
+        if not runner.online or runner.job_id is not None:
+            return
+        for job_id in self._waiting:
+            job = self._state.jobs[job_id]
+            if runner.accepts(job):
+                self._assign(job, runner)
+                return
+
+    def acknowledge(self, runner: Runner, job_id: int) -> Job:
+        """The runner starts the job. Repeating it is harmless: its answer may have been lost."""
+        job = self._of(runner, job_id)
+        now = self._state.clock.now()
+        if job.phase is Phase.ASSIGNED:
+            self._advance(job, Phase.IN_PROGRESS)
+            job.started_at = now
+            self._state.changed("runner", runner.id)
+        job.due_at = now + self._state.settings.lease_s
+        return job
+
+    def renew(self, runner: Runner, job_id: int) -> Job:
+        job = self._of(runner, job_id)
+        if job.phase is Phase.IN_PROGRESS:
+            job.due_at = self._state.clock.now() + self._state.settings.lease_s
+            self._state.changed("job", job.id)
+        return job
+
+    def append_output(self, runner: Runner, job_id: int, output: str) -> None:
+        job = self._of(runner, job_id)
+        self._log(job, output)
+
+    def complete(
+        self, runner: Runner, job_id: int, conclusion: Conclusion, *, output: str, steps: list[dict[str, Any]]
+    ) -> Job:
+        job = self.get(job_id)
+        if job.phase is Phase.COMPLETED and job.runner_id == runner.id:
+            return job  # a repeated report, or one that came after the lease had ended
+        self._of(runner, job_id)
+        self._log(job, output)
+        for step, outcome in zip(job.steps, steps, strict=False):
+            step["conclusion"] = outcome.get("conclusion")
+        self._finish(job, conclusion)
+        return job
+
+    def cancel(self, job_id: int) -> Job:
+        job = self.get(job_id)
+        if job.phase in {Phase.QUEUED, Phase.ASSIGNED}:
+            self._finish(job, Conclusion.CANCELLED)
+        elif job.phase is Phase.IN_PROGRESS:
+            job.cancel_requested = True
+            self._state.changed("job", job.id)
+            self._state.changed("runner", job.runner_id or 0)
+        return job
+
+    def message_for(self, runner: Runner) -> Job | None:
+        """The job the runner has to start, or to cancel."""
+        if runner.job_id is None:
+            return None
+        job = self._state.jobs[runner.job_id]
+        if job.phase is Phase.ASSIGNED or (job.phase is Phase.IN_PROGRESS and job.cancel_requested):
+            return job
+        return None
+
+    def move_leases(self, seconds: float) -> None:
+        """Leases that run follow a changed setting, so that nobody has to wait for an old one."""
+        for job in self._unfinished.values():
+            if job.phase is Phase.IN_PROGRESS and job.due_at is not None:
+                job.due_at += seconds
+                self._state.changed("job", job.id)
+
+    def next_due(self) -> float | None:
+        dues = [_due(job) for job in self._unfinished.values()]
+        return min(dues, default=None)
+
+    def expire(self) -> None:
+        """End leases, queue again what was not picked up, cancel what waited for a day."""
+        now = self._state.clock.now()
+        for job in [job for job in self._unfinished.values() if _due(job) <= now]:
+            match job.phase:
+                case Phase.IN_PROGRESS:
+                    self._log(job, LEASE_LOST)
+                    self._finish(job, Conclusion.FAILURE)
+                case Phase.ASSIGNED:
+                    self._return_to_queue(job)
+                case _:
+                    self._log(job, QUEUED_TOO_LONG)
+                    self._finish(job, Conclusion.CANCELLED)
+
+    def _assign(self, job: Job, runner: Runner) -> None:
+        self._advance(job, Phase.ASSIGNED)
+        self._waiting.remove(job.id)
+        job.runner_id, job.runner_name = runner.id, runner.name
+        job.due_at = self._state.clock.now() + self._state.settings.pickup_s
+        runner.job_id = job.id
+        self._state.changed("runner", runner.id)
+
+    def _return_to_queue(self, job: Job) -> None:
+        self._advance(job, Phase.QUEUED)
+        runner = self._release(job)
+        job.runner_id = job.runner_name = job.due_at = None
+        self._waiting.insert(0, job.id)
+        for other in self._state:
+            if other.online and other.job_id is None and other is not runner and other.accepts(job):
+                self._assign(job, other)
+                return
+        if runner is not None:
+            self.offer(runner)
+
+    def _finish(self, job: Job, conclusion: Conclusion) -> None:
+        if job.phase is Phase.QUEUED:
+            self._waiting.remove(job.id)
+        began = job.phase is Phase.IN_PROGRESS
+        self._advance(job, Phase.COMPLETED)
+        job.conclusion = conclusion
+        job.completed_at = self._state.clock.now()
+        job.due_at = None
+        self._retire(job)
+        runner = self._release(job)
+        if runner is None:
+            return
+        if runner.ephemeral and began:
+            self._state.drop_runner(runner)
+        else:
+            self.offer(runner)
+
+    def _retire(self, job: Job) -> None:
+        del self._unfinished[job.id]
+        self._finished.append(job.id)
+        while len(self._finished) > MAX_COMPLETED_JOBS:
+            oldest = self._finished.pop(0)
+            del self._state.jobs[oldest]
+            self._state.changed("job", oldest)
+
+    def _release(self, job: Job) -> Runner | None:
+        runner = self._state.runners.get(job.runner_id or 0)
+        if runner is None or runner.job_id != job.id:
+            return None
+        runner.job_id = None
+        self._state.changed("runner", runner.id)
+        return runner
+
+    def _advance(self, job: Job, phase: Phase) -> None:
+        if phase not in PHASES[job.phase]:
+            raise Refused(409, f"A job cannot go from {job.phase} to {phase}.")
+        job.phase = phase
+        self._state.changed("job", job.id)
+
+    def _log(self, job: Job, output: str) -> None:
+        if output:
+            job.log = (job.log + output)[-MAX_LOG_CHARS:]
+            self._state.changed("job", job.id)
+
+    def _of(self, runner: Runner, job_id: int) -> Job:
+        job = self.get(job_id)
+        if runner.job_id != job_id:
+            raise Refused(409, f"Job {job_id} is not assigned to runner {runner.name}.")
+        return job
+
+
+def _due(job: Job) -> float:
+    return job.created_at + QUEUED_JOB_LIFE_S if job.due_at is None else job.due_at

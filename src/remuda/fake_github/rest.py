@@ -1,0 +1,277 @@
+"""GitHub's REST for self-hosted runners, for repositories and organisations."""
+
+import base64
+import datetime as dt
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from remuda.fake_github.app_state import Hub, bearer, error, json_body
+from remuda.fake_github.faults import FaultKind, Snapshot
+from remuda.fake_github.model import READ_ONLY_LABELS, Refused, Runner, TokenKind
+
+MAX_PER_PAGE = 100
+DEFAULT_PER_PAGE = 30
+HOUR_S = 3600
+SCOPES = ("/repos/{owner}/{repo}", "/orgs/{org}")
+#: GitHub Enterprise Server has the same API below this.
+PREFIXES = ("", "/api/v3")
+
+Answer = Callable[[Request, str, dict[str, Any]], Response]
+
+
+def routes(hub: Hub) -> list[BaseRoute]:
+    rest = RunnersRest(hub)
+    operations: list[tuple[str, str, str, Answer]] = [
+        ("POST", "/registration-token", "registration-token", rest.registration_token),
+        ("POST", "/remove-token", "remove-token", rest.remove_token),
+        ("POST", "/generate-jitconfig", "jitconfig", rest.jitconfig),
+        ("GET", "", "list", rest.list_runners),
+        ("GET", "/{runner_id}", "get", rest.get_runner),
+        ("DELETE", "/{runner_id}", "delete", rest.delete_runner),
+    ]
+    return [
+        Route(f"{prefix}{scope}/actions/runners{path}", rest.endpoint(name, answer), methods=[method])
+        for prefix in PREFIXES
+        for scope in SCOPES
+        for method, path, name, answer in operations
+    ]
+
+
+class RunnersRest:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._core = hub.core
+        self._used: dict[tuple[str, int], int] = {}
+
+    def endpoint(self, operation: str, answer: Answer) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            response = await self._hub.strike_before(operation)
+            if response is None:
+                response = await self._answer(request, answer)
+                self._hub.settle()
+            response = self._hub.strike_after(operation, response)
+            self._add_headers(request, response)
+            return response
+
+        return handle
+
+    async def _answer(self, request: Request, answer: Answer) -> Response:
+        try:
+            _check_user_agent(request)
+            token = self._core.registry.access(bearer(request))
+            self._count(token.value)
+            scope = _scope(request)
+            self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
+            return answer(request, scope, await json_body(request))
+        except Refused as refused:
+            return error(refused.status, refused.message)
+
+    # Operations
+
+    def registration_token(self, _request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        return self._token(TokenKind.REGISTRATION, scope)
+
+    def remove_token(self, _request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        return self._token(TokenKind.REMOVAL, scope)
+
+    def _token(self, kind: TokenKind, scope: str) -> Response:
+        token = self._core.registry.issue(kind, scope)
+        return JSONResponse({"token": token.value, "expires_at": timestamp(token.expires_at)}, status_code=201)
+
+    def jitconfig(self, request: Request, scope: str, body: dict[str, Any]) -> Response:
+        name, group, labels = body.get("name"), body.get("runner_group_id"), body.get("labels")
+        if not isinstance(name, str):
+            raise Refused(422, "Invalid request.\n\nFor 'properties/name', nil is not a string.")
+        if not isinstance(group, int) or isinstance(group, bool):
+            raise Refused(422, "Invalid request.\n\nFor 'properties/runner_group_id', nil is not an integer.")
+        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+            raise Refused(422, "Invalid request.\n\nFor 'properties/labels', not an array of strings.")
+        runner = self._core.registry.register_jit(scope=scope, name=name, labels=tuple(labels), group_id=group)
+        files = runner_files(
+            runner,
+            server_url=str(request.base_url).rstrip("/"),
+            work=str(body.get("work_folder") or "_work"),
+        )
+        packed = {name: _b64(json.dumps(content)) for name, content in files.items()}
+        return JSONResponse(
+            {"runner": self.document(runner), "encoded_jit_config": _b64(json.dumps(packed))}, status_code=201
+        )
+
+    def list_runners(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        runners = self._listed(scope)
+        if name := request.query_params.get("name"):
+            runners = [runner for runner in runners if runner["name"] == name]
+        per_page = min(_positive(request, "per_page", DEFAULT_PER_PAGE), MAX_PER_PAGE)
+        page = _positive(request, "page", 1)
+        start = (page - 1) * per_page
+        shown = runners[start : start + per_page]
+        if self._hub.faults.take(FaultKind.SHORT_LIST, "list"):
+            shown = shown[:-1]
+        response = JSONResponse({"total_count": len(runners), "runners": shown})
+        if link := _link(request, page=page, last=max(1, -(-len(runners) // per_page))):
+            response.headers["link"] = link
+        return response
+
+    def get_runner(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        runner = self._core.registry.get(scope, _runner_id(request))
+        return JSONResponse(self._distorted(self.document(runner), "get"))
+
+    def delete_runner(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
+        runner = self._core.registry.get(scope, _runner_id(request))
+        self._slip_in_a_job(runner)
+        self._core.registry.delete(scope, runner.id)
+        return Response(status_code=204)
+
+    # What a runner looks like
+
+    def document(self, runner: Runner) -> dict[str, Any]:
+        return {
+            "id": runner.id,
+            "runner_group_id": runner.group_id,
+            "name": runner.name,
+            "os": runner.os,
+            "status": "online" if runner.online else "offline",
+            "busy": self._core.registry.busy(runner),
+            "ephemeral": runner.ephemeral,
+            "version": runner.version,
+            "labels": [self._label(name) for name in runner.labels],
+        }
+
+    def _label(self, name: str) -> dict[str, Any]:
+        kind = "read-only" if name.lower() in READ_ONLY_LABELS else "custom"
+        return {"id": self._core.state.label_id(name), "name": name, "type": kind}
+
+    def _listed(self, scope: str) -> list[dict[str, Any]]:
+        fault = self._hub.faults.take(FaultKind.STALE_LIST, "list")
+        if fault is None:
+            runners = [self.document(runner) for runner in self._core.registry.of(scope)]
+        else:
+            runners = self._snapshot(fault.seconds or 0.0).runners.get(scope.lower(), [])
+        return [self._distorted(runner, "list") for runner in runners]
+
+    def _snapshot(self, max_age_s: float) -> Snapshot:
+        snapshot = self._hub.faults.snapshot
+        if snapshot is None or self._core.clock.now() - snapshot.taken_at > max_age_s:
+            snapshot = self._hub.faults.snapshot = self.take_snapshot()
+        return snapshot
+
+    def take_snapshot(self) -> Snapshot:
+        runners: dict[str, list[dict[str, Any]]] = {}
+        for runner in self._core.state:
+            runners.setdefault(runner.scope.lower(), []).append(self.document(runner))
+        return Snapshot(taken_at=self._core.clock.now(), runners=runners)
+
+    def _distorted(self, document: dict[str, Any], operation: str) -> dict[str, Any]:
+        name, faults = document["name"], self._hub.faults
+        if faults.take(FaultKind.WRONG_BUSY, operation, runner=name):
+            document = {**document, "busy": not document["busy"]}
+        if document["status"] == "online" and faults.take(FaultKind.TRANSIENT_OFFLINE, operation, runner=name):
+            document = {**document, "status": "offline"}
+        return document
+
+    def _slip_in_a_job(self, runner: Runner) -> None:
+        if not runner.online or runner.job_id is not None:
+            return
+        if self._hub.faults.take(FaultKind.JOB_ON_DELETE, "delete", runner=runner.name) is None:
+            return
+        repo = runner.scope if "/" in runner.scope else f"{runner.scope}/any"
+        self._core.queue.add(
+            repo=repo,
+            run_id="0",
+            run_attempt=1,
+            name="slipped-in",
+            labels=runner.labels,
+            steps=[{"run": "true"}],
+            env={},
+            only_runner=runner,
+        )
+
+    # Rate
+
+    def _count(self, token: str) -> None:
+        hour = int(self._core.clock.now()) // HOUR_S
+        for old in [key for key in self._used if key[1] != hour]:
+            del self._used[old]
+        self._used[token, hour] = self._used.get((token, hour), 0) + 1
+        settings = self._core.state.settings
+        if settings.enforce_rate_limit and self._used[token, hour] > settings.rate_limit:
+            raise Refused(403, "API rate limit exceeded for user.")
+
+    def _add_headers(self, request: Request, response: Response) -> None:
+        now = int(self._core.clock.now())
+        limit = self._core.state.settings.rate_limit
+        value = request.headers.get("authorization", "").partition(" ")[2].strip()
+        used = self._used.get((value, now // HOUR_S), 0)
+        response.headers["x-ratelimit-limit"] = str(limit)
+        response.headers["x-ratelimit-remaining"] = str(max(0, limit - used))
+        response.headers["x-ratelimit-used"] = str(used)
+        response.headers["x-ratelimit-reset"] = str((now // HOUR_S + 1) * HOUR_S)
+        response.headers["x-ratelimit-resource"] = "core"
+        response.headers["x-github-request-id"] = self._core.clock.token("").upper()
+
+
+def runner_files(runner: Runner, *, server_url: str, work: str) -> dict[str, dict[str, Any]]:
+    """The files a configured runner keeps, named as the real one names them."""
+    return {
+        ".runner": {
+            "agentId": runner.id,
+            "agentName": runner.name,
+            "poolId": runner.group_id,
+            "poolName": "Default",
+            "disableUpdate": True,
+            "ephemeral": runner.ephemeral,
+            "serverUrl": server_url,
+            "gitHubUrl": f"{server_url}/{runner.scope}",
+            "workFolder": work,
+        },
+        ".credentials": {"scheme": "OAuth", "data": {"clientId": str(runner.id), "token": runner.secret}},
+    }
+
+
+def timestamp(at: float | None) -> str | None:
+    if at is None:
+        return None
+    moment = dt.datetime.fromtimestamp(at, tz=dt.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _scope(request: Request) -> str:
+    path = request.path_params
+    return str(path["org"]) if "org" in path else f"{path['owner']}/{path['repo']}"
+
+
+def _check_user_agent(request: Request) -> None:
+    if not request.headers.get("user-agent"):
+        raise Refused(403, "Request forbidden by administrative rules. A User-Agent header is needed.")
+
+
+def _runner_id(request: Request) -> int:
+    value = str(request.path_params["runner_id"])
+    if not value.isdecimal():
+        raise Refused(404, "Not Found")
+    return int(value)
+
+
+def _positive(request: Request, name: str, default: int) -> int:
+    value = request.query_params.get(name, "")
+    return max(1, int(value)) if value.isdecimal() else default
+
+
+def _link(request: Request, *, page: int, last: int) -> str:
+    relations: list[tuple[str, int]] = []
+    if page > 1:
+        relations += [("prev", min(page - 1, last)), ("first", 1)]
+    if page < last:
+        relations = [("next", page + 1), ("last", last), *relations]
+    return ", ".join(
+        f'<{request.url.include_query_params(page=number)}>; rel="{relation}"' for relation, number in relations
+    )
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,191 @@
+"""What the stand-in runner talks to: registration, sessions, messages, jobs.
+
+Plain JSON over HTTP, and our own: GitHub's protocol for this is not public. A runner proves itself with the
+secret of its registration. Codes: 401 a bad token, 404 gone, 409 a conflict, 410 the registration was deleted,
+422 refused (busy, bad input).
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from remuda.fake_github.app_state import Hub, bearer, error, json_body, wait_of
+from remuda.fake_github.model import Conclusion, Job, Phase, Refused, Runner
+from remuda.fake_github.rest import runner_files
+
+#: A running job is renewed this often in a lease, and a session shows life this often in its time-out.
+SIGNS_PER_PERIOD = 4
+MIN_RENEW_S = 0.2
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def routes(hub: Hub) -> list[BaseRoute]:
+    api = RunnerApi(hub)
+    session = "/_runner/sessions/{session}"
+    job = session + "/jobs/{job_id:int}"
+    table: list[tuple[str, str, str, Handler]] = [
+        ("POST", "/_runner/register", "runner.register", api.register),
+        ("POST", "/_runner/remove", "runner.remove", api.remove),
+        ("POST", "/_runner/sessions", "runner.session", api.open_session),
+        ("DELETE", session, "runner.close", api.close_session),
+        ("GET", session + "/message", "runner.message", api.message),
+        ("POST", job + "/acknowledge", "runner.acknowledge", api.acknowledge),
+        ("POST", job + "/renew", "runner.renew", api.renew),
+        ("POST", job + "/complete", "runner.complete", api.complete),
+    ]
+    return [Route(path, api.endpoint(name, handler), methods=[method]) for method, path, name, handler in table]
+
+
+class RunnerApi:
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._core = hub.core
+
+    def endpoint(self, operation: str, handler: Handler) -> Handler:
+        async def handle(request: Request) -> Response:
+            response = await self._hub.strike_before(operation)
+            if response is None:
+                try:
+                    response = await handler(request)
+                except Refused as refused:
+                    response = error(refused.status, refused.message)
+                self._hub.settle()
+            return self._hub.strike_after(operation, response)
+
+        return handle
+
+    async def register(self, request: Request) -> Response:
+        body = await json_body(request)
+        url = urlsplit(str(body.get("url", "")))
+        scope = _scope_of(url.path)
+        if not self._core.registry.knows(scope):
+            raise Refused(404, "Not Found")
+        runner = self._core.registry.register(
+            scope=scope,
+            token=str(body.get("token", "")),
+            name=str(body.get("name", "")),
+            labels=tuple(str(label) for label in body.get("labels", ())),
+            default_labels=bool(body.get("default_labels", True)),
+            ephemeral=bool(body.get("ephemeral", False)),
+            replace=bool(body.get("replace", False)),
+        )
+        files = runner_files(runner, server_url=f"{url.scheme}://{url.netloc}", work=str(body.get("work") or "_work"))
+        return JSONResponse({"files": files}, status_code=201)
+
+    async def remove(self, request: Request) -> Response:
+        body = await json_body(request)
+        scope = _scope_of(urlsplit(str(body.get("url", ""))).path)
+        self._core.registry.remove(
+            scope=scope, token=str(body.get("token", "")), runner_id=int(body.get("runner_id", 0))
+        )
+        return Response(status_code=204)
+
+    async def open_session(self, request: Request) -> Response:
+        """With `wait`, an existing session is given that long to end before the conflict is told."""
+        body = await json_body(request)
+        secret = bearer(request)
+        runner = self._core.registry.runner_of(secret)
+        await self._hub.until(
+            lambda: self._core.registry.runner_of(secret).session is None,
+            key=f"runner:{runner.id}",
+            timeout_s=wait_of(request),
+            request=request,
+        )
+        runner = self._core.registry.runner_of(secret)
+        session = self._core.registry.open_session(runner, version=str(body.get("version", "")))
+        settings = self._core.state.settings
+        period = min(settings.lease_s, settings.liveness_s)
+        return JSONResponse(
+            {"session": session, "renew_s": max(MIN_RENEW_S, period / SIGNS_PER_PERIOD)}, status_code=201
+        )
+
+    async def close_session(self, request: Request) -> Response:
+        self._core.registry.close_session(self._in_session(request))
+        return Response(status_code=204)
+
+    async def message(self, request: Request) -> Response:
+        """Answers as soon as there is a job to start or to cancel; 204 when the time is over."""
+        runner, session = self._in_session(request), str(request.path_params["session"])
+        self._core.registry.poll_begins(session)
+        try:
+            await self._hub.until(
+                lambda: self._core.queue.message_for(self._in_session(request)) is not None,
+                key=f"runner:{runner.id}",
+                timeout_s=wait_of(request),
+                request=request,
+            )
+            job = self._core.queue.message_for(self._in_session(request))
+        finally:
+            self._core.registry.poll_ends(runner, session)
+            self._hub.touch_timer()
+        return Response(status_code=204) if job is None else JSONResponse(_message(job))
+
+    async def acknowledge(self, request: Request) -> Response:
+        self._core.queue.acknowledge(self._in_session(request), _job_id(request))
+        return JSONResponse({})
+
+    async def renew(self, request: Request) -> Response:
+        body = await json_body(request)
+        runner = self._at_work(request)
+        self._core.queue.append_output(runner, _job_id(request), str(body.get("output", "")))
+        job = self._core.queue.renew(runner, _job_id(request))
+        return JSONResponse({"cancel": job.cancel_requested})
+
+    async def complete(self, request: Request) -> Response:
+        body = await json_body(request)
+        try:
+            conclusion = Conclusion(body.get("conclusion", ""))
+        except ValueError as problem:
+            raise Refused(422, "The conclusion is success, failure or cancelled.") from problem
+        self._core.queue.complete(
+            self._at_work(request),
+            _job_id(request),
+            conclusion,
+            output=str(body.get("output", "")),
+            steps=list(body.get("steps", ())),
+        )
+        return JSONResponse({})
+
+    def _at_work(self, request: Request) -> Runner:
+        """A job that has begun needs no session to be told of, as on GitHub: that may have vanished meanwhile, with a
+        machine that stood still.
+        """
+        runner = self._core.registry.runner_of(bearer(request))
+        return self._in_session(request) if runner.session == request.path_params["session"] else runner
+
+    def _in_session(self, request: Request) -> Runner:
+        return self._core.registry.in_session(bearer(request), str(request.path_params["session"]))
+
+
+def _message(job: Job) -> dict[str, Any]:
+    if job.phase is not Phase.ASSIGNED:
+        return {"type": "cancel", "job_id": job.id}
+    return {
+        "type": "job",
+        "job_id": job.id,
+        "job": {
+            "id": job.id,
+            "name": job.name,
+            "repo": job.repo,
+            "run_id": job.run_id,
+            "run_attempt": job.run_attempt,
+            "steps": job.steps,
+            "env": job.env,
+        },
+    }
+
+
+def _job_id(request: Request) -> int:
+    return int(request.path_params["job_id"])
+
+
+def _scope_of(path: str) -> str:
+    parts = [part for part in path.split("/") if part]
+    if len(parts) not in {1, 2}:
+        raise Refused(404, "Not Found")
+    return "/".join(parts)

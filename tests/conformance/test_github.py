@@ -1,0 +1,462 @@
+"""The github's contract (`remuda.ports.github`): in memory, and the GitHub client against a real local GitHub."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import pytest
+
+from remuda.adapters.github.client import LIST_TRIES, TRIES, GitHubClient, web_url
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
+from remuda.fake_github.client import SimClient
+from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.ports.calls import CallCounter
+from remuda.ports.github import Deletion, GitHub
+from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
+from tests.support.records import LONG_S
+
+pytestmark = pytest.mark.usefixtures("patient_client")
+
+REPO, ORG = "octo/repo", "octo"
+#: Where runners may stay from test to test.
+BUSY_REPO, LONG_REPO = "octo/busy", "octo/long"
+KNOWN = [REPO, ORG, BUSY_REPO, LONG_REPO]
+MANY = 205
+
+
+class GitHubs(Protocol):
+    """A GitHub, and as many github objects over it as there are processes."""
+
+    calls: CallCounter
+
+    def open(self, token: str | None = None) -> GitHub: ...
+
+    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str: ...
+
+    async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
+        """Register a runner that has a job at work; its id."""
+        ...
+
+
+class MemoryGitHubs:
+    def __init__(self) -> None:
+        self.calls = CallCounter()
+        self._github = MemoryGitHubServer(clock=SystemClock(), known_scopes=KNOWN)
+        self._token = self._github.grant()
+
+    def open(self, token: str | None = None) -> GitHub:
+        return MemoryGitHub(github=self._github, token=token or self._token, calls=self.calls)
+
+    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
+        return self._github.grant(scopes=scopes, write=write)
+
+    async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
+        runner = self._github.add(scope, name, labels)
+
+        def take(job: Any) -> None:
+            job.started = True
+
+        self._github.connect(runner.runner_id, take)
+        self._github.queue(run_id="1", labels=labels)
+        return runner.runner_id
+
+
+class GitHubClients:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.calls = CallCounter()
+        self._endpoint = endpoint
+        self.admin = SimClient(endpoint.url, endpoint.token)
+
+    def open(self, token: str | None = None) -> GitHub:
+        return GitHubClient(
+            api_url=self._endpoint.url,
+            token=token or self._endpoint.token,
+            clock=QuickClock(),
+            ids=SystemIds(),
+            calls=self.calls,
+        )
+
+    async def grant(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
+        return await self.admin.issue_token(scopes=scopes, write=write)
+
+    async def run_job(self, scope: str, name: str, labels: Sequence[str]) -> int:
+        github = self.open()
+        token = (await github.registration_token(scope)).token
+        await github.close()
+        url = self._endpoint.url
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=LONG_S) as http:
+            body = {"url": f"{url}/{scope}", "token": token, "name": name, "labels": list(labels)}
+            files = (await http.post("/_runner/register", json=body)).json()["files"]
+            http.headers["authorization"] = f"Bearer {files['.credentials']['data']['token']}"
+            session = (await http.post("/_runner/sessions", json={"version": "1"})).json()["session"]
+            job = await self.admin.queue_job(repo=scope, run_id=1, labels=labels)
+            answer = await http.post(f"/_runner/sessions/{session}/jobs/{job.id}/acknowledge")
+            assert answer.is_success, answer.text
+        return int(files[".runner"]["agentId"])
+
+
+class QuickClock(SystemClock):
+    """Pauses between tries cost nothing."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds / 100)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("github")
+    command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        endpoint = read_endpoint(Path(folder))
+        assert endpoint is not None
+        yield endpoint
+        process.terminate()
+        assert process.wait(LONG_S) == 0
+
+
+@pytest.fixture
+async def fake_github(server: Endpoint) -> AsyncIterator[GitHubClients]:
+    """The server, without faults and runners of earlier tests."""
+    github_clients = GitHubClients(server)
+    await github_clients.admin.clear_faults()
+    await github_clients.admin.change_settings(known_scopes=KNOWN, enforce_rate_limit=False)
+    github = github_clients.open()
+    for scope in (REPO, ORG):
+        for runner in await github.list_runners(scope):
+            await github.delete_runner(scope, runner.runner_id)
+    await github.close()
+    github_clients.calls = CallCounter()
+    yield github_clients
+    await github_clients.admin.clear_faults()
+    await github_clients.admin.aclose()
+
+
+@pytest.fixture(params=["memory", "github"])
+def github_clients(request: pytest.FixtureRequest) -> GitHubs:
+    return MemoryGitHubs() if request.param == "memory" else request.getfixturevalue("github")
+
+
+@pytest.fixture
+async def github(github_clients: GitHubs) -> AsyncIterator[GitHub]:
+    github = github_clients.open()
+    yield github
+    await github.close()
+
+
+async def names(github: GitHub, scope: str = REPO) -> list[str]:
+    return sorted(runner.name for runner in await github.list_runners(scope))
+
+
+@pytest.mark.parametrize("scope", [REPO, ORG])
+async def test_tokens_are_fresh_and_good_for_an_hour(github: GitHub, scope: str) -> None:
+    now = SystemClock().now()
+    tokens = [await github.registration_token(scope), await github.removal_token(scope)]
+    tokens.append(await github.registration_token(scope))
+    assert len({credential.token for credential in tokens}) == 3
+    for credential in tokens:
+        assert timedelta(minutes=50) < credential.expires_at - now < timedelta(minutes=70)
+        assert credential.expires_at.utcoffset() == timedelta(0)
+        assert credential.expires_at.microsecond % 1000 == 0
+
+
+async def test_a_token_is_never_printed(github: GitHub) -> None:
+    credential = await github.registration_token(REPO)
+    assert credential.token not in repr(credential)
+    assert credential.token not in str(credential)
+
+
+async def test_a_runner_is_listed_got_and_deleted(github: GitHub) -> None:
+    jit = await github.jit_config(REPO, name="one", labels=["7", "large"])
+    assert jit.config
+    (listed,) = await github.list_runners(REPO)
+    assert (listed.runner_id, listed.name, listed.online, listed.busy) == (jit.runner_id, "one", False, False)
+    assert {"7", "large"} <= set(listed.labels)
+    assert await github.get_runner(REPO, jit.runner_id) == listed
+    assert await github.delete_runner(REPO, jit.runner_id) is Deletion.DELETED
+    assert await github.delete_runner(REPO, jit.runner_id) is Deletion.GONE
+    assert await github.get_runner(REPO, jit.runner_id) is None
+    assert await github.list_runners(REPO) == []
+
+
+async def test_scopes_are_apart(github: GitHub) -> None:
+    jit = await github.jit_config(REPO, name="one", labels=["x"])
+    await github.jit_config(ORG, name="two", labels=["x"])
+    assert (await names(github), await names(github, ORG)) == (["one"], ["two"])
+    assert await github.get_runner(ORG, jit.runner_id) is None
+    assert await github.delete_runner(ORG, jit.runner_id) is Deletion.GONE
+    assert await names(github) == ["one"]
+
+
+async def test_all_pages_of_a_long_list(github: GitHub, github_clients: GitHubs) -> None:
+    made = [github.jit_config(LONG_REPO, name=f"runner-{number:03d}", labels=["x"]) for number in range(MANY)]
+    await asyncio.gather(*made)
+    # Who got no answer in time has looked whether his runner is there.
+    before = github_clients.calls.by_service()["github"].get("GET runners", 0)
+    assert await names(github, LONG_REPO) == [f"runner-{number:03d}" for number in range(MANY)]
+    assert github_clients.calls.by_service()["github"]["GET runners"] - before == 3
+
+
+async def test_a_busy_runner_is_not_deleted(github: GitHub, github_clients: GitHubs) -> None:
+    runner_id = await github_clients.run_job(BUSY_REPO, "worker", ["busy-label"])
+    runner = await github.get_runner(BUSY_REPO, runner_id)
+    assert runner is not None
+    assert (runner.online, runner.busy) == (True, True)
+    assert await github.delete_runner(BUSY_REPO, runner_id) is Deletion.BUSY
+    assert await names(github, BUSY_REPO) == ["worker"]
+
+
+async def test_a_name_that_exists_is_a_conflict(github: GitHub) -> None:
+    await github.jit_config(REPO, name="one", labels=["x"])
+    with pytest.raises(Conflict):
+        await github.jit_config(REPO, name="one", labels=["x"])
+
+
+WRONG = "ghp_wrongwrongwrong"
+
+
+async def test_an_unknown_credential_is_the_users_to_mend(github_clients: GitHubs) -> None:
+    github = github_clients.open(WRONG)
+    for call in (
+        github.registration_token(REPO),
+        github.removal_token(REPO),
+        github.list_runners(REPO),
+        github.get_runner(REPO, 1),
+        github.delete_runner(REPO, 1),
+        github.jit_config(REPO, name="one", labels=["x"]),
+    ):
+        with pytest.raises(UserError) as error:
+            await call
+        assert error.value.field == "github-token"
+        assert WRONG not in f"{error.value!r} {error.value} {error.value.fix} {error.value.__cause__!r}"
+    assert WRONG not in repr(github)
+    await github.close()
+
+
+async def test_a_credential_that_may_only_read(github_clients: GitHubs) -> None:
+    github = github_clients.open(await github_clients.grant(write=False))
+    assert await github.list_runners(REPO) == []
+    for call in (github.registration_token(REPO), github.delete_runner(REPO, 1)):
+        with pytest.raises(UserError) as error:
+            await call
+        assert error.value.field == "github-token"
+    await github.close()
+
+
+async def test_a_scope_out_of_sight_is_the_users_to_mend(github_clients: GitHubs) -> None:
+    """GitHub says 404 to it. Nothing may be concluded from that: least of all that there are no runners."""
+    for token, scope in ((None, "nobody/nothing"), (await github_clients.grant(scopes=[ORG]), REPO)):
+        if token is not None and isinstance(github_clients, GitHubClients):
+            continue  # there, an owner's token covers its repositories
+        github = github_clients.open(token)
+        for call in (
+            github.registration_token(scope),
+            github.removal_token(scope),
+            github.list_runners(scope),
+            github.jit_config(scope, name="one", labels=["x"]),
+        ):
+            with pytest.raises(UserError) as error:
+                await call
+            assert error.value.field == "github-scope"
+        assert await github.get_runner(scope, 1) is None
+        assert await github.delete_runner(scope, 1) is Deletion.GONE
+        await github.close()
+
+
+# What only a network can do ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def client(fake_github: GitHubClients) -> AsyncIterator[GitHub]:
+    github = fake_github.open()
+    yield github
+    await github.close()
+
+
+@pytest.mark.parametrize("status", [403, 429])
+async def test_a_rate_limit_says_when_to_come_back(fake_github: GitHubClients, client: GitHub, status: int) -> None:
+    await fake_github.admin.set_fault("rate_limit", operation="list", seconds=37, status=status)
+    with pytest.raises(Throttled) as error:
+        await client.list_runners(REPO)
+    assert error.value.retry_after_s == 37
+    assert await client.list_runners(REPO) == []
+
+
+async def test_a_rate_limit_without_a_time_has_a_default(fake_github: GitHubClients, client: GitHub) -> None:
+    await fake_github.admin.set_fault("rate_limit", operation="registration-token")
+    with pytest.raises(Throttled) as error:
+        await client.registration_token(REPO)
+    assert error.value.retry_after_s >= 60
+
+
+async def test_the_hourly_limit_is_a_rate_limit_too(fake_github: GitHubClients, client: GitHub) -> None:
+    token = await fake_github.grant()
+    await fake_github.admin.change_settings(rate_limit=1, enforce_rate_limit=True)
+    github = fake_github.open(token)
+    await github.list_runners(REPO)
+    with pytest.raises(Throttled):
+        # Should the hour have turned meanwhile, the next one has a first call, too.
+        [await github.list_runners(REPO) for _ in range(2)]
+    await github.close()
+
+
+async def test_a_lost_answer_of_a_deletion_is_looked_into(fake_github: GitHubClients, client: GitHub) -> None:
+    jit = await client.jit_config(REPO, name="one", labels=["x"])
+    await fake_github.admin.set_fault("lost_answer", operation="delete")
+    assert await client.delete_runner(REPO, jit.runner_id) is Deletion.GONE
+    assert await client.list_runners(REPO) == []
+
+
+@pytest.mark.parametrize("operation", ["list", "registration-token", "remove-token", "get"])
+async def test_lost_answers_are_asked_for_again(fake_github: GitHubClients, client: GitHub, operation: str) -> None:
+    await fake_github.admin.set_fault("lost_answer", operation=operation, times=TRIES - 1)
+    calls = {
+        "list": client.list_runners(REPO),
+        "registration-token": client.registration_token(REPO),
+        "remove-token": client.removal_token(REPO),
+        "get": client.get_runner(REPO, 1),
+    }
+    for name, call in calls.items():
+        if name == operation:
+            await call
+        else:
+            call.close()
+
+
+async def test_a_lost_answer_of_a_jit_configuration_leaves_one_registration(
+    fake_github: GitHubClients, client: GitHub
+) -> None:
+    """What the lost call made is removed, and made anew: its configuration was lost with the answer."""
+    await fake_github.admin.set_fault("lost_answer", operation="jitconfig")
+    made = await client.jit_config(REPO, name="one", labels=["x"])
+    assert [runner.runner_id for runner in await client.list_runners(REPO)] == [made.runner_id]
+
+
+async def test_a_server_error_is_tried_again_and_then_told(fake_github: GitHubClients, client: GitHub) -> None:
+    await fake_github.admin.set_fault("status", operation="list", status=502, times=TRIES - 1)
+    assert await client.list_runners(REPO) == []
+    await fake_github.admin.set_fault("status", operation="list", status=503, times=TRIES)
+    with pytest.raises(Unavailable) as error:
+        await client.list_runners(REPO)
+    assert not isinstance(error.value, Throttled)
+    assert "503" in error.value.message
+    assert await client.list_runners(REPO) == []
+
+
+async def test_a_part_of_a_list_is_never_a_list(client: GitHub) -> None:
+    """The first page comes, the second does not."""
+
+    class SecondPageFails(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.params["page"] != "1":
+                return httpx.Response(500)
+            runner = {"id": 1, "name": "one", "status": "online", "busy": False}
+            link = '<http://x/?page=2>; rel="next"'
+            return httpx.Response(200, json={"runners": [runner]}, headers={"link": link})
+
+    client._client._transport = SecondPageFails()  # type: ignore[attr-defined]
+    with pytest.raises(Unavailable):
+        await client.list_runners(REPO)
+
+
+async def test_a_list_shorter_than_github_says_is_read_again_and_then_refused(
+    fake_github: GitHubClients, client: GitHub
+) -> None:
+    for name in ("one", "two"):
+        await client.jit_config(REPO, name=name, labels=["x"])
+    await fake_github.admin.set_fault("short_list", operation="list", times=LIST_TRIES - 1)
+    assert await names(client) == ["one", "two"]
+    await fake_github.admin.set_fault("short_list", operation="list", times=LIST_TRIES)
+    with pytest.raises(Unavailable, match=f"the runners of {REPO} is not complete: 1 of 2"):
+        await client.list_runners(REPO)
+
+
+class Pages(httpx.AsyncBaseTransport):
+    """Answers with these pages, one a request: the ids on it, and how many there are."""
+
+    def __init__(self, *pages: tuple[list[int], int | None]) -> None:
+        self._pages = list(pages)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        page = int(request.url.params["page"])
+        numbers, total = self._pages.pop(0)
+        body: dict[str, Any] = {
+            "runners": [{"id": each, "name": str(each), "status": "online", "busy": False} for each in numbers]
+        }
+        if total is not None:
+            body["total_count"] = total
+        link = {"link": '<http://x/?page=2>; rel="next"'} if page == 1 else {}
+        return httpx.Response(200, json=body, headers=link)
+
+
+async def listed(client: GitHub, *pages: tuple[list[int], int | None]) -> list[int]:
+    client._client._transport = Pages(*pages)  # type: ignore[attr-defined]
+    return sorted(runner.runner_id for runner in await client.list_runners(REPO))
+
+
+async def test_a_removal_between_two_pages_is_noticed(client: GitHub) -> None:
+    """Runner 1 went after the first page, so that 3 moved up to it: the count alone would look right."""
+    first = [([1, 2], 4), ([4], 3)]
+    assert await listed(client, *first, ([2, 3], 3), ([4], 3)) == [2, 3, 4]
+
+
+async def test_of_a_list_that_never_rests_all_that_was_seen_stands(client: GitHub) -> None:
+    restless: list[tuple[list[int], int | None]] = [([1, 2], 4), ([4], 3), ([2, 3], 3), ([5], 4), ([3, 5], 4), ([6], 3)]
+    assert await listed(client, *restless) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_list_that_does_not_say_how_long_it_is_is_none(client: GitHub) -> None:
+    with pytest.raises(Unavailable):
+        await listed(client, ([1], None))
+
+
+async def test_calls_that_fail_are_counted_as_such(fake_github: GitHubClients, client: GitHub) -> None:
+    await fake_github.admin.set_fault("status", operation="list", status=502)
+    await client.list_runners(REPO)
+    assert await client.get_runner(REPO, 1) is None
+    wrong = fake_github.open(WRONG)
+    with pytest.raises(UserError):
+        await wrong.registration_token(REPO)
+    await wrong.close()
+    counted = fake_github.calls.outcomes()
+    # One answer to a list, one to the look; what is not there is an answer.
+    assert counted["github", "GET runners"] == (2, 1)
+    assert counted["github", "POST registration-token"] == (0, 1)
+
+
+async def test_a_server_that_is_not_there() -> None:
+    github = GitHubClient(
+        api_url="http://127.0.0.1:9", token="ghp_secret", clock=QuickClock(), ids=SystemIds(), calls=CallCounter()
+    )
+    with pytest.raises(Unavailable) as error:
+        await github.list_runners(REPO)
+    assert "ghp_secret" not in f"{error.value!r} {error.value.__context__!r} {github!r} {vars(github)!r}"
+    await github.close()
+
+
+async def test_a_proxy_is_not_asked_for_the_local_github(
+    fake_github: GitHubClients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    github = fake_github.open()
+    assert await github.list_runners(REPO) == []
+    await github.close()
+
+
+def test_where_runners_register() -> None:
+    assert web_url("https://api.github.com/") == "https://github.com"
+    assert web_url("https://ghes.example.com/api/v3") == "https://ghes.example.com"
+    assert web_url("https://api.acme.ghe.com") == "https://acme.ghe.com"
+    assert web_url("http://127.0.0.1:4711/") == "http://127.0.0.1:4711"

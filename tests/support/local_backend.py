@@ -1,0 +1,223 @@
+"""A local backend for acceptance tests: the command line, real processes, one folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from remuda import procfs
+from remuda.adapters.system.clock import SystemClock
+from remuda.fake_github.client import SimClient, SimRunner
+from remuda.fake_github.endpoint import read_endpoint
+from tests.support.forkserver_cli import CLI, PreparedProcess, start_prepared
+
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 120.0
+PAUSE_S = 0.05
+REPO = "remuda/demo"
+LAUNCHER = "tests.support.crash_launcher"
+#: Short lives, so that tests see the end of them.
+SHORT_LIVES = (
+    *("--release-time-sec", "8", "--unrecorded-grace-sec", "3", "--gone-after-sec", "1"),
+    *("--ghost-grace-sec", "3", "--reannounce-sec", "5", "--margin-sec", "1"),
+)
+#: For tests of something else: nothing ends because a busy computer takes its time.
+LONG_LIVES = (
+    *("--idle-time-sec", "600", "--release-time-sec", "90", "--unrecorded-grace-sec", "90"),
+    *("--ghost-grace-sec", "90", "--reannounce-sec", "600"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    code: int
+    document: dict[str, Any]
+    told: str
+
+
+class LocalBackend:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
+        self._started: list[PreparedProcess] = []
+
+    # Commands
+
+    async def start(
+        self, *arguments: str, crash: str = "", agent_crash: str = "", once: Path | None = None
+    ) -> PreparedProcess:
+        words = [arguments[0], "--dir", str(self.folder), *arguments[1:]]
+        program = CLI
+        if crash or agent_crash:
+            words = ["--crash", crash, "--agent-crash", agent_crash, "--once", str(once or ""), "--", *words]
+            program = LAUNCHER
+        process = await start_prepared(words, environment=self.environment, cwd=self.folder.parent, program=program)
+        self._started.append(process)
+        return process
+
+    async def finish(self, process: PreparedProcess) -> Done:
+        async with asyncio.timeout(LIMIT_S):
+            out, told = await process.communicate()
+        assert process.returncode is not None
+        return Done(code=process.returncode, document=json.loads(out) if out.strip() else {}, told=told.decode())
+
+    async def run(self, *arguments: str, code: int | None = 0, **crash: Any) -> Done:
+        done = await self.finish(await self.start(*arguments, "--json", **crash))
+        assert code is None or done.code == code, f"{arguments} ended with {done.code}: {done.document} {done.told}"
+        return done
+
+    async def up(self, *settings: str, sweeper: bool = False) -> None:
+        await self.run("up")
+        if not sweeper:
+            self.kill_sweeper()
+        await self.run("refresh", *SHORT_LIVES, *settings)
+
+    async def provision(self, run_id: str, count: int = 1, *more: str, **crash: Any) -> Done:
+        timeout = () if "--provision-timeout-sec" in more else ("--provision-timeout-sec", "100")
+        return await self.run("provision", "--run-id", run_id, "--instance-count", str(count), *timeout, *more, **crash)
+
+    async def release(self, run_id: str, *more: str, **crash: Any) -> Done:
+        return await self.run("release", "--run-id", run_id, *more, **crash)
+
+    async def sweep(self, **crash: Any) -> Done:
+        return await self.run("refresh", "--sweep-only", **crash)
+
+    @contextlib.asynccontextmanager
+    async def sweeping(self, every_s: float = 0.5) -> AsyncIterator[None]:
+        """Sweeps in the background, as `remuda up` has them, only more often."""
+        process = await self.start("refresh", "--sweep-only", "--every", str(every_s), "--quiet")
+        talk = asyncio.create_task(process.communicate())
+        try:
+            yield
+        finally:
+            process.terminate()
+            await talk
+
+    async def down(self) -> None:
+        """Everything ends, and nothing of it is left."""
+        for process in self._started:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        await self.run("down")
+        await self.until(lambda: not self.processes(), "nothing runs")
+        shutil.rmtree(self.folder)
+
+    # What is there
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        connection = sqlite3.connect(self.folder / "remuda.db", timeout=LIMIT_S)
+        try:
+            return connection.execute(query, values).fetchall()
+        finally:
+            connection.close()
+
+    def records(self, resource_class: str | None = None) -> dict[str, dict[str, Any]]:
+        documents = [json.loads(row[0]) for row in self.rows("SELECT doc FROM instances")]
+        return {item["instanceId"]: item for item in documents if resource_class in {None, item["resourceClass"]}}
+
+    def states(self, resource_class: str | None = None) -> list[str]:
+        return sorted(item["state"] for item in self.records(resource_class).values())
+
+    def hints(self) -> list[dict[str, Any]]:
+        return [json.loads(row[0]) for row in self.rows("SELECT body FROM messages")]
+
+    def hidden_hints(self) -> list[str]:
+        """Those that somebody received and neither deleted nor handed back, or that are not yet due."""
+        now = SystemClock().now().timestamp()
+        return [row[0] for row in self.rows("SELECT body FROM messages WHERE visible_at > ?", now)]
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        documents = [json.loads(row[0]) for row in self.rows("SELECT doc FROM reports")]
+        return {item["instanceId"]: item for item in documents}
+
+    def provisions(self, run_id: str) -> list[dict[str, Any]]:
+        return [json.loads(row[0]) for row in self.rows("SELECT doc FROM provisions WHERE run_id = ?", run_id)]
+
+    def machines(self) -> list[str]:
+        """Folders of machines that are not over."""
+        found = []
+        for path in sorted((self.folder / "instances").glob("i-*")):
+            with contextlib.suppress(OSError, ValueError):
+                if not json.loads((path / "instance.json").read_text()).get("finished"):
+                    found.append(path.name)
+        return found
+
+    def processes(self, instance_id: str | None = None) -> list[int]:
+        """What runs of one machine, or of all of them."""
+        folders = [self.folder / "instances" / instance_id] if instance_id else self.folder.glob("instances/i-*")
+        return sorted(
+            process.pid for path in folders for process in procfs.leftovers(path.name, str(path.resolve()), 0)
+        )
+
+    def agent(self, instance_id: str) -> int | None:
+        return self._process_with(instance_id, b"agent")
+
+    def supervisor(self, instance_id: str) -> int | None:
+        return self._process_with(instance_id, b"remuda.adapters.local.supervisor")
+
+    def _process_with(self, instance_id: str, word: bytes) -> int | None:
+        for pid in self.processes(instance_id):
+            with contextlib.suppress(OSError):
+                if word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    return pid
+        return None
+
+    def background(self, name: str) -> int | None:
+        document = json.loads((self.folder / f"{name}.json").read_text())
+        pid, started = int(document["pid"]), int(document["started"])
+        return pid if procfs.is_alive(pid, started) else None
+
+    def kill_sweeper(self) -> None:
+        pid = self.background("sweeper")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    # GitHub
+
+    def github(self) -> SimClient:
+        endpoint = read_endpoint(self.folder / "github")
+        assert endpoint is not None
+        return SimClient(endpoint.url, endpoint.token)
+
+    async def registrations(self) -> list[SimRunner]:
+        async with self.github() as client:
+            return await client.runners()
+
+    async def until(self, holds: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+        limit = time.monotonic() + limit_s
+        while not holds():
+            assert time.monotonic() < limit, f"{what}: not within {limit_s} s; {self.story()}"
+            await asyncio.sleep(PAUSE_S)
+
+    async def until_settled(self, *, states: Sequence[str] = ("terminated",), limit_s: float = LIMIT_S) -> None:
+        """Until every record is in one of the states, and nothing is left of machines that have ended."""
+        await self.until(lambda: set(self.states()) <= set(states), f"all records in {states}", limit_s)
+        live = {key for key, item in self.records().items() if item["state"] != "terminated"}
+        await self.until(lambda: set(self.machines()) <= live, f"no machines but {live}", limit_s)
+        limit = time.monotonic() + limit_s
+        while strangers := [item.name for item in await self.registrations() if self._is_odd(item.name)]:
+            assert time.monotonic() < limit, f"registrations are left: {strangers}; {self.story()}"
+            await asyncio.sleep(PAUSE_S)
+        over = [path.name for path in self.folder.glob("instances/i-*") if path.name not in live]
+        # The last one of a machine says that it is over, and then ends.
+        await self.until(lambda: not any(self.processes(name) for name in over), f"nothing runs of {over}", limit_s)
+
+    def _is_odd(self, name: str) -> bool:
+        """A registration of an instance that is not at work."""
+        record = self.records().get("i-" + name.rpartition("-i-")[2])
+        return record is None or record["state"] not in {"created", "claimed", "running", "releasing"}
+
+    def story(self) -> str:
+        shown = ("instanceId", "state", "epoch", "runId", "lastRunId", "threshold", "retire", "resourceClass")
+        return "\n".join(str({key: item[key] for key in shown}) for item in self.records().values())
