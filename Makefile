@@ -49,7 +49,7 @@ check: $(VENV)/.tools $(VENV)-moto/.installed $(NPM)/.installed ## Style, types,
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python docs/generate.py --check
+	PYTHONPATH=. $(BIN)/python docs/generate.py --check
 	$(BIN)/python deploy/build.py --check
 	$(VENV)-moto/bin/cfn-lint deploy/cloudformation.yml
 	$(BIN)/zizmor --offline --quiet --persona pedantic --config deploy/zizmor.yml action.yml $(WORKFLOWS)
@@ -97,7 +97,7 @@ bench: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed ## What
 	@$(BIN)/python benchmarks/simulation.py
 
 docs: $(VENV)/.tools ## Generate what comes from the code: parts of the docs, policies, template
-	$(BIN)/python docs/generate.py
+	PYTHONPATH=. $(BIN)/python docs/generate.py
 	$(BIN)/python deploy/build.py
 
 lambda: $(VENV)/.installed ## build/remuda-lambda.zip for the scheduled commands (LAMBDA_ARCH, LAMBDA_PYTHON)
