@@ -115,7 +115,7 @@ class Records:
     def read(self, instance_id: str) -> Instance:
         found: list[str | None] = []
         sample_records.with_store(
-            self.file, lambda connection: found.append(tables.one(connection, tables.Kind.CONTROL, instance_id))
+            self.file, lambda connection: found.append(tables.one(connection, tables.RecordKind.CONTROL, instance_id))
         )
         assert found[0] is not None
         return decode(Instance, found[0])
