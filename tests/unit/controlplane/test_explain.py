@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.cli.rendering.explanation import in_words, story_document, story_lines
+from remuda.cli.rendering.explanation import explanation_document, in_words, story_lines
 from remuda.cli.rendering.status import status_document
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import check_subject, explain
@@ -189,7 +189,7 @@ async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> No
 async def test_programs_get_the_same_story(world: World) -> None:
     await world.provision("7")
     story = await tell(world, "7")
-    document = story_document(story)
+    document = explanation_document(story)
     assert (document["kind"], document["subject"]) == ("run", "7")
     assert [line["what"] for line in document["lines"]] == words(story)
     assert document["next"] == list(story.upcoming)
@@ -208,7 +208,7 @@ async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World)
     await world.release("7")
     assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED): took " in shown(await tell(world, "7"))
     assert shown(await tell(world, "warm-up")).startswith("Run warm-up: released (by attempt 1)\n")
-    document = json.dumps(story_document(await tell(world, machine)))
+    document = json.dumps(explanation_document(await tell(world, machine)))
     assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, assignment 2)" in document
 
 

@@ -62,7 +62,7 @@ def _plain_line(line: Line) -> Line:
     return replace(line, what=what, why=in_words(line.why))
 
 
-def story_document(story: Story) -> dict[str, Any]:
+def explanation_document(story: Story) -> dict[str, Any]:
     story = _plainly(story)
     return {
         "kind": story.kind,
