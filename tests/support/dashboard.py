@@ -114,7 +114,7 @@ class SampleStore:
     def read(self, instance_id: str) -> Instance:
         found: list[str | None] = []
         sample_records.with_store(
-            self.file, lambda connection: found.append(tables.one(connection, tables.Kind.CONTROL, instance_id))
+            self.file, lambda connection: found.append(tables.one(connection, tables.RecordKind.CONTROL, instance_id))
         )
         assert found[0] is not None
         return decode(Instance, found[0])

@@ -23,7 +23,7 @@ from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
-from remuda.fake_github.endpoint import Endpoint, write_endpoint
+from remuda.fake_github import Endpoint, write_endpoint
 from tests.support.records import NOW
 
 #: An instance and its history.
