@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from remuda.fake_github.client import SimStep
+from remuda.fake_github.client import JobStep
 from tests.support.local_backend import LIMIT_S, REPO, Done, LocalBackend
 
 KILLED = -9
@@ -195,7 +195,7 @@ async def _cut_agent(story: Story, point: Point, marks: Path) -> None:
     if point.job:
         async with backend.github() as github:
             # It lasts until the agent was killed: who stood still meanwhile would not have seen a short one.
-            step = SimStep(run=f'until [ "$(ls {marks})" ]; do sleep 0.1; done; echo done')
+            step = JobStep(run=f'until [ "$(ls {marks})" ]; do sleep 0.1; done; echo done')
             job = await github.queue_job(repo=REPO, run_id=point.run_id, labels=[point.run_id], steps=[step])
             while job.status != "completed":
                 before = job.status

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from remuda.fake_github.client import SimClient, SimJob, SimStep
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
 
 INTERRUPTED = 130
@@ -26,12 +26,12 @@ async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
         await backend.down()
 
 
-async def queue(github: SimClient, run_id: str, *runs: str) -> SimJob:
-    steps = [SimStep(run=run) for run in runs or ("echo hello",)]
+async def queue(github: FakeGitHubClient, run_id: str, *runs: str) -> JobView:
+    steps = [JobStep(run=run) for run in runs or ("echo hello",)]
     return await github.queue_job(repo=REPO, run_id=run_id, labels=[run_id], steps=steps)
 
 
-async def after(github: SimClient, job: SimJob, *, status: str) -> SimJob:
+async def after(github: FakeGitHubClient, job: JobView, *, status: str) -> JobView:
     """The job, once it has that status or is over."""
     while job.status not in {status, "completed"}:
         before = job.status
@@ -40,7 +40,7 @@ async def after(github: SimClient, job: SimJob, *, status: str) -> SimJob:
     return job
 
 
-def machine_of(job: SimJob) -> str:
+def machine_of(job: JobView) -> str:
     assert job.runner_name is not None
     return "i-" + job.runner_name.rpartition("-i-")[2]
 
@@ -100,7 +100,7 @@ async def test_a_foreign_job_with_the_runs_label_is_refused(backend: LocalBacken
     """A label is no secret, and a failed hook alone does not keep `if: always()` from running."""
     await backend.provision("1")
     trace = tmp_path / "was-here"
-    steps = [SimStep(run=f"touch {trace}"), SimStep(run=f"touch {trace}", always=True)]
+    steps = [JobStep(run=f"touch {trace}"), JobStep(run=f"touch {trace}", always=True)]
     async with backend.github() as github:
         # The workflow cannot pass itself off as another by its variables.
         disguise = {"GITHUB_RUN_ID": "1", "BASH_ENV": "/dev/stdin"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
 from tests.support.canary import Canaries, Processes, minted, watched_processes
 from tests.support.forkserver_cli import run_prepared
 

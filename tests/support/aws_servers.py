@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.fake_github.client import SimClient
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github.client import FakeGitHubClient
 from tests.support.forkserver_cli import run_prepared
 from tests.support.moto_server import MotoServer
 from tests.support.servers import Ministack, ServerProblem, die_with_parent, ministack
@@ -63,8 +63,8 @@ class AwsServers:
     def flags(self) -> list[str]:
         return [word for name, value in self.launch.items() for word in (f"--{name}", value)]
 
-    def sim(self) -> SimClient:
-        return SimClient(self.github.url, self.github.token)
+    def sim(self) -> FakeGitHubClient:
+        return FakeGitHubClient(self.github.url, self.github.token)
 
 
 async def remuda(

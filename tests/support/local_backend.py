@@ -17,8 +17,8 @@ from typing import Any
 
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
-from remuda.fake_github.client import SimClient, SimRunner
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, RunnerView
 from tests.support.forkserver_cli import CLI, PreparedProcess, start_prepared
 
 #: Generous: nothing waits for it unless something is broken.
@@ -157,7 +157,7 @@ class LocalBackend:
         """What runs of one machine, or of all of them."""
         folders = [self.folder / "instances" / instance_id] if instance_id else self.folder.glob("instances/i-*")
         return sorted(
-            process.pid for path in folders for process in procfs.leftovers(path.name, str(path.resolve()), 0)
+            process.pid for path in folders for process in procfs.machine_processes(path.name, str(path.resolve()), 0)
         )
 
     def agent(self, instance_id: str) -> int | None:
@@ -185,12 +185,12 @@ class LocalBackend:
 
     # GitHub
 
-    def github(self) -> SimClient:
+    def github(self) -> FakeGitHubClient:
         endpoint = read_endpoint(self.folder / "github")
         assert endpoint is not None
-        return SimClient(endpoint.url, endpoint.token)
+        return FakeGitHubClient(endpoint.url, endpoint.token)
 
-    async def registrations(self) -> list[SimRunner]:
+    async def registrations(self) -> list[RunnerView]:
         async with self.github() as client:
             return await client.runners()
 
