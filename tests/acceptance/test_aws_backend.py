@@ -48,7 +48,7 @@ def test_a_provision_whose_machines_never_come_up_leaves_nothing(cloud: Cloud):
     assert any(what.startswith("gave up after") for what in told)
     code, report = cloud.remuda("report", "--since", "1h")
     assert (code, report["provisions"]["kinds"]) == (0, {"failed": 1}), report
-    assert report["machine_hours"]["booting"] > 0
+    assert report["instance_hours"]["booting"] > 0
 
 
 def test_no_capacity_is_told_with_who_had_none(cloud: Cloud):

@@ -220,7 +220,7 @@ class Story:
             bearer = {"Authorization": f"Bearer {token}"}
             answers = [
                 *[await client.get(path, headers=bearer) for path in ("/", "/api/snapshot", "/metrics")],
-                await client.get("/api/story", params={"of": "2"}, headers=bearer),
+                await client.get("/api/explanation", params={"subject": "2"}, headers=bearer),
                 await client.get("/api/snapshot", headers={"Authorization": f"Bearer {token}x"}),
                 await client.post("/login", data={"token": token}),
                 await client.post("/login", data={"token": f"{token}x"}),

@@ -53,9 +53,9 @@ async def test_a_pool_is_seen_and_explained(backend: LocalBackend) -> None:
     assert re.search(rf"{reused} +running +42 ", text)
     status = (await backend.run("status")).document
     assert status["warnings"] == []
-    assert status["open"] == []
+    assert status["open_provisions"] == []
     assert {item["state"] for item in status["instances"]} == {"running", "idle"}
-    assert all(item["beat_age_seconds"] < 60 and item["seconds_left"] > 0 for item in status["instances"])
+    assert all(item["heartbeat_age_seconds"] < 60 and item["seconds_left"] > 0 for item in status["instances"])
     assert status["runs"][0]["course"]["reused"] == 1
 
     story = (await backend.run("explain", "42")).document

@@ -151,11 +151,11 @@ class Story:
         """On a page of this machine alone, from before the beginning."""
         from remuda.web.dashboard import server  # noqa: PLC0415 - a web server only where there is a page
 
-        place = server.find_place("127.0.0.1", 0, None, {})
+        place = server.parse_listen_address("127.0.0.1", 0, None, {})
         listener = server.listen(place)
-        self._page_url = server.address(place, listener)
+        self._page_url = server.page_url(place, listener)
         self._output.say(f"live on {self._page_url}", style="bold")
-        async with server.serving(self._settings, place, listener, every_s=None, since_s=PAGE_SHOWS_S, asks=False):
+        async with server.serving(self._settings, place, listener, interval_s=None, since_s=PAGE_SHOWS_S, asks=False):
             yield
 
     async def stay(self) -> None:
