@@ -33,7 +33,7 @@ from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
 from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import from_text
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
 from remuda.fake_github.package import install
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
@@ -62,7 +62,7 @@ from remuda.ports.runner import RunnerState
 async def main():
     folder, clock = machine_folder(os.environ), SystemClock()
     reset = Reset(
-        kill=partial(processes.kill_all, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
+        kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
         runner_folder=folder / "runner", pristine=pristine_runner(folder),
         recreate=[folder / name for name in ("home", "work", "tmp")],
     )
@@ -206,7 +206,9 @@ class World:
         """All that carry a machine's mark or live in one's folder."""
         names = [path.name for path in self.root.glob("i-*")]
         return [
-            process.pid for name in names for process in procfs.leftovers(name, str((self.root / name).resolve()), 0)
+            process.pid
+            for name in names
+            for process in procfs.machine_processes(name, str((self.root / name).resolve()), 0)
         ]
 
     async def close(self) -> None:
@@ -250,7 +252,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def alive(pid: int) -> bool:
-    return procfs.look(pid) is not None
+    return procfs.read_process(pid) is not None
 
 
 def names_below(pid: int) -> list[str]:
@@ -540,7 +542,7 @@ async def test_capacity_holds_between_launches_at_once(world: World) -> None:
 
 async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted, counting = threading.Event(), threading.Event()
-    fill, is_on = launch.Launcher._fill, launch.is_on
+    fill, is_on = launch.LocalLauncher._fill, launch.is_on
 
     def fill_slowly(*given: Any) -> None:
         drafted.set()
@@ -556,7 +558,7 @@ async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, m
                 threading.Event().wait(0.01)
         return is_on(folder)
 
-    monkeypatch.setattr(launch.Launcher, "_fill", fill_slowly)
+    monkeypatch.setattr(launch.LocalLauncher, "_fill", fill_slowly)
     monkeypatch.setattr(launch, "is_on", count_slowly)
     first = asyncio.create_task(world.launch("first", capacity="1"))
     assert await asyncio.to_thread(drafted.wait, LONG_S)
@@ -623,7 +625,7 @@ class GitHub:
         async with asyncio.timeout(LONG_S):
             while True:
                 try:
-                    await self.client.get("/_sim/runners")
+                    await self.client.get("/_admin/runners")
                 except httpx.TransportError:
                     await asyncio.sleep(0.01)
                 else:
@@ -636,7 +638,7 @@ class GitHub:
     async def job(self, *commands: str) -> int:
         steps = [{"run": command} for command in commands]
         body = {"repo": "o/r", "run_id": "1", "labels": ["label"], "steps": steps}
-        return int((await self.client.post("/_sim/jobs", json=body)).raise_for_status().json()["id"])
+        return int((await self.client.post("/_admin/jobs", json=body)).raise_for_status().json()["id"])
 
     async def runners(self) -> list[dict[str, Any]]:
         answer = await self.client.get("/repos/o/r/actions/runners")

@@ -14,7 +14,7 @@ from remuda.ports.machine import Machine
 DEAD_MAN_SLACK_S = 5.0
 
 
-class Lifetime:
+class Expiry:
     """Keeps the threshold on disk and the dead-man timer armed."""
 
     def __init__(self, *, machine: Machine, clock: Clock, margin_s: float) -> None:

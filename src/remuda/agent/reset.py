@@ -84,7 +84,7 @@ class Reset:
     def __init__(
         self,
         *,
-        kill: Callable[[], processes.Killing],
+        kill: Callable[[], processes.KillResult],
         runner_folder: Path,
         pristine: Path,
         recreate: Sequence[Path],

@@ -185,12 +185,12 @@ class ActionsRunner:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    **processes.as_user(self._user),
+                    **processes.user_arguments(self._user),
                 )
         except OSError as problem:
             raise Unavailable(f"the listener cannot be started: {problem}") from problem
         if self._user is not None:
-            processes.may_run_out_of_memory(process.pid)
+            processes.reset_oom_score(process.pid)
         # The kernel is asked for its end, not this object, which would complain about being outlived.
         process.returncode = 0
         self._is_ours = True
@@ -265,7 +265,7 @@ class ActionsRunner:
         limit = self._clock.monotonic() + timeout_s
         try:
             while self._clock.monotonic() < limit and not self._jobs.has_grown():
-                if await processes.ended(descriptor, POLL_S):
+                if await processes.wait_for_end(descriptor, POLL_S):
                     return
         finally:
             os.close(descriptor)
@@ -298,7 +298,7 @@ class ActionsRunner:
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 return Process(pid=int(document["pid"]), ppid=0, started=int(document["started"]))
         # An agent that was killed right after the start had no time to write it down.
-        for process in processes.running(self._program, procfs.table().values()):
+        for process in processes.find_running(self._program, procfs.all_processes().values()):
             if processes.command(process.pid)[-1:] == ("run",):
                 self._note(process)
                 return process
@@ -335,8 +335,8 @@ class ActionsRunner:
         told = self._jobs.is_running()
         worker = self._folder / "bin" / "Runner.Worker"
         if listening and self._listener is not None:
-            return told or any(processes.running(worker, processes.children(self._listener.pid)))
-        return told and any(processes.running(worker, procfs.table().values()))
+            return told or any(processes.find_running(worker, processes.children(self._listener.pid)))
+        return told and any(processes.find_running(worker, procfs.all_processes().values()))
 
     def _forget(self) -> None:
         self._listener_file.unlink(missing_ok=True)
@@ -374,7 +374,7 @@ class ActionsRunner:
         """`config.sh`, with its inputs in the environment: a command line is for everyone to read."""
         step = f"config {self._registrar}"
         # One that an earlier agent began would finish later and replace what this one does.
-        await asyncio.to_thread(procfs.end_step, step)
+        await asyncio.to_thread(procfs.kill_step, step)
         environment = self._environment | {_INPUT + name: value for name, value in inputs.items()}
         environment[procfs.STEP] = step
         if self._registrar != self._folder:
@@ -427,15 +427,15 @@ class _JobLog:
 
 def _started(pid: int) -> Process:
     """Of a child that is not reaped yet: its number is its own, even where it has ended already."""
-    return procfs.look(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
+    return procfs.read_process(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
 
 
 async def _stopped(process: Process, number: signal.Signals, timeout_s: float) -> bool:
-    descriptor = processes.send(process, number)
+    descriptor = processes.send_signal(process, number)
     if descriptor is None:
         return True
     try:
-        return await processes.ended(descriptor, timeout_s)
+        return await processes.wait_for_end(descriptor, timeout_s)
     finally:
         os.close(descriptor)
 

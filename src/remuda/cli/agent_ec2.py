@@ -39,7 +39,7 @@ PAUSE_S = 1.0
 
 
 async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: EventLog) -> None:
-    processes.leave_no_core_dumps()
+    processes.disable_core_dumps()
     layout = Layout()
     user = JobUser.find(layout.job_user)
     folders = MachineFolders(

@@ -122,7 +122,7 @@ class Folder:
         return int(document["pid"])
 
     def processes(self) -> list[procfs.Process]:
-        return [process for process in procfs.table().values() if _place(process.pid) == str(self.runner)]
+        return [process for process in procfs.all_processes().values() if _place(process.pid) == str(self.runner)]
 
     def _program(self, name: str, text: str) -> None:
         (self.runner / name).write_text(text)

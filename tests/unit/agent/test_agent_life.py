@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from remuda.agent.decide import Do
+from remuda.agent.decide import AgentAction
 from remuda.agent.expiry import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal, took_s
@@ -107,7 +107,7 @@ def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> No
             ("the record says releasing", 1, "1234"),
         ]
         assert ("the record says idle", 1, "") in seen
-        resets = [facts for action, _, facts in noted if action == "step" and facts["do"] == Do.RESET.value]
+        resets = [facts for action, _, facts in noted if action == "step" and facts["do"] == AgentAction.RESET.value]
         assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
     run(story())

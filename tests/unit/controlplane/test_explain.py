@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.cli.rendering.explanation import in_words, story_document, story_lines
+from remuda.cli.rendering.explanation import describe_signals, explanation_document, explanation_lines
 from remuda.cli.rendering.status import status_document
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import check_subject, explain
@@ -38,7 +38,7 @@ def words(story: Story) -> list[str]:
 
 def shown(story: Story) -> str:
     console = Console(file=StringIO(), width=200, highlight=False)
-    for line in story_lines(story):
+    for line in explanation_lines(story):
         console.print(line, soft_wrap=True)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -189,7 +189,7 @@ async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> No
 async def test_programs_get_the_same_story(world: World) -> None:
     await world.provision("7")
     story = await tell(world, "7")
-    document = story_document(story)
+    document = explanation_document(story)
     assert (document["kind"], document["subject"]) == ("run", "7")
     assert [line["what"] for line in document["lines"]] == words(story)
     assert document["next"] == list(story.upcoming)
@@ -208,14 +208,14 @@ async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World)
     await world.release("7")
     assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED): took " in shown(await tell(world, "7"))
     assert shown(await tell(world, "warm-up")).startswith("Run warm-up: released (by attempt 1)\n")
-    document = json.dumps(story_document(await tell(world, machine)))
+    document = json.dumps(explanation_document(await tell(world, machine)))
     assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, assignment 2)" in document
 
 
 def test_every_signal_has_its_words() -> None:
     for signal in Signal:
-        assert in_words(f"{signal}: why").endswith(f" ({signal}): why")
-    assert in_words("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
+        assert describe_signals(f"{signal}: why").endswith(f" ({signal}): why")
+    assert describe_signals("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
 
 
 async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -> None:
@@ -239,7 +239,7 @@ async def test_a_committed_run_whose_machines_have_ended(world: World, count: in
     assert story.upcoming[0].startswith(f"{told}: there is nothing to release")
     found = await status(process)
     assert list(found.ended.values()) == [told]
-    assert [run["machines_ended"] for run in status_document(found)["runs"]] == [True]
+    assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
 
 
 async def test_a_run_with_machines_of_its_own_does_not_blame_the_pool(world: World) -> None:

@@ -17,8 +17,8 @@ from remuda.adapters.aws.imds import MEMORY, TIMERS, Ec2Machine, Imds
 from remuda.adapters.aws.user_data import Layout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
-from remuda.adapters.local.record import Record, read_record
-from remuda.agent.expiry import Lifetime
+from remuda.adapters.local.record import MachineRecord, read_record
+from remuda.agent.expiry import Expiry
 from remuda.agent.job_hook import JobHook
 from remuda.agent.runner import ActionsRunner, _JobLog, _story
 from remuda.domain.errors import RemudaError
@@ -34,7 +34,7 @@ texts = st.sampled_from(TEXTS) | st.text(max_size=20)
 bodies = texts.map(lambda text: text.encode(errors="replace")) | st.binary(max_size=20)
 
 
-RECORD = Record(
+RECORD = MachineRecord(
     instance_id=ONE,
     pool="p",
     instance_type="c6i.large",
@@ -154,7 +154,7 @@ def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> No
     machine.agent._run = run
 
     async def start() -> bool:
-        return Lifetime(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).is_over()
+        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).is_over()
 
     assert machine.ask(start()) is not None
     assert all(name.startswith("remuda-dead-man-") for name in stopped)

@@ -224,7 +224,7 @@ class Ec2Machine:
             return Outcome(ok=True, detail="there is no pre-runner script")
         step = f"script {self._state}"
         # One that an earlier agent began would run beside this one.
-        await asyncio.to_thread(procfs.end_step, step)
+        await asyncio.to_thread(procfs.kill_step, step)
         ended = await scripts.run(
             script,
             log=self._state / SCRIPT_LOG,

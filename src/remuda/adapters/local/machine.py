@@ -62,7 +62,7 @@ class LocalMachine:
             return Outcome(ok=True, detail="there is no pre-runner script")
         step = f"script {self._folder}"
         # One that an earlier agent began would run beside this one.
-        await asyncio.to_thread(procfs.end_step, step)
+        await asyncio.to_thread(procfs.kill_step, step)
         ended = await scripts.run(
             script,
             log=self._folder / files.LOGS / "pre-runner.log",

@@ -22,7 +22,7 @@ FAULTS = "never-boots, dies-after-s=SECONDS, no-capacity or partial=COUNT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class LocalOptions:
     #: How long a machine is pending: to show cold starts against warm ones.
     boot_delay_s: float = 0.0
     script: str = ""
@@ -37,7 +37,7 @@ class Options:
     partial: int | None = None
 
     @classmethod
-    def parse(cls, launch: Mapping[str, str]) -> Options:
+    def parse(cls, launch: Mapping[str, str]) -> LocalOptions:
         for name in launch:
             if name not in NAMES:
                 raise UserError(
@@ -88,7 +88,7 @@ def _count(text: str, field: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineType:
+class LocalMachineType:
     name: str
     cpu: int
     #: MiB.
@@ -108,13 +108,13 @@ _SIZES = (
 _FAMILIES = (("c6i", 2), ("m6i", 4), ("r6i", 8), ("c7g", 2))
 #: Small ones first: the first that fits is the cheapest.
 CATALOGUE = tuple(
-    MachineType(name=f"{family}.{size}", cpu=cpu, mmem=cpu * gib * 1024)
+    LocalMachineType(name=f"{family}.{size}", cpu=cpu, mmem=cpu * gib * 1024)
     for size, cpu in _SIZES
     for family, gib in _FAMILIES
 )
 
 
-def choose_type(request: Request) -> MachineType:
+def choose_type(request: Request) -> LocalMachineType:
     wanted = request.resource_class
     for candidate in CATALOGUE:
         if candidate.cpu >= wanted.cpu and candidate.mmem >= wanted.mmem and request.patterns.matches(candidate.name):

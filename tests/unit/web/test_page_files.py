@@ -1,4 +1,4 @@
-"""The page's files: all there, none fetched from elsewhere, and no way for a name to become markup."""
+"""Page files: complete, self-contained, and without ways to turn a name into markup."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ PAGE = files("remuda.web.dashboard").joinpath("page")
 TEXTS = {item.name: item.read_text() for item in PAGE.iterdir()}
 SCRIPTS = sorted(name for name in TEXTS if name.endswith(".js"))
 PAGES = sorted(name for name in TEXTS if name.endswith(".html"))
-#: Where text could become markup, or code.
-DOORS = (
+#: Functions and attributes that turn text into markup or code.
+UNSAFE = (
     *("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "createContextualFragment", "DOMParser"),
     *("eval(", "new Function", "setHTML", "srcdoc", 'setAttribute("style"', "javascript:"),
 )
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_put_names_in_as_text_alone(name: str) -> None:
-    assert [door for door in DOORS if door in TEXTS[name]] == []
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_insert_names_as_text_only(script: str) -> None:
+    assert [name for name in UNSAFE if name in TEXTS[script]] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_pages_hold_no_script_and_no_style_of_their_own(name: str) -> None:
+def test_pages_have_no_inline_script_or_style(name: str) -> None:
     text = TEXTS[name]
     assert re.findall(r"<style|\sstyle=|\son\w+=|javascript:", text) == []
     assert all(body.strip() == "" for body in re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL))
     assert text.startswith('<!doctype html>\n<html lang="en">')
 
 
-def test_nothing_comes_from_elsewhere() -> None:
+def test_pages_use_no_external_resources() -> None:
     for name, text in TEXTS.items():
         found = [url for url in re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", text) if "www.w3.org" not in url]
         assert found == [], name
@@ -46,7 +46,7 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert set(TEXTS) - wanted == {"index.html", "login.html"}
 
 
-def test_the_page_and_the_records_have_the_same_words() -> None:
+def test_phases_of_page_and_domain_are_equal() -> None:
     (listed,) = re.findall(r"export const PHASES = \[(.*?)\]", TEXTS["model.js"])
     assert re.findall(r'"(\w+)"', listed) == [phase.value for phase in PHASES] == [phase.value for phase in Phase]
     (renamed,) = re.findall(r"const PHASE_OF = \{(.*?)\}", TEXTS["model.js"])
@@ -54,15 +54,15 @@ def test_the_page_and_the_records_have_the_same_words() -> None:
     assert {state.value for state in State} <= words
 
 
-def test_every_element_that_scripts_ask_for_is_there() -> None:
-    asked = {name for script in SCRIPTS for name in re.findall(r'find\("([\w-]+)"\)', TEXTS[script])}
-    there = set(re.findall(r'\sid="([\w-]+)"', TEXTS["index.html"]))
-    assert asked <= there
+def test_every_element_used_by_scripts_exists() -> None:
+    used = {name for script in SCRIPTS for name in re.findall(r'find\("([\w-]+)"\)', TEXTS[script])}
+    existing = set(re.findall(r'\sid="([\w-]+)"', TEXTS["index.html"]))
+    assert used <= existing
 
 
-def test_the_docs_show_every_picture_and_none_is_large() -> None:
+def test_docs_show_every_picture_and_none_is_large() -> None:
     docs = Path(__file__).parents[3] / "docs"
     shown = set(re.findall(r"\.\./pictures/([\w.-]+)", (docs / "howto" / "dashboard.md").read_text()))
-    there = {file.name: file.stat().st_size for file in (docs / "pictures").iterdir()}
-    assert shown == set(there)
-    assert all(size < 200_000 for size in there.values())
+    sizes = {file.name: file.stat().st_size for file in (docs / "pictures").iterdir()}
+    assert shown == set(sizes)
+    assert all(size < 200_000 for size in sizes.values())

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.fake_github.core import Core
-from remuda.fake_github.model import Conclusion, Job, Phase, Refused, Runner, Settings, TokenKind, matches
+from remuda.fake_github.core import GitHubCore
+from remuda.fake_github.model import (
+    ApiError,
+    Conclusion,
+    FakeGitHubSettings,
+    GitHubJob,
+    JobPhase,
+    RegisteredRunner,
+    TokenKind,
+    matches,
+)
 
 REPO = "acme/widgets"
 
@@ -26,13 +35,13 @@ class FakeClock:
 
 
 class World:
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: FakeGitHubSettings | None = None) -> None:
         self.clock = FakeClock()
-        self.core = Core(clock=self.clock, settings=settings)
+        self.core = GitHubCore(clock=self.clock, settings=settings)
 
     def register(
         self, name: str, labels: Iterable[str] = ("a",), *, scope: str = REPO, ephemeral: bool = False
-    ) -> Runner:
+    ) -> RegisteredRunner:
         token = self.core.registry.issue(TokenKind.REGISTRATION, scope)
         return self.core.registry.register(
             scope=scope,
@@ -46,22 +55,22 @@ class World:
 
     def online(
         self, name: str, labels: Iterable[str] = ("a",), *, scope: str = REPO, ephemeral: bool = False
-    ) -> Runner:
+    ) -> RegisteredRunner:
         runner = self.register(name, labels, scope=scope, ephemeral=ephemeral)
         self.core.registry.open_session(runner, version="2.336.0")
         return runner
 
-    def job(self, labels: Iterable[str] = ("a",), *, repo: str = REPO) -> Job:
+    def job(self, labels: Iterable[str] = ("a",), *, repo: str = REPO) -> GitHubJob:
         return self.core.queue.add(
             repo=repo, run_id="1", run_attempt=1, name="job", labels=tuple(labels), steps=[], env={}
         )
 
-    def running(self, runner: Runner) -> Job:
+    def running(self, runner: RegisteredRunner) -> GitHubJob:
         job = self.job(runner.labels)
         self.core.queue.acknowledge(runner, job.id)
         return job
 
-    def finish(self, runner: Runner, job: Job) -> None:
+    def finish(self, runner: RegisteredRunner, job: GitHubJob) -> None:
         self.core.queue.complete(runner, job.id, Conclusion.SUCCESS, output="", steps=[])
 
     def passes(self, seconds: float) -> None:
@@ -73,8 +82,8 @@ class World:
         self.clock.at = ends_at
 
 
-def refused(status: int) -> pytest.RaisesExc[Refused]:
-    return pytest.raises(Refused, check=lambda problem: problem.status == status)
+def refused(status: int) -> pytest.RaisesExc[ApiError]:
+    return pytest.raises(ApiError, check=lambda problem: problem.status == status)
 
 
 @pytest.fixture
@@ -121,7 +130,7 @@ def test_a_token_is_good_for_its_scope_and_purpose_only(world: World) -> None:
 
 
 def test_unknown_scopes_and_read_only_tokens_are_refused() -> None:
-    world = World(Settings(known_scopes=(REPO,)))
+    world = World(FakeGitHubSettings(known_scopes=(REPO,)))
     registry = world.core.registry
     token = registry.issue_access()
     registry.check_access(token, REPO.upper(), write=True)
@@ -236,7 +245,7 @@ def test_a_vanished_runner_stays_busy_until_its_lease_ends_and_the_job_fails(wor
     with refused(422):
         world.core.registry.delete(REPO, runner.id)
     world.passes(2)
-    assert (job.phase, job.conclusion) == (Phase.COMPLETED, Conclusion.FAILURE)
+    assert (job.phase, job.conclusion) == (JobPhase.COMPLETED, Conclusion.FAILURE)
     assert not world.core.registry.busy(runner)
     world.core.registry.delete(REPO, runner.id)
 
@@ -247,7 +256,7 @@ def test_a_renewed_lease_does_not_end(world: World) -> None:
     for _ in range(5):
         world.passes(500)
         world.core.queue.renew(runner, job.id)
-    assert job.phase is Phase.IN_PROGRESS
+    assert job.phase is JobPhase.IN_PROGRESS
 
 
 # Jobs
@@ -259,7 +268,7 @@ def test_jobs_go_to_an_idle_online_runner_in_scope(world: World) -> None:
     mine = world.online("mine")
     first, second = world.job(), world.job()
     assert first.runner_id == mine.id
-    assert second.phase is Phase.QUEUED
+    assert second.phase is JobPhase.QUEUED
     assert other.job_id is None
     world.core.queue.acknowledge(mine, first.id)
     world.finish(mine, first)
@@ -295,7 +304,7 @@ def test_an_ephemeral_runner_takes_one_job_and_is_gone(world: World) -> None:
     world.core.queue.acknowledge(runner, job.id)
     world.finish(runner, job)
     assert world.core.registry.of(REPO) == []
-    assert waiting.phase is Phase.QUEUED
+    assert waiting.phase is JobPhase.QUEUED
 
 
 def test_completing_twice_is_harmless_and_the_first_result_stands(world: World) -> None:
@@ -315,7 +324,7 @@ def test_cancelling(world: World) -> None:
     assert runner.job_id is None
     running = world.running(runner)
     world.core.queue.cancel(running.id)
-    assert running.phase is Phase.IN_PROGRESS
+    assert running.phase is JobPhase.IN_PROGRESS
     assert world.core.queue.message_for(runner) is running
 
 
@@ -330,7 +339,7 @@ def test_the_state_survives_being_stored_and_loaded(world: World) -> None:
     running = world.running(busy)
     waiting = world.job(["nobody"])
     stored = [(kind, key, doc) for kind, key, doc in world.core.state.take_changes() if doc is not None]
-    later = Core(clock=world.clock)
+    later = GitHubCore(clock=world.clock)
     later.state.load(stored)
     later.queue.restore()
     assert later.state.runners == {busy.id: busy, idle.id: idle}
@@ -377,8 +386,8 @@ def check(world: World) -> None:
     state = world.core.state
     for job in state.jobs.values():
         holders = [runner.id for runner in state if runner.job_id == job.id]
-        at_work = job.phase in {Phase.ASSIGNED, Phase.IN_PROGRESS}
+        at_work = job.phase in {JobPhase.ASSIGNED, JobPhase.IN_PROGRESS}
         assert holders == ([job.runner_id] if at_work else [])
     idle = [runner for runner in state if runner.online and runner.job_id is None]
-    waiting = [job for job in state.jobs.values() if job.phase is Phase.QUEUED]
+    waiting = [job for job in state.jobs.values() if job.phase is JobPhase.QUEUED]
     assert not any(runner.accepts(job) for runner in idle for job in waiting)

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from remuda.fake_github.client import SimClient, SimError, SimStep
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep
 from remuda.fake_github.package import install
 
 REPO = "acme/widgets"
@@ -59,21 +59,21 @@ class Server:
         return found
 
     def change(self, **settings: float) -> None:
-        self.http.patch("/_sim/settings", json=settings).raise_for_status()
+        self.http.patch("/_admin/settings", json=settings).raise_for_status()
 
     def token(self, kind: str) -> str:
         return str(self.http.post(f"{RUNNERS}/{kind}").json()["token"])
 
     def queue(self, *runs: str, labels: tuple[str, ...] = ("warm",), **more: Any) -> int:
         body = {"repo": REPO, "run_id": 7, "name": "build", "labels": labels, **more}
-        answer = self.http.post("/_sim/jobs", json={**body, "steps": [{"run": run} for run in runs]})
+        answer = self.http.post("/_admin/jobs", json={**body, "steps": [{"run": run} for run in runs]})
         assert answer.status_code == 201, answer.text
         return int(answer.json()["id"])
 
     def job(self, job_id: int, *, since: str) -> dict[str, Any]:
         """After its status has changed."""
         query = {"since": since, "wait": str(LIMIT_S)}
-        job: dict[str, Any] = self.http.get(f"/_sim/jobs/{job_id}", params=query).json()
+        job: dict[str, Any] = self.http.get(f"/_admin/jobs/{job_id}", params=query).json()
         assert job["status"] != since
         return job
 
@@ -88,7 +88,7 @@ class Server:
         """Wait for the server's next change until it holds for the runner (an empty one if it is gone)."""
         query: dict[str, Any] = {"wait": str(LIMIT_S)}
         while True:
-            answer = self.http.get("/_sim/runners", params=query).json()
+            answer = self.http.get("/_admin/runners", params=query).json()
             runner: dict[str, Any] = next((r for r in answer["runners"] if r["name"] == name), {})
             if holds(runner):
                 return runner
@@ -299,7 +299,7 @@ def test_a_job_is_cancelled_from_the_server(server: Server, runner: RunnerFolder
     runner.ready()
     job = server.queue("sleep 600")
     server.running(job)
-    server.http.post(f"/_sim/jobs/{job}/cancel")
+    server.http.post(f"/_admin/jobs/{job}/cancel")
     assert server.finished(job)["conclusion"] == "cancelled"
     assert server.finished(server.queue("true"))["conclusion"] == "success"
 
@@ -336,7 +336,7 @@ def test_a_job_ends_whose_runner_stood_still_for_too_long(server: Server, runner
     server.running(job)
     listener.send_signal(signal.SIGSTOP)
     # Told to cancel it, a runner asks for nothing more: the session is gone before it has done so.
-    server.http.post(f"/_sim/jobs/{job}/cancel")
+    server.http.post(f"/_admin/jobs/{job}/cancel")
     server.change(liveness_s=0.1)
     server.until(lambda found: not found["online"])
     server.change(liveness_s=LIMIT_S)
@@ -348,7 +348,7 @@ def test_a_job_ends_whose_runner_stood_still_for_too_long(server: Server, runner
 def test_a_second_listener_is_a_conflict(server: Server, runner: RunnerFolder) -> None:
     runner.register()
     runner.ready()
-    assert runner.listen(GITHUBSIM_SESSION_CONFLICT_S="0.1").wait(LIMIT_S) == 5
+    assert runner.listen(FAKE_RUNNER_SESSION_CONFLICT_S="0.1").wait(LIMIT_S) == 5
 
 
 def test_a_just_in_time_runner_takes_one_job(server: Server, runner: RunnerFolder) -> None:
@@ -359,7 +359,7 @@ def test_a_just_in_time_runner_takes_one_job(server: Server, runner: RunnerFolde
     assert server.finished(first)["conclusion"] == "success"
     assert listener.wait(LIMIT_S) == 0
     assert server.rest() is None
-    assert server.http.get(f"/_sim/jobs/{second}").json()["status"] == "queued"
+    assert server.http.get(f"/_admin/jobs/{second}").json()["status"] == "queued"
     assert not (runner.folder / ".runner").exists()
 
 
@@ -380,7 +380,7 @@ def test_the_server_keeps_what_it_knows(server: Server, runner: RunnerFolder, nu
     assert (server.endpoint.url, server.endpoint.token) == (before.url, before.token)
     assert server.finished(server.queue("echo again"))["conclusion"] == "success"
     assert listener.poll() is None
-    assert server.http.get(f"/_sim/jobs/{waiting}").json()["status"] == "queued"
+    assert server.http.get(f"/_admin/jobs/{waiting}").json()["status"] == "queued"
 
 
 def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:
@@ -413,7 +413,7 @@ def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathl
         {"run": "true", "if": "always()"},
     ]
     body = {"repo": REPO, "run_id": 7, "labels": ["warm"], "steps": steps}
-    always = server.finished(server.http.post("/_sim/jobs", json=body).json()["id"])
+    always = server.finished(server.http.post("/_admin/jobs", json=body).json()["id"])
     assert always["conclusion"] == "cancelled"
     assert [step["conclusion"] for step in always["steps"]] == ["skipped", "cancelled", "skipped"]
 
@@ -422,17 +422,17 @@ def test_lost_answers_do_not_stop_the_runner(server: Server, runner: RunnerFolde
     runner.register()
     runner.ready()
     for operation in ("runner.acknowledge", "runner.complete"):
-        server.http.post("/_sim/faults", json={"kind": "lost_answer", "operation": operation})
+        server.http.post("/_admin/faults", json={"kind": "lost_answer", "operation": operation})
     assert server.finished(server.queue("true"))["conclusion"] == "success"
     assert server.finished(server.queue("true"))["conclusion"] == "success"
-    assert server.http.get("/_sim/faults").json() == {"faults": []}
+    assert server.http.get("/_admin/faults").json() == {"faults": []}
 
 
 async def test_the_client(server: Server, runner: RunnerFolder) -> None:
     runner.register()
     runner.ready()
-    async with SimClient(server.endpoint.url, server.endpoint.token) as client:
-        step = SimStep(run='echo "$WORD"', env={"WORD": "hello"})
+    async with FakeGitHubClient(server.endpoint.url, server.endpoint.token) as client:
+        step = JobStep(run='echo "$WORD"', env={"WORD": "hello"})
         queued = await client.queue_job(repo=REPO, run_id=8, labels=["warm"], steps=[step])
         job = queued
         while job.status != "completed":
@@ -454,7 +454,7 @@ async def test_the_client(server: Server, runner: RunnerFolder) -> None:
         # One that is under way ends, too.
         await client.clear_faults()
         assert await listing is not None
-        with pytest.raises(SimError, match="404"):
+        with pytest.raises(FakeGitHubError, match="404"):
             await client.job(10_000)
         assert (await client.change_settings(lease_s=99))["lease_s"] == 99
 

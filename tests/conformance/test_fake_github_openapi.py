@@ -12,7 +12,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, read_endpoint
 from tests.support.records import LONG_S
 
 OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
@@ -177,22 +177,22 @@ def test_the_old_word_for_a_token(api: Api, endpoint: Endpoint) -> None:
 
 
 def test_a_reader_may_not_write_and_a_stranger_sees_nothing(api: Api) -> None:
-    reader = api.client.post("/_sim/tokens", json={"scopes": ["acme"], "write": False}).json()["token"]
-    stranger = api.client.post("/_sim/tokens", json={"scopes": ["other"]}).json()["token"]
+    reader = api.client.post("/_admin/tokens", json={"scopes": ["acme"], "write": False}).json()["token"]
+    stranger = api.client.post("/_admin/tokens", json={"scopes": ["other"]}).json()["token"]
     headers = {"authorization": f"Bearer {reader}"}
     assert api.call("GET", headers=headers).status_code == 200
     assert api.call("POST", "/registration-token", headers=headers).status_code == 403
     assert api.call("GET", headers={"authorization": f"Bearer {stranger}"}).status_code == 404
-    assert api.client.get("/_sim/runners", headers=headers).status_code == 403
+    assert api.client.get("/_admin/runners", headers=headers).status_code == 403
 
 
 def test_unknown_scopes(api: Api) -> None:
-    api.client.patch("/_sim/settings", json={"known_scopes": ["somewhere/else"]})
+    api.client.patch("/_admin/settings", json={"known_scopes": ["somewhere/else"]})
     try:
         assert api.call("GET").status_code == 404
         assert api.call("POST", "/registration-token").status_code == 404
     finally:
-        api.client.patch("/_sim/settings", json={"known_scopes": None})
+        api.client.patch("/_admin/settings", json={"known_scopes": None})
 
 
 def test_a_runner_that_got_a_job_just_before_its_delete(api: Api) -> None:
@@ -201,19 +201,19 @@ def test_a_runner_that_got_a_job_just_before_its_delete(api: Api) -> None:
     session = api.client.post(
         "/_runner/sessions", json={"version": "2.336.0"}, headers={"authorization": f"Bearer {secret}"}
     ).json()["session"]
-    api.client.post("/_sim/faults", json={"kind": "job_on_delete"})
+    api.client.post("/_admin/faults", json={"kind": "job_on_delete"})
     runner_id = created["runner"]["id"]
     assert api.call("GET", "/{runner_id}", runner_id=runner_id).json()["busy"] is False
     assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 422
-    (runner,) = api.client.get("/_sim/runners").json()["runners"]
+    (runner,) = api.client.get("/_admin/runners").json()["runners"]
     assert runner["state"] == "assigned"
-    assert api.client.post(f"/_sim/jobs/{runner['job_id']}/cancel").status_code == 202
+    assert api.client.post(f"/_admin/jobs/{runner['job_id']}/cancel").status_code == 202
     api.client.delete(f"/_runner/sessions/{session}", headers={"authorization": f"Bearer {secret}"})
 
 
 def test_faults(api: Api) -> None:
     def fault(kind: str, **more: Any) -> None:
-        assert api.client.post("/_sim/faults", json={"kind": kind, **more}).status_code == 201
+        assert api.client.post("/_admin/faults", json={"kind": kind, **more}).status_code == 201
 
     fault("rate_limit", seconds=7)
     limited = api.call("GET")
@@ -229,15 +229,15 @@ def test_faults(api: Api) -> None:
         api.jit("lost")
     assert api.jit("lost").status_code == 409
     assert api.call("GET").json()["total_count"] == 0
-    api.client.delete("/_sim/faults")
+    api.client.delete("/_admin/faults")
     fault("wrong_busy", operation="list")
     assert [api.call("GET").json()["runners"][0]["busy"] for _ in range(2)] == [True, False]
     fault("lost_answer", operation="delete", status=502)
     runner_id = api.call("GET").json()["runners"][0]["id"]
     assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 502
     assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 404
-    assert api.client.get("/_sim/faults").json() == {"faults": []}
-    assert api.client.post("/_sim/faults", json={"kind": "nonsense"}).status_code == 422
+    assert api.client.get("/_admin/faults").json() == {"faults": []}
+    assert api.client.post("/_admin/faults", json={"kind": "nonsense"}).status_code == 422
 
 
 def _unpack(text: str) -> str:
