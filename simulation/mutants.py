@@ -56,7 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "claim-of-the-expiring",
         "a claim does not look at the threshold",
-        (_TRANSITIONS, "        unexpired_at=now + timedelta(seconds=event.margin_s),\n", ""),
+        (_TRANSITIONS, "        threshold_after=now + timedelta(seconds=event.margin_s),\n", ""),
     ),
     _mutant(
         "claim-of-the-retired",
@@ -347,14 +347,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "the renewal of an idle instance raises its epoch",
         (
             _TRANSITIONS,
-            'expired_at=event.until), {"threshold": event.until}\n',
-            'expired_at=event.until), {"threshold": event.until, "epoch": instance.epoch + 1}\n',
+            'threshold_at_or_before=event.until), {"threshold": event.until}\n',
+            'threshold_at_or_before=event.until), {"threshold": event.until, "epoch": instance.epoch + 1}\n',
         ),
     ),
     _mutant(
         "renewal-that-comes-late",
         "a renewal that was held up cuts a later one short",
-        (_TRANSITIONS, "replace(alive, not_retired=True, expired_at=event.until)", "replace(alive, not_retired=True)"),
+        (
+            _TRANSITIONS,
+            "replace(alive, not_retired=True, threshold_at_or_before=event.until)",
+            "replace(alive, not_retired=True)",
+        ),
     ),
     _mutant(
         "renewal-that-lasts-longer",
@@ -375,15 +379,23 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "quarantined-and-retired",
         "a machine in quarantine is ended before anybody had a look",
-        ("domain/instance.py", '    if instance.is_held(now):\n        return ""\n', ""),
+        ("domain/instance.py", '    if instance.is_quarantined(now):\n        return ""\n', ""),
         # The write that ends it looks once more.
-        (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
+        (
+            _TRANSITIONS,
+            "max_quarantined_until=now if _spares_quarantine(instance, event) else None",
+            "max_quarantined_until=None",
+        ),
     ),
     _mutant(
         "drained-and-pooled",
         "a drained instance goes back to the pool after its run",
         ("domain/instance.py", "    if instance.retire:\n        return instance.retire\n", ""),
-        (_TRANSITIONS, "    if instance.retire and not instance.is_held(now):\n", "    if not instance.epoch:\n"),
+        (
+            _TRANSITIONS,
+            "    if instance.retire and not instance.is_quarantined(now):\n",
+            "    if not instance.epoch:\n",
+        ),
     ),
     # Sweeps
     _mutant(
@@ -602,7 +614,11 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "quarantine-unseen",
         "a release that read the record before an operator's quarantine ends it all the same",
-        (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
+        (
+            _TRANSITIONS,
+            "max_quarantined_until=now if _spares_quarantine(instance, event) else None",
+            "max_quarantined_until=None",
+        ),
     ),
     _mutant(
         "agent-without-margin",
@@ -618,8 +634,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "the dead-man timer stays at the first threshold",
         (
             _LIFETIME,
-            "        self._arm(record.threshold)\n        self._machine.remember",
-            "        self._machine.remember",
+            "        self._arm(record.threshold)\n        self._machine.save",
+            "        self._machine.save",
         ),
     ),
 )

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.cli.rendering.results import record_document
 from remuda.cli.rendering.tables import clean
-from remuda.domain.reporting.explanation import Line, Story, Tone
-from remuda.domain.serialization import plain
+from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
+from remuda.domain.serialization import to_jsonable
 from remuda.domain.signals import Signal
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.BAD: "yellow", Tone.MINOR: "dim"}
+_STYLES = {Severity.PLAIN: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}
 #: An instance id's width, so that what is said stands in one column.
 _ID_WIDTH = 19
 
@@ -43,7 +43,7 @@ def in_words(text: str) -> str:
     return _SIGNAL.sub(lambda found: f"{_MEANING[Signal(found[1])]} ({', '.join(filter(None, found.groups()))})", text)
 
 
-def _plainly(story: Story) -> Story:
+def _plainly(story: Explanation) -> Explanation:
     """In words, and nothing twice."""
     return replace(
         story,
@@ -53,7 +53,7 @@ def _plainly(story: Story) -> Story:
     )
 
 
-def _plain_line(line: Line) -> Line:
+def _plain_line(line: ExplainedEvent) -> ExplainedEvent:
     if known := _NOTHING_NEW.fullmatch(line.why):
         return replace(line, what=line.what + known[1], why="")
     run = _FOR_RUN.search(line.what)
@@ -62,18 +62,18 @@ def _plain_line(line: Line) -> Line:
     return replace(line, what=what, why=in_words(line.why))
 
 
-def explanation_document(story: Story) -> dict[str, Any]:
+def explanation_document(story: Explanation) -> dict[str, Any]:
     story = _plainly(story)
     return {
         "kind": story.kind,
         "subject": story.subject,
         "title": story.title,
-        "lines": [{**record_document(line), "at": plain(line.at)} for line in story.lines],
+        "lines": [{**record_document(line), "at": to_jsonable(line.at)} for line in story.lines],
         "next": list(story.upcoming),
     }
 
 
-def story_lines(story: Story) -> list[Text]:
+def story_lines(story: Explanation) -> list[Text]:
     from rich.text import Text  # noqa: PLC0415 - only where it is shown
 
     story = _plainly(story)
@@ -89,7 +89,7 @@ def story_lines(story: Story) -> list[Text]:
     return told
 
 
-def _told(line: Line, began: datetime, *, with_id: bool) -> Text:
+def _told(line: ExplainedEvent, began: datetime, *, with_id: bool) -> Text:
     from rich.text import Text  # noqa: PLC0415 - as above
 
     since_s = (line.at - began).total_seconds()

@@ -6,25 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from remuda.cli.rendering.tables import duration, table
-from remuda.domain.reporting.timeline import Phase
-from remuda.domain.reporting.usage import Ledger, Times
-from remuda.domain.serialization import plain
+from remuda.domain.reporting.timeline import MachinePhase
+from remuda.domain.reporting.usage import DurationStats, UsageReport
+from remuda.domain.serialization import to_jsonable
 
 #: How many runs, reasons and types a table shows; the others are summed up.
 MAX_ROWS = 15
 KINDS = ("warm", "mixed", "cold", "failed")
-PHASES = tuple(phase.value for phase in Phase)
+PHASES = tuple(phase.value for phase in MachinePhase)
 NO_RUN = "(no run)"
 
 _NUMBERS = frozenset({"count", "p50", "p95", "time", "cost", "share"})
 
 
-def report_document(ledger: Ledger, *, pool: str) -> dict[str, Any]:
+def report_document(ledger: UsageReport, *, pool: str) -> dict[str, Any]:
     savings, costs = ledger.savings, ledger.costs
     return {
         "pool": pool,
-        "since": plain(ledger.since),
-        "until": plain(ledger.until),
+        "since": to_jsonable(ledger.since),
+        "until": to_jsonable(ledger.until),
         "instances": ledger.instances,
         "provisions": {"count": ledger.provisions, "kinds": dict(ledger.kinds)},
         "reuse": {"reused": ledger.reused, "created": ledger.created, "rate": _rounded(ledger.reuse_rate)},
@@ -56,7 +56,7 @@ def report_document(ledger: Ledger, *, pool: str) -> dict[str, Any]:
     }
 
 
-def _times(times: Times) -> dict[str, Any]:
+def _times(times: DurationStats) -> dict[str, Any]:
     return {"count": times.count, "p50": _rounded(times.p50), "p95": _rounded(times.p95)}
 
 
@@ -91,7 +91,7 @@ def in_order(values: Mapping[str, Any], order: Sequence[str]) -> list[str]:
     return [name for name in order if name in values]
 
 
-def headlines(ledger: Ledger) -> list[tuple[str, str]]:
+def headlines(ledger: UsageReport) -> list[tuple[str, str]]:
     """What a person asks first: the question and the answer."""
     rate = ledger.reuse_rate
     warm, cold = ledger.times.get("warm"), ledger.times.get("cold")
@@ -108,11 +108,11 @@ def headlines(ledger: Ledger) -> list[tuple[str, str]]:
     ]
 
 
-def report_tables(ledger: Ledger, *, pool: str) -> list[Any]:
+def report_tables(ledger: UsageReport, *, pool: str) -> list[Any]:
     return list(_tables(ledger, pool))
 
 
-def _tables(ledger: Ledger, pool: str) -> Iterator[Any]:
+def _tables(ledger: UsageReport, pool: str) -> Iterator[Any]:
     title = f"Pool {pool}, {ledger.since:%Y-%m-%d %H:%M} to {ledger.until:%Y-%m-%d %H:%M} UTC"
     yield table(title, ("what", "value"), headlines(ledger))
     times = [
@@ -145,7 +145,7 @@ def _tables(ledger: Ledger, pool: str) -> Iterator[Any]:
         yield f"prices an hour: {ledger.priced}; set your own with --prices"
 
 
-def cost_cuts(ledger: Ledger) -> list[tuple[str, Mapping[str, float]]]:
+def cost_cuts(ledger: UsageReport) -> list[tuple[str, Mapping[str, float]]]:
     costs = ledger.costs
     by_run = {run or NO_RUN: value for run, value in costs.by_run.items()}
     cuts = [("class", costs.by_class), ("usage", costs.by_usage), ("run", by_run)]

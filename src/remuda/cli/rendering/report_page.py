@@ -9,7 +9,7 @@ from html import escape
 
 from remuda.cli.rendering import plots
 from remuda.cli.rendering.report import KINDS, PHASES, biggest, cost_cuts, headlines, hours, in_order, money
-from remuda.domain.reporting.usage import Ledger
+from remuda.domain.reporting.usage import UsageReport
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4; --card: #f6f8fa;
@@ -44,7 +44,7 @@ th { color: var(--soft); font-weight: 500; font-size: .875rem; } .n { text-align
 """
 
 
-def report_page(ledger: Ledger, *, pool: str) -> str:
+def report_page(ledger: UsageReport, *, pool: str) -> str:
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     span = f"{ledger.since:%Y-%m-%d %H:%M} to {ledger.until:%Y-%m-%d %H:%M} UTC"
@@ -60,7 +60,7 @@ def report_page(ledger: Ledger, *, pool: str) -> str:
     )
 
 
-def _sections(ledger: Ledger) -> Iterator[str]:
+def _sections(ledger: UsageReport) -> Iterator[str]:
     cards = "".join(f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>" for what, value in headlines(ledger))
     yield f"<dl>{cards}</dl>"
     yield from _provisions(ledger)
@@ -78,7 +78,7 @@ def _sections(ledger: Ledger) -> Iterator[str]:
     yield from (f'<p class="note">{escape(note)}</p>' for note in ledger.notes)
 
 
-def _provisions(ledger: Ledger) -> Iterator[str]:
+def _provisions(ledger: UsageReport) -> Iterator[str]:
     yield "<h2>How long runs waited for their runners</h2>"
     if not ledger.points:
         yield "<p>No run asked for any in this time.</p>"
@@ -103,7 +103,7 @@ def _provisions(ledger: Ledger) -> Iterator[str]:
     yield _table(("kind", "count", "p50", "p95"), rows)
 
 
-def _machines(ledger: Ledger) -> Iterator[str]:
+def _machines(ledger: UsageReport) -> Iterator[str]:
     yield "<h2>What machines did</h2>"
     if not ledger.hours:
         yield "<p>There was no machine in this time.</p>"

@@ -10,7 +10,7 @@ from remuda.cli.rendering.results import instance_document, record_document
 from remuda.cli.rendering.tables import duration, table
 from remuda.controlplane.read.status import RECENT_PROVISIONS, Opening, Status
 from remuda.domain.instance import ABSORBING, Instance
-from remuda.domain.serialization import plain
+from remuda.domain.serialization import to_jsonable
 
 #: Below this width the columns that matter least are left out.
 WIDE = 120
@@ -23,14 +23,14 @@ _WHOLE = frozenset({"instance", "state", "run", "class", "tier", "warning"})
 
 def status_document(status: Status) -> dict[str, Any]:
     return {
-        "at": plain(status.at),
+        "at": to_jsonable(status.at),
         "pool": status.pool,
         "reuse": status.config.reuse.value if status.config else None,
         "instances": [_instance(status, instance) for instance in status.instances],
         "pools": {name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()},
         "runs": [{**record_document(run), "machines_ended": run.provision_id in status.ended} for run in status.runs],
         "open": [_opening(opening) for opening in status.openings],
-        "warnings": [record_document(concern) for concern in status.concerns],
+        "warnings": [record_document(warning) for warning in status.warnings],
         "unreadable": list(status.unreadable),
     }
 
@@ -56,8 +56,8 @@ def _opening(opening: Opening) -> dict[str, Any]:
         "resource_class": run.resource_class,
         "count": run.count,
         "held": dict(opening.held),
-        "created_at": plain(run.created_at),
-        "deadline": plain(run.deadline),
+        "created_at": to_jsonable(run.created_at),
+        "deadline": to_jsonable(run.deadline),
     }
 
 
@@ -70,8 +70,8 @@ def status_tables(status: Status, *, width: int, rows: int | None = None) -> lis
 
 
 def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
-    if status.concerns:
-        found = [(item.kind, item.subject, item.text) for item in status.concerns]
+    if status.warnings:
+        found = [(item.kind, item.subject, item.text) for item in status.warnings]
         yield table("Warnings", ("warning", "what", "means"), found, whole=_WHOLE)
     if status.config:
         yield f"pool {status.pool}, reuse {status.config.reuse}"
@@ -165,7 +165,7 @@ def _left(threshold: datetime, now: datetime) -> str:
 def headline(status: Status) -> str:
     states = ", ".join(f"{count} {state}" for state, count in status.by_state().items())
     live = sum(status.by_state().values())
-    warnings = len(status.concerns)
+    warnings = len(status.warnings)
     told = f"pool {status.pool} at {status.at:%H:%M:%S} UTC: {live} live" + (f" ({states})" if states else "")
     return told + (f"; {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
 
@@ -197,7 +197,7 @@ def _moved(before: Status | None, after: Status) -> Iterator[str]:
 
 def _warned(before: Status | None, after: Status) -> Iterator[str]:
     """A warning's text counts seconds: it is new only where its kind or subject is."""
-    known = {(item.kind, item.subject) for item in before.concerns} if before else set()
-    for item in after.concerns:
+    known = {(item.kind, item.subject) for item in before.warnings} if before else set()
+    for item in after.warnings:
         if (item.kind, item.subject) not in known:
             yield f"warning: {item.kind} {item.subject}: {item.text}"
