@@ -12,7 +12,7 @@ from enum import Enum
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import expired
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 
 #: How often a listener is started again, and a removal tried again, before the agent gives up.
@@ -48,7 +48,7 @@ class Observation:
 
     record: Instance | None
     runner: RunnerState
-    script: Script
+    script: ScriptStatus
     now: datetime
     margin_s: float
     #: The last signal that this process wrote for the record's epoch.
@@ -61,7 +61,7 @@ class Observation:
 def next_step(view: Observation) -> AgentStep:
     record = view.record
     if record is None:
-        if view.script is Script.PENDING:
+        if view.script is ScriptStatus.PENDING:
             return AgentStep(do=AgentAction.RUN_SCRIPT, why="the machine has booted")
         return _wait("no record yet")
     if record.state in {State.TERMINATING, State.TERMINATED}:
@@ -90,9 +90,9 @@ def _signal(view: Observation, signal: Signal, why: str) -> AgentStep:
 
 
 def _register(view: Observation, record: Instance) -> AgentStep:
-    if view.script is Script.PENDING:
+    if view.script is ScriptStatus.PENDING:
         return AgentStep(do=AgentAction.RUN_SCRIPT, why="before the first registration")
-    if view.script is Script.FAILED:
+    if view.script is ScriptStatus.FAILED:
         return _signal(view, Signal.UD_FAILED, "the pre-runner script failed")
     if view.signalled is not None and view.signalled.rank >= Signal.UD_REG_OK.rank:
         return _wait("registered; the runner starts when the record says running")

@@ -15,8 +15,8 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal, with_took
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import BoundEventLog, EventLog
-from remuda.ports.machine import Identity, Machine, Script
-from remuda.ports.runner import Removal, RunnerSoftware, RunnerState
+from remuda.ports.machine import Identity, Machine, ScriptStatus
+from remuda.ports.runner import RemovalStatus, RunnerSoftware, RunnerState
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class Agent:
         view = Observation(
             record=record,
             runner=runner,
-            script=self._machine.recall().script,
+            script=self._machine.load().script,
             now=self._clock.now(),
             margin_s=identity.margin_s,
             signalled=signalled,
@@ -207,7 +207,7 @@ class Agent:
         elif record is None:
             return
         elif step.do is AgentAction.SIGNAL and step.signal is not None:
-            told = self._machine.recall().script_detail if step.signal is Signal.UD_FAILED else ""
+            told = self._machine.load().script_detail if step.signal is Signal.UD_FAILED else ""
             await self._signal(record, step.signal, told or step.why)
         elif step.do is AgentAction.CONFIGURE and record.assignment is not None:
             started = self._clock.monotonic()
@@ -249,8 +249,8 @@ class Agent:
     async def _run_script(self, record: Instance | None) -> None:
         self._vital.works_for(SCRIPT_LIMIT_S)
         outcome = await self._machine.run_script(SCRIPT_LIMIT_S)
-        script = Script.OK if outcome.ok else Script.FAILED
-        self._machine.remember(replace(self._machine.recall(), script=script, script_detail=outcome.detail))
+        script = ScriptStatus.OK if outcome.ok else ScriptStatus.FAILED
+        self._machine.save(replace(self._machine.load(), script=script, script_detail=outcome.detail))
         if record is not None:
             await self._signal(record, Signal.UD_OK if outcome.ok else Signal.UD_FAILED, outcome.detail)
 
@@ -258,14 +258,14 @@ class Agent:
         if record.assignment is None:
             return
         removal, detail = await self._runner.remove(record.assignment)
-        if removal is Removal.BUSY:
+        if removal is RemovalStatus.BUSY:
             self._pause_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
-        elif removal in {Removal.FAILED, Removal.UNREACHABLE}:
+        elif removal in {RemovalStatus.FAILED, RemovalStatus.UNREACHABLE}:
             self._event_log.record("removal-failed", detail)
             self._tries += 1
             # Its threshold limits how often a github that does not answer is asked again.
-            self._removals += removal is Removal.FAILED
+            self._removals += removal is RemovalStatus.FAILED
             await self._back_off(self._tries)
 
     async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:
