@@ -275,7 +275,7 @@ def run_explain(flags: Flags, config: str | None, output: Output, *, subject: st
 
     story = run_async(work)
     if not output.as_json:
-        output.answer(*explanation.story_lines(story), soft_wrap=True)
+        output.answer(*explanation.explanation_lines(story), soft_wrap=True)
     output.result(explanation.explanation_document(story))
     return EXIT_OK
 
