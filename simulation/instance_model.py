@@ -28,15 +28,15 @@ from remuda.domain.transitions import (
     Confirm,
     End,
     Event,
-    Guard,
     Quarantine,
     Release,
     Renew,
     Retire,
+    WriteCondition,
     advance,
     tombstone,
 )
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 
 NOW = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)
@@ -123,7 +123,7 @@ class Write(NamedTuple):
 
     text: str
     by: Actor
-    guard: Guard
+    guard: WriteCondition
     sets: tuple[tuple[str, Any], ...]
     told: tuple[int, Signal | None]
     cost: int = 0
@@ -192,7 +192,7 @@ def born(who: str) -> Instance:
         instance_type="c6i.large",
         usage_class=UsageClass.ON_DEMAND,
         cpu=2,
-        mmem=4_096,
+        memory_mib=4_096,
         created_at=NOW,
         run_id=who,
         owner=f"{who}/w1",
@@ -224,7 +224,7 @@ class Lives:
         self._decisions: dict[Life, Doing] = {}
         self._judged: set[Life] = set()
         self._futures: dict[Instance, tuple[Instance, ...]] = {}
-        self._hopes: dict[tuple[Guard, Instance], bool] = {}
+        self._hopes: dict[tuple[WriteCondition, Instance], bool] = {}
 
     def steps(self, life: Life, *, released: bool) -> list[Step]:
         """All but those of runs. `released`: the run that it belongs to was."""
@@ -366,7 +366,7 @@ class Lives:
         """Whether the real guard may ever admit it: asked with all that the record can still become."""
         if record is None:
             return write.guard.admits(None)
-        if write.guard.expired_at is not None and not write.guard.admits(record):
+        if write.guard.threshold_at_or_before is not None and not write.guard.admits(record):
             # Its time was moved, and moves no further back.
             return False
         key = (write.guard, record)
@@ -522,7 +522,7 @@ def _view(life: Life, *, now: datetime = NOW, removals: int = 0) -> Observation:
             busy=agent.job,
             exit_code=1 if agent.ended else None,
         ),
-        script=Script.OK,
+        script=ScriptStatus.OK,
         now=now,
         margin_s=LIFETIMES.margin_s,
         signalled=memory[1] if memory is not None and record is not None and memory[0] == record.epoch else None,

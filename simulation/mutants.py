@@ -94,7 +94,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "claim-of-the-expiring",
         "a claim does not check the threshold",
-        argument(_TRANSITIONS, "_claim", "unexpired_at=...", ""),
+        argument(_TRANSITIONS, "_claim", "threshold_after=...", ""),
     ),
     _mutant(
         "claim-of-the-retired",
@@ -344,7 +344,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "renewal-that-comes-late",
         "a delayed renewal cuts a later one short",
-        argument(_TRANSITIONS, "_effect", "expired_at=event.until", ""),
+        argument(_TRANSITIONS, "_effect", "threshold_at_or_before=event.until", ""),
     ),
     _mutant(
         "renewal-that-lasts-longer",
@@ -373,15 +373,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "quarantined-and-retired",
         "a machine in quarantine is terminated before the quarantine ends",
-        statements(_INSTANCE, "retirement", "if instance.is_held(now):\n    ...", ""),
+        statements(_INSTANCE, "retirement", "if instance.is_quarantined(now):\n    ...", ""),
         # The condition of the write checks it once more.
-        argument(_TRANSITIONS, "_end", "held_up_to=...", ""),
+        argument(_TRANSITIONS, "_end", "max_quarantined_until=...", ""),
     ),
     _mutant(
         "drained-and-pooled",
         "a drained instance goes back to the pool after its run",
         statements(_INSTANCE, "retirement", "if instance.retire:\n    ...", ""),
-        expression(_TRANSITIONS, "_pool", "instance.retire and not instance.is_held(now)", "not instance.epoch"),
+        expression(_TRANSITIONS, "_pool", "instance.retire and not instance.is_quarantined(now)", "not instance.epoch"),
     ),
     # Sweeps
     _mutant(
@@ -601,7 +601,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "quarantine-unseen",
         "a release that read the record before an operator's quarantine still terminates the instance",
-        argument(_TRANSITIONS, "_end", "held_up_to=...", ""),
+        argument(_TRANSITIONS, "_end", "max_quarantined_until=...", ""),
     ),
     _mutant(
         "agent-without-margin",

@@ -12,7 +12,7 @@ from enum import Enum
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import expired
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 
 #: Starts of the listener before the agent signals a failure.
@@ -51,7 +51,7 @@ class Observation:
 
     record: Instance | None
     runner: RunnerState
-    script: Script
+    script: ScriptStatus
     now: datetime
     margin_s: float
     #: The last signal that this process wrote for the record's epoch.
@@ -65,7 +65,7 @@ class Observation:
 def next_step(seen: Observation) -> AgentStep:
     record = seen.record
     if record is None:
-        if seen.script is Script.PENDING:
+        if seen.script is ScriptStatus.PENDING:
             return AgentStep(action=AgentAction.RUN_SCRIPT, reason="the machine has booted")
         return _wait("no record yet")
     if record.state in {State.TERMINATING, State.TERMINATED}:
@@ -95,9 +95,9 @@ def _signal_once(seen: Observation, signal: Signal, reason: str) -> AgentStep:
 
 
 def _when_assigned(seen: Observation, record: Instance) -> AgentStep:
-    if seen.script is Script.PENDING:
+    if seen.script is ScriptStatus.PENDING:
         return AgentStep(action=AgentAction.RUN_SCRIPT, reason="required before the first registration")
-    if seen.script is Script.FAILED:
+    if seen.script is ScriptStatus.FAILED:
         return _signal_once(seen, Signal.UD_FAILED, "the pre-runner script failed")
     if seen.signalled is not None and seen.signalled.rank >= Signal.UD_REG_OK.rank:
         return _wait("registered; the runner starts when the record is running")

@@ -21,7 +21,7 @@ class Expiry:
         self._machine = machine
         self._clock = clock
         self._margin_s = margin_s
-        self._threshold = machine.recall().threshold
+        self._threshold = machine.load().threshold
         if self._threshold is not None:
             self._set_dead_man_timer(self._threshold)
 
@@ -29,7 +29,7 @@ class Expiry:
         if record.threshold == self._threshold:
             return
         self._set_dead_man_timer(record.threshold)
-        self._machine.remember(replace(self._machine.recall(), threshold=record.threshold))
+        self._machine.save(replace(self._machine.load(), threshold=record.threshold))
         # Assigned last, so that the next call repeats a step that failed.
         self._threshold = record.threshold
 
@@ -45,4 +45,4 @@ class Expiry:
 
     def _set_dead_man_timer(self, threshold: datetime) -> None:
         slack_s = self._margin_s + max(self._margin_s, DEAD_MAN_SLACK_S)
-        self._machine.arm(threshold + timedelta(seconds=slack_s))
+        self._machine.set_dead_man_timer(threshold + timedelta(seconds=slack_s))

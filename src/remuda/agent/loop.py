@@ -15,8 +15,8 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal, with_took
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import BoundEventLog, EventLog
-from remuda.ports.machine import Identity, Machine, Script
-from remuda.ports.runner import Removal, RunnerSoftware, RunnerState
+from remuda.ports.machine import Identity, Machine, ScriptStatus
+from remuda.ports.runner import RemovalStatus, RunnerSoftware, RunnerState
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Agent:
         observation = Observation(
             record=record,
             runner=runner,
-            script=self._machine.recall().script,
+            script=self._machine.load().script,
             now=self._clock.now(),
             margin_s=identity.margin_s,
             signalled=signalled,
@@ -214,7 +214,7 @@ class Agent:
         elif record is None:
             return
         elif step.action is AgentAction.SIGNAL and step.signal is not None:
-            script_detail = self._machine.recall().script_detail if step.signal is Signal.UD_FAILED else ""
+            script_detail = self._machine.load().script_detail if step.signal is Signal.UD_FAILED else ""
             await self._signal(record, step.signal, script_detail or step.reason)
         elif step.action is AgentAction.CONFIGURE and record.assignment is not None:
             started = self._clock.monotonic()
@@ -252,8 +252,8 @@ class Agent:
     async def _run_script(self, record: Instance | None) -> None:
         self._watchdog.expect_progress_within(SCRIPT_LIMIT_S)
         outcome = await self._machine.run_script(SCRIPT_LIMIT_S)
-        script = Script.OK if outcome.ok else Script.FAILED
-        self._machine.remember(replace(self._machine.recall(), script=script, script_detail=outcome.detail))
+        script = ScriptStatus.OK if outcome.ok else ScriptStatus.FAILED
+        self._machine.save(replace(self._machine.load(), script=script, script_detail=outcome.detail))
         if record is not None:
             await self._signal(record, Signal.UD_OK if outcome.ok else Signal.UD_FAILED, outcome.detail)
 
@@ -261,14 +261,14 @@ class Agent:
         if record.assignment is None:
             return
         removal, detail = await self._runner.remove(record.assignment)
-        if removal is Removal.BUSY:
+        if removal is RemovalStatus.BUSY:
             self._pause_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
-        elif removal in {Removal.FAILED, Removal.UNREACHABLE}:
+        elif removal in {RemovalStatus.FAILED, RemovalStatus.UNREACHABLE}:
             self._event_log.record("removal-failed", detail)
             self._removal_attempts += 1
             # Only the threshold limits the retries while GitHub is unreachable.
-            self._removals += removal is Removal.FAILED
+            self._removals += removal is RemovalStatus.FAILED
             await self._back_off(self._removal_attempts)
 
     async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:

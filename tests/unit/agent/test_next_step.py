@@ -11,7 +11,7 @@ import pytest
 from remuda.agent.decide import MAX_REMOVALS, MAX_STARTS, TERMINAL_EXITS, AgentAction, AgentStep, Observation, next_step
 from remuda.domain.instance import Credential, State
 from remuda.domain.signals import Signal
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 from tests.support.builders import in_state
 from tests.support.records import NOW, assignment, at
@@ -29,7 +29,7 @@ REMOVE_FAMILY = {signal for signal in Signal if "REMOVE" in signal.name}
 
 def observation(state: State | None, **changed: object) -> Observation:
     record = None if state is None else in_state(state, epoch=2, assignment=_assignment(state), threshold=at(300))
-    base = Observation(record=record, runner=RunnerState(), script=Script.OK, now=NOW, margin_s=1.0)
+    base = Observation(record=record, runner=RunnerState(), script=ScriptStatus.OK, now=NOW, margin_s=1.0)
     return replace(base, **changed)  # type: ignore[arg-type]
 
 
@@ -40,7 +40,7 @@ def _assignment(state: State) -> object:
 ALL = [
     observation(state, runner=runner, script=script, signalled=signalled, starts=starts, removals=removals)
     for state, runner, script, signalled, starts, removals in itertools.product(
-        (None, *State), RUNNERS, Script, SIGNALLED, (0, MAX_STARTS), (0, MAX_REMOVALS)
+        (None, *State), RUNNERS, ScriptStatus, SIGNALLED, (0, MAX_STARTS), (0, MAX_REMOVALS)
     )
 ]
 STEPS: list[tuple[Observation, AgentStep]] = [(each, next_step(each)) for each in ALL]
@@ -89,7 +89,7 @@ def test_a_runner_is_started_only_for_its_own_registration_and_once() -> None:
 
 def test_the_machine_is_registered_only_after_its_script_and_with_no_other_registration() -> None:
     for seen in observations_leading_to(AgentAction.CONFIGURE):
-        assert seen.script is Script.OK
+        assert seen.script is ScriptStatus.OK
         assert (seen.runner.configured_as, seen.runner.listening) == ("", False)
 
 
@@ -117,7 +117,7 @@ def test_an_ok_is_signalled_only_where_it_is_true() -> None:
     for seen, step in STEPS:
         if step.signal is Signal.UD_REG_OK:
             assert seen.runner == replace(seen.runner, configured_as=RIGHT, listening=False)
-            assert seen.script is Script.OK
+            assert seen.script is ScriptStatus.OK
         if step.signal is Signal.UD_REMOVE_REG_OK:
             assert (seen.runner.configured_as, seen.runner.listening, seen.runner.busy) == ("", False, False)
         # The reset itself signals that the machine is clean.
@@ -164,9 +164,9 @@ def test_a_runner_for_one_job_that_was_anothers_is_used_up() -> None:
 
 
 def test_a_failed_script_is_signalled() -> None:
-    assert next_step(observation(State.CREATED, script=Script.FAILED)).signal is Signal.UD_FAILED
+    assert next_step(observation(State.CREATED, script=ScriptStatus.FAILED)).signal is Signal.UD_FAILED
     assert (
-        next_step(observation(State.CREATED, script=Script.FAILED, signalled=Signal.UD_FAILED)).action
+        next_step(observation(State.CREATED, script=ScriptStatus.FAILED, signalled=Signal.UD_FAILED)).action
         is AgentAction.WAIT
     )
 
@@ -224,6 +224,6 @@ def test_a_terminated_record_ends_the_machine_whatever_it_does(state: State) -> 
 
 
 def test_without_a_record_the_machine_runs_its_script_and_waits() -> None:
-    assert next_step(observation(None, script=Script.PENDING)).action is AgentAction.RUN_SCRIPT
-    assert next_step(observation(None, script=Script.OK)).action is AgentAction.WAIT
-    assert next_step(observation(None, script=Script.FAILED)).action is AgentAction.WAIT
+    assert next_step(observation(None, script=ScriptStatus.PENDING)).action is AgentAction.RUN_SCRIPT
+    assert next_step(observation(None, script=ScriptStatus.OK)).action is AgentAction.WAIT
+    assert next_step(observation(None, script=ScriptStatus.FAILED)).action is AgentAction.WAIT
