@@ -37,7 +37,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import desired
-from tests.support.aws_servers import AwsServers
+from tests.support.aws.stack import AwsStack
 from tests.support.records import instance, instance_id
 
 SCOPE = "octo/repo"
@@ -270,7 +270,7 @@ def beating(record: Instance) -> Report:
 
 @dataclass(kw_only=True)
 class World:
-    servers: AwsServers
+    servers: AwsStack
     size: Size
     clients: AwsClients
     agents: AgentsProcess
@@ -316,7 +316,7 @@ class World:
 
 
 @asynccontextmanager
-async def open_world(servers: AwsServers, size: Size) -> AsyncIterator[World]:
+async def open_world(servers: AwsStack, size: Size) -> AsyncIterator[World]:
     os.environ.update(servers.environment())
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(AwsClients())

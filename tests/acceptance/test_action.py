@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.action_steps import LIMIT_S, ActionJob, Done, fetched_action
-from tests.support.aws_cloud import SCOPE, aws_cloud
+from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
+from tests.support.aws.stack import SCOPE, aws_stack
 from tests.support.registry import answered
-from tests.support.store_agents import Herd, herd
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-of-this-test"
@@ -39,7 +39,7 @@ class Github:
     environment: dict[str, str]
     token: str
     launch: dict[str, str]
-    herd: Herd
+    agents: ThreadedAgents
 
     def __post_init__(self) -> None:
         self._numbers = count(1)
@@ -72,9 +72,9 @@ class Github:
 @pytest.fixture(scope="module")
 def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
     folder = tmp_path_factory.mktemp("action")
-    with aws_cloud(folder) as cloud:
+    with aws_stack(folder) as stack:
         variables = {
-            **cloud.environment,
+            **stack.environment(),
             # A credential is an input here.
             "REMUDA_GITHUB_TOKEN": "",
             "REMUDA_CONFIG": "",
@@ -88,21 +88,21 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
             **answered(folder),
         }
-        with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
+        with agents_in_thread(stack, POOL) as agents:
             yield Github(
                 action=fetched_action(folder / "remuda"),
                 folder=folder,
                 environment=variables,
-                token=cloud.environment["REMUDA_GITHUB_TOKEN"],
-                launch=cloud.launch,
-                herd=agents,
+                token=stack.github.token,
+                launch=stack.launch,
+                agents=agents,
             )
 
 
 @pytest.fixture(autouse=True)
 def agents_run(github: Github) -> None:
-    github.herd.awake = True
-    github.herd.registration = Outcome(ok=True)
+    github.agents.resume()
+    github.agents.pool_agents.registration = StepResult(ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done)
         "reused": "0",
         "created": "2",
     }
-    assert {github.herd.states()[name] for name in ids} == {"running"}
+    assert {github.agents.states()[name] for name in ids} == {"running"}
     assert refreshed.masks - {github.token} <= first.masks, "the pool's tokens"
     assert "### remuda provision: 2 runners for run 100" in first.summary
     for name in ids:
@@ -158,7 +158,7 @@ def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done)
 
     back = github.use("release", run_id="100")
     assert back.code == 0, back.log
-    assert {github.herd.states()[name] for name in ids} == {"idle"}
+    assert {github.agents.states()[name] for name in ids} == {"idle"}
     assert back.summary.startswith("### remuda release: run 100\n\n2 released, in ")
     check_secrets(github, back)
 
@@ -193,7 +193,7 @@ def test_code_of_strangers_gets_machines_of_its_own(github: Github, refreshed: D
     back = github.use("release", run_id="150", github_token=github.token)
     assert back.code == 0, back.log
     assert "ephemeral: for one job" in back.summary
-    assert github.herd.states()[name] == "terminating"
+    assert github.agents.states()[name] == "terminating"
 
 
 def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshed: Done):
@@ -202,8 +202,8 @@ def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshe
     assert warm.code == 0, warm.log
     assert github.use("release", run_id="200").code == 0
     (pooled,) = json.loads(warm.outputs["instance-ids"])
-    github.herd.fall_asleep()
-    before = github.herd.states()
+    github.agents.pause()
+    before = github.agents.states()
 
     job = github.job("201")
     step = job.start_last(
@@ -229,10 +229,10 @@ def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshe
         code = step.finish(LIMIT_S)
     done = job.end_last(step, code)
     assert done.code == 130, done.log
-    states = github.herd.states()
+    states = github.agents.states()
     (created,) = [name for name, state in states.items() if state == "terminating" and name not in before]
     assert states[pooled] == "releasing"
-    assert github.herd.provisions("201") == ["released"]
+    assert github.agents.provisions("201") == ["released"]
 
     assert done.summary.startswith("### remuda provision: cancelled\n")
     assert f"| {pooled} | claimed | releasing |" in done.summary
@@ -265,12 +265,12 @@ def test_bad_input_is_one_annotation_with_the_fix(github: Github, refreshed: Don
     assert done.outputs["label"] == ""
     assert "failed" in done.summary
     assert not list(job.workspace.iterdir())
-    assert not github.herd.provisions("300")
+    assert not github.agents.provisions("300")
 
 
 def test_what_a_machine_says_is_text_and_no_command(github: Github, refreshed: Done):
     evil = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
-    github.herd.registration = Outcome(ok=False, detail=evil)
+    github.agents.pool_agents.registration = StepResult(ok=False, detail=evil)
     done = github.use("provision", run_id="400", instance_count="1", resource_class="2xlarge")
     assert done.code == 4, done.log
     (error,) = done.annotations("error")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import MEASURES
-from tests.support.servers import ROOT
+from tests.support.aws.servers import ROOT
 
 #: Those that between them use every part, each with a figure that it has to give.
 GIVES = {

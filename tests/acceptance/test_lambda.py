@@ -18,10 +18,9 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
-from remuda.fake_github.client import FakeGitHubClient
-from tests.support.canary import Canaries, key_pair, minted
-from tests.support.cloud import SCOPE, Cloud, cloud
+from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
 from tests.support.emf import check_emf
+from tests.support.leak_scanner import LeakScanner, issued_credentials, key_pair
 from tests.support.registry import answered
 
 #: As Lambda's runtime does: the level that the function's logs are set to, the event, a context with the time that is
@@ -68,24 +67,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(home: Path) -> Iterator[Cloud]:
-    with cloud(home) as started:
+def servers(home: Path) -> Iterator[AwsStack]:
+    with aws_stack(home) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def canaries(servers: Cloud) -> Canaries:
+def scanner(servers: AwsStack) -> LeakScanner:
     given = {name: secrets.token_urlsafe(30) for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")}
-    return Canaries({**given, "GitHub token": servers.github_token})
+    return LeakScanner({**given, "GitHub token": servers.github.token})
 
 
 class Function:
     """What it says is searched for credentials each time, whatever it was told to do."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], canaries: Canaries, github: Path) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], scanner: LeakScanner, github: Path) -> None:
         self._folder = folder
         self._environment = environment
-        self._canaries = canaries
+        self._canaries = scanner
         self._github = github
         self.log: list[dict[str, Any]] = []
         #: The line of metrics that ends each invocation.
@@ -107,7 +106,7 @@ class Function:
             check=True,
         )
         self.output = done.stdout + done.stderr
-        self._canaries.adopt(minted(self._github))
+        self._canaries.add_new(issued_credentials(self._github))
         assert self._canaries.find(self.output, "what the function says") == []
         *log, answer = done.stdout.splitlines()
         *self.log, self.metrics = [json.loads(line) for line in log]
@@ -118,24 +117,24 @@ class Function:
 
 @pytest.fixture(scope="module")
 def function(
-    package: Path, servers: Cloud, home: Path, canaries: Canaries, tmp_path_factory: pytest.TempPathFactory
+    package: Path, servers: AwsStack, home: Path, scanner: LeakScanner, tmp_path_factory: pytest.TempPathFactory
 ) -> Function:
     folder = tmp_path_factory.mktemp("task")
     with zipfile.ZipFile(package) as archive:
         archive.extractall(folder)
-    secret = servers.put_secret(f"remuda/{POOL}/github", json.dumps({"token": servers.github_token}))
+    secret = servers.put_secret(f"remuda/{POOL}/github", json.dumps({"token": servers.github.token}))
     launch = {f"REMUDA_{name.replace('-', '_').upper()}": value for name, value in servers.launch.items()}
     return Function(
         folder,
         {
-            **servers.environment,
-            **{name: value for name, value in canaries.secrets.items() if name.startswith("AWS_")},
+            **servers.environment(),
+            **{name: value for name, value in scanner.secrets.items() if name.startswith("AWS_")},
             **launch,
             "REMUDA_POOL": POOL,
             "REMUDA_GITHUB_SCOPE": SCOPE,
             "REMUDA_GITHUB_TOKEN": secret,
         },
-        canaries,
+        scanner,
         home / "github",
     )
 
@@ -148,7 +147,7 @@ def test_it_holds_no_tool_and_is_small(package: Path):
     assert package.stat().st_size < 30_000_000
 
 
-def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: Function, servers: Cloud):
+def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: Function, servers: AwsStack):
     # Where somebody looks for a fault, libraries tell all that they send and get.
     first = function.invoke({"command": "refresh"}, AWS_LAMBDA_LOG_LEVEL="DEBUG")["result"]
     assert f"tokens for {SCOPE}" in first["applied"]
@@ -162,15 +161,15 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
 
 
 def test_an_apps_key_from_secrets_manager_is_used_and_told_nowhere(
-    function: Function, servers: Cloud, canaries: Canaries
+    function: Function, servers: AwsStack, scanner: LeakScanner
 ):
     private, public = key_pair()
-    canaries.add("App key", private)
+    scanner.add("App key", private)
     secret = servers.put_secret(f"remuda/{POOL}/app", json.dumps({"private_key": private}))
     app: dict[str, Any] = {"REMUDA_GITHUB_TOKEN": "", "REMUDA_GITHUB_APP_ID": "4242", "REMUDA_GITHUB_APP_KEY": secret}
 
     async def prepare() -> None:
-        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
+        async with servers.github_client() as github:
             await github.change_settings(app_id="4242", app_key=public, app_owners=[SCOPE.partition("/")[0]])
 
     asyncio.run(prepare())
@@ -180,10 +179,10 @@ def test_an_apps_key_from_secrets_manager_is_used_and_told_nowhere(
         **app,
     )
     assert swept["result"]["applied"] == []
-    assert any(name.startswith("access token") for name in canaries.secrets), "it was given one for its key"
+    assert any(name.startswith("access token") for name in scanner.secrets), "it was given one for its key"
 
 
-def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Function, servers: Cloud):
+def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Function, servers: AwsStack):
     unknown = function.invoke({"command": "reboot"})
     assert unknown["errorType"] == "UserError"
     assert "command is 'reboot'" in unknown["errorMessage"]
@@ -196,13 +195,13 @@ def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Fu
     secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
 
     async def echo(token: str) -> None:
-        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
+        async with servers.github_client() as github:
             await github.clear_faults()
             if token:
                 said = f"Bad request: Authorization: Bearer {token}"
                 await github.set_fault("status", operation="list", times=None, status=422, message=said)
 
-    asyncio.run(echo(servers.github_token))
+    asyncio.run(echo(servers.github.token))
     refused = function.invoke({"command": "refresh"})
     asyncio.run(echo(""))
     assert "Bad request" in refused["errorMessage"], refused

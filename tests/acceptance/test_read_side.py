@@ -37,7 +37,7 @@ async def test_a_pool_is_seen_and_explained(backend: LocalBackend) -> None:
     log = backend.folder / "instances" / first["instances"][0]["instance_id"] / "logs" / "agent.log"
     told_by_agent = [json.loads(line) for line in log.read_text().splitlines()]
     assert {line["instance_id"] for line in told_by_agent} == {first["instances"][0]["instance_id"]}
-    released = next(line for line in told_by_agent if line["reason"] == "the record says releasing")
+    released = next(line for line in told_by_agent if line["reason"] == "record state is releasing")
     assert (released["event"], released["run_id"], released["epoch"]) == ("state", "41", 1)
     logged = await backend.provision("42", 1, "--log-format", "json")
     events = {line["event"]: line for line in map(json.loads, logged.stderr.splitlines())}

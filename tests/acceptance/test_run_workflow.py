@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from remuda.fake_github import read_endpoint
-from tests.support.canary import Canaries, Processes, minted, watched_processes
 from tests.support.cli import CommandResult, run_installed
+from tests.support.leak_scanner import LeakScanner, ObservedProcesses, issued_credentials, observe_processes
 from tests.support.local_backend import run_local
 
 LIMIT_S = 120
@@ -95,16 +95,16 @@ def test_jobs_run_each_on_a_machine_of_the_run(backend: Path, tmp_path: Path):
 
 
 @pytest.fixture
-def canaries(backend: Path) -> Canaries:
+def scanner(backend: Path) -> LeakScanner:
     endpoint = read_endpoint(backend / "github")
     assert endpoint is not None
     made = {name: secrets.token_urlsafe(30) for name in ("AWS_SECRET_ACCESS_KEY", "FOR_ONE_STEP")}
-    return Canaries({**made, "REMUDA_GITHUB_TOKEN": endpoint.token})
+    return LeakScanner({**made, "REMUDA_GITHUB_TOKEN": endpoint.token})
 
 
-def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_path: Path, canaries: Canaries):
-    own = dict(canaries.secrets)
-    with watched_processes() as processes:
+def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_path: Path, scanner: LeakScanner):
+    own = dict(scanner.secrets)
+    with observe_processes() as processes:
         done = run(backend, tmp_path, "9002", TELLS_ALL, own.pop("FOR_ONE_STEP"), **own)
     result = answer(done)
     assert (done.code, result["conclusion"]) == (1, "failure")
@@ -118,18 +118,18 @@ def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_
     }
     assert set(states(backend)) == {"idle"}
     assert "GITHUB_RUN_ID=9002" in done.stderr, "the jobs' environment"
-    check_secrets(backend, canaries, done, processes)
+    check_secrets(backend, scanner, done, processes)
 
 
-def check_secrets(backend: Path, canaries: Canaries, done: CommandResult, processes: Processes) -> None:
+def check_secrets(backend: Path, scanner: LeakScanner, done: CommandResult, processes: ObservedProcesses) -> None:
     """A job gets what its workflow gives it, and nothing of whoever runs that workflow."""
     machines = f"{backend}/instances/".encode()
     given = {place: data for place, data in processes.environ_of({os.getuid()}).items() if machines in data}
     assert given
-    assert canaries.find_all(given) == []
-    canaries.adopt(minted(backend / "github"))
-    assert canaries.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
-    holding = {path for path in backend.rglob("*") if canaries.find(content(path), str(path))}
+    assert scanner.find_all(given) == []
+    scanner.add_new(issued_credentials(backend / "github"))
+    assert scanner.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
+    holding = {path for path in backend.rglob("*") if scanner.find(content(path), str(path))}
     assert {path.name.partition("-")[0] for path in holding} == {"remuda.db", "github.db", "endpoint.json"}
     assert {path.parent for path in holding} == {backend, backend / "github"}
 

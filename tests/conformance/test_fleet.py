@@ -12,25 +12,24 @@ import pytest
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.system.clock import SystemIds
-from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest
-from remuda.ports.fleet import Fleet
+from remuda.ports.fleet import TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from tests.support.aws.ec2 import LINUX_AMI, RecordingClock, shared_ec2_server
 from tests.support.clock import FixedClock
-from tests.support.ec2_world import HastyClock
 from tests.support.fleet_world import FleetWorld, Machine, serve
 from tests.support.fleets import ENVIRONMENT, tags
-from tests.support.moto_server import AMI, shared_server
 from tests.support.records import NOW
 
 ORPHAN = "ghr:orphan"
 
 
 class Stage(Protocol):
-    def open(self) -> Fleet: ...
+    def open(self) -> TaggedFleet: ...
 
     async def launch(self, tags: dict[str, str]) -> str: ...
 
@@ -43,7 +42,7 @@ class MemoryStage:
     def __init__(self) -> None:
         self.machines = MemoryMachines()
 
-    def open(self) -> Fleet:
+    def open(self) -> TaggedFleet:
         return MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
 
     async def launch(self, tags: dict[str, str]) -> str:
@@ -63,11 +62,11 @@ class LocalStage:
         self.cloud = MemoryCloud(clock=FixedClock(NOW))
         self.compute = MemoryCompute(cloud=self.cloud, pool="pool", calls=CallCounter())
 
-    def open(self) -> Fleet:
+    def open(self) -> TaggedFleet:
         return LocalFleet(compute=self.compute, pool="pool", environment=ENVIRONMENT)
 
     async def launch(self, tags: dict[str, str]) -> str:
-        request = Request(
+        request = RunnerRequest(
             resource_class=DEFAULT_CLASSES[0],
             usage_class=UsageClass.ON_DEMAND,
             patterns=TypePatterns(("*",)),
@@ -92,14 +91,14 @@ class MotoStage:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def open(self) -> Fleet:
+    def open(self) -> TaggedFleet:
         return Ec2RunnerFleet(
-            client=self._client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
+            client=self._client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
         )
 
     async def launch(self, tags: dict[str, str]) -> str:
         answer = await self._client.run_instances(
-            ImageId=AMI,
+            ImageId=LINUX_AMI,
             MinCount=1,
             MaxCount=1,
             TagSpecifications=[
@@ -123,7 +122,7 @@ async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
     elif request.param == "local":
         yield LocalStage()
     else:
-        server = shared_server()
+        server = shared_ec2_server()
         server.reset()
         async with server.client() as client:
             yield MotoStage(client)
@@ -188,7 +187,7 @@ async def scripted(world: FleetWorld) -> AsyncIterator[Ec2RunnerFleet]:
     with serve(world) as served:
         async with ec2_client(served) as client:
             yield Ec2RunnerFleet(
-                client=client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
+                client=client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
             )
 
 

@@ -17,7 +17,7 @@ from aiobotocore.config import AioConfig
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from tests.support.aws.servers import HERE, LOOPBACK, ROOT, ServerError, aws_client
@@ -36,7 +36,7 @@ ARM_AMI = "ami-0e9271c829888680e"
 WINDOWS_AMI = "ami-12c6146b"
 PROFILE = "remuda-agent"
 TRUST_POLICY = '{"Version": "2012-10-17", "Statement": []}'
-LARGE = ResourceClass(name="large", cpu=2, mmem=4096)
+LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
 
 
 class Ec2Server:
@@ -208,7 +208,7 @@ class Ec2Fixture:
             provision_id=f"provision-{token}",
             client_token=token,
             count=count,
-            request=Request(
+            request=RunnerRequest(
                 resource_class=LARGE,
                 usage_class=UsageClass.SPOT if spot else UsageClass.ON_DEMAND,
                 patterns=TypePatterns.parse(patterns),

@@ -1,7 +1,7 @@
 """Machines for the instances of an EC2 test server.
 
-The test server manages instances, but runs nothing. `Ec2MachineRunner` polls it and does what the hardware of EC2 would:
-it boots a machine with the user data of the instance and its own metadata service, switches it off when EC2 terminates
+The test server manages instances, but runs nothing. `Ec2MachineRunner` polls it and replaces the hardware of EC2: it
+boots a machine with the user data of the instance and its own metadata service, switches it off when EC2 terminates
 the instance, and terminates the instance when the machine powers itself off.
 
     python -m tests.support.aws.ec2_machines --ec2 URL --folder FOLDER

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from remuda.adapters.aws.clients import config
-from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.tags import MARGIN_TAG
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment, State
-from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.machine import Identity, Outcome
-from remuda.ports.runner import Removal
+from remuda.ports.machine import Identity, StepResult
+from remuda.ports.runner import RemovalStatus
 from remuda.ports.store import InstanceStore
 from tests.support.agents import FakeMachine, FakeRunner
 from tests.support.aws.servers import aws_client
@@ -61,7 +59,7 @@ class RegisteringRunner(FakeRunner):
         self._http = http
         self._runner_id = 0
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         if self.configure_outcome.ok:
             body = {
                 "url": assignment.url,
@@ -75,17 +73,17 @@ class RegisteringRunner(FakeRunner):
             }
             answer = await self._http.post("/_runner/register", json=body)
             if answer.status_code != 201:
-                return Outcome(ok=False, detail=answer.text)
+                return StepResult(ok=False, detail=answer.text)
             self._runner_id = int(answer.json()["files"][".runner"]["agentId"])
         return await super().configure(assignment)
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if self.current.configured_as:
             token = assignment.credential.token if assignment.credential else ""
             body = {"url": assignment.url, "token": token, "runner_id": self._runner_id}
             answer = await self._http.post("/_runner/remove", json=body)
             if answer.status_code not in {204, 404}:
-                return Removal.FAILED, answer.text
+                return RemovalStatus.FAILED, answer.text
         return await super().remove(assignment)
 
 
@@ -101,7 +99,7 @@ class PoolAgents:
         #: Whether new instances get no agent.
         self.paused = False
         #: The outcome of registrations.
-        self.registration = Outcome(ok=True)
+        self.registration = StepResult(ok=True)
 
     def runner(self) -> RegisteringRunner:
         runner = RegisteringRunner(self._http)
@@ -216,7 +214,7 @@ class ThreadedAgents:
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._ended: asyncio.Event | None = None
-        self._store: DynamoInstanceStore | None = None
+        self._store: InstanceStore | None = None
         self._agents: PoolAgents | None = None
 
     @property
@@ -254,14 +252,7 @@ class ThreadedAgents:
         self._ended = asyncio.Event()
         url = stack.environment()["AWS_ENDPOINT_URL_DYNAMODB"]
         async with aws_client("dynamodb", url, config=config()) as client, in_process_agents(stack) as agents:
-            self._store = DynamoInstanceStore(
-                client=client,
-                table=f"remuda-{pool}",
-                clock=SystemClock(),
-                ids=SystemIds(),
-                calls=CallCounter(),
-                newest_prefix=_unused_prefix,
-            )
+            self._store = stack.instance_store(client, pool)
             async with agents.of_pool(pool, self._store) as self._agents:
                 self._ready.set()
                 await self._ended.wait()
@@ -272,10 +263,6 @@ class ThreadedAgents:
     def stop(self) -> None:
         if self._ended is not None:
             self._loop.call_soon_threadsafe(self._ended.set)
-
-
-async def _unused_prefix() -> str:
-    raise AssertionError("the prefix of the keys is in the table; only a refresh asks AWS for it")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ LIMIT_S = 120.0
 POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
 REGION = "eu-central-1"
-#: A bundle with a single certificate. No server here uses TLS, but each client parses the whole bundle that it is given.
+#: A bundle with a single certificate: no server here uses TLS, but each client parses the whole bundle.
 CA_BUNDLE = "ca.pem"
 PEM_END = "-----END CERTIFICATE-----"
 #: Before the time stamps of test records, so that none of them has expired.
@@ -66,14 +66,8 @@ class ServerError(RuntimeError):
 def aws_client(service: str, url: str, **options: Any) -> AbstractAsyncContextManager[Any]:
     """A client of a test server."""
     create: Any = _session().create_client
-    client: AbstractAsyncContextManager[Any] = create(
-        service,
-        region_name=REGION,
-        endpoint_url=url,
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        **options,
-    )
+    defaults = {"region_name": REGION, "aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    client: AbstractAsyncContextManager[Any] = create(service, endpoint_url=url, **{**defaults, **options})
     return client
 
 
@@ -93,7 +87,7 @@ def unused_port() -> Iterator[int]:
 
 
 def die_with_parent() -> None:
-    """In a child process: receive SIGKILL when the parent dies, so that a killed test worker leaves no server (Linux)."""
+    """In a child process: request SIGKILL at the death of the parent, so that a killed test worker leaves no server."""
     if sys.platform == "linux":
         import ctypes  # noqa: PLC0415 - only in the child
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from remuda.adapters.system.clock import SystemClock
+from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
+from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.fake_github import Endpoint
 from remuda.fake_github.client import FakeGitHubClient
+from remuda.ports.calls import CallCounter
 from tests.support.aws.ec2 import Ec2Server
 from tests.support.aws.servers import Ministack, aws_client, fake_github, ministack
 from tests.support.cli import run_cli
@@ -66,6 +68,17 @@ class AwsStack:
     def github_client(self) -> FakeGitHubClient:
         return FakeGitHubClient(self.github.url, self.github.token)
 
+    def instance_store(self, dynamodb: Any, pool: str = POOL) -> DynamoInstanceStore:
+        """The store of a pool whose table exists."""
+        return DynamoInstanceStore(
+            client=dynamodb,
+            table=f"remuda-{pool}",
+            clock=SystemClock(),
+            ids=SystemIds(),
+            calls=CallCounter(),
+            newest_prefix=_unused_prefix,
+        )
+
     def call(self, service: str, work: Callable[[Any], Awaitable[T]]) -> T:
         """Call a service directly, from a test without an event loop."""
         return asyncio.run(self._call(service, work))
@@ -96,6 +109,10 @@ def aws_stack(folder: Path) -> Iterator[AwsStack]:
             yield AwsStack(folder=folder, store=store, ec2=ec2, github=github, launch=launch)
         finally:
             ec2.stop()
+
+
+async def _unused_prefix() -> str:
+    raise AssertionError("the key prefix is in the table; only refresh determines it")
 
 
 async def _launch_options(ec2: Ec2Server) -> dict[str, str]:

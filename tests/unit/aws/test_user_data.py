@@ -16,7 +16,7 @@ import pytest
 from remuda.adapters.aws.ec2.options import Options
 from remuda.adapters.aws.user_data import MAX_BYTES, build_user_data
 from remuda.domain.errors import UserError
-from tests.support.bootstrap_box import LIMIT_S, NEEDED, NOTE, BootstrapBox, executable, user_data
+from tests.support.bootstrap_box import LIMIT_S, NEEDED, RECORD_CALL, BootstrapBox, executable, user_data
 from tests.support.fake_imds import fake_imds
 
 RUNNER = "https://github.com/actions/runner/releases/download/v2.336.0/actions-runner-linux-"
@@ -200,7 +200,7 @@ def test_a_rule_that_cannot_be_set_fails(box: BootstrapBox, broken: str) -> None
     box.preinstall()
     box.command("iptables", IPTABLES)
     box.command("ip6tables", IPTABLES)
-    box.command(broken, NOTE + "exit 1\n")
+    box.command(broken, RECORD_CALL + "exit 1\n")
     box.boot()
     assert firewall(box).returncode != 0
 
@@ -293,7 +293,7 @@ def test_a_file_that_is_not_what_was_meant_is_not_run(box: BootstrapBox) -> None
 
 def test_without_systemd_run_the_machine_still_ends(box: BootstrapBox) -> None:
     box.preinstall()
-    box.command("systemd-run", NOTE + "exit 1\n")
+    box.command("systemd-run", RECORD_CALL + "exit 1\n")
     box.boot()
     assert box.calls[1] == "shutdown -P +31"
 
