@@ -59,15 +59,15 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
     assert status["runs"][0]["course"]["reused"] == 1
 
     explanation = (await backend.run("explain", "42")).document
-    events = [line["what"] for line in explanation["lines"] if line["instance_id"] in {reused, ""}]
-    assert events == [
+    texts = [line["what"] for line in explanation["lines"] if line["instance_id"] in {reused, ""}]
+    assert texts == [
         "attempt 1 asks for 1 large runner",
         "claimed from the pool",
         "registered",
         "running, takes jobs",
-        events[-1],
+        texts[-1],
     ]
-    assert events[-1].startswith("complete after ")
+    assert texts[-1].startswith("complete after ")
     text = await stdout_of(backend, "explain", "42")
     assert text.splitlines()[0] == "Run 42: committed (all instances are running)"
     assert "\x1b" not in text

@@ -50,9 +50,7 @@ jobs:
 
 
 #: A step that ends when both jobs have begun, so that one fast instance cannot run both.
-WAIT_FOR_EACH_OTHER = (
-    "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)s/2 ]; do sleep 0.05; done; }"
-)
+MEET = "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)s/2 ]; do sleep 0.05; done; }"
 #: A step that prints its environment and fails, because only the logs of failed jobs are shown.
 PRINT_ENVIRONMENT = r"{ printenv | tr '\n' ' '; false; }"
 
@@ -110,7 +108,7 @@ def states(backend: Path) -> list[str]:
 
 
 def test_each_job_runs_on_an_instance_of_the_run(backend: Path, tmp_path: Path):
-    done = run(backend, tmp_path, "9001", WAIT_FOR_EACH_OTHER % {"at": tmp_path})
+    done = run(backend, tmp_path, "9001", MEET % {"at": tmp_path})
     result = document_of(done)
     assert (done.returncode, result["conclusion"]) == (0, "success")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
