@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -16,7 +15,8 @@ import pytest
 
 from remuda.fake_github import read_endpoint
 from tests.support.canary import Canaries, Processes, minted, watched_processes
-from tests.support.forkserver_cli import run_prepared
+from tests.support.cli import CommandResult, run_installed
+from tests.support.local_backend import run_local
 
 LIMIT_S = 120
 
@@ -55,62 +55,40 @@ MEET = "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)s
 PRINT_ENVIRONMENT = r"{ printenv | tr '\n' ' '; false; }"
 
 
-def remuda(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [*arguments, "--dir", str(folder), "--json"]
-    return run_prepared(words, environment=os.environ, timeout_s=LIMIT_S)
-
-
-def document_of(done: subprocess.CompletedProcess[str]) -> Any:
+def document_of(done: CommandResult) -> Any:
     assert done.stdout, done.stderr
-    return json.loads(done.stdout)
+    return done.document
 
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("workflow") / "state"
-    assert remuda(folder, "up").returncode == 0
+    assert run_local(folder, "up").code == 0
     try:
-        assert remuda(folder, "refresh").returncode == 0
+        assert run_local(folder, "refresh").code == 0
         yield folder
     finally:
-        assert document_of(remuda(folder, "down"))["left"] == []
+        assert document_of(run_local(folder, "down"))["left"] == []
 
 
 def run(
     backend: Path, tmp_path: Path, run_id: str, step: str, env_value: str = "any", **variables: str
-) -> subprocess.CompletedProcess[str]:
+) -> CommandResult:
     file = tmp_path / "w.yml"
     file.write_text(WORKFLOW % (env_value, step))
     # As a process of its own: the test inspects its arguments and environment.
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "remuda",
-            "run-workflow",
-            str(file),
-            "--run-id",
-            run_id,
-            "--dir",
-            str(backend),
-            "--json",
-        ],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    words = ["run-workflow", str(file), "--run-id", run_id, "--dir", str(backend), "--json"]
+    return run_installed(words, environment={**os.environ, **variables}, timeout_s=LIMIT_S)
 
 
 def states(backend: Path) -> list[str]:
-    return [item["state"] for item in document_of(remuda(backend, "status"))["instances"]]
+    return [item["state"] for item in document_of(run_local(backend, "status"))["instances"]]
 
 
 def test_each_job_runs_on_an_instance_of_the_run(backend: Path, tmp_path: Path):
     done = run(backend, tmp_path, "9001", MEET % {"at": tmp_path})
     result = document_of(done)
-    assert (done.returncode, result["conclusion"]) == (0, "success")
+    assert (done.code, result["conclusion"]) == (0, "success")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert set(conclusions.values()) == {"success"}
     instances = [job["instance_id"] for job in result["jobs"] if job["name"].startswith("test")]
@@ -131,7 +109,7 @@ def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path:
     with watched_processes() as processes:
         done = run(backend, tmp_path, "9002", PRINT_ENVIRONMENT, variables.pop("FOR_ONE_STEP"), **variables)
     result = document_of(done)
-    assert (done.returncode, result["conclusion"]) == (1, "failure")
+    assert (done.code, result["conclusion"]) == (1, "failure")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert conclusions == {
         "provision": "success",
@@ -145,9 +123,7 @@ def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path:
     check_secrets(backend, canaries, done, processes)
 
 
-def check_secrets(
-    backend: Path, canaries: Canaries, done: subprocess.CompletedProcess[str], processes: Processes
-) -> None:
+def check_secrets(backend: Path, canaries: Canaries, done: CommandResult, processes: Processes) -> None:
     """A job gets the variables of its workflow, but no secret of the process that runs the workflow."""
     instances = f"{backend}/instances/".encode()
     environments = {name: data for name, data in processes.environ_of({os.getuid()}).items() if instances in data}
@@ -199,6 +175,6 @@ def test_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_
 def test_invalid_files_are_rejected(backend: Path, tmp_path: Path, text: str, message: str):
     file = tmp_path / "bad.yml"
     file.write_text(text)
-    done = remuda(backend, "run-workflow", str(file))
-    assert done.returncode == 2
+    done = run_local(backend, "run-workflow", str(file))
+    assert done.code == 2
     assert message in document_of(done)["error"]["message"]
