@@ -36,7 +36,7 @@ class Hooked:
         for folder in (self.runner, self.pristine):
             folder.mkdir()
         self.notes = root / "notes"
-        self.hook = JobHook(folder=root / "hook", pristine=self.pristine, notes=self.notes)
+        self.hook = JobHook(folder=root / "hook", pristine=self.pristine, refused_file=self.notes)
         self.script = root / "hook" / "job-started.sh"
 
     def put(
