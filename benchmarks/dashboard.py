@@ -70,7 +70,7 @@ class Writer:
                 threading.Event().wait(pause)
             self.late_s = max(self.late_s, -pause)
             place = number % len(self._records)
-            record, (entry,) = sample_records.moved(self._records[place], now=clock.now())
+            record, (entry,) = sample_records.next_transition(self._records[place], now=clock.now())
             with transaction(connection):
                 tables.write_instance(connection, record, entry)
             self._records[place] = record
@@ -219,9 +219,9 @@ def measured(size: Size, *, browser: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="remuda-dashboard-") as name:
         folder = Path(name) / "state"
         file = sample_records.prepare(folder)
-        lives = list(sample_records.fleet(instances, transitions, now=now, ended=0.2))
-        sample_records.write(file, lives, sample_records.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
-        moving = [record for record, _ in lives if record.state in {State.RUNNING, State.RELEASING, State.IDLE}]
+        samples = list(sample_records.fleet(instances, transitions, now=now, ended=0.2))
+        sample_records.write(file, samples, sample_records.provisions(PROVISIONS, now=now, span_s=36_000), now=now)
+        moving = [record for record, _ in samples if record.state in {State.RUNNING, State.RELEASING, State.IDLE}]
         with Dashboard(folder, "--every", str(1 / RATE)) as dashboard:
             found = first_views(dashboard, instances)
             tag = found.pop("tag")

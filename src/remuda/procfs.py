@@ -36,7 +36,7 @@ class Process(NamedTuple):
     headless: bool = False
 
 
-def look(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """One process, or None where it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  # pathlib would slow each supervisor's start
@@ -53,21 +53,21 @@ def look(pid: int) -> Process | None:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    process = look(pid)
+    process = read_process(pid)
     return process is not None and process.started == started
 
 
-def table() -> dict[int, Process]:
+def all_processes() -> dict[int, Process]:
     """Everyone, by pid."""
     names = os.listdir("/proc")  # noqa: PTH208  # see above
-    found = (look(int(name)) for name in names if name.isdecimal())
+    found = (read_process(int(name)) for name in names if name.isdecimal())
     return {process.pid: process for process in found if process is not None}
 
 
 def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[Process]:
     """All below `root`, nearest first."""
     children: dict[int, list[Process]] = {}
-    for process in (table() if processes is None else processes).values():
+    for process in (all_processes() if processes is None else processes).values():
         children.setdefault(process.ppid, []).append(process)
     found: list[Process] = []
     level = [root]
@@ -78,7 +78,7 @@ def descendants(root: int, processes: Mapping[int, Process] | None = None) -> li
     return found
 
 
-def send(pid: int, started: int, number: signal.Signals) -> int | None:
+def send_signal(pid: int, started: int, number: signal.Signals) -> int | None:
     """Signal exactly this process. Returns a descriptor that becomes readable when it has ended, or None where it is
     gone already. The descriptor pins the process: its number may be given anew, but is never hit.
     """
@@ -98,7 +98,7 @@ def kill(processes: Iterable[Process], wait_s: float) -> None:
     """SIGKILL them and wait until they have ended, each `wait_s` at most. First all signals: what is killed together
     cannot replace each other.
     """
-    descriptors = [send(process.pid, process.started, signal.SIGKILL) for process in processes]
+    descriptors = [send_signal(process.pid, process.started, signal.SIGKILL) for process in processes]
     for descriptor in descriptors:
         if descriptor is not None:
             wait_for(descriptor, wait_s)
@@ -111,7 +111,7 @@ def wait_for(descriptor: int, timeout_s: float) -> bool:
     return bool(poll.poll(max(0, round(timeout_s * 1000))))
 
 
-def leftovers(machine: str, folder: str, since: int) -> list[Process]:
+def machine_processes(machine: str, folder: str, since: int) -> list[Process]:
     """What still runs of a machine whose supervisor is dead.
 
     Sure signs are the marker in the environment, or that it lives in the machine's folder. The second alone is not
@@ -121,7 +121,7 @@ def leftovers(machine: str, folder: str, since: int) -> list[Process]:
     user = os.getuid()
     spared = _ancestors()
     found = []
-    for process in table().values():
+    for process in all_processes().values():
         if process.pid in spared or _owner(process.pid) != user:
             continue
         place = _place(process)
@@ -138,7 +138,7 @@ def _ancestors() -> set[int]:
     pid = os.getpid()
     while pid > 0 and pid not in found:
         found.add(pid)
-        process = look(pid)
+        process = read_process(pid)
         pid = 0 if process is None else process.ppid
     return found
 
@@ -173,13 +173,13 @@ def users(pid: int) -> frozenset[int]:
     return frozenset()
 
 
-def end_step(value: str) -> None:
+def kill_step(value: str) -> None:
     """End what is left of a step that an earlier agent began and did not live to see the end of. Blocks."""
     user = os.getuid()
     for _ in range(STEP_LOOKS):
         found = [
             process
-            for process in table().values()
+            for process in all_processes().values()
             if _owner(process.pid) == user and _variable(_place(process), STEP) == value
         ]
         if not found:

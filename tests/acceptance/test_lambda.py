@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
-from remuda.fake_github.client import SimClient
+from remuda.fake_github.client import FakeGitHubClient
 from tests.support.canary import Canaries, key_pair, minted
 from tests.support.cloud import SCOPE, Cloud, cloud
 from tests.support.emf import check_emf
@@ -170,7 +170,7 @@ def test_an_apps_key_from_secrets_manager_is_used_and_told_nowhere(
     app: dict[str, Any] = {"REMUDA_GITHUB_TOKEN": "", "REMUDA_GITHUB_APP_ID": "4242", "REMUDA_GITHUB_APP_KEY": secret}
 
     async def prepare() -> None:
-        async with SimClient(servers.github_url, servers.github_token) as github:
+        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
             await github.change_settings(app_id="4242", app_key=public, app_owners=[SCOPE.partition("/")[0]])
 
     asyncio.run(prepare())
@@ -196,7 +196,7 @@ def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Fu
     secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
 
     async def echo(token: str) -> None:
-        async with SimClient(servers.github_url, servers.github_token) as github:
+        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
             await github.clear_faults()
             if token:
                 said = f"Bad request: Authorization: Bearer {token}"

@@ -31,7 +31,7 @@ from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
-from remuda.fake_github.client import SimClient, SimJob, SimStep
+from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from tests.support.aws_servers import AwsServers, aws_servers, remuda
@@ -65,8 +65,8 @@ TIMES = {
 }
 #: A job leaves something behind, and fails where another one did.
 STEPS = (
-    SimStep(name="left from another run?", run='test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"'),
-    SimStep(name="test", run='echo "as $(id -un) on $HOSTNAME" && sleep 0.3'),
+    JobStep(name="left from another run?", run='test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"'),
+    JobStep(name="test", run='echo "as $(id -un) on $HOSTNAME" && sleep 0.3'),
 )
 
 
@@ -176,7 +176,7 @@ class Story:
         instance_id = str(provisioned["instances"][0]["instance_id"])
         async with self._cloud.sim() as sim:
             job = await sim.queue_job(
-                repo=SCOPE, run_id=run_id, labels=[run_id], name="spot", steps=[SimStep(run="sleep 3")]
+                repo=SCOPE, run_id=run_id, labels=[run_id], name="spot", steps=[JobStep(run="sleep 3")]
             )
             await self._until(lambda: _started(sim, job), "the job to start")
             self._player.notice(instance_id, action="terminate", at="2030-01-01T00:00:00Z")
@@ -248,7 +248,7 @@ class Story:
             raise Unavailable(f"remuda {arguments[0]} ended with exit code {done.code}: {done.document or done.told}")
         return done.document
 
-    async def _run(self, name: str, run_id: str, count: int) -> tuple[dict[str, Any], list[SimJob]]:
+    async def _run(self, name: str, run_id: str, count: int) -> tuple[dict[str, Any], list[JobView]]:
         """A workflow's run: provision, a job for each runner, release."""
         provisioned = await self._provision(name, run_id, count)
         jobs = await self._work(name, run_id, count)
@@ -260,7 +260,7 @@ class Story:
         self._told.provisions.append(Provisioning.parse(name, document))
         return document
 
-    async def _work(self, name: str, run_id: str, count: int) -> list[SimJob]:
+    async def _work(self, name: str, run_id: str, count: int) -> list[JobView]:
         """A matrix of jobs, one for each runner."""
         async with self._cloud.sim() as sim:
             queued = [
@@ -276,7 +276,7 @@ class Story:
     async def _release(self, name: str, run_id: str) -> None:
         self._told.releases.append(Releasing.parse(name, await self._remuda("release", "--run-id", run_id)))
 
-    async def _finish(self, sim: SimClient, job: SimJob) -> SimJob:
+    async def _finish(self, sim: FakeGitHubClient, job: JobView) -> JobView:
         try:
             async with asyncio.timeout(LIMIT_S):
                 while job.status != "completed":
@@ -344,11 +344,11 @@ class Story:
         return not any([await self._context.pool.depth(name) for name in (CLASS, OTHER_CLASS)])
 
 
-async def _started(sim: SimClient, job: SimJob) -> bool:
+async def _started(sim: FakeGitHubClient, job: JobView) -> bool:
     return (await sim.job(job.id)).status != "queued"
 
 
-def _machines(jobs: Sequence[SimJob]) -> set[str]:
+def _machines(jobs: Sequence[JobView]) -> set[str]:
     """Those on which jobs succeeded: a runner's name ends with its machine's."""
     return {str(job.runner_name).rpartition("-i-")[2] for job in jobs if job.conclusion == "success"}
 

@@ -12,7 +12,7 @@ from enum import Enum
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import expired
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 
 #: How often a listener is started again, and a removal tried again, before the agent gives up.
@@ -23,7 +23,7 @@ MAX_REMOVALS = 5
 TERMINAL_EXITS = frozenset({1, 7})
 
 
-class Do(Enum):
+class AgentAction(Enum):
     WAIT = "wait"
     RUN_SCRIPT = "run the pre-runner script"
     CONFIGURE = "register"
@@ -36,19 +36,19 @@ class Do(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    do: Do
+class AgentStep:
+    do: AgentAction
     why: str
     signal: Signal | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
+class Observation:
     """All that the decision rests on."""
 
     record: Instance | None
     runner: RunnerState
-    script: Script
+    script: ScriptStatus
     now: datetime
     margin_s: float
     #: The last signal that this process wrote for the record's epoch.
@@ -58,16 +58,16 @@ class View:
     removals: int = 0
 
 
-def next_step(view: View) -> Step:
+def next_step(view: Observation) -> AgentStep:
     record = view.record
     if record is None:
-        if view.script is Script.PENDING:
-            return Step(do=Do.RUN_SCRIPT, why="the machine has booted")
+        if view.script is ScriptStatus.PENDING:
+            return AgentStep(do=AgentAction.RUN_SCRIPT, why="the machine has booted")
         return _wait("no record yet")
     if record.state in {State.TERMINATING, State.TERMINATED}:
-        return Step(do=Do.END, why=f"the record says {record.state}")
+        return AgentStep(do=AgentAction.END, why=f"the record says {record.state}")
     if expired(record.threshold, now=view.now, margin_s=view.margin_s):
-        return Step(do=Do.END, why=f"its time in {record.state} is up")
+        return AgentStep(do=AgentAction.END, why=f"its time in {record.state} is up")
     match record.state:
         case State.CREATED | State.CLAIMED:
             return _register(view, record)
@@ -79,20 +79,20 @@ def next_step(view: View) -> Step:
             return _wait("idle, in the pool")
 
 
-def _wait(why: str) -> Step:
-    return Step(do=Do.WAIT, why=why)
+def _wait(why: str) -> AgentStep:
+    return AgentStep(do=AgentAction.WAIT, why=why)
 
 
-def _signal(view: View, signal: Signal, why: str) -> Step:
+def _signal(view: Observation, signal: Signal, why: str) -> AgentStep:
     if view.signalled is not None and view.signalled.rank >= signal.rank:
         return _wait(f"{view.signalled} was signalled")
-    return Step(do=Do.SIGNAL, why=why, signal=signal)
+    return AgentStep(do=AgentAction.SIGNAL, why=why, signal=signal)
 
 
-def _register(view: View, record: Instance) -> Step:
-    if view.script is Script.PENDING:
-        return Step(do=Do.RUN_SCRIPT, why="before the first registration")
-    if view.script is Script.FAILED:
+def _register(view: Observation, record: Instance) -> AgentStep:
+    if view.script is ScriptStatus.PENDING:
+        return AgentStep(do=AgentAction.RUN_SCRIPT, why="before the first registration")
+    if view.script is ScriptStatus.FAILED:
         return _signal(view, Signal.UD_FAILED, "the pre-runner script failed")
     if view.signalled is not None and view.signalled.rank >= Signal.UD_REG_OK.rank:
         return _wait("registered; the runner starts when the record says running")
@@ -104,10 +104,10 @@ def _register(view: View, record: Instance) -> Step:
         return _signal(view, Signal.UD_REG_OK, "registered, runner off")
     if view.runner.configured_as:
         return _signal(view, Signal.UD_REG_FAILED, f"still registered as {view.runner.configured_as}")
-    return Step(do=Do.CONFIGURE, why=f"assigned to run {record.run_id}")
+    return AgentStep(do=AgentAction.CONFIGURE, why=f"assigned to run {record.run_id}")
 
 
-def _run(view: View, record: Instance) -> Step:
+def _run(view: Observation, record: Instance) -> AgentStep:
     name = record.assignment.runner_name if record.assignment else ""
     if view.signalled is Signal.UD_REG_FAILED:
         return _wait("the runner failed; waiting to be ended")
@@ -123,10 +123,10 @@ def _run(view: View, record: Instance) -> Step:
         return _signal(view, Signal.UD_REG_FAILED, f"the runner ended for good (exit {view.runner.exit_code})")
     if view.starts >= MAX_STARTS:
         return _signal(view, Signal.UD_REG_FAILED, f"the runner ended {view.starts} times")
-    return Step(do=Do.START, why=f"committed to run {record.run_id}")
+    return AgentStep(do=AgentAction.START, why=f"committed to run {record.run_id}")
 
 
-def _release(view: View, record: Instance) -> Step:
+def _release(view: Observation, record: Instance) -> AgentStep:
     if view.signalled is not None and (
         view.signalled is Signal.UD_REMOVE_REG_FAILED or view.signalled.rank >= Signal.UD_REMOVE_REG_REMOVE_RUN_OK.rank
     ):
@@ -136,16 +136,16 @@ def _release(view: View, record: Instance) -> Step:
     if view.runner.configured_as:
         return _remove(view, record)
     if view.runner.listening:
-        return Step(do=Do.STOP, why="its registration is gone")
+        return AgentStep(do=AgentAction.STOP, why="its registration is gone")
     if view.signalled is None or view.signalled.rank < Signal.UD_REMOVE_REG_OK.rank:
-        return Step(do=Do.SIGNAL, why="no registration is left", signal=Signal.UD_REMOVE_REG_OK)
-    return Step(do=Do.RESET, why="released")
+        return AgentStep(do=AgentAction.SIGNAL, why="no registration is left", signal=Signal.UD_REMOVE_REG_OK)
+    return AgentStep(do=AgentAction.RESET, why="released")
 
 
-def _remove(view: View, record: Instance) -> Step:
+def _remove(view: Observation, record: Instance) -> AgentStep:
     credential = record.assignment.credential if record.assignment else None
     if view.removals >= MAX_REMOVALS:
         return _signal(view, Signal.UD_REMOVE_REG_FAILED, f"removal failed {view.removals} times")
     if credential is None or credential.expires_at <= view.now:
         return _wait("waiting for a removal credential")
-    return Step(do=Do.REMOVE, why="released")
+    return AgentStep(do=AgentAction.REMOVE, why="released")

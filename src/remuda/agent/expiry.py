@@ -14,14 +14,14 @@ from remuda.ports.machine import Machine
 DEAD_MAN_SLACK_S = 5.0
 
 
-class Lifetime:
+class Expiry:
     """Keeps the threshold on disk and the dead-man timer armed."""
 
     def __init__(self, *, machine: Machine, clock: Clock, margin_s: float) -> None:
         self._machine = machine
         self._clock = clock
         self._margin_s = margin_s
-        self._threshold = machine.recall().threshold
+        self._threshold = machine.load().threshold
         if self._threshold is not None:
             self._arm(self._threshold)
 
@@ -29,7 +29,7 @@ class Lifetime:
         if record.threshold == self._threshold:
             return
         self._arm(record.threshold)
-        self._machine.remember(replace(self._machine.recall(), threshold=record.threshold))
+        self._machine.save(replace(self._machine.load(), threshold=record.threshold))
         # Last: what could not be armed or remembered is tried again.
         self._threshold = record.threshold
 
@@ -45,4 +45,4 @@ class Lifetime:
 
     def _arm(self, threshold: datetime) -> None:
         slack_s = self._margin_s + max(self._margin_s, DEAD_MAN_SLACK_S)
-        self._machine.arm(threshold + timedelta(seconds=slack_s))
+        self._machine.set_dead_man_timer(threshold + timedelta(seconds=slack_s))

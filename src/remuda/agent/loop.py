@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from remuda.agent.decide import Do, Step, View, next_step
-from remuda.agent.expiry import Lifetime
+from remuda.agent.decide import AgentAction, AgentStep, Observation, next_step
+from remuda.agent.expiry import Expiry
 from remuda.agent.heartbeat import Heartbeat, Watchdog
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal, with_took
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import BoundEventLog, EventLog
-from remuda.ports.machine import Identity, Machine, Script
-from remuda.ports.runner import Removal, RunnerSoftware, RunnerState
+from remuda.ports.machine import Identity, Machine, ScriptStatus
+from remuda.ports.runner import RemovalStatus, RunnerSoftware, RunnerState
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Agent:
         self._vital.works_for(STEP_LIMIT_S)
         identity = await self._machine.identity()
         self._event_log.facts["instance_id"] = identity.instance_id
-        lifetime = Lifetime(machine=self._machine, clock=self._clock, margin_s=identity.margin_s)
+        lifetime = Expiry(machine=self._machine, clock=self._clock, margin_s=identity.margin_s)
         heartbeat = Heartbeat(
             instance_id=identity.instance_id,
             store=self._store,
@@ -98,7 +98,7 @@ class Agent:
         await self._machine.end(why)
         return why
 
-    async def _live(self, identity: Identity, lifetime: Lifetime, heartbeat: Heartbeat) -> str:
+    async def _live(self, identity: Identity, lifetime: Expiry, heartbeat: Heartbeat) -> str:
         record: Instance | None = None
         reachable = False
         while True:
@@ -108,14 +108,14 @@ class Agent:
                     record = await self._look(identity)
                     reachable = True
                 step, runner = self._decide(identity, record, lifetime)
-                if step.do is Do.WAIT:
+                if step.do is AgentAction.WAIT:
                     record = await self._wait(identity, record, runner, lifetime, heartbeat)
                     continue
                 if self._clock.monotonic() - self._looked_at > FRESH_S:
                     # The last step took time, or the runner woke it: look again before the next step.
                     record = await self._look(identity)
                     continue
-                if step.do is Do.END:
+                if step.do is AgentAction.END:
                     fresh = await self._look(identity)
                     if fresh == record:
                         return step.why
@@ -139,7 +139,7 @@ class Agent:
         self._looked_at = self._clock.monotonic()
         return record
 
-    def _decide(self, identity: Identity, record: Instance | None, lifetime: Lifetime) -> tuple[Step, RunnerState]:
+    def _decide(self, identity: Identity, record: Instance | None, lifetime: Expiry) -> tuple[AgentStep, RunnerState]:
         runner = self._runner.state()
         signalled = None
         if record is not None:
@@ -155,11 +155,11 @@ class Agent:
             if self._signalled is not None and self._signalled[0] == record.epoch:
                 signalled = self._signalled[1]
         elif lifetime.is_over():
-            return Step(do=Do.END, why="its time is up and its record is gone"), runner
-        view = View(
+            return AgentStep(do=AgentAction.END, why="its time is up and its record is gone"), runner
+        view = Observation(
             record=record,
             runner=runner,
-            script=self._machine.recall().script,
+            script=self._machine.load().script,
             now=self._clock.now(),
             margin_s=identity.margin_s,
             signalled=signalled,
@@ -173,7 +173,7 @@ class Agent:
         identity: Identity,
         record: Instance | None,
         runner: RunnerState,
-        lifetime: Lifetime,
+        lifetime: Expiry,
         heartbeat: Heartbeat,
     ) -> Instance | None:
         """Until the record or the runner changes, or time is up."""
@@ -200,30 +200,30 @@ class Agent:
                 task.cancel()
             await asyncio.gather(control, local, return_exceptions=True)
 
-    async def _act(self, record: Instance | None, step: Step) -> None:
+    async def _act(self, record: Instance | None, step: AgentStep) -> None:
         self._event_log.record("step", step.why, do=step.do.value)
-        if step.do is Do.RUN_SCRIPT:
+        if step.do is AgentAction.RUN_SCRIPT:
             await self._run_script(record)
         elif record is None:
             return
-        elif step.do is Do.SIGNAL and step.signal is not None:
-            told = self._machine.recall().script_detail if step.signal is Signal.UD_FAILED else ""
+        elif step.do is AgentAction.SIGNAL and step.signal is not None:
+            told = self._machine.load().script_detail if step.signal is Signal.UD_FAILED else ""
             await self._signal(record, step.signal, told or step.why)
-        elif step.do is Do.CONFIGURE and record.assignment is not None:
+        elif step.do is AgentAction.CONFIGURE and record.assignment is not None:
             started = self._clock.monotonic()
             outcome = await self._runner.configure(record.assignment)
             signal = Signal.UD_REG_OK if outcome.ok else Signal.UD_REG_FAILED
             await self._signal(record, signal, outcome.detail, took_s=self._clock.monotonic() - started)
-        elif step.do is Do.START and record.assignment is not None:
+        elif step.do is AgentAction.START and record.assignment is not None:
             if self._starts:
                 await self._back_off(self._starts)
             self._starts += 1
             await self._runner.start(record.assignment)
-        elif step.do is Do.REMOVE:
+        elif step.do is AgentAction.REMOVE:
             await self._timed_release(self._remove(record))
-        elif step.do is Do.STOP:
+        elif step.do is AgentAction.STOP:
             await self._timed_release(self._runner.stop())
-        elif step.do is Do.RESET:
+        elif step.do is AgentAction.RESET:
             refused = self._note_refused()
             outcome = await self._timed_release(self._machine.reset())
             self._event_log.record("reset", outcome.detail or step.why, ok=outcome.ok, **_facts(outcome.found))
@@ -249,8 +249,8 @@ class Agent:
     async def _run_script(self, record: Instance | None) -> None:
         self._vital.works_for(SCRIPT_LIMIT_S)
         outcome = await self._machine.run_script(SCRIPT_LIMIT_S)
-        script = Script.OK if outcome.ok else Script.FAILED
-        self._machine.remember(replace(self._machine.recall(), script=script, script_detail=outcome.detail))
+        script = ScriptStatus.OK if outcome.ok else ScriptStatus.FAILED
+        self._machine.save(replace(self._machine.load(), script=script, script_detail=outcome.detail))
         if record is not None:
             await self._signal(record, Signal.UD_OK if outcome.ok else Signal.UD_FAILED, outcome.detail)
 
@@ -258,14 +258,14 @@ class Agent:
         if record.assignment is None:
             return
         removal, detail = await self._runner.remove(record.assignment)
-        if removal is Removal.BUSY:
+        if removal is RemovalStatus.BUSY:
             self._pause_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
-        elif removal in {Removal.FAILED, Removal.UNREACHABLE}:
+        elif removal in {RemovalStatus.FAILED, RemovalStatus.UNREACHABLE}:
             self._event_log.record("removal-failed", detail)
             self._tries += 1
             # Its threshold limits how often a github that does not answer is asked again.
-            self._removals += removal is Removal.FAILED
+            self._removals += removal is RemovalStatus.FAILED
             await self._back_off(self._tries)
 
     async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:

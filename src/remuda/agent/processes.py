@@ -18,7 +18,7 @@ from typing import Any
 from remuda import procfs
 from remuda.agent.job_user import JobUser
 from remuda.ports.clock import Clock
-from remuda.procfs import Process, descendants, look, table
+from remuda.procfs import Process, all_processes, descendants, read_process
 
 KILL_LIMIT_S = 10.0
 #: How long one killed process may take to be gone before the next look.
@@ -46,8 +46,8 @@ def children(pid: int) -> list[Process]:
     except OSError:
         return []
     if not lists:
-        return [process for process in table().values() if process.ppid == pid]
-    found = (look(int(number)) for text in lists for number in text.split())
+        return [process for process in all_processes().values() if process.ppid == pid]
+    found = (read_process(int(number)) for text in lists for number in text.split())
     return [process for process in found if process is not None]
 
 
@@ -68,43 +68,43 @@ def program_name(pid: int) -> str:
         return f"process {pid}"
 
 
-def running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
+def find_running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
     """Those that run this program, by themselves or through an interpreter."""
     for process in processes:
         if str(program) in command(process.pid)[:3]:
             yield process
 
 
-def as_user(user: JobUser | None) -> dict[str, Any]:
+def user_arguments(user: JobUser | None) -> dict[str, Any]:
     """For the start of a process: as this user and nothing else, with none of the agent's groups."""
     return {} if user is None else {"user": user.uid, "group": user.gid, "extra_groups": []}
 
 
-def may_run_out_of_memory(pid: int) -> None:
+def reset_oom_score(pid: int) -> None:
     """The kernel spares the agent when memory runs out. What it starts would be spared as well."""
     with contextlib.suppress(OSError):
         (_PROC / str(pid) / "oom_score_adj").write_text("0")
 
 
-def leave_no_core_dumps() -> None:
+def disable_core_dumps() -> None:
     """Neither this process, which holds tokens, nor what it starts, jobs for one. None of them can undo it: the limit
     is one for good.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def send(process: Process, number: signal.Signals) -> int | None:
-    return procfs.send(process.pid, process.started, number)
+def send_signal(process: Process, number: signal.Signals) -> int | None:
+    return procfs.send_signal(process.pid, process.started, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Killing:
+class KillResult:
     #: By the names of their programs.
     killed: tuple[str, ...]
     left: tuple[Process, ...]
 
 
-def kill_all(root: int, *, keep: Collection[int], clock: Clock, limit_s: float = KILL_LIMIT_S) -> Killing:
+def kill_descendants(root: int, *, keep: Collection[int], clock: Clock, limit_s: float = KILL_LIMIT_S) -> KillResult:
     """SIGKILL all descendants of `root` but those in `keep`, until none is left or the time is over. Blocks.
     What stands between `root` and those to keep is kept as well: an interpreter, a wrapper.
 
@@ -113,14 +113,14 @@ def kill_all(root: int, *, keep: Collection[int], clock: Clock, limit_s: float =
     """
 
     def find() -> list[Process]:
-        present = table()
+        present = all_processes()
         kept = {above for pid in keep for above in _with_ancestors(pid, present)}
         return [process for process in descendants(root, present) if process.pid not in kept]
 
     return _kill_until_none(find, kill, clock=clock, limit_s=limit_s)
 
 
-def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> Killing:
+def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> KillResult:
     """SIGKILL all that a user runs, until nothing is left or the time is over. Blocks. Needs root.
 
     Whose a process is survives forks, sessions, another environment and another parent. One signal to all at once is
@@ -128,7 +128,9 @@ def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> 
     """
 
     def find() -> list[Process]:
-        return [process for process in table().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))]
+        return [
+            process for process in all_processes().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))
+        ]
 
     def end(found: Sequence[Process]) -> None:
         _signal_all_of(user)
@@ -173,7 +175,7 @@ def _signal_all_of(user: JobUser) -> None:
 
 def _kill_until_none(
     find: Callable[[], list[Process]], end: Callable[[Sequence[Process]], None], *, clock: Clock, limit_s: float
-) -> Killing:
+) -> KillResult:
     limit = clock.monotonic() + limit_s
     killed: dict[Process, str] = {}
     empty = 0
@@ -181,9 +183,9 @@ def _kill_until_none(
         found = find()
         empty = 0 if found else empty + 1
         if empty == EMPTY_LOOKS:
-            return Killing(killed=tuple(killed.values()), left=())
+            return KillResult(killed=tuple(killed.values()), left=())
         if found and clock.monotonic() >= limit:
-            return Killing(killed=tuple(killed.values()), left=tuple(found))
+            return KillResult(killed=tuple(killed.values()), left=tuple(found))
         for process in found:
             killed.setdefault(process, program_name(process.pid))
         # Where none was seen, too: one that is another process every moment is gone before a look comes to it.
@@ -194,7 +196,7 @@ def kill(processes: Iterable[Process]) -> None:
     procfs.kill(processes, KILL_PAUSE_S)
 
 
-async def ended(descriptor: int, timeout_s: float) -> bool:
+async def wait_for_end(descriptor: int, timeout_s: float) -> bool:
     """Wait for the end of a process by its descriptor. Whether it has ended."""
     loop = asyncio.get_running_loop()
     event = asyncio.Event()

@@ -24,8 +24,8 @@ from remuda.domain.instance import Assignment
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
 from remuda.ports.clock import Clock
-from remuda.ports.machine import Outcome
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.machine import StepResult
+from remuda.ports.runner import RemovalStatus, RunnerState
 from remuda.procfs import Process
 
 CONFIGURE_LIMIT_S = 120.0
@@ -129,18 +129,18 @@ class ActionsRunner:
             refused=self.refused() if spent else "",
         )
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         if self._is_listening():
-            return Outcome(ok=False, detail="a listener of an earlier assignment is still running")
+            return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()
         # It refuses to configure over a configuration, a half one of a crash too; the server's is replaced.
         self._drop_registration()
         if assignment.jit_config:
             kept = _JitConfig(runner_name=assignment.runner_name, config=assignment.jit_config)
             _write(self._jit_file, to_document(kept))
-            return Outcome(ok=True, detail="configured just in time: the listener brings the configuration with it")
+            return StepResult(ok=True, detail="configured just in time: the listener brings the configuration with it")
         if assignment.credential is None:
-            return Outcome(ok=False, detail="there is no registration token in the assignment")
+            return StepResult(ok=False, detail="there is no registration token in the assignment")
         flags = ("--unattended", "--no-default-labels", "--disableupdate", "--replace", "--work", str(self._work))
         inputs = {
             "URL": assignment.url,
@@ -157,7 +157,7 @@ class ActionsRunner:
             story = f"{CREDENTIAL_REFUSED}: {story}"
         elif not ok and _UNREACHABLE.search(output):
             story = f"{FORGE_UNREACHABLE}: {story}"
-        return Outcome(ok=ok, detail=story)
+        return StepResult(ok=ok, detail=story)
 
     async def start(self, assignment: Assignment) -> None:
         if self._is_listening():
@@ -185,12 +185,12 @@ class ActionsRunner:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    **processes.as_user(self._user),
+                    **processes.user_arguments(self._user),
                 )
         except OSError as problem:
             raise Unavailable(f"the listener cannot be started: {problem}") from problem
         if self._user is not None:
-            processes.may_run_out_of_memory(process.pid)
+            processes.reset_oom_score(process.pid)
         # The kernel is asked for its end, not this object, which would complain about being outlived.
         process.returncode = 0
         self._is_ours = True
@@ -200,41 +200,46 @@ class ActionsRunner:
     def refused(self) -> str:
         return self._hook.refused()
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if self._jit_config() is not None and not assignment.runner_id:
             self._drop_registration()
             self._jit_file.unlink(missing_ok=True)
-            return Removal.REMOVED, "it was registered just in time, and GitHub has removed it"
+            return RemovalStatus.REMOVED, "it was registered just in time, and GitHub has removed it"
         if not (self._registrar / _SETTINGS).exists():
             return self._nothing_to_remove()
         if assignment.credential is None:
-            return Removal.FAILED, "there is no removal token in the assignment"
+            return RemovalStatus.FAILED, "there is no removal token in the assignment"
         code, output = await self._config(("remove",), {"TOKEN": assignment.credential.token}, REMOVE_LIMIT_S)
         detail = _story(code, output)
         if code == 0 and not (self._registrar / _SETTINGS).exists():
             self._drop_registration()
             only_here = _ONLY_HERE.search(output) and not _GONE.search(output)
             return (
-                (Removal.FAILED, f"removed on this machine only: {detail}") if only_here else (Removal.REMOVED, detail)
+                (RemovalStatus.FAILED, f"removed on this machine only: {detail}")
+                if only_here
+                else (RemovalStatus.REMOVED, detail)
             )
         if _BUSY.search(output):
-            return Removal.BUSY, detail
-        return (Removal.UNREACHABLE if _UNREACHABLE.search(output) else Removal.FAILED), detail
+            return RemovalStatus.BUSY, detail
+        return (RemovalStatus.UNREACHABLE if _UNREACHABLE.search(output) else RemovalStatus.FAILED), detail
 
-    def _nothing_to_remove(self) -> tuple[Removal, str]:
+    def _nothing_to_remove(self) -> tuple[RemovalStatus, str]:
         """There is no registration of `config.sh`'s. A listener may have made one by itself, just in time."""
         jit = self._jit_config()
         if jit is None:
-            return Removal.REMOVED, "there is no registration on this machine"
+            return RemovalStatus.REMOVED, "there is no registration on this machine"
         if jit.config:
-            return Removal.FAILED, "it was registered just in time and never started: only the service can remove it"
+            return (
+                RemovalStatus.FAILED,
+                "it was registered just in time and never started: only the service can remove it",
+            )
         if (self._folder / _SETTINGS).exists():
             # Made where jobs may write: they may name another service for the token to go to.
-            return Removal.FAILED, "it was registered just in time: only the service can remove it"
+            return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
         if self._is_listening():
-            return Removal.UNREACHABLE, "the listener has yet to write what it is registered as"
+            return RemovalStatus.UNREACHABLE, "the listener has yet to write what it is registered as"
         self._jit_file.unlink(missing_ok=True)
-        return Removal.REMOVED, "it was registered for one job, which is over"
+        return RemovalStatus.REMOVED, "it was registered for one job, which is over"
 
     async def stop(self) -> None:
         listener = self._listener
@@ -265,7 +270,7 @@ class ActionsRunner:
         limit = self._clock.monotonic() + timeout_s
         try:
             while self._clock.monotonic() < limit and not self._jobs.has_grown():
-                if await processes.ended(descriptor, POLL_S):
+                if await processes.wait_for_end(descriptor, POLL_S):
                     return
         finally:
             os.close(descriptor)
@@ -298,7 +303,7 @@ class ActionsRunner:
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 return Process(pid=int(document["pid"]), ppid=0, started=int(document["started"]))
         # An agent that was killed right after the start had no time to write it down.
-        for process in processes.running(self._program, procfs.table().values()):
+        for process in processes.find_running(self._program, procfs.all_processes().values()):
             if processes.command(process.pid)[-1:] == ("run",):
                 self._note(process)
                 return process
@@ -335,8 +340,8 @@ class ActionsRunner:
         told = self._jobs.is_running()
         worker = self._folder / "bin" / "Runner.Worker"
         if listening and self._listener is not None:
-            return told or any(processes.running(worker, processes.children(self._listener.pid)))
-        return told and any(processes.running(worker, procfs.table().values()))
+            return told or any(processes.find_running(worker, processes.children(self._listener.pid)))
+        return told and any(processes.find_running(worker, procfs.all_processes().values()))
 
     def _forget(self) -> None:
         self._listener_file.unlink(missing_ok=True)
@@ -374,7 +379,7 @@ class ActionsRunner:
         """`config.sh`, with its inputs in the environment: a command line is for everyone to read."""
         step = f"config {self._registrar}"
         # One that an earlier agent began would finish later and replace what this one does.
-        await asyncio.to_thread(procfs.end_step, step)
+        await asyncio.to_thread(procfs.kill_step, step)
         environment = self._environment | {_INPUT + name: value for name, value in inputs.items()}
         environment[procfs.STEP] = step
         if self._registrar != self._folder:
@@ -427,15 +432,15 @@ class _JobLog:
 
 def _started(pid: int) -> Process:
     """Of a child that is not reaped yet: its number is its own, even where it has ended already."""
-    return procfs.look(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
+    return procfs.read_process(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
 
 
 async def _stopped(process: Process, number: signal.Signals, timeout_s: float) -> bool:
-    descriptor = processes.send(process, number)
+    descriptor = processes.send_signal(process, number)
     if descriptor is None:
         return True
     try:
-        return await processes.ended(descriptor, timeout_s)
+        return await processes.wait_for_end(descriptor, timeout_s)
     finally:
         os.close(descriptor)
 

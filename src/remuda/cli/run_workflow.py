@@ -20,7 +20,7 @@ from remuda.cli.output import Output
 from remuda.cli.workflow_file import MAX_BYTES, Job, load_workflow, parse_workflow
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
-from remuda.fake_github.client import SimClient, SimError, SimJob, SimStep
+from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
 from remuda.wiring import layout, local_endpoint
 
 EXIT_JOB_FAILED = 1
@@ -56,7 +56,7 @@ async def run_workflow(settings: Settings, output: Output, *, file: str) -> int:
     }
     jobs = parse_workflow(_read(file), github)
     endpoint = local_endpoint(settings)
-    async with SimClient(endpoint.url, endpoint.token) as sim:
+    async with FakeGitHubClient(endpoint.url, endpoint.token) as sim:
         run = WorkflowRun(settings, output, sim, clock, github)
         results = await run.run(jobs)
     failed = [result for result in results if result.conclusion not in {"success", "skipped"}]
@@ -97,7 +97,7 @@ def _read(file: str) -> object:
 
 class WorkflowRun:
     def __init__(
-        self, settings: Settings, output: Output, sim: SimClient, clock: SystemClock, github: Mapping[str, str]
+        self, settings: Settings, output: Output, sim: FakeGitHubClient, clock: SystemClock, github: Mapping[str, str]
     ) -> None:
         self._settings = settings
         self._output = output
@@ -169,10 +169,10 @@ class WorkflowRun:
             queued = await self._queue(job)
             self._say(job.name, f"queued for {', '.join(job.labels)}")
             return await self._follow(job, queued)
-        except (SimError, httpx.HTTPError) as error:
+        except (FakeGitHubError, httpx.HTTPError) as error:
             raise Unavailable(f"the local GitHub does not answer: {error}") from error
 
-    async def _queue(self, job: Job) -> SimJob:
+    async def _queue(self, job: Job) -> JobView:
         """Interrupted on the way, it still learns which job it is to cancel: nobody else would."""
         queueing = asyncio.ensure_future(
             self._sim.queue_job(
@@ -181,18 +181,18 @@ class WorkflowRun:
                 run_attempt=int(self._github["run_attempt"]),
                 name=job.name,
                 labels=job.labels,
-                steps=[SimStep(run=step.run, name=step.name or None, env=step.env) for step in job.steps],
+                steps=[JobStep(run=step.run, name=step.name or None, env=step.env) for step in job.steps],
                 env=job.env,
             )
         )
         try:
             return await asyncio.shield(queueing)
         except asyncio.CancelledError:
-            with contextlib.suppress(SimError, httpx.HTTPError):
+            with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
                 await self._sim.cancel_job((await queueing).id)
             raise
 
-    async def _follow(self, job: Job, current: SimJob) -> tuple[str, str | None]:
+    async def _follow(self, job: Job, current: JobView) -> tuple[str, str | None]:
         try:
             while current.status != "completed":
                 after = await self._sim.job(current.id, wait_s=POLL_S, since=current.status)
@@ -200,7 +200,7 @@ class WorkflowRun:
                     self._say(job.name, f"runs on {self._instance(after) or after.runner_name}")
                 current = after
         except BaseException:
-            with contextlib.suppress(SimError, httpx.HTTPError):
+            with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
                 await self._sim.cancel_job(current.id)
             raise
         conclusion = current.conclusion or "failure"
@@ -211,7 +211,7 @@ class WorkflowRun:
         return conclusion, self._instance(current)
 
     @staticmethod
-    def _instance(job: SimJob) -> str | None:
+    def _instance(job: JobView) -> str | None:
         """A runner's name ends with its instance's id."""
         found = _INSTANCE.search(job.runner_name or "")
         return found.group() if found else None

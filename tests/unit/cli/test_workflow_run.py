@@ -10,7 +10,7 @@ import pytest
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.run_workflow import WorkflowRun
 from remuda.cli.workflow_file import Job, Step
-from remuda.fake_github.client import SimJob
+from remuda.fake_github.client import JobView
 
 GITHUB = {"run_id": "1", "run_attempt": "1", "repository": "o/r"}
 #: Turns of the loop that a call takes, by its job: who is done first must not cut the others short.
@@ -29,24 +29,24 @@ class SlowGitHub:
         self.followed: asyncio.Queue[str] = asyncio.Queue()
         self.cancelled: set[str] = set()
 
-    async def queue_job(self, *, name: str, **_given: Any) -> SimJob:
+    async def queue_job(self, *, name: str, **_given: Any) -> JobView:
         return _job(name)
 
-    async def job(self, name: str, **_given: Any) -> SimJob:
+    async def job(self, name: str, **_given: Any) -> JobView:
         self.followed.put_nowait(name)
         await asyncio.Event().wait()
         return _job(name)
 
-    async def cancel_job(self, name: str) -> SimJob:
+    async def cancel_job(self, name: str) -> JobView:
         for _ in range(TURNS[name]):
             await asyncio.sleep(0)
         self.cancelled.add(name)
         return _job(name)
 
 
-def _job(name: str) -> SimJob:
-    known = dict.fromkeys(SimJob.__dataclass_fields__)
-    return SimJob(**{**known, "id": name, "name": name, "status": "queued"})  # type: ignore[arg-type]
+def _job(name: str) -> JobView:
+    known = dict.fromkeys(JobView.__dataclass_fields__)
+    return JobView(**{**known, "id": name, "name": name, "status": "queued"})  # type: ignore[arg-type]
 
 
 def job(key: str, *needs: str, on: str = "1") -> Job:

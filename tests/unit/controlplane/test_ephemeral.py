@@ -23,7 +23,7 @@ async def provisioned(world: World, count: int = 1, hook: Any = None) -> list[st
 
 async def test_without_a_credential_of_its_own_nothing_is_begun(world: World) -> None:
     process = world.process()
-    with pytest.raises(UserError, match="registered one by one with a GitHub credential") as refused:
+    with pytest.raises(UserError, match="ephemeral runners need a GitHub credential") as refused:
         await world.provision("1", ephemeral=True, process=process)
     assert (refused.value.field, "REMUDA_GITHUB_TOKEN" in refused.value.fix) == ("ephemeral", True)
     assert not any(process.calls.by_service().values())

@@ -23,7 +23,7 @@ from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.reporting.prices import PriceTable
 from remuda.web.dashboard.feed import Feed
-from remuda.web.metrics import Meters
+from remuda.web.metrics import FleetMetrics
 from tests.support.world import World
 
 DAY_S = 86_400.0
@@ -141,8 +141,8 @@ async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: Worl
     assert [item.provision.provision_id for item in found.openings] == ["p-1"]
     await page.look(everything=True)
     assert page.runs["p-1"].status is OPEN
-    meters = Meters(began=context.clock.now())
-    meters.look(found)
+    meters = FleetMetrics(started_at=context.clock.now())
+    meters.on_status(found)
     assert b'remuda_open_provisions{pool="test"} 1.0' in meters.text(context.calls)[0]
     assert b'remuda_open_provision_age_max_seconds{pool="test"} 200.0' in meters.text(context.calls)[0]
     # And so is what became of it.
@@ -175,13 +175,13 @@ async def test_decisions_and_times_lapse_with_age(world: World) -> None:
         retired = [record for record in await context.store.find(LIVE) if record.instance_id == instance_id]
         await drain(context, retired, reason="an old image", dry_run=False)
         await asyncio.sleep(2)
-        shown = json.loads(feed.board.snapshot())
+        shown = json.loads(feed.change_log.snapshot())
         assert [item["instance"] for item in shown["decisions"].values()] == [instance_id]
-        assert shown["facts"]["times"]["warm"]["count"] == 1
+        assert shown["facts"]["provision_times"]["warm"]["count"] == 1
         await asyncio.sleep(700)
-        shown = json.loads(feed.board.snapshot())
+        shown = json.loads(feed.change_log.snapshot())
         assert not any(shown.get("decisions", {}).values())
-        assert shown["facts"]["times"] == {}
+        assert shown["facts"]["provision_times"] == {}
     running.cancel()
     await world.release("7")
 
@@ -195,10 +195,10 @@ class Counting:
         self.runs: set[str] = set()
         self.steps: set[tuple[str, str, int]] = set()
 
-    def look(self, status: Status) -> None:
+    def on_status(self, status: Status) -> None:
         self.pools.append(status.pool)
 
-    def look_failed(self) -> None:
+    def on_poll_failed(self) -> None:
         self.failures += 1
 
     def add_provisions(self, provisions: Iterable[Provision]) -> None:
@@ -226,7 +226,7 @@ def make_feed(context: Context, failures: list[str], *observers: Counting, since
     return Feed(
         open_context=opened,
         backend="local",
-        every_s=0.25,
+        interval_s=0.25,
         since_s=since_s,
         clock=context.clock,
         ids=SystemIds(),
@@ -240,12 +240,12 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> No
     feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(0.1)
-    assert json.loads(feed.board.snapshot())["facts"]["trouble"] == "the disk is full"
-    assert feed.last_good is None
+    assert json.loads(feed.change_log.snapshot())["facts"]["error"] == "the disk is full"
+    assert feed.last_success is None
     await asyncio.sleep(5)
-    assert json.loads(feed.board.snapshot())["facts"]["trouble"] == ""
-    assert feed.last_good is not None
-    assert event_log.said == [("look-failed", "the disk is full"), ("look-works-again", "before: the disk is full")]
+    assert json.loads(feed.change_log.snapshot())["facts"]["error"] == ""
+    assert feed.last_success is not None
+    assert event_log.said == [("poll-failed", "the disk is full"), ("poll-recovered", "last error: the disk is full")]
     running.cancel()
 
 
@@ -260,14 +260,14 @@ async def test_what_reuse_is_worth_is_what_the_report_says(world: World) -> None
         await asyncio.sleep(30)
         await world.provision("8")
         await asyncio.sleep(5)
-        shown = json.loads(feed.board.snapshot())["facts"]["worth"]
+        shown = json.loads(feed.change_log.snapshot())["facts"]["usage"]
         told = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
     assert (shown["reused"], shown["created"], shown["runs"]) == (told.reused, told.created, 2) == (1, 1, 2)
     # Reckoned a little before: an hour is 3,600 of them, a second is one.
     assert 0 < shown["cost"] <= told.costs.total <= shown["cost"] + 10
-    assert shown["idle"] == pytest.approx(told.savings.idle_cost, abs=0.001)
-    assert shown["waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
-    assert (shown["priced"], shown["unpriced"]) == ("2026-10", [])
+    assert shown["idle_cost"] == pytest.approx(told.savings.idle_cost, abs=0.001)
+    assert shown["saved_waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
+    assert (shown["prices_as_of"], shown["unpriced"]) == ("2026-10", [])
     running.cancel()
     await world.release("8")
 
@@ -285,7 +285,7 @@ async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(worl
     await asyncio.sleep(60)
     unwatched = searches() - before
     assert unwatched <= 5
-    version = feed.board.version
+    version = feed.change_log.version
     with feed.watched():
         await world.warm(1)
         assert await feed.newer_than(version)
@@ -306,7 +306,7 @@ async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(w
     await world.provision("7")
     await asyncio.sleep(5)
     began = context.clock.now()
-    await feed.recent(age_s=1.0, timeout_s=5.0)
+    await feed.recent_status(max_age_s=1.0, timeout_s=5.0)
     assert feed.status is not None
     assert (began - feed.status.at).total_seconds() <= 1.0
     assert (context.clock.now() - began).total_seconds() < 1.0
@@ -320,19 +320,19 @@ async def test_one_that_reads_slowly_gets_the_newest_and_holds_up_nobody(world: 
     feed = make_feed(world.process(), [])
     running = asyncio.create_task(feed.run())
     with feed.watched():
-        await feed.first_look(5)
-        slow = feed.board.version
+        await feed.first_poll(5)
+        slow = feed.change_log.version
         (instance_id,) = await world.warm(1)
         for number in range(5):
             await world.provision(str(number))
             await world.release(str(number))
             assert await feed.newer_than(slow)
         await asyncio.sleep(1)
-        document = json.loads(feed.board.changes(slow))
+        document = json.loads(feed.change_log.changes(slow))
         assert document["version"] - slow > 5
         assert document["instances"][instance_id]["state"] == "idle"
         assert document["instances"][instance_id]["uses"] == 6
         assert len(document["instances"]) == 1
     feed.close()
-    assert not await feed.newer_than(feed.board.version)
+    assert not await feed.newer_than(feed.change_log.version)
     running.cancel()

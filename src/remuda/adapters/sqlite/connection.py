@@ -20,7 +20,7 @@ T = TypeVar("T")
 BUSY_TIMEOUT_S = 5.0
 
 #: Tells one state of the file from another: connection, other processes' commits, our own.
-Token = tuple[int, int, int]
+FileVersion = tuple[int, int, int]
 
 
 class SqliteFile:
@@ -51,7 +51,7 @@ class SqliteFile:
 
         return await self._submit(job)
 
-    def token(self, connection: sqlite3.Connection) -> Token:
+    def token(self, connection: sqlite3.Connection) -> FileVersion:
         """For jobs: equal to an earlier one where nothing was committed in between."""
         (version,) = connection.execute("PRAGMA data_version").fetchone()
         # The version is blind to this connection's own commits; its count of changed rows is not.

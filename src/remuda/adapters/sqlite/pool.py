@@ -13,10 +13,10 @@ from typing import TypeVar
 from remuda.adapters.sqlite import queues
 from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, encode
-from remuda.adapters.sqlite.queues import Incoming, Outgoing, Seal
-from remuda.adapters.sqlite.watch import Watch
+from remuda.adapters.sqlite.queues import DeliveryReceipt, NewMessage, ReceivedMessage
+from remuda.adapters.sqlite.watch import ChangePoller
 from remuda.domain.resources import PoolMessage
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
@@ -35,7 +35,7 @@ class SqliteResourcePool:
         self._clock = clock
         self._ids = ids
         self._calls = calls
-        self._watch: Watch[str, bool] = Watch(look=self._look, clock=clock, ids=ids)
+        self._watch: ChangePoller[str, bool] = ChangePoller(look=self._look, clock=clock, ids=ids)
 
     async def prepare(self, classes: Collection[str]) -> Sequence[str]:
         self._calls.add("pool", "prepare")
@@ -51,7 +51,7 @@ class SqliteResourcePool:
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
         visible_at = self._now() + delay_s
         outgoing = [
-            Outgoing(
+            NewMessage(
                 queue=message.resource_class,
                 body=encode(message),
                 visible_at=visible_at,
@@ -95,13 +95,14 @@ class SqliteResourcePool:
         with self._counted("depth"):
             return await self._file.run(partial(queues.depth, queue=resource_class))
 
-    async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[Incoming]:
+    async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[ReceivedMessage]:
         seals = [
-            Seal(receipt=self._ids.new("r-"), shuffle=self._ids.jitter()) for _ in range(max(0, min(limit, BATCH)))
+            DeliveryReceipt(receipt=self._ids.new("r-"), shuffle=self._ids.jitter())
+            for _ in range(max(0, min(limit, BATCH)))
         ]
         now = self._now()
 
-        def job(connection: sqlite3.Connection) -> Sequence[Incoming]:
+        def job(connection: sqlite3.Connection) -> Sequence[ReceivedMessage]:
             queues.check(connection, queue)
             # An empty queue is looked at often: it shall not cost others the write lock.
             if not queues.ready(connection, [queue], now):
@@ -136,8 +137,8 @@ def _batches(items: int) -> int:
     return -(-items // BATCH)
 
 
-def _delivery(incoming: Incoming) -> Delivery:
+def _delivery(incoming: ReceivedMessage) -> Delivery:
     try:
         return Delivery(receipt=incoming.receipt, message=decode(PoolMessage, incoming.body))
     except ValueError as error:
-        return Delivery(receipt=incoming.receipt, message=None, malformed=brief(str(error), MAX_REASON))
+        return Delivery(receipt=incoming.receipt, message=None, malformed=truncate(str(error), MAX_REASON))

@@ -14,7 +14,7 @@ from remuda.domain.errors import NotFound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outgoing:
+class NewMessage:
     queue: str
     body: str
     visible_at: float
@@ -23,7 +23,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seal:
+class DeliveryReceipt:
     """What a received message is marked with: the receipt, and its place when it comes back."""
 
     receipt: str
@@ -31,7 +31,7 @@ class Seal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Incoming:
+class ReceivedMessage:
     receipt: str
     body: str
 
@@ -46,7 +46,7 @@ def write_queues(connection: sqlite3.Connection, names: Sequence[str]) -> list[s
     return [name for name in names if connection.execute("INSERT OR IGNORE INTO queues VALUES (?)", (name,)).rowcount]
 
 
-def write_new(connection: sqlite3.Connection, messages: Sequence[Outgoing]) -> None:
+def write_new(connection: sqlite3.Connection, messages: Sequence[NewMessage]) -> None:
     for queue in sorted({message.queue for message in messages}):
         check(connection, queue)
     connection.executemany(
@@ -65,8 +65,8 @@ def ready(connection: sqlite3.Connection, queues: Collection[str], now: float) -
 
 
 def write_taken(
-    connection: sqlite3.Connection, queue: str, seals: Sequence[Seal], *, now: float, hidden_until: float
-) -> list[Incoming]:
+    connection: sqlite3.Connection, queue: str, seals: Sequence[DeliveryReceipt], *, now: float, hidden_until: float
+) -> list[ReceivedMessage]:
     """Hide as many messages as there are seals, or as there are messages."""
     found = connection.execute(
         "SELECT message_id, body FROM messages WHERE queue = ? AND visible_at <= ? ORDER BY shuffle LIMIT ?",
@@ -79,7 +79,7 @@ def write_taken(
             for seal, (message_id, _) in zip(seals, found, strict=False)
         ],
     )
-    return [Incoming(receipt=seal.receipt, body=body) for seal, (_, body) in zip(seals, found, strict=False)]
+    return [ReceivedMessage(receipt=seal.receipt, body=body) for seal, (_, body) in zip(seals, found, strict=False)]
 
 
 def write_deleted(connection: sqlite3.Connection, queue: str, receipts: Collection[str], now: float) -> None:

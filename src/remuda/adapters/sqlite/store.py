@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from remuda.adapters.sqlite import tables
-from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, Token, transaction
+from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, FileVersion, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
-from remuda.adapters.sqlite.tables import Key, Kind
-from remuda.adapters.sqlite.watch import Watch
+from remuda.adapters.sqlite.tables import Key, RecordKind
+from remuda.adapters.sqlite.watch import ChangePoller
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -28,7 +28,7 @@ R = TypeVar("R", Instance, Report)
 
 _CONFIG = "config"
 _SIGHTINGS = "sightings"
-_KINDS: Mapping[type[Any], Kind] = {Instance: Kind.CONTROL, Report: Kind.REPORT}
+_KINDS: Mapping[type[Any], RecordKind] = {Instance: RecordKind.CONTROL, Report: RecordKind.REPORT}
 
 
 class SqliteInstanceStore:
@@ -41,9 +41,9 @@ class SqliteInstanceStore:
         self._malformed: dict[str, str] = {}
         # What a search found the last time, by operation: who looks again and again parses what has changed.
         self._parsed_before: dict[str, dict[str, tuple[str, Any]]] = {}
-        self._watch: Watch[Key, str | None] = Watch(look=self._look, clock=clock, ids=ids)
+        self._watch: ChangePoller[Key, str | None] = ChangePoller(look=self._look, clock=clock, ids=ids)
         # What the watch has seen: a file without commits, and documents without changes, are not looked at twice.
-        self._seen: Token | None = None
+        self._seen: FileVersion | None = None
         self._texts: dict[Key, str | None] = {}
 
     async def prepare(self) -> Sequence[str]:
@@ -259,7 +259,7 @@ class SqliteInstanceStore:
     async def _look(self, keys: Collection[Key], new: Collection[Key]) -> Mapping[Key, str | None]:
         seen = self._seen
 
-        def job(connection: sqlite3.Connection) -> tuple[Token, dict[Key, str | None]]:
+        def job(connection: sqlite3.Connection) -> tuple[FileVersion, dict[Key, str | None]]:
             # The token first: what is committed between the two reads is then seen twice, not never.
             token = self._file.token(connection)
             wanted = new if token == seen else keys

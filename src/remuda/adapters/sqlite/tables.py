@@ -18,22 +18,22 @@ from remuda.domain.signals import Report
 from remuda.ports.store import HISTORY_LIMIT
 
 
-class Kind(StrEnum):
+class RecordKind(StrEnum):
     """What can be waited for."""
 
     CONTROL = "control"
     REPORT = "report"
 
 
-Key = tuple[Kind, str]
+Key = tuple[RecordKind, str]
 
 _BY_ID = {
-    Kind.CONTROL: "SELECT doc FROM instances WHERE instance_id = ?",
-    Kind.REPORT: "SELECT doc FROM reports WHERE instance_id = ?",
+    RecordKind.CONTROL: "SELECT doc FROM instances WHERE instance_id = ?",
+    RecordKind.REPORT: "SELECT doc FROM reports WHERE instance_id = ?",
 }
 _BY_IDS = {
-    Kind.CONTROL: "SELECT instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))",
-    Kind.REPORT: "SELECT instance_id, doc FROM reports WHERE instance_id IN (SELECT value FROM json_each(?))",
+    RecordKind.CONTROL: "SELECT instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))",
+    RecordKind.REPORT: "SELECT instance_id, doc FROM reports WHERE instance_id IN (SELECT value FROM json_each(?))",
 }
 _BY_KEYS = """
 SELECT 'control', instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))
@@ -42,19 +42,19 @@ SELECT 'report', instance_id, doc FROM reports WHERE instance_id IN (SELECT valu
 """
 
 
-def one(connection: sqlite3.Connection, kind: Kind, instance_id: str) -> str | None:
+def one(connection: sqlite3.Connection, kind: RecordKind, instance_id: str) -> str | None:
     return _first(connection.execute(_BY_ID[kind], (instance_id,)))
 
 
-def many(connection: sqlite3.Connection, kind: Kind, instance_ids: Collection[str]) -> dict[str, str]:
+def many(connection: sqlite3.Connection, kind: RecordKind, instance_ids: Collection[str]) -> dict[str, str]:
     return dict(connection.execute(_BY_IDS[kind], (json.dumps(sorted(instance_ids)),)).fetchall())
 
 
 def by_keys(connection: sqlite3.Connection, keys: Collection[Key]) -> dict[Key, str | None]:
-    wanted = [json.dumps(sorted(each for kind, each in keys if kind is wanted)) for wanted in Kind]
+    wanted = [json.dumps(sorted(each for kind, each in keys if kind is wanted)) for wanted in RecordKind]
     found: dict[Key, str | None] = dict.fromkeys(keys)
     for kind, instance_id, doc in connection.execute(_BY_KEYS, wanted):
-        found[Kind(kind), instance_id] = doc
+        found[RecordKind(kind), instance_id] = doc
     return found
 
 

@@ -21,7 +21,7 @@ GROWTH = 1.3
 Look = Callable[[Collection[K], Collection[K]], Awaitable[Mapping[K, V]]]
 
 
-class Watch(Poller[Waiter[K, V]], Generic[K, V]):
+class ChangePoller(Poller[Waiter[K, V]], Generic[K, V]):
     def __init__(self, *, look: Look[K, V], clock: Clock, ids: Ids) -> None:
         super().__init__(clock=clock, ids=ids)
         self._look = look

@@ -29,9 +29,9 @@ from remuda.cli.output import Output
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Instance, State
-from remuda.fake_github.client import SimClient, SimStep
-from remuda.fake_github.endpoint import read_endpoint
-from remuda.fake_github.model import Settings as SimSettings
+from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, JobStep
+from remuda.fake_github.model import FakeGitHubSettings
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import layout, open_context
 
@@ -151,11 +151,11 @@ class Story:
         """On a page of this machine alone, from before the beginning."""
         from remuda.web.dashboard import server  # noqa: PLC0415 - a web server only where there is a page
 
-        place = server.find_place("127.0.0.1", 0, None, {})
+        place = server.parse_listen_address("127.0.0.1", 0, None, {})
         listener = server.listen(place)
-        self._page_url = server.address(place, listener)
+        self._page_url = server.page_url(place, listener)
         self._output.say(f"live on {self._page_url}", style="bold")
-        async with server.serving(self._settings, place, listener, every_s=None, since_s=PAGE_SHOWS_S, asks=False):
+        async with server.serving(self._settings, place, listener, interval_s=None, since_s=PAGE_SHOWS_S, asks=False):
             yield
 
     async def stay(self) -> None:
@@ -240,7 +240,7 @@ class Story:
         self._told.provisions.append(Provisioning.parse("crash", provisioned))
         instance_id = str(provisioned["instances"][0]["instance_id"])
         async with self._sim() as sim:
-            slow = SimStep(run="sleep 600")
+            slow = JobStep(run="sleep 600")
             job = await sim.queue_job(repo=SCOPE, run_id=run_id, labels=[run_id], name="slow", steps=[slow])
             await self._until(lambda: self._job_started(sim, job.id), "a job to start")
         releasing = asyncio.create_task(self._json("release", "--run-id", run_id, ok={0, 4}))
@@ -250,7 +250,7 @@ class Story:
             # GitHub keeps a lost runner busy for ten minutes; the local one need not. The next jobs have their time.
             await sim.change_settings(lease_s=LEASE_S)
             await self._until(lambda: self._job_over(sim, job.id), "GitHub to give up the job")
-            await sim.change_settings(lease_s=SimSettings().lease_s)
+            await sim.change_settings(lease_s=FakeGitHubSettings().lease_s)
         await self._until(lambda: self._in_state(instance_id, State.TERMINATED), "the sweeps to retire it")
         released = await releasing
         await self._json("refresh", "--sweep-only")
@@ -381,7 +381,7 @@ class Story:
     def _pull_the_plug(self, instance_id: str) -> None:
         known = supervisor(str(layout(self._settings).instances / instance_id))
         if known is not None:
-            procfs.send(*known, signal.SIGKILL)
+            procfs.send_signal(*known, signal.SIGKILL)
         self._say(f"{instance_id} lost its power (kill -9)")
 
     # Looking ----------------------------------------------------------------------------------------------------
@@ -393,18 +393,18 @@ class Story:
                 raise Unavailable(f"waited {LIMIT_S:g} s for {what} in vain")
             await self._clock.sleep(PAUSE_S)
 
-    def _sim(self) -> SimClient:
+    def _sim(self) -> FakeGitHubClient:
         endpoint = read_endpoint(layout(self._settings).github)
         if endpoint is None:
             raise Unavailable("the local GitHub is not up")
-        return SimClient(endpoint.url, endpoint.token)
+        return FakeGitHubClient(endpoint.url, endpoint.token)
 
     @staticmethod
-    async def _job_started(sim: SimClient, job_id: int) -> bool:
+    async def _job_started(sim: FakeGitHubClient, job_id: int) -> bool:
         return (await sim.job(job_id)).status != "queued"
 
     @staticmethod
-    async def _job_over(sim: SimClient, job_id: int) -> bool:
+    async def _job_over(sim: FakeGitHubClient, job_id: int) -> bool:
         return (await sim.job(job_id)).status == "completed"
 
     async def _record(self, instance_id: str) -> Instance | None:
@@ -440,7 +440,7 @@ class Story:
     def _leaked(self) -> list[int]:
         folders = layout(self._settings).instances.glob("i-*")
         return sorted(
-            {item.pid for folder in folders for item in procfs.leftovers(folder.name, str(folder.resolve()), 0)}
+            {item.pid for folder in folders for item in procfs.machine_processes(folder.name, str(folder.resolve()), 0)}
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from remuda.cli.demo.report import Retired
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import parse_runner_name
-from remuda.fake_github.client import SimJob
+from remuda.fake_github.client import JobView
 from remuda.ports.store import InstanceStore
 
 Histories = Mapping[str, tuple[Instance, Sequence[HistoryEntry]]]
@@ -19,12 +19,12 @@ async def histories(store: InstanceStore) -> Histories:
     return {item.instance_id: (item, await store.history(item.instance_id)) for item in instances}
 
 
-def foreign_jobs(jobs: Iterable[SimJob], known: Histories, *, pool: str) -> list[str]:
+def foreign_jobs(jobs: Iterable[JobView], known: Histories, *, pool: str) -> list[str]:
     """Jobs whose machine was, at the epoch in its runner's name, assigned to another run."""
     return [f"{job.name} of run {job.run_id}" for job in jobs if _is_foreign(job, known, pool)]
 
 
-def _is_foreign(job: SimJob, known: Histories, pool: str) -> bool:
+def _is_foreign(job: JobView, known: Histories, pool: str) -> bool:
     parsed = parse_runner_name(pool, job.runner_name or "")
     if parsed is None:
         return job.runner_name is not None

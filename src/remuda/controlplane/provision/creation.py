@@ -14,7 +14,7 @@ from remuda.controlplane.provision.rollback import AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
-from remuda.domain.provision_outcome import Source
+from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.resources import folded
 from remuda.domain.signals import Verdict
 from remuda.domain.timestamps import to_milliseconds
@@ -152,7 +152,7 @@ class Creation:
             instance_type=launched.instance_type,
             usage_class=launched.usage_class,
             cpu=resource_class.cpu,
-            mmem=resource_class.mmem,
+            memory_mib=resource_class.memory_mib,
             scope=plan.scope,
             tier=plan.request.tier,
             repository=folded(plan.repository),
@@ -178,7 +178,7 @@ class Creation:
     async def _wait_for_registration(self, instance: Instance) -> RegisteredInstance:
         waited = await wait_for_registration(self._context, instance, until=self._plan.until)
         if waited.verdict is Verdict.OK:
-            return RegisteredInstance(instance=instance, source=Source.CREATED, report=waited.report)
+            return RegisteredInstance(instance=instance, source=RunnerSource.CREATED, report=waited.report)
         why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
         if waited.stopped is StopReason.TIMEOUT:
             raise TimedOut(why, fix="raise --provision-timeout-sec, or read the machine's console log")

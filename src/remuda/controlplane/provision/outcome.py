@@ -13,8 +13,8 @@ from remuda.domain.provision_outcome import (
     AcquiredRunner,
     LaunchAttempt,
     ProvisionOutcome,
-    Refusal,
-    Source,
+    RejectedCandidate,
+    RunnerSource,
 )
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import Clock
@@ -24,9 +24,9 @@ class OutcomeRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._started_at = self._phase_started_at = clock.monotonic()
-        self._sources: Counter[Source] = Counter()
+        self._sources: Counter[RunnerSource] = Counter()
         self._acquired: list[AcquiredRunner] = []
-        self._rejections: list[Refusal] = []
+        self._rejections: list[RejectedCandidate] = []
         self._launches: list[LaunchAttempt] = []
         self.phases: dict[str, float] = {}
         #: Number of pool messages that did not become a runner, by kind.
@@ -47,7 +47,7 @@ class OutcomeRecorder:
         self.rejected[kind] += 1
         if len(self._rejections) < MAX_REFUSALS:
             self._rejections.append(
-                Refusal(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
+                RejectedCandidate(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
             )
 
     def launch(self, count: int, launched: int, errors: tuple[str, ...], *, why: str = "") -> None:
@@ -73,8 +73,8 @@ class OutcomeRecorder:
         return ProvisionOutcome(
             ended_at=to_milliseconds(self._clock.now()),
             seconds=self.seconds,
-            reused=self._sources[Source.POOL],
-            created=self._sources[Source.CREATED],
+            reused=self._sources[RunnerSource.POOL],
+            created=self._sources[RunnerSource.CREATED],
             phases=dict(self.phases),
             taken=tuple(self._acquired),
             refused=dict(self.rejected),

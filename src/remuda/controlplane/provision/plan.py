@@ -12,7 +12,7 @@ from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credenti
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.provision_outcome import MAX_REASON
-from remuda.domain.resources import Request, Reuse, folded
+from remuda.domain.resources import Reuse, RunnerRequest, folded
 from remuda.domain.timestamps import to_milliseconds
 
 #: A provision stops acquiring instances this many seconds, or this fraction of its timeout, before its deadline,
@@ -25,7 +25,7 @@ ROLLBACK_RESERVE_FRACTION = 0.1
 class ProvisionPlan:
     config: PoolConfig
     provision: Provision
-    request: Request
+    request: RunnerRequest
     scope: str
     #: None if each instance gets a just-in-time registration.
     registration: Credential | None
@@ -82,7 +82,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
             asked=_describe_request(request),
         ),
-        request=Request(
+        request=RunnerRequest(
             resource_class=config.resource_class(request.resource_class),
             usage_class=request.usage_class,
             patterns=request.patterns,

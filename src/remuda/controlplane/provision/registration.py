@@ -8,7 +8,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Instance
-from remuda.domain.provision_outcome import Source
+from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.signals import (
     CREDENTIAL_REFUSED,
     FORGE_UNREACHABLE,
@@ -25,7 +25,7 @@ class RegisteredInstance:
     """An instance whose runner is registered and not started: ready for the commit."""
 
     instance: Instance
-    source: Source
+    source: RunnerSource
     report: Report | None
 
     @property

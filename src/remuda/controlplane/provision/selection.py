@@ -12,7 +12,7 @@ from remuda.controlplane.signal_waiter import StopReason, WaitResult
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import ProvisionStatus
-from remuda.domain.provision_outcome import Source
+from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.resources import PoolMessage, folded
 from remuda.domain.signals import Verdict
 from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
@@ -142,7 +142,7 @@ class Selection:
         timeout_at = self._context.clock.monotonic() + REGISTRATION_TIMEOUT_S
         waited = await wait_for_registration(self._context, claimed, until=min(self._plan.until, timeout_at))
         if waited.verdict is Verdict.OK:
-            return RegisteredInstance(instance=claimed, source=Source.POOL, report=waited.report)
+            return RegisteredInstance(instance=claimed, source=RunnerSource.POOL, report=waited.report)
         if waited.stopped is StopReason.TIMEOUT:
             # At the provision's own deadline the instance may be healthy: the rollback gives it back.
             raise_if_past_deadline(self._context, self._plan)

@@ -192,7 +192,7 @@ class _InstanceReleaser:
                 return _reported_outcome(after, ReleaseStatus.RETIRED, after.retire, waited)
             if waited.stopped is StopReason.VERDICT and after == instance:
                 # The agent has failed, and a quarantine keeps the machine: no further report will come.
-                return _outcome(instance, ReleaseStatus.SKIPPED, f"not clean, kept in quarantine: {instance.retire}")
+                return _outcome(instance, ReleaseStatus.SKIPPED, f"not clean, and kept: {instance.retire}")
             instance = after
 
     async def _read_again(self, instance: Instance) -> Instance:
