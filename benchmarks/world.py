@@ -28,7 +28,7 @@ from remuda.config.settings import Settings, load
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
-from remuda.controlplane.release import ReleaseStatus, ReleaseResult, release
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Report

@@ -314,7 +314,8 @@ MUTANTS: tuple[Mutant, ...] = (
             _ADVANCE,
             "publish_to_pool",
             "results = await map_concurrently(idle, record_sent)",
-            "results = await map_concurrently(idle, record_sent)\nawait context.pool.send([instance.message() for instance in idle])",
+            "results = await map_concurrently(idle, record_sent)\n"
+            "await context.pool.send([instance.message() for instance in idle])",
         ),
     ),
     _mutant(
