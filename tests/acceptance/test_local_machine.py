@@ -566,7 +566,7 @@ async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, m
     monkeypatch.setattr(launch, "is_on", count_slowly)
     first = asyncio.create_task(world.launch("first", capacity="1"))
     assert await asyncio.to_thread(drafted.wait, LONG_S)
-    with pytest.raises(CapacityError, match="0 of 1 places"):
+    with pytest.raises(CapacityError, match="0 of 1 machines"):
         await world.launch("second", capacity="1")
     assert len((await first).instances) == 1
 
