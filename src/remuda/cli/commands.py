@@ -252,7 +252,7 @@ def run_status(
 
     async def work() -> Status:
         async with _open(settings, output, credentialed=asks, alive=False) as context:
-            return await status(context, everything=everything)
+            return await status(context, include_terminated=everything)
 
     result = run_async(work)
     for name in silent:

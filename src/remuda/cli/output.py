@@ -197,6 +197,6 @@ class ConsoleEventLog:
     def _style(action: str) -> str | None:
         if any(word in action for word in _TROUBLE):
             return "yellow"
-        if action.startswith(("end-", "tombstone", "retire", "ghost")):
+        if action.startswith(("end-", "tombstone", "retire", "stale-registration")):
             return _ENDING
         return _STYLES.get(action)

@@ -332,9 +332,9 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     yield POOL_IDLE.name, _claimable(pool, status, classes)
     yield (
         POOL_MESSAGES.name,
-        {(pool, name): float(status.pools[name].hints) for name in classes if name in status.pools},
+        {(pool, name): float(status.pools[name].messages) for name in classes if name in status.pools},
     )
-    ages = [_seconds_since(item.provision.created_at, status.at) for item in status.openings]
+    ages = [_seconds_since(item.provision.created_at, status.at) for item in status.open_provisions]
     yield OPEN_PROVISIONS.name, {(pool,): float(len(ages))}
     yield OPEN_PROVISION_AGE.name, {(pool,): max(ages, default=0.0)}
     yield from _heartbeats(pool, status)
