@@ -15,7 +15,7 @@ import pytest
 
 from remuda.ports.machine import StepResult
 from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
-from tests.support.aws.in_process_agents import agents_in_thread
+from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
 from tests.support.aws.stack import SCOPE, aws_stack
 from tests.support.registry import answered
 
