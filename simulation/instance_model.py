@@ -390,11 +390,11 @@ class Lives:
         yield from _done(life, self._decision(life))
         if life.late:
             step = next_step(_view(life, now=_late(record)))
-            if step.do is AgentAction.END:
+            if step.action is AgentAction.END:
                 yield Step("its agent ends it: its time is up", life._replace(agent=DEAD))
         if self._decision(life).do is AgentAction.REMOVE:
             given_up = next_step(_view(life, removals=MAX_REMOVALS))
-            if given_up.do is AgentAction.SIGNAL and given_up.signal is not None:
+            if given_up.action is AgentAction.SIGNAL and given_up.signal is not None:
                 text = f"its agent cannot deregister: {given_up.signal}"
                 yield Step(text, _signalled(life, record.epoch, given_up.signal))
 
@@ -463,7 +463,7 @@ class Lives:
     def _ended(life: Life, record: Instance) -> Life:
         """Nobody reads its report any more, and its agent does nothing but end it: that is asked here."""
         agent = life.agent._replace(doing=None)
-        if agent.alive and next_step(_view(life._replace(agent=agent))).do is not AgentAction.END:
+        if agent.alive and next_step(_view(life._replace(agent=agent))).action is not AgentAction.END:
             raise Broken(f"L1: its agent lives on while it is {record.state}")
         if record.assignment is not None:
             raise Broken(f"S12: {record.state}, and it has a credential")
@@ -535,12 +535,12 @@ def _decided(life: Life) -> Doing:
     step = next_step(_view(life))
     if record is None:
         return _NOTHING
-    if step.do is AgentAction.START and (record.state is not State.RUNNING or agent.configured != record.epoch):
+    if step.action is AgentAction.START and (record.state is not State.RUNNING or agent.configured != record.epoch):
         raise Broken(f"S2: its runner starts at epoch {agent.configured} while it is {record.state} at {record.epoch}")
-    if step.do is AgentAction.END:
+    if step.action is AgentAction.END:
         raise Broken(f"S6: its agent ends it while it is {record.state}, before its time")
     parsed = parse_runner_name(POOL, record.assignment.runner_name) if record.assignment else None
-    return Doing(do=step.do, epoch=record.epoch, named=parsed[0] if parsed else 0, signal=step.signal)
+    return Doing(do=step.action, epoch=record.epoch, named=parsed[0] if parsed else 0, signal=step.signal)
 
 
 def _done(life: Life, doing: Doing) -> Iterator[Step]:

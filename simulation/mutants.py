@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "spent-is-failed",
         "a listener that served its one job is started again and counts as failed",
-        statements(_DECIDE, "_run", "if view.runner.spent:\n    ...", ""),
+        statements(_DECIDE, "_when_running", "if seen.runner.spent:\n    ...", ""),
     ),
     _mutant(
         "claim-under-the-old-name",
@@ -565,7 +565,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "start-before-running",
         "the runner is started as soon as it is registered",
-        statements(_DECIDE, "_register", "return _wait(...)", "return _run(view, record)"),
+        statements(_DECIDE, "_when_assigned", "return _wait(...)", "return _when_running(seen, record)"),
     ),
     _mutant(
         "signal-before-configure",
@@ -583,9 +583,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "the runner is stopped while it is registered, even if it runs a job",
         statements(
             _DECIDE,
-            "_release",
-            "if view.runner.busy:\n    ...",
-            "if view.runner.listening:\n    return Step(do=Do.STOP, why='released')",
+            "_when_releasing",
+            "if seen.runner.busy:\n    ...",
+            "if seen.runner.listening:\n    return AgentStep(action=AgentAction.STOP, reason='released')",
         ),
     ),
     _mutant(
@@ -606,11 +606,11 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "agent-without-margin",
         "an agent terminates its machine as soon as its own clock passes the threshold",
-        argument(_DECIDE, "next_step", "margin_s=view.margin_s", "margin_s=0.0"),
+        argument(_DECIDE, "next_step", "margin_s=seen.margin_s", "margin_s=0.0"),
     ),
     _mutant(
         "dead-man-not-rearmed",
         "the dead-man timer stays at the first threshold",
-        statements(_EXPIRY, "Lifetime.observe", "self._arm(record.threshold)", ""),
+        statements(_EXPIRY, "Expiry.observe", "self._set_dead_man_timer(record.threshold)", ""),
     ),
 )

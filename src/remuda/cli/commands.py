@@ -342,13 +342,13 @@ def run_workflow_file(flags: Flags, config: str | None, output: Output, *, file:
 def run_demo(flags: Flags, config: str | None, output: Output, *, dashboard: bool = False, keep: bool = False) -> int:
     loaded = load_settings(flags, config)
     if keep and not dashboard:
-        raise UserError("--keep is given, without --dashboard", field="--keep", fix="add --dashboard, or leave it out")
+        raise UserError("--keep requires --dashboard", field="--keep", fix="add --dashboard, or leave it out")
     check_local(loaded.settings)
-    from remuda.cli.demo import run_demo_story  # noqa: PLC0415 - only the demo needs it
+    from remuda.cli.demo import run_local_demo  # noqa: PLC0415 - slow to import
 
     folder = loaded.settings.dir if loaded.given("dir") else None
     try:
-        return run_async(lambda: run_demo_story(output, folder, dashboard=dashboard, keep=keep))
+        return run_async(lambda: run_local_demo(output, folder, dashboard=dashboard, keep=keep))
     except Unavailable as error:
         output.error(error)
         return error.exit_code

@@ -67,8 +67,8 @@ def test_a_machine_lives_through_two_runs_and_ends() -> None:
         assert {each.token for each in stable.runner.removed_with if each} == {"removal-t0ken"}
         assert stable.record.uses == 2
         await stable.apply(End(cause=Cause.GONE), Actor.REFRESH)
-        assert await task == "the record says terminating"
-        assert stable.machine.ended == ["the record says terminating"]
+        assert await task == "record state is terminating"
+        assert stable.machine.ended == ["record state is terminating"]
 
     run(story())
 
@@ -102,12 +102,12 @@ def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> No
         assert all(why for _, why, _ in noted)
         seen = [(why, facts.get("epoch"), facts.get("run_id")) for action, why, facts in noted if action == "state"]
         assert seen[:3] == [
-            ("the record says created", 1, "1234"),
-            ("the record says running", 1, "1234"),
-            ("the record says releasing", 1, "1234"),
+            ("record state is created", 1, "1234"),
+            ("record state is running", 1, "1234"),
+            ("record state is releasing", 1, "1234"),
         ]
-        assert ("the record says idle", 1, "") in seen
-        resets = [facts for action, _, facts in noted if action == "step" and facts["do"] == AgentAction.RESET.value]
+        assert ("record state is idle", 1, "") in seen
+        resets = [facts for action, _, facts in noted if action == "step" and facts["step"] == AgentAction.RESET.value]
         assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
     run(story())

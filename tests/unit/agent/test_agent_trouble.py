@@ -42,7 +42,7 @@ def test_out_of_reach_of_the_store_the_last_threshold_rules() -> None:
         stable.store.down = True
         assert stable.task is not None
         why = await stable.task
-        assert why == "its time is up and the store cannot be read"
+        assert why == "threshold passed and the store is unreachable"
         late = stable.clock.now() - threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
 
@@ -55,7 +55,7 @@ def test_the_last_threshold_rules_after_a_restart_too() -> None:
         stable.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
         stable.store.down = True
         why = await stable.start()
-        assert why == "its time is up and the store cannot be read"
+        assert why == "threshold passed and the store is unreachable"
         assert stable.clock.now() >= at(50 + MARGIN_S)
         assert stable.machine.ended == [why]
 
@@ -148,7 +148,7 @@ def test_a_renewed_threshold_is_followed() -> None:
             await stable.apply(Renew(until=stable.clock.now() + timedelta(seconds=420)), Actor.SCALE_DOWN)
         assert stable.task is not None
         assert not stable.task.done()
-        assert await stable.task == "its time in idle is up"
+        assert await stable.task == "threshold of state idle passed"
         late = stable.clock.now() - stable.record.threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
 
@@ -162,7 +162,7 @@ def test_a_machine_whose_record_was_forgotten_ends_at_its_last_threshold() -> No
         threshold = stable.record.threshold
         del stable.database.instances[ID]
         assert stable.task is not None
-        assert await stable.task == "its time is up and its record is gone"
+        assert await stable.task == "threshold passed and the record is gone"
         assert stable.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
 
     run(story())

@@ -154,7 +154,7 @@ def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> No
     machine.agent._run = run
 
     async def start() -> bool:
-        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).is_over()
+        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).has_passed()
 
     assert machine.ask(start()) is not None
     assert all(name.startswith("remuda-dead-man-") for name in stopped)
