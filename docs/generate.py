@@ -11,7 +11,7 @@ import yaml
 from remuda.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
 from remuda.config.settings import Settings, flag, key, variable
 from remuda.domain.resources import DEFAULT_CLASSES
-from remuda.domain.transitions import ENDINGS, TRANSITIONS
+from remuda.domain.transitions import TRANSITIONS, RetireReason
 from remuda.web.metrics import METRICS
 from simulation.faults import MEANING, Fault
 from simulation.invariants import INVARIANTS
@@ -104,7 +104,7 @@ def metrics_table() -> str:
 
 
 def endings_line() -> str:
-    return ", ".join(f"`{name}`" for name in ENDINGS)
+    return ", ".join(f"`{name}`" for name in RetireReason)
 
 
 def decisions_list() -> str:

@@ -148,9 +148,9 @@ class FaultyStore(Wire):
     def _signal(self, write: Call) -> Call:
         """What is said is judged when it is said: it may land much later."""
 
-        async def call(instance_id: str, *, epoch: int, signal: Signal, detail: str) -> Any:
+        async def call(instance_id: str, *, epoch: int, signal: Signal, **named: Any) -> Any:
             self._world.safety.signal_sent(instance_id, epoch, signal)
-            return await write(instance_id, epoch=epoch, signal=signal, detail=detail)
+            return await write(instance_id, epoch=epoch, signal=signal, **named)
 
         return call
 

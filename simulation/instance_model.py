@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 
 from remuda.agent.decide import MAX_REMOVALS, AgentAction, Observation, next_step
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Credential, Instance, State, retirement
+from remuda.domain.instance import (
+    ABSORBING,
+    ASSIGNED,
+    Assignment,
+    Credential,
+    Instance,
+    RetireReason,
+    State,
+    decide_retirement,
+)
 from remuda.domain.pool_config import parse_runner_name, runner_name
 from remuda.domain.release_policy import next_for_releasing
 from remuda.domain.resources import Tier, UsageClass
@@ -23,7 +32,6 @@ from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import (
     Actor,
-    Cause,
     Change,
     Confirm,
     End,
@@ -123,7 +131,7 @@ class Write(NamedTuple):
 
     text: str
     by: Actor
-    guard: WriteCondition
+    condition: WriteCondition
     sets: tuple[tuple[str, Any], ...]
     told: tuple[int, Signal | None]
     cost: int = 0
@@ -212,7 +220,7 @@ def named(record: Instance, who: str) -> Instance:
 
 
 def write_of(change: Change, text: str, by: Actor, told: tuple[int, Signal | None] = (0, None), cost: int = 0) -> Write:
-    return Write(text=text, by=by, guard=change.guard, sets=tuple(change.sets.items()), told=told, cost=cost)
+    return Write(text=text, by=by, condition=change.condition, sets=tuple(change.sets.items()), told=told, cost=cost)
 
 
 class Lives:
@@ -277,7 +285,7 @@ class Lives:
         writes = self._fresh(life, released=released)
         pending = [life.pending._replace(cost=0)] if life.pending else []
         for write in writes + pending:
-            if not write.guard.admits(life.record):
+            if not write.condition.is_met_by(life.record):
                 continue
             try:
                 after = self.written(life, write, released=released)
@@ -322,7 +330,7 @@ class Lives:
         if released and record.state in ASSIGNED:
             event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL)
             if record.state is State.CREATED:
-                event = End(cause=Cause.RELEASED)
+                event = End(reason=RetireReason.RELEASED)
             yield "a release or a sweep takes it back", _RELEASE_OR_SWEEP, event, NOW, 0
         if record.state is State.RELEASING:
             upcoming = next_for_releasing(record, life.report, now=NOW, lifetimes=LIFETIMES)
@@ -330,25 +338,33 @@ class Lives:
                 name = type(upcoming.event).__name__.lower()
                 yield f"a release or a sweep settles it ({name})", _RELEASE_OR_SWEEP, upcoming.event, NOW, 0
         if record.state is State.RUNNING and registration_verdict(life.report, record.epoch) is Verdict.FAILED:
-            yield "a sweep ends it: its runner failed", _SWEEP, End(cause=Cause.FAILED, report=life.report), NOW, 0
+            yield (
+                "a sweep ends it: its runner failed",
+                _SWEEP,
+                End(reason=RetireReason.FAILED, report=life.report),
+                NOW,
+                0,
+            )
         if record.state is State.IDLE:
             yield from self._events_of_idle(record)
         if life.late:
-            end = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
+            end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
             yield "a sweep ends it: expired", _SWEEP, end, _late(record), 0
         if not life.agent.alive:
-            yield "a sweep ends it: gone", _SWEEP, End(cause=Cause.GONE), NOW, 0
-        if not record.retire:
-            yield "an operator drains it", (Actor.OPERATOR, Actor.REFRESH), Retire(reason="drained"), NOW, OPERATOR
-        quarantine = Quarantine(reason="quarantined", until=HELD_UNTIL)
+            yield "a sweep ends it: gone", _SWEEP, End(reason=RetireReason.GONE), NOW, 0
+        if record.retire_reason is None:
+            drain = Retire(reason=RetireReason.DRAINED)
+            yield "an operator drains it", (Actor.OPERATOR, Actor.REFRESH), drain, NOW, OPERATOR
+        quarantine = Quarantine(until=HELD_UNTIL)
         yield "an operator puts it into quarantine", _OPERATOR, quarantine, NOW, OPERATOR
-        yield "an operator ends it", _OPERATOR, End(cause=Cause.ORDERED, reason="ordered"), NOW, OPERATOR
+        termination = End(reason=RetireReason.TERMINATED_BY_OPERATOR)
+        yield "an operator ends it", _OPERATOR, termination, NOW, OPERATOR
 
     @staticmethod
     def _events_of_idle(record: Instance) -> Iterator[_Due]:
-        reason = retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses + 1)
-        if reason:
-            yield "a sweep ends it: retired", _SWEEP, End(cause=Cause.RETIRED, reason=reason), NOW, 0
+        due = decide_retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses + 1)
+        if due is not None:
+            yield "a sweep ends it: retired", _SWEEP, End(reason=due.reason, detail=due.detail), NOW, 0
         # If its time is up, then by a clock that is slow.
         at = record.threshold - timedelta(seconds=1)
         renewal = Renew(until=at + timedelta(seconds=LIFETIMES.idle_time_s))
@@ -365,17 +381,17 @@ class Lives:
     def _hopeful(self, write: Write, record: Instance | None) -> bool:
         """Whether the real guard may ever admit it: asked with all that the record can still become."""
         if record is None:
-            return write.guard.admits(None)
-        if write.guard.threshold_at_or_before is not None and not write.guard.admits(record):
+            return write.condition.is_met_by(None)
+        if write.condition.threshold_at_or_before is not None and not write.condition.is_met_by(record):
             # Its time was moved, and moves no further back.
             return False
-        key = (write.guard, record)
+        key = (write.condition, record)
         known = self._hopes.get(key)
         if known is None:
             futures = self._futures.get(record)
             if futures is None:
                 futures = self._futures[record] = tuple(_futures(record))
-            known = self._hopes[key] = any(map(write.guard.admits, futures))
+            known = self._hopes[key] = any(map(write.condition.is_met_by, futures))
         return known
 
     # Machines
@@ -469,13 +485,13 @@ class Lives:
             raise Broken(f"S12: {record.state}, and it has a credential")
         if record.state is State.TERMINATING:
             change = advance(record, Confirm(keep_records_s=1.0), by=Actor.REFRESH, now=NOW, why="")
-            if not change.guard.admits(record):
+            if not change.condition.is_met_by(record):
                 raise Broken("L1: no sweep can confirm its end")
         plain = replace(
             record,
             threshold=NOW,
             last_run_id="",
-            retire="ended",
+            retire_reason=RetireReason.EXPIRED,
             quarantined_until=None,
             run_deadline=None,
             announced_at=None,
@@ -601,12 +617,12 @@ def _judge(life: Life, record: Instance) -> None:
         raise Broken("S12: it runs, and has a credential")
     if record.state is State.IDLE and held is not None:
         raise Broken("S12: it is idle, and has an assignment")
-    end = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
+    end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
     try:
         change = advance(record, end, by=Actor.REFRESH, now=_late(record), why="")
     except IllegalTransition as illegal:
         raise Broken(f"L1: no sweep can end it by its threshold: {illegal}") from illegal
-    if not change.guard.admits(record):
+    if not change.condition.is_met_by(record):
         raise Broken(f"L1: no sweep can end it by its threshold: {record.state}")
 
 
@@ -624,8 +640,8 @@ def _judge_write(life: Life, write: Write, after: Instance, *, released: bool, b
         raise Broken(f"S1: it was claimed while it was {before.state}")
     if after.epoch != before.epoch + claimed or (after.owner != before.owner and not claimed):
         raise Broken(f"S1: at epoch {before.epoch} of {before.owner} it became {after.epoch} of {after.owner}")
-    if claimed and before.retire:
-        raise Broken(f"S2: it was claimed although it is {before.retire}")
+    if claimed and before.retire_reason:
+        raise Broken(f"S2: it was claimed although it is {before.retire_text}")
     if after.tier is not before.tier:
         raise Broken(f"S11: its tier was {before.tier} and became {after.tier}")
     if after.state is State.TERMINATED and before.state is not State.TERMINATING:
@@ -657,8 +673,8 @@ def _judge_end(life: Life, write: Write, before: Instance, *, released: bool, by
         just = just or told is Signal.UD_REG_FAILED
     elif before.state is State.RELEASING:
         clean = told is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
-        just = just or told in _REMOVAL_SIGNALS or (clean and bool(before.retire))
+        just = just or told in _REMOVAL_SIGNALS or (clean and bool(before.retire_reason))
     else:
-        just = just or bool(before.retire)
+        just = just or bool(before.retire_reason)
     if not just:
         raise Broken(f"S6: it was ended while {before.state}, by {write.text} and {write.told}")

@@ -202,23 +202,26 @@ class Safety:
 
     def _taken_out(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
         """Drained, in quarantine, or announced to be taken: never taken back, and for no other reason."""
-        if (before.retire, before.quarantined_until) == (after.retire, after.quarantined_until):
+        if (before.retire_text, before.quarantined_until) == (after.retire_text, after.quarantined_until):
             return
         report = self._world.database.reports.get(after.instance_id)
         noticed = report is not None and bool(report.notice) and before.quarantined_until == after.quarantined_until
         ordered = party.lever is OperatorAction.QUARANTINE or (
             party.lever is OperatorAction.DRAIN
             and before.quarantined_until == after.quarantined_until
-            and not before.retire
+            and not before.retire_reason
         )
-        if not after.retire or not (ordered or noticed):
-            yield "S6", f"{party} made {before.retire!r} to {after.retire!r} until {after.quarantined_until}"
+        if not after.retire_reason or not (ordered or noticed):
+            yield (
+                "S6",
+                f"{party} made {before.retire_text!r} to {after.retire_text!r} until {after.quarantined_until}",
+            )
 
     def _renewed(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if party.lever is OperatorAction.QUARANTINE:
             return
         latest = before.created_at + timedelta(seconds=self._world.most("max_age_s")) + 2 * SKEW + SLACK
-        if party.kind != "scale-down" or before.retire or not before.threshold < after.threshold <= latest:
+        if party.kind != "scale-down" or before.retire_reason or not before.threshold < after.threshold <= latest:
             yield "S6", f"{party} moved the time of an idle instance from {before.threshold} to {after.threshold}"
 
     def _claim(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
@@ -231,8 +234,8 @@ class Safety:
         yield from self._reuse.claimed(after, party)
         if party.order is not None and party.order.run_id != after.run_id:
             yield "S1", f"claimed for run {after.run_id} by {party}"
-        if before.retire:
-            yield "S6", f"claimed although {before.retire}"
+        if before.retire_reason:
+            yield "S6", f"claimed although {before.retire_text}"
         left = before.threshold - self._world.clock.now()
         if left < self._margin - SKEW - SLACK - timedelta(seconds=party.pause_s):
             yield "S13", f"claimed {left.total_seconds():.0f} s before its end"
@@ -274,8 +277,8 @@ class Safety:
         report = self._world.database.reports.get(after.instance_id)
         if not self._may_have_read(after, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, party):
             yield "S4", f"idle by {report and report.signal} of epoch {report and report.epoch}"
-        if after.retire and not self._is_held(after, slack=SKEW + SLACK):
-            yield "S6", f"idle although {after.retire}"
+        if after.retire_reason and not self._is_held(after, slack=SKEW + SLACK):
+            yield "S6", f"idle although {after.retire_text}"
         yield from self._reuse.pooled(after)
         yield from self._idle(after)
 
@@ -303,7 +306,7 @@ class Safety:
             State.CLAIMED: own or signal in {Signal.UD_FAILED, Signal.UD_REG_FAILED},
             State.RUNNING: signal is Signal.UD_REG_FAILED,
             State.RELEASING: signal in {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
-            or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire)),
+            or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire_reason)),
             State.IDLE: self._may_retire(before, report) or Reuse.NEVER in self._reuse.may_have_read(party),
         }[before.state]
         if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-SKEW - SLACK):
@@ -320,7 +323,7 @@ class Safety:
     def _may_retire(self, record: Instance, report: Report | None) -> bool:
         age = self._world.clock.now() - record.created_at
         return (
-            bool(record.retire)
+            bool(record.retire_reason)
             or (report is not None and bool(report.notice))
             or age >= timedelta(seconds=self._world.least("max_age_s")) - 2 * SKEW - SLACK
             or record.uses >= self._world.least("max_uses")
@@ -533,7 +536,7 @@ class Safety:
         for message in messages:
             self.checks += 1
             record = self._world.database.instances.get(message.id)
-            if record is None or record.retire or (record.state, record.epoch) != (State.IDLE, message.epoch):
+            if record is None or record.retire_reason or (record.state, record.epoch) != (State.IDLE, message.epoch):
                 continue
             if party.kind == "refresh" and message.id in party.shown_early:
                 # To a sweep that was shown it twice, the only hint looks like two.

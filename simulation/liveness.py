@@ -119,7 +119,7 @@ class Liveness:
         now = world.clock.now()
         patience = timedelta(seconds=world.lifetimes.reannounce_s + SWEEP_S + WORK_S) + SKEW
         for record in world.database.instances.values():
-            if record.state is not State.IDLE or record.retire:
+            if record.state is not State.IDLE or record.retire_reason:
                 continue
             if record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
                 continue

@@ -18,16 +18,16 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
 from remuda.domain.transitions import (
     Actor,
-    Cause,
     Change,
     Claim,
     Commit,
     End,
     Event,
     Release,
+    RetireReason,
     advance,
     create,
-    presumed,
+    presumed_idle,
     tombstone,
 )
 from simulation.instance_model import (
@@ -157,14 +157,14 @@ class Claims:
             return
         for epoch in _announced(life.record):
             change = _claim(epoch, who)
-            if change.guard.admits(life.record):
+            if change.condition.is_met_by(life.record):
                 yield from self._claimed(life, change, "claims", Tier.TRUSTED, epoch)
             elif made_by(change, life.record):
                 yield Move("claims", life, Phase.FREE, broken="S1: it takes another's claim for its own")
             hoped_for = change.applied_to(_hinted(epoch))
             yield Move("claims in vain, answer lost", life, Phase.UNSURE_CLAIM, known=hoped_for, cost=LOST)
             lie = _claim(epoch, who, Tier.UNTRUSTED)
-            if lie.guard.admits(life.record):
+            if lie.condition.is_met_by(life.record):
                 yield from self._claimed(life, lie, "claims, untrusted,", Tier.UNTRUSTED, epoch)
 
     def _claimed(self, life: Life, change: Change, text: str, tier: Tier, epoch: int) -> Iterator[Move]:
@@ -182,7 +182,7 @@ class Claims:
 
     def _claim_again(self, life: Life, mine: Instance, who: str) -> Iterator[Move]:
         change = _claim(mine.epoch - 1, who)
-        if change.guard.admits(life.record):
+        if change.condition.is_met_by(life.record):
             yield from self._claimed(life, change, "claims again", Tier.TRUSTED, mine.epoch - 1)
         elif life.record is not None and made_by(change, life.record):
             if who is not OWN:
@@ -195,7 +195,7 @@ class Claims:
         """The record of a machine that it has launched."""
         first = born(who)
         change = create(first, by=Actor.PROVISION, why="")
-        if change.guard.admits(life.record):
+        if change.condition.is_met_by(life.record):
             after = self._written(life, change, "records its launch", first.owner)
             yield Move("records its launch", after, Phase.HOLDS, known=first)
             yield Move("records its launch, answer lost", after, Phase.UNSURE_CREATE, cost=LOST)
@@ -212,16 +212,16 @@ class Claims:
         verdict = registration_verdict(life.report, mine.epoch)
         if verdict is Verdict.OK:
             change = _advance(mine, Commit(owner=mine.owner, report=life.report, max_runtime_s=1_800.0))
-            if change.guard.admits(life.record):
+            if change.condition.is_met_by(life.record):
                 after = self._written(life, change, "commits", mine.owner)
                 yield Move("commits", after, Phase.HOLDS, known=after.record)
                 yield Move("commits, answer lost", after, Phase.UNSURE_COMMIT, known=mine, cost=LOST)
             else:
                 yield Move("cannot commit", life, Phase.BACK, known=mine)
         elif mine.state is State.CLAIMED:
-            cause = Cause.FAILED if verdict is Verdict.FAILED else Cause.TIMED_OUT
-            change = _advance(mine, End(cause=cause, report=life.report, owner=mine.owner))
-            admitted = change.guard.admits(life.record)
+            cause = RetireReason.FAILED if verdict is Verdict.FAILED else RetireReason.TIMED_OUT
+            change = _advance(mine, End(reason=cause, report=life.report, owner=mine.owner))
+            admitted = change.condition.is_met_by(life.record)
             yield Move(
                 "gives up", self._written(life, change, "gives up", mine.owner) if admitted else life, Phase.FREE
             )
@@ -229,7 +229,7 @@ class Claims:
     def _commit_again(self, life: Life, mine: Instance, who: str) -> Iterator[Move]:
         seen = Report(instance_id=ID, epoch=mine.epoch, signal=Signal.UD_REG_OK)
         change = _advance(mine, Commit(owner=mine.owner, report=seen, max_runtime_s=1_800.0))
-        if change.guard.admits(life.record):
+        if change.condition.is_met_by(life.record):
             after = self._written(life, change, "commits again", mine.owner)
             yield Move("commits again", after, Phase.HOLDS, known=after.record)
         elif life.record is not None and made_by(change, life.record):
@@ -247,11 +247,11 @@ class Claims:
         for _ in range(GIVE_BACK_TRIES):
             event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL, owner=mine.owner)
             if instance.state is State.CREATED:
-                event = End(cause=Cause.RELEASED, owner=mine.owner)
+                event = End(reason=RetireReason.RELEASED, owner=mine.owner)
             elif instance.state not in ASSIGNED:
                 break
             change = _advance(instance, event)
-            if change.guard.admits(life.record):
+            if change.condition.is_met_by(life.record):
                 return Move("rolls back", self._written(life, change, "rolls back", mine.owner), Phase.CLOSING)
             if life.record is None or life.record.owner != mine.owner or life.record == instance:
                 break
@@ -263,11 +263,11 @@ class Claims:
         stone = replace(first, state=State.TERMINATING, threshold=NOW, run_id="", last_run_id=who, assignment=None)
         change = tombstone(stone, by=Actor.PROVISION, now=NOW, why="")
         current = life.record
-        if change.guard.admits(current):
+        if change.condition.is_met_by(current):
             return Move("buries its launch", self._written(life, change, "buries", first.owner), Phase.CLOSING)
         if current is not None and current.owner == first.owner and current.state is State.CREATED:
-            end = _advance(current, End(cause=Cause.RELEASED, owner=first.owner))
-            if end.guard.admits(current):
+            end = _advance(current, End(reason=RetireReason.RELEASED, owner=first.owner))
+            if end.condition.is_met_by(current):
                 return Move("ends its launch", self._written(life, end, "ends its launch", first.owner), Phase.CLOSING)
         return Move("finds its launch ended", life, Phase.CLOSING)
 
@@ -284,7 +284,7 @@ def _announced(record: Instance) -> range:
 
 def _hinted(epoch: int, tier: Tier = Tier.TRUSTED) -> Instance:
     message = replace(born(OWN), state=State.IDLE, epoch=epoch, tier=tier).message()
-    return presumed(message, now=NOW)
+    return presumed_idle(message, now=NOW)
 
 
 def _claim(epoch: int, who: str, tier: Tier = Tier.TRUSTED) -> Change:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Instance
+from remuda.domain.instance import Instance, RetireReason
 from remuda.domain.resources import Reuse, Tier
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class ReuseJudge:
         self._served[record.instance_id] = [_run(party)]
         if order.ephemeral:
             self._ephemeral.add(record.instance_id)
-        allowed = {EPHEMERAL} if order.ephemeral else _births(self.may_have_read(party))
-        if record.retire not in allowed:
-            yield "S14", f"born with {record.retire!r} for {party}"
+        allowed = {RetireReason.EPHEMERAL} if order.ephemeral else _births(self.may_have_read(party))
+        if record.retire_reason not in allowed:
+            yield "S14", f"born with {record.retire_reason!r} for {party}"
         yield from self._believed(record)
 
     def claimed(self, record: Instance, party: SimulatedProcess) -> Found:
@@ -74,7 +74,7 @@ class ReuseJudge:
 
     def pooled(self, record: Instance) -> Found:
         # In quarantine it lies idle as well, and nobody is given it.
-        if record.instance_id in self._ephemeral and not record.retire:
+        if record.instance_id in self._ephemeral and not record.retire_reason:
             yield "S14", "pooled although it was for one job"
 
     def _believed(self, record: Instance) -> Found:
@@ -90,8 +90,8 @@ def _run(party: SimulatedProcess) -> Served:
     return Served(tier=order.tier, repository=order.repository)
 
 
-def _births(policies: Sequence[Reuse]) -> set[str]:
-    return {NEVER_REUSED if reuse is Reuse.NEVER else "" for reuse in policies}
+def _births(policies: Sequence[Reuse]) -> set[RetireReason | None]:
+    return {RetireReason.NEVER_REUSED if reuse is Reuse.NEVER else None for reuse in policies}
 
 
 def _admits(reuse: Reuse, run: Served, before: Sequence[Served]) -> bool:

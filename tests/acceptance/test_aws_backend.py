@@ -43,7 +43,7 @@ def test_a_provision_whose_machines_never_come_up_leaves_nothing(cloud: Cloud):
     assert cloud.remuda("release", "--run-id", "7")[0] == 0
 
     code, story = cloud.remuda("explain", "7")
-    told = [line["what"] for line in story["lines"]]
+    told = [line["what"] for line in story["events"]]
     assert (code, told.count("terminated"), "launched 2" in told) == (0, 2, True), story
     assert any(what.startswith("gave up after") for what in told)
     code, report = cloud.remuda("report", "--since", "1h")

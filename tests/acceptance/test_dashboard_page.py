@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from remuda.domain.instance import HistoryEntry, State
+from remuda.domain.instance import HistoryEntry, RetireReason, State
 from tests.support import sample_records
 from tests.support.dashboard import LIMIT_S, Dashboard, SampleStore, chromium, live_instances, remuda, requires_browser
 from tests.support.sample_records import SampleInstance
@@ -313,13 +313,14 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
         last_run_id=SCRIPT,
         resource_class=SCRIPT,
         instance_type=IMAGE,
-        retire=IMAGE + SCRIPT,
+        retire_reason=RetireReason.DRAINED,
+        retire_detail=IMAGE + SCRIPT,
     )
     store.write((hostile, [*entries, _retirement(last)]))
     # A run chooses its class label, and a job's output can appear in reasons.
     provision, *_ = sample_records.provisions(1, now=last.at, span_s=60)
-    outcome = replace(provision.course, error=f"the job {SCRIPT} failed") if provision.course else None
-    job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, asked=SCRIPT, course=outcome)
+    outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
+    job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request=SCRIPT, outcome=outcome)
     sample_records.write(store.file, [], [job], now=last.at)
     with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
@@ -329,7 +330,7 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
         cells = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
         assert cells[2] == IMAGE
         assert (cells[3], cells[4]) == (SCRIPT, IMAGE)
-        assert cells[8] == IMAGE + SCRIPT
+        assert cells[8] == f"drained: {IMAGE}{SCRIPT}"
         # Histories are read after the records.
         wait(page, f"document.getElementById('decisions').textContent.includes({json.dumps(SCRIPT)})")
         assert SCRIPT in page.eval_on_selector_all("#class option", "all => all.map(e => e.value)")

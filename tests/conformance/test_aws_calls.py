@@ -306,7 +306,7 @@ async def test_messages_that_come_twice_late_and_in_any_order(herd_store: Instan
     assert (made.reused, made.created) == (N, 0)
     assert sorted(item.instance.instance_id for item in made.instances) == sorted(each.instance_id for each in herd)
     assert {item.instance.epoch for item in made.instances} == {2}, "claimed once each"
-    assert made.refused["duplicate"] > 0
+    assert made.rejections["duplicate"] > 0
     assert await aws.context.pool.depth("large") == 0, "what has served is gone"
 
 
@@ -323,7 +323,7 @@ async def test_a_message_that_comes_again_after_its_instance_was_claimed(herd_st
         second = await provision(aws.context, replace(ORDER, run_id="4712", count=half))
     ours, theirs = ({item.instance.instance_id for item in made.instances} for made in (first, second))
     assert (len(ours), len(theirs), ours & theirs) == (half, half, set())
-    assert (second.reused, second.refused["lost"]) == (half, half)
+    assert (second.reused, second.rejections["claim-lost"]) == (half, half)
     for instance_id in ours:
         record = await herd_store.get(instance_id)
         assert record is not None

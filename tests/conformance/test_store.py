@@ -11,13 +11,14 @@ import pytest
 
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unreadable
-from remuda.domain.instance import LIVE, State
+from remuda.domain.instance import LIVE, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.provision_outcome import (
     AcquiredRunner,
     LaunchAttempt,
     ProvisionOutcome,
     RejectedCandidate,
+    RejectionKind,
     RunnerSource,
 )
 from remuda.domain.resources import Tier
@@ -74,7 +75,8 @@ async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other
         repository="octo/repo",
         uses=3,
         run_deadline=at(9),
-        retire="spot notice: Ünïcode",
+        retire_reason=RetireReason.SPOT_NOTICE,
+        retire_detail="Ünïcode",
         quarantined_until=at(8),
         announced_at=at(5),
         assignment=assignment(),
@@ -148,7 +150,7 @@ async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: boo
 
 
 async def test_a_retired_record_is_refused_where_the_guard_says_so(store: InstanceStore) -> None:
-    retired = await store.apply(birth(instance(retire="spot notice")))
+    retired = await store.apply(birth(instance(retire_reason=RetireReason.SPOT_NOTICE)))
     guard = WriteCondition(state=State.IDLE, epoch=1, not_retired=True)
     assert await conflict(store.apply(change(retired, guard, uses=1))) == retired
     assert (await store.apply(change(retired, uses=1))).uses == 1
@@ -167,9 +169,9 @@ async def test_a_quarantine_that_a_writer_does_not_know_of_is_spared(store: Inst
 
 async def test_only_what_the_change_sets_is_written(store: InstanceStore, other: InstanceStore) -> None:
     seen = await store.apply(birth(instance()))
-    await other.apply(change(seen, retire="spot notice"))
+    await other.apply(change(seen, retire_reason=RetireReason.SPOT_NOTICE))
     written = await store.apply(change(seen, threshold=at(900), assignment=assignment()))
-    assert written == replace(seen, retire="spot notice", threshold=at(900), assignment=assignment())
+    assert written == replace(seen, retire_reason=RetireReason.SPOT_NOTICE, threshold=at(900), assignment=assignment())
     cleared = await store.apply(change(seen, assignment=None))
     assert cleared == replace(written, assignment=None)
     assert await other.get(ID) == cleared
@@ -502,19 +504,21 @@ async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> No
 
 
 async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, other: InstanceStore) -> None:
-    opened = provision(asked="on-demand, types *")
+    opened = provision(request="on-demand, types *")
     await store.put_provision(opened)
-    course = ProvisionOutcome(
+    outcome = ProvisionOutcome(
         ended_at=at(2),
         seconds=2.125,
         reused=1,
         phases={"intent": 0.1, "commit": 2.0},
-        taken=(AcquiredRunner(instance_id=ID, source=RunnerSource.POOL, seconds=1.5, registration_s=None),),
-        refused={"lost": 2},
-        refusals=(RejectedCandidate(kind="lost", why="stale", seconds=0.25, instance_id=instance_id(2)),),
+        acquired=(AcquiredRunner(instance_id=ID, source=RunnerSource.POOL, seconds=1.5, registration_s=None),),
+        rejections={"claim-lost": 2},
+        rejected=(
+            RejectedCandidate(kind=RejectionKind.CLAIM_LOST, why="stale", seconds=0.25, instance_id=instance_id(2)),
+        ),
         launches=(LaunchAttempt(count=2, launched=1, seconds=1.0, errors=("no room",), why="reuse is never"),),
     )
-    committed = provisions.committed(opened, (ID,), deadline=at(99), course=course)
+    committed = provisions.committed(opened, (ID,), deadline=at(99), outcome=outcome)
     await store.replace_provision(opened, committed)
     assert await conflict(other.replace_provision(opened, committed)) == committed
     released = provisions.released(committed, now=at(3), why="done")
@@ -522,7 +526,7 @@ async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, o
     found = await store.get_provision("1234", "p-1")
     assert found == released
     assert found is not None
-    assert found.course == course
+    assert found.outcome == outcome
 
 
 async def test_unsettled_provisions(store: InstanceStore) -> None:

@@ -60,7 +60,7 @@ def _planted(name: str) -> Mutant:
 
 
 def _without_condition(name: str, condition: str) -> Mutant:
-    removal = expression("remuda.domain.transitions", "Guard.admits", condition, "True")
+    removal = expression("remuda.domain.transitions.apply", "WriteCondition.is_met_by", condition, "True")
     return Mutant(name=name, bug=name, replacements=(removal,))
 
 

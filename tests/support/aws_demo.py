@@ -39,7 +39,7 @@ from remuda.cli.output import Output
 from remuda.config.settings import load
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
-from remuda.domain.instance import State
+from remuda.domain.instance import RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from remuda.ports.event_log import SilentEventLog
@@ -197,7 +197,10 @@ class Story:
         record = await self._context.store.get(instance_id)
         ended = record is not None and record.state in {State.TERMINATING, State.TERMINATED}
         self._told.claim("the job on a machine with a spot notice ends in peace", holds=done.conclusion == "success")
-        self._told.claim("the machine is retired then", holds=ended and record is not None and "spot" in record.retire)
+        self._told.claim(
+            "the machine is retired then",
+            holds=ended and record is not None and record.retire_reason is RetireReason.SPOT_NOTICE,
+        )
 
     async def _self_termination(self) -> None:
         self._title(f"No control plane at all: an idle machine whose {SHORT_IDLE_S:g} s are up ends itself")

@@ -25,9 +25,9 @@ from remuda.cli.scale_down import run_scale_down
 from remuda.config.settings import Loaded, load
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
+from remuda.domain.instance import RetireReason
 from remuda.domain.scale_down.decisions import Action
 from remuda.domain.text import quote
-from remuda.domain.transitions import ENDINGS
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
@@ -72,12 +72,12 @@ class LambdaEventLog:
     def __init__(self, clock: Clock, request_id: str) -> None:
         self._clock = clock
         self.facts = {"request": request_id}
-        #: Ends that were decided, by cause.
+        #: Decided terminations per reason.
         self.ends: Counter[str] = Counter()
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
-        if cause := facts.get("cause"):
-            self.ends[cause if cause in ENDINGS else "other"] += 1
+        if reason := facts.get("retire_reason"):
+            self.ends[reason if isinstance(reason, RetireReason) else "other"] += 1
         _write(note_line(self._clock.now(), action, why, {**facts, **self.facts}))
 
 
@@ -174,7 +174,7 @@ class Meter:
             "GithubCallErrors": sum(failed for _, failed in github),
             **(outcome.counts if outcome is not None else {}),
             **({"Retired": ends.total()} if ends else {}),
-            **{f"Retired{camel(cause)}": count for cause, count in sorted(ends.items())},
+            **{f"Retired{camel(reason)}": count for reason, count in sorted(ends.items())},
         }
         measures = {"Duration": Measure(round(self._clock.monotonic() - self._started, 3), Unit.SECONDS)}
         measures |= {name: Measure(count) for name, count in counts.items()}

@@ -161,7 +161,7 @@ def _tell(context: Context, change: Change) -> None:
             target=entry.target,
             run_id=entry.run_id,
             epoch=entry.epoch,
-            cause=entry.cause,
+            retire_reason=entry.retire_reason,
         )
 
 

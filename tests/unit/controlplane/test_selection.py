@@ -12,7 +12,7 @@ from remuda.controlplane.provision.selection import SPARE_FAILURES
 from remuda.domain.errors import CapacityError, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
-from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Signal
+from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.machine import StepResult
 from tests.support.records import message
 from tests.support.world import World, number_of
@@ -41,7 +41,7 @@ async def test_a_misfit_is_handed_back_at_once(world: World, kind: str) -> None:
     hint = fitting(0xABC, **MISFITS[kind])
     put(world, hint)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
-    assert (result.created, dict(result.refused)) == (1, {"misfit": 1})
+    assert (result.created, dict(result.rejections)) == (1, {"mismatch": 1})
     (left,) = world.queues.named("large").messages
     assert (left.message, left.receipt) == (hint, "")
     assert left.visible_at <= world.clock.now()
@@ -87,7 +87,7 @@ async def test_malformed_messages_are_dropped_and_counted(world: World) -> None:
     for _ in range(3):
         put(world, None, malformed="not JSON")
     result = await world.provision()
-    assert (result.created, dict(result.refused)) == (1, {"malformed": 3})
+    assert (result.created, dict(result.rejections)) == (1, {"malformed": 3})
     assert not world.queues.named("large").messages
 
 
@@ -100,7 +100,7 @@ async def test_a_stale_message_is_deleted(world: World) -> None:
     put(world, fitting(number_of(ids[1]), epoch=1))
     put(world, fitting(0xDEAD))
     result = await world.provision("2")
-    assert (result.created, dict(result.refused)) == (1, {"lost": 3})
+    assert (result.created, dict(result.rejections)) == (1, {"claim-lost": 3})
     assert not world.queues.named("large").messages
     assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
 
@@ -134,7 +134,7 @@ async def test_a_duplicate_message_is_deleted(world: World) -> None:
         put(world, world.record(warm).message())
     result = await world.provision(count=2)
     assert (result.reused, result.created) == (1, 1)
-    assert result.refused["duplicate"] == 3
+    assert result.rejections["duplicate"] == 3
     assert not world.queues.named("large").messages
 
 
@@ -165,7 +165,7 @@ async def test_a_dead_heartbeat_gives_up_early(world: World) -> None:
     began = world.loop.time()
     result = await world.provision(count=2)
     assert world.loop.time() - began < 25
-    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejections["not-registered"]) == (1, 1, 1)
     assert good in {item.instance.instance_id for item in result.instances}
     assert world.record(dead).state is State.TERMINATING
 
@@ -199,7 +199,7 @@ async def test_a_failed_registration_ends_the_machine_and_goes_on(world: World) 
     bad, _good = await world.warm(2)
     world.behaviour.registration[bad] = StepResult(ok=False, detail="disk full")
     result = await world.provision(count=2)
-    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejections["not-registered"]) == (1, 1, 1)
     history = world.database.histories[bad]
     assert (history[-1].transition, "disk full" in history[-1].why) == ("end-claimed", True)
 
@@ -224,7 +224,9 @@ async def test_a_slow_machine_is_given_up_and_another_taken(world: World) -> Non
 async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: 401")
+        world.behaviour.registration[instance_id] = StepResult(
+            ok=False, detail="401", failure=FailureKind.CREDENTIAL_REFUSED
+        )
     with pytest.raises(UserError, match="refused the registration") as error:
         await world.provision(count=3)
     assert error.value.field == "github-token"
@@ -237,8 +239,10 @@ async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) ->
 async def test_a_github_out_of_reach_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{FORGE_UNREACHABLE}: no route")
-    with pytest.raises(Unavailable, match="out of reach"):
+        world.behaviour.registration[instance_id] = StepResult(
+            ok=False, detail="no route", failure=FailureKind.GITHUB_UNREACHABLE
+        )
+    with pytest.raises(Unavailable, match="cannot register: no route"):
         await world.provision(count=2)
     assert world.in_state(State.TERMINATING) == []
     await world.pass_time(15)

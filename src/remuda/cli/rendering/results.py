@@ -60,7 +60,7 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
         "ephemeral": result.ephemeral,
         "seconds": result.seconds,
         "phases": dict(result.phases),
-        "refused": dict(result.refused),
+        "rejections": dict(result.rejections),
         "calls": to_jsonable(result.calls),
     }
 

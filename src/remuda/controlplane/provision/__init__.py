@@ -24,7 +24,6 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.provision_outcome import MAX_REASON, ProvisionOutcome
 from remuda.domain.resources import Reuse, RunnerRequest, folded
-from remuda.domain.signals import took_s
 from remuda.domain.timestamps import to_milliseconds
 
 __all__ = ["ProvisionRequest", "ProvisionResult", "Provisioned", "provision"]
@@ -53,7 +52,7 @@ async def provision(context: Context, order: ProvisionRequest) -> ProvisionResul
         running = await commit(context, terms.provision, ready, holdings, recorder, max_runtime_s=max_runtime_s)
     except BaseException as error:
         why = error.message if isinstance(error, RemudaError) else "interrupted"
-        await _undo(context, terms, holdings, why=why, course=recorder.course(error=why))
+        await _undo(context, terms, holdings, why=why, outcome=recorder.outcome(error=why))
         if just_in_time is not None:
             await asyncio.shield(asyncio.ensure_future(just_in_time.undo()))
         raise
@@ -68,7 +67,7 @@ async def provision(context: Context, order: ProvisionRequest) -> ProvisionResul
         seconds=recorder.seconds,
         phases=recorder.phases,
         calls=context.calls.by_service(),
-        refused=dict(recorder.refused),
+        rejections=dict(recorder.rejections),
     )
 
 
@@ -128,7 +127,7 @@ async def _agree(context: Context, order: ProvisionRequest) -> ProvisionPlan:
             count=order.count,
             created_at=to_milliseconds(now),
             deadline=deadline,
-            asked=_asked(order),
+            request=_describe_request(order),
         ),
         request=RunnerRequest(
             resource_class=resource_class,
@@ -167,7 +166,7 @@ async def _registration(
     return credential
 
 
-def _asked(order: ProvisionRequest) -> str:
+def _describe_request(order: ProvisionRequest) -> str:
     tier = f"{order.tier} ({order.tier_why})" if order.tier_why else order.tier
     kind = f"ephemeral, {order.usage_class}" if order.ephemeral else order.usage_class
     return f"{kind}, {tier}, for {order.repository or order.scope}, types {order.patterns}"[:MAX_REASON]
@@ -189,7 +188,7 @@ async def _gather(
     creation = Creation(context, terms, holdings, recorder, just_in_time)
 
     async def fill() -> RegisteredInstance:
-        taken = None if terms.retired_because else await selection.take_one()
+        taken = None if terms.single_use else await selection.take_one()
         ready = taken or await creation.make_one()
         recorder.take(ready.instance.instance_id, ready.source, _registration_s(ready))
         return ready
@@ -226,10 +225,10 @@ async def _close_pickup(context: Context, pickup: PickupManager) -> None:
 
 
 async def _undo(
-    context: Context, terms: ProvisionPlan, holdings: AcquiredInstances, *, why: str, course: ProvisionOutcome
+    context: Context, terms: ProvisionPlan, holdings: AcquiredInstances, *, why: str, outcome: ProvisionOutcome
 ) -> None:
     context.event_log.record("rollback", why, run_id=terms.provision.run_id, instances=len(holdings.all()))
-    undoing = roll_back(context, terms.config, terms.provision, holdings, why=why, course=course)
+    undoing = roll_back(context, terms.config, terms.provision, holdings, why=why, outcome=outcome)
     await asyncio.shield(asyncio.ensure_future(undoing))
 
 
@@ -238,4 +237,4 @@ def _provisioned(item: RegisteredInstance, instance: Instance) -> Provisioned:
 
 
 def _registration_s(item: RegisteredInstance) -> float | None:
-    return took_s(item.report.detail) if item.report else None
+    return item.report.duration_s if item.report else None

@@ -41,7 +41,7 @@ async def commit(
     deadline = max((instance.threshold for instance in running), default=provision.deadline)
     ids = tuple(instance.instance_id for instance in running)
     recorder.done("commit")
-    await _record(context, provision, committed(provision, ids, deadline=deadline, course=recorder.course()))
+    await _record(context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))
     return running
 
 

@@ -18,7 +18,7 @@ from remuda.controlplane.provision.selection import (
 )
 from remuda.controlplane.signal_waiter import Ended, SignalWaiter
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
-from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.instance import LIVE, Instance, State, describe_retirement
 from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.resources import folded
 from remuda.domain.signals import Verdict, registration_verdict
@@ -82,10 +82,11 @@ class Creation:
             first_life_s=(terms.provision.deadline - context.clock.now()).total_seconds() + 2 * lifetimes.margin_s,
             margin_s=lifetimes.margin_s,
         )
-        why = terms.retired_because or f"the pool lacks {count}"
+        single_use = describe_retirement(terms.single_use, "") if terms.single_use else ""
+        why = single_use or f"the pool lacks {count}"
         context.event_log.record("launch", why, count=count, run_id=terms.provision.run_id)
         result = await self._ask(request)
-        self._recorder.launch(count, len(result.instances), result.errors, why=terms.retired_because)
+        self._recorder.launch(count, len(result.instances), result.errors, why=single_use)
         if len(result.instances) < count:
             said = "; ".join(result.errors) or "no reason was given"
             raise CapacityError(
@@ -162,7 +163,7 @@ class Creation:
             scope=terms.scope,
             tier=terms.request.tier,
             repository=folded(terms.repository),
-            retire=terms.retired_because,
+            retire_reason=terms.single_use,
             created_at=to_milliseconds(self._context.clock.now()),
             assignment=terms.assignment(launched.instance_id, 1),
         )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from remuda.domain.provision_outcome import (
+    MAX_ACQUIRED,
     MAX_LAUNCHES,
     MAX_REASON,
-    MAX_REFUSALS,
-    MAX_TAKEN,
+    MAX_REJECTED,
     AcquiredRunner,
     LaunchAttempt,
     ProvisionOutcome,
     RejectedCandidate,
+    RejectionKind,
     RunnerSource,
 )
 from remuda.domain.timestamps import to_milliseconds
@@ -24,12 +25,12 @@ class OutcomeRecorder:
         self._clock = clock
         self._began = self._last = clock.monotonic()
         self._sources: Counter[RunnerSource] = Counter()
-        self._taken: list[AcquiredRunner] = []
-        self._refusals: list[RejectedCandidate] = []
+        self._acquired: list[AcquiredRunner] = []
+        self._rejected: list[RejectedCandidate] = []
         self._launches: list[LaunchAttempt] = []
         self.phases: dict[str, float] = {}
-        #: Hints that were not used, and why, counted.
-        self.refused: Counter[str] = Counter()
+        #: Number of rejected candidates per kind.
+        self.rejections: Counter[str] = Counter()
 
     @property
     def seconds(self) -> float:
@@ -41,10 +42,10 @@ class OutcomeRecorder:
         self.phases[phase] = round(now - self._last, 4)
         self._last = now
 
-    def refuse(self, kind: str, why: str, instance_id: str = "") -> None:
-        self.refused[kind] += 1
-        if len(self._refusals) < MAX_REFUSALS:
-            self._refusals.append(
+    def reject(self, kind: RejectionKind, why: str, instance_id: str = "") -> None:
+        self.rejections[kind] += 1
+        if len(self._rejected) < MAX_REJECTED:
+            self._rejected.append(
                 RejectedCandidate(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
             )
 
@@ -57,23 +58,23 @@ class OutcomeRecorder:
 
     def take(self, instance_id: str, source: RunnerSource, registration_s: float | None) -> None:
         self._sources[source] += 1
-        if len(self._taken) < MAX_TAKEN:
-            self._taken.append(
+        if len(self._acquired) < MAX_ACQUIRED:
+            self._acquired.append(
                 AcquiredRunner(
                     instance_id=instance_id, source=source, seconds=self.seconds, registration_s=registration_s
                 )
             )
 
-    def course(self, *, error: str = "") -> ProvisionOutcome:
+    def outcome(self, *, error: str = "") -> ProvisionOutcome:
         return ProvisionOutcome(
             ended_at=to_milliseconds(self._clock.now()),
             seconds=self.seconds,
             reused=self._sources[RunnerSource.POOL],
             created=self._sources[RunnerSource.CREATED],
             phases=dict(self.phases),
-            taken=tuple(self._taken),
-            refused=dict(self.refused),
-            refusals=tuple(self._refusals),
+            acquired=tuple(self._acquired),
+            rejections=dict(self.rejections),
+            rejected=tuple(self._rejected),
             launches=tuple(self._launches),
             error=error[:MAX_REASON],
         )

@@ -62,7 +62,7 @@ class ProvisionResult:
     phases: Mapping[str, float]
     calls: Mapping[str, Mapping[str, int]]
     #: Messages that were looked at and not used, and why.
-    refused: Mapping[str, int] = field(default_factory=dict)
+    rejections: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def reused(self) -> int:

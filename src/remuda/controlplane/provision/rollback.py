@@ -12,7 +12,7 @@ from remuda.domain.instance import ASSIGNED, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.provision_outcome import ProvisionOutcome
-from remuda.domain.transitions import Actor, Cause, End, Release, tombstone
+from remuda.domain.transitions import Actor, End, Release, RetireReason, tombstone
 
 #: How long a rollback may take: after that, sweeps finish it.
 ROLLBACK_LIMIT_S = 10.0
@@ -51,7 +51,7 @@ async def roll_back(
     holdings: AcquiredInstances,
     *,
     why: str,
-    course: ProvisionOutcome,
+    outcome: ProvisionOutcome,
 ) -> None:
     """One conditional write for each instance, then the provision's: nothing here waits for a machine."""
     try:
@@ -61,7 +61,7 @@ async def roll_back(
             for result in results:
                 if isinstance(result, RemudaError):
                     context.event_log.record("rollback-incomplete", result.message)
-            await _close(context, provision, why=why, course=course)
+            await _close(context, provision, why=why, outcome=outcome)
     except (TimeoutError, RemudaError) as error:
         context.event_log.record("rollback-incomplete", f"sweeps will finish it ({error or 'time is up'})")
 
@@ -85,7 +85,7 @@ async def _give_back(context: Context, config: PoolConfig, held: Held, removal: 
     for _ in range(GIVE_BACK_TRIES):
         event: End | Release
         if instance.state is State.CREATED:
-            event = End(cause=Cause.RELEASED, owner=held.instance.owner)
+            event = End(reason=RetireReason.RELEASED, owner=held.instance.owner)
         elif instance.state in ASSIGNED and removal is not None:
             event = Release(
                 release_time_s=config.lifetimes.release_time_s,
@@ -114,26 +114,28 @@ async def _bury(context: Context, instance: Instance, *, why: str) -> None:
     )
     try:
         await context.store.apply(tombstone(stone, by=Actor.PROVISION, now=now, why=why))
-        context.event_log.record("tombstone", why, instance_id=instance.instance_id, cause=Cause.UNRECORDED.value)
+        context.event_log.record(
+            "tombstone", why, instance_id=instance.instance_id, retire_reason=RetireReason.UNRECORDED
+        )
     except Conflict as conflict:
         current = conflict.current
         if not isinstance(current, Instance) or current.owner != instance.owner or current.state is not State.CREATED:
             return
-        event = End(cause=Cause.RELEASED, owner=instance.owner)
+        event = End(reason=RetireReason.RELEASED, owner=instance.owner)
         await transition(context, current, event, by=Actor.PROVISION, why=why)
     await context.compute.terminate([instance.instance_id])
 
 
-async def _close(context: Context, provision: Provision, *, why: str, course: ProvisionOutcome) -> None:
+async def _close(context: Context, provision: Provision, *, why: str, outcome: ProvisionOutcome) -> None:
     current: Provision | None = provision
     while current is not None:
         if current.status is ProvisionStatus.RELEASED:
-            if current.course is not None:
+            if current.outcome is not None:
                 return
             # Somebody else released it while it was at work: its story belongs to the record all the same.
-            after = replace(current, course=course)
+            after = replace(current, outcome=outcome)
         else:
-            after = released(current, now=context.clock.now(), why=why, course=course)
+            after = released(current, now=context.clock.now(), why=why, outcome=outcome)
         try:
             await context.store.replace_provision(current, after)
         except Conflict as conflict:

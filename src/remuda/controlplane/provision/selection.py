@@ -11,13 +11,13 @@ from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.rollback import AcquiredInstances
 from remuda.controlplane.signal_waiter import Ended, SignalWaiter, WaitResult
 from remuda.domain.errors import Conflict, TimedOut, Unavailable, Unreadable, UserError
-from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credential, Instance, State
+from remuda.domain.instance import Assignment, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import RunnerSource
+from remuda.domain.provision_outcome import RejectionKind, RunnerSource
 from remuda.domain.resources import PoolMessage, Reuse, RunnerRequest, folded
-from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Report, Signal, Verdict, registration_verdict
-from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
+from remuda.domain.signals import FailureKind, Report, Signal, Verdict, registration_verdict
+from remuda.domain.transitions import Actor, Claim, End, RetireReason, advance, presumed_idle
 from remuda.ports.pool import Delivery
 
 #: A warm machine that has not registered by then is too slow.
@@ -56,11 +56,11 @@ class ProvisionPlan:
     repository: str = ""
 
     @property
-    def retired_because(self) -> str:
-        """Why its new instances will not serve another run, or empty where they may."""
+    def single_use(self) -> RetireReason | None:
+        """Why new instances serve this run only, or None if they may be reused."""
         if self.registration is None:
-            return EPHEMERAL
-        return NEVER_REUSED if self.request.reuse is Reuse.NEVER else ""
+            return RetireReason.EPHEMERAL
+        return RetireReason.NEVER_REUSED if self.request.reuse is Reuse.NEVER else None
 
     def assignment(self, instance_id: str, epoch: int) -> Assignment:
         return Assignment(
@@ -129,9 +129,9 @@ class Selection:
         context, terms = self._context, self._terms
         now: datetime = context.clock.now()
         owner = f"{terms.provision.provision_id}/{context.ids.new('w-')}"
-        hint = presumed(message, now=now)
+        presumed = presumed_idle(message, now=now)
         change = advance(
-            hint,
+            presumed,
             Claim(
                 run_id=terms.provision.run_id,
                 owner=owner,
@@ -149,14 +149,14 @@ class Selection:
             why=_why_claimed(message, terms),
         )
         # Before the call: if it is cut, the write may have happened all the same.
-        hoped_for = change.applied_to(hint)
+        hoped_for = change.applied_to(presumed)
         self._holdings.hold(hoped_for)
         try:
             claimed = await apply_surely(context, change)
         except Conflict as conflict:
             self._holdings.drop(hoped_for)
             why = _why_lost(conflict.current, message)
-            self._recorder.refuse("lost", why, message.id)
+            self._recorder.reject(RejectionKind.CLAIM_LOST, why, message.id)
             if not _is_still_idle(conflict.current, message):
                 self._pickup.used(delivery)
             context.event_log.record("claim-lost", why, instance_id=message.id, run_id=terms.provision.run_id)
@@ -164,7 +164,7 @@ class Selection:
         except Unreadable as error:
             # The next one will do. Its message comes back, for when somebody has mended the record.
             self._holdings.drop(hoped_for)
-            self._recorder.refuse("unreadable", error.message, message.id)
+            self._recorder.reject(RejectionKind.UNREADABLE, error.message, message.id)
             context.event_log.record("claim-failed", error.message, instance_id=message.id)
             return None
         self._holdings.hold(claimed)
@@ -196,12 +196,12 @@ class Selection:
     async def _give_up(self, claimed: Instance, waited: WaitResult) -> None:
         failed = waited.ended is Ended.VERDICT
         event = End(
-            cause=Cause.FAILED if failed else Cause.TIMED_OUT,
+            reason=RetireReason.FAILED if failed else RetireReason.TIMED_OUT,
             report=waited.report,
             owner=claimed.owner,
         )
         why = describe_failure(waited)
-        self._recorder.refuse("failed", why, claimed.instance_id)
+        self._recorder.reject(RejectionKind.NOT_REGISTERED, why, claimed.instance_id)
         try:
             await transition(self._context, claimed, event, by=Actor.PROVISION, why=why)
         except Conflict:
@@ -214,14 +214,14 @@ class Selection:
 
 def _why_claimed(message: PoolMessage, terms: ProvisionPlan) -> str:
     falls = "" if message.tier is terms.request.tier else f"; {terms.request.tier} from now on"
-    return f"fits run {terms.provision.run_id}{falls}"
+    return f"matches the request{falls}"
 
 
 def _is_still_idle(current: object, message: PoolMessage) -> bool:
     """Refused for its threshold alone: its time may be renewed, so the hint stays and comes back by itself. One that
     says other things than the record goes: the next announcement tells the truth.
     """
-    if not isinstance(current, Instance) or current.retire:
+    if not isinstance(current, Instance) or current.retire_reason is not None:
         return False
     return current.state is State.IDLE and current.message() == message
 
@@ -231,8 +231,8 @@ def _why_lost(current: object, message: PoolMessage) -> str:
         return "the message is stale: there is no record"
     if current.epoch != message.epoch:
         return f"the message is stale: assignment {message.epoch}, the record is at {current.epoch}"
-    if current.retire:
-        return f"it is retired: {current.retire}"
+    if current.retire_reason is not None:
+        return f"it is retired: {current.retire_text}"
     if (current.tier, current.repository) != (message.tier, message.repository):
         return "the message lies: the record has another tier, or served another repository"
     return f"the record is {current.state}, or about to expire"
@@ -240,7 +240,7 @@ def _why_lost(current: object, message: PoolMessage) -> str:
 
 def describe_failure(waited: WaitResult) -> str:
     if waited.ended is Ended.VERDICT and waited.report is not None:
-        return f"{waited.report.signal}: {waited.report.detail}"
+        return waited.report.describe_signal()
     return f"not registered: {waited.ended.value}"
 
 
@@ -258,13 +258,13 @@ def raise_if_hopeless(waited: WaitResult) -> None:
     report = waited.report
     if waited.verdict is not Verdict.FAILED or report is None:
         return
-    if CREDENTIAL_REFUSED in report.detail:
+    if report.failure is FailureKind.CREDENTIAL_REFUSED:
         raise UserError(
             f"GitHub refused the registration: {report.detail}",
             field="github-token",
             fix="check the credential's rights on the scope and run remuda refresh",
         )
-    if FORGE_UNREACHABLE in report.detail:
+    if report.failure is FailureKind.GITHUB_UNREACHABLE:
         raise Unavailable(f"the runners cannot register: {report.detail}", fix="try again when GitHub answers")
     if report.signal is Signal.UD_FAILED:
         raise UserError(

@@ -25,8 +25,8 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
-from remuda.domain.signals import removal_verdict, took_s, without_took
-from remuda.domain.transitions import Actor, Cause, End, Release
+from remuda.domain.signals import removal_verdict
+from remuda.domain.transitions import Actor, End, Release, RetireReason
 
 #: How often a waiting release looks at the record, its threshold and its credential.
 LOOK_S = 5.0
@@ -109,7 +109,7 @@ async def _mark(context: Context, *, run_id: str, attempt: int, errors: list[str
         for _ in range(TRIES):
             if provision.status is ProvisionStatus.RELEASED:
                 return provision
-            after = released(provision, now=context.clock.now(), why=f"released by attempt {attempt}")
+            after = released(provision, now=context.clock.now(), why=f"by attempt {attempt}")
             try:
                 await context.store.replace_provision(provision, after)
             except Conflict as conflict:
@@ -174,7 +174,7 @@ class _Releasing:
                 if instance.state is State.RELEASING:
                     return await self._finish(instance)
                 if instance.state is State.CREATED:
-                    end = End(cause=Cause.RELEASED)
+                    end = End(reason=RetireReason.RELEASED)
                     await self._go(instance, end, "released before it was ready")
                     await deregistered(self._context, instance)
                     return Outcome(instance_id=instance.instance_id, fate=Fate.RETIRED, why="it was still booting")
@@ -195,7 +195,7 @@ class _Releasing:
             credential=await removal_credential(self._context, self._config, instance.scope),
             deregistered=await deregistered(self._context, instance),
         )
-        return await self._go(instance, event, "released by its workflow")
+        return await self._go(instance, event, "by its workflow")
 
     async def _go(self, instance: Instance, event: Release | End, why: str) -> Instance:
         return await transition(self._context, instance, event, by=Actor.RELEASE, why=why)
@@ -221,8 +221,8 @@ class _Releasing:
                 context.event_log.record("read-failed", error.message, instance_id=instance.instance_id)
                 await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
                 continue
-            said = waited.report.detail if waited.report else ""
-            took, detail = took_s(said), without_took(said)
+            took = waited.report.duration_s if waited.report else None
+            detail = waited.report.detail if waited.report else ""
             if after.state is State.IDLE:
                 self._announcer.add(after)
                 return Outcome(
@@ -236,13 +236,13 @@ class _Releasing:
                 return Outcome(
                     instance_id=instance.instance_id,
                     fate=Fate.RETIRED,
-                    why=after.retire,
+                    why=after.retire_text,
                     deregistration_s=took,
                     detail=detail,
                 )
             if waited.ended is Ended.VERDICT and after == instance:
                 # Its last word is said, and nothing follows from it: an operator keeps it for a look.
-                return _skipped(instance, f"not clean, and kept: {instance.retire}")
+                return _skipped(instance, f"not clean, and kept: {instance.retire_text}")
             instance = after
 
     async def _reread(self, instance: Instance) -> Instance:
@@ -259,8 +259,8 @@ def _ended_by_another(instance: Instance, current: Instance) -> Outcome | None:
         return Outcome(instance_id=instance.instance_id, fate=Fate.RELEASED, why="clean, in the pool")
     if current.state not in ABSORBING:
         return None
-    fate = Fate.EXPIRED if current.retire == Cause.EXPIRED.value else Fate.RETIRED
-    return Outcome(instance_id=instance.instance_id, fate=fate, why=current.retire)
+    fate = Fate.EXPIRED if current.retire_reason is RetireReason.EXPIRED else Fate.RETIRED
+    return Outcome(instance_id=instance.instance_id, fate=fate, why=current.retire_text)
 
 
 def _skipped(instance: Instance, why: str) -> Outcome:

@@ -9,7 +9,7 @@ from remuda.controlplane.context import Context, each, removal_credential, trans
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.release_policy import credential_is_short, next_for_releasing
+from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, Announce, RenewCredential
 from remuda.ports.pool import BATCH
@@ -26,7 +26,7 @@ async def settle(
     upcoming = next_for_releasing(instance, report, now=now, lifetimes=config.lifetimes, reuse=config.reuse)
     if upcoming is not None:
         return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
-    if credential_is_short(instance, now=now, margin_s=config.lifetimes.margin_s):
+    if credential_expires_early(instance, now=now, margin_s=config.lifetimes.margin_s):
         return await _renew_credential(context, config, instance, by=by)
     return instance
 
@@ -43,7 +43,7 @@ async def _renew_credential(context: Context, config: PoolConfig, instance: Inst
 async def announce(context: Context, instances: Collection[Instance], *, by: Actor) -> list[RemudaError]:
     """Tell the pool about idle instances: the messages first, then the flag, so that a crash repeats the message."""
     # What is retired or in quarantine cannot be claimed: a message would only be in the way.
-    idle = [instance for instance in instances if instance.state is State.IDLE and not instance.retire]
+    idle = [instance for instance in instances if instance.state is State.IDLE and instance.retire_reason is None]
     if not idle:
         return []
     try:
@@ -53,7 +53,7 @@ async def announce(context: Context, instances: Collection[Instance], *, by: Act
 
     async def flag(instance: Instance) -> None:
         try:
-            await transition(context, instance, Announce(), by=by, why="told the pool")
+            await transition(context, instance, Announce(), by=by, why="announced")
         except Conflict:
             # Claimed already: the message has served.
             return

@@ -108,7 +108,7 @@ class WriteCondition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A conditional write: if `condition` is met, the fields in `sets` are written and `entry` is added to the history."""
+    """A conditional write: if `condition` is met, the store writes `sets` and adds `entry` to the history."""
 
     instance_id: str
     condition: WriteCondition
