@@ -504,7 +504,7 @@ async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> No
 
 
 async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, other: InstanceStore) -> None:
-    opened = provision(request="on-demand, types *")
+    opened = provision(request_summary="on-demand, types *")
     await store.put_provision(opened)
     outcome = ProvisionOutcome(
         ended_at=at(2),
@@ -512,8 +512,8 @@ async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, o
         reused=1,
         phases={"intent": 0.1, "commit": 2.0},
         acquired=(AcquiredRunner(instance_id=ID, source=RunnerSource.POOL, seconds=1.5, registration_s=None),),
-        rejections={"claim-lost": 2},
-        rejected=(
+        rejected={"claim-lost": 2},
+        rejections=(
             RejectedCandidate(kind=RejectionKind.CLAIM_LOST, why="stale", seconds=0.25, instance_id=instance_id(2)),
         ),
         launches=(LaunchAttempt(count=2, launched=1, seconds=1.0, errors=("no room",), why="reuse is never"),),

@@ -34,8 +34,8 @@ _TYPES = {"medium": "c6i.large", "large": "c6i.xlarge", "xlarge": "m6i.2xlarge"}
 _ENDS = (RetireReason.EXPIRED, RetireReason.TOO_OLD, RetireReason.FAILED, RetireReason.SPOT_NOTICE)
 #: By state: next transition, its target state, actor and reason.
 _NEXT = {
-    State.CREATED: ("commit", State.RUNNING, Actor.PROVISION, "all of the run are registered"),
-    State.CLAIMED: ("commit", State.RUNNING, Actor.PROVISION, "all of the run are registered"),
+    State.CREATED: ("commit", State.RUNNING, Actor.PROVISION, "all instances of the run registered"),
+    State.CLAIMED: ("commit", State.RUNNING, Actor.PROVISION, "all instances of the run registered"),
     State.RUNNING: ("release", State.RELEASING, Actor.RELEASE, "the run is over"),
     State.RELEASING: ("pool", State.IDLE, Actor.RELEASE, "deregistered and reset"),
     State.IDLE: ("claim", State.CLAIMED, Actor.PROVISION, "fits"),

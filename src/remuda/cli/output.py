@@ -33,7 +33,7 @@ _STYLES = {
     "confirm": "dim",
 }
 _ENDING = "magenta"
-_TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
+_TROUBLE = ("failed", "lost", "refused", "incomplete", "unconfirmed")
 #: What a person does not need to see one by one.
 _QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
 #: What a dry run would do is shown as a table.

@@ -35,7 +35,7 @@ class Provision:
     #: Set by the commit.
     instance_ids: tuple[str, ...] = ()
     #: Description of the request, for people.
-    request: str = ""
+    request_summary: str = ""
     #: Why it has its status, for people.
     why: str = ""
     #: Written with the commit or the rollback.

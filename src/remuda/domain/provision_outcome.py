@@ -12,7 +12,7 @@ from enum import StrEnum
 
 #: Maximum number of listed runners, rejected candidates and launches.
 MAX_ACQUIRED = 100
-MAX_REJECTED = 20
+MAX_REJECTIONS = 20
 MAX_LAUNCHES = 10
 #: Maximum characters of a reason.
 MAX_REASON = 200
@@ -38,7 +38,7 @@ class RejectionKind(StrEnum):
     #: The record did not meet the claim's condition.
     CLAIM_LOST = "claim-lost"
     #: Claimed, but it did not register.
-    NOT_REGISTERED = "not-registered"
+    REGISTRATION_FAILED = "registration-failed"
     #: The pool message cannot be parsed.
     MALFORMED = "malformed"
     #: The instance's record cannot be parsed.
@@ -91,8 +91,8 @@ class ProvisionOutcome:
     phases: Mapping[str, float] = field(default_factory=dict)
     acquired: tuple[AcquiredRunner, ...] = ()
     #: Number of rejected candidates per `RejectionKind`.
-    rejections: Mapping[str, int] = field(default_factory=dict)
-    rejected: tuple[RejectedCandidate, ...] = ()
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    rejections: tuple[RejectedCandidate, ...] = ()
     launches: tuple[LaunchAttempt, ...] = ()
     #: Why the provision failed, or empty.
     error: str = ""

@@ -99,7 +99,7 @@ def test_pool_idle_counts_claimable_instances() -> None:
     metrics = fleet_metrics()
     fleet = [
         instance(1),
-        instance(2, retire="drained"),
+        instance(2, retire_reason=RetireReason.DRAINED),
         instance(3, quarantined_until=at(60)),
         instance(4, quarantined_until=at(-60)),
         instance(5, resource_class="removed-class"),

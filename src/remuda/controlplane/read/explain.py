@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from remuda.controlplane.context import Context, read_config, readable
+from remuda.controlplane.context import Context, read_config, skip_unreadable
 from remuda.domain.errors import UserError
 from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
@@ -41,7 +41,7 @@ async def explain(context: Context, subject: str) -> Explanation:
 
 
 async def _ids(context: Context, provisions: Sequence[Provision]) -> set[str]:
-    """What the commits recorded, what was taken before a rollback, and what the index shows for those cut short."""
+    """What the commits recorded, what was acquired before a rollback, and what the index shows for those cut short."""
     found = await asyncio.gather(*(context.store.find_by_provision(item.provision_id) for item in provisions))
     ids = {instance.instance_id for part in found for instance in part}
     for provision in provisions:
@@ -49,7 +49,9 @@ async def _ids(context: Context, provisions: Sequence[Provision]) -> set[str]:
         if provision.outcome is not None:
             ids |= {item.instance_id for item in provision.outcome.acquired}
             ids |= {
-                item.instance_id for item in provision.outcome.rejected if item.kind is RejectionKind.NOT_REGISTERED
+                item.instance_id
+                for item in provision.outcome.rejections
+                if item.kind is RejectionKind.REGISTRATION_FAILED
             }
     return ids
 
@@ -58,7 +60,7 @@ async def _evidence(context: Context, config: PoolConfig, ids: Collection[str]) 
     store = context.store
     tell = partial(context.event_log.record, "unreadable")
     (instances, _), histories, (reports, _) = await asyncio.gather(
-        readable(store.get_many(ids), tell), store.histories(ids), readable(store.get_reports(ids), tell)
+        skip_unreadable(store.get_many(ids), tell), store.histories(ids), skip_unreadable(store.get_reports(ids), tell)
     )
     return ExplanationInput(
         now=context.clock.now(),

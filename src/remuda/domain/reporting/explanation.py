@@ -73,7 +73,7 @@ _DESCRIPTIONS: Mapping[str, tuple[str, Severity]] = {
 _REJECTIONS: Mapping[RejectionKind, str] = {
     RejectionKind.MISMATCH: "candidate rejected: it does not match the request",
     RejectionKind.CLAIM_LOST: "claim lost",
-    RejectionKind.NOT_REGISTERED: "claimed, but it did not register",
+    RejectionKind.REGISTRATION_FAILED: "claimed, but it did not register",
     RejectionKind.MALFORMED: "unreadable pool message",
     RejectionKind.UNREADABLE: "unreadable instance record",
     RejectionKind.DUPLICATE: "duplicate pool message",
@@ -159,15 +159,15 @@ def explain_entry(instance_id: str, entry: HistoryEntry, *, with_run: bool = Fal
 def _request_events(provision: Provision) -> Iterator[ExplainedEvent]:
     count, kind = provision.count, provision.resource_class
     what = f"attempt {provision.attempt} requests {count} {kind} runner{'' if count == 1 else 's'}"
-    yield ExplainedEvent(at=provision.created_at, what=what, why=provision.request)
+    yield ExplainedEvent(at=provision.created_at, what=what, why=provision.request_summary)
     outcome = provision.outcome
     if outcome is None:
         return
-    for rejected in outcome.rejected:
-        yield _rejection_event(rejected, _at(provision, outcome, rejected.seconds))
-    not_listed = sum(outcome.rejections.values()) - len(outcome.rejected)
+    for rejection in outcome.rejections:
+        yield _rejection_event(rejection, _at(provision, outcome, rejection.seconds))
+    not_listed = sum(outcome.rejected.values()) - len(outcome.rejections)
     if not_listed > 0:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in outcome.rejections.items())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in outcome.rejected.items())
         what = f"{not_listed} more candidates were rejected"
         yield ExplainedEvent(at=outcome.ended_at, what=what, why=f"in total: {kinds}")
     for launch in outcome.launches:
@@ -216,10 +216,10 @@ def _at(provision: Provision, outcome: ProvisionOutcome, seconds: float) -> date
     return max(provision.created_at, outcome.ended_at - timedelta(seconds=outcome.seconds - seconds))
 
 
-def _rejection_event(rejected: RejectedCandidate, at: datetime) -> ExplainedEvent:
-    severity = Severity.BAD if rejected.kind is RejectionKind.NOT_REGISTERED else Severity.NORMAL
-    what = _REJECTIONS[rejected.kind]
-    return ExplainedEvent(at=at, instance_id=rejected.instance_id, what=what, why=rejected.why, severity=severity)
+def _rejection_event(rejection: RejectedCandidate, at: datetime) -> ExplainedEvent:
+    severity = Severity.BAD if rejection.kind is RejectionKind.REGISTRATION_FAILED else Severity.NORMAL
+    what = _REJECTIONS[rejection.kind]
+    return ExplainedEvent(at=at, instance_id=rejection.instance_id, what=what, why=rejection.why, severity=severity)
 
 
 # Next steps -------------------------------------------------------------------------------------------------------
