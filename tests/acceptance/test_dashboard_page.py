@@ -134,8 +134,8 @@ def test_the_page_follows_a_real_pool(browser: Browser, tmp_path: Path) -> None:
             page.press("#subject", "Enter")
             wait(page, "document.querySelectorAll('#explanation-lines li').length > 6")
             text = page.inner_text("#explanation")
-            assert "attempt 1 asks for 2 large runners" in text
-            assert "the run gives its runners back" in text
+            assert "attempt 1 requests 2 large runners" in text
+            assert "the run releases its runners" in text
             assert text.count("idle, clean, in the pool") == 2
             page.reload()
             wait(page, "document.getElementById('explanation').open")

@@ -109,7 +109,7 @@ def test_a_folder_belongs_to_one_pool(folder: Path):
         "terminated-by-operator",
         "remuda down",
     )
-    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its machine has ended"
+    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its instance is terminated"
 
 
 def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder: Path):

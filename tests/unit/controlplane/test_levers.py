@@ -109,7 +109,7 @@ async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: World) -> 
     assert world.record(machine).state is State.IDLE
     assert machine in world.alive()
     story = await explain(world.process(), machine)
-    assert "is kept for a look until" in story.next_steps[0]
+    assert "is in quarantine until" in story.next_steps[0]
     await world.pass_time(60)
     assert world.record(machine).state is State.TERMINATED
     assert world.record(machine).retire_text == "quarantined: looks odd"

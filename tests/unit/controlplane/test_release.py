@@ -205,7 +205,7 @@ async def test_what_was_used_often_enough_is_retired() -> None:
     assert again.instance.instance_id == instance.instance_id
     result = await world.release("2")
     assert fates(result) == ["retired"]
-    assert "used 2 times" in result.outcomes[0].why
+    assert "used up: 2 of 2 uses" in result.outcomes[0].why
     await world.end()
 
 

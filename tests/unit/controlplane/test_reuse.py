@@ -63,7 +63,7 @@ async def test_a_machine_that_falls_never_rises_again(world: World) -> None:
     assert (await world.provision("2", tier=T)).created == 1
     assert world.record(machine).state is State.IDLE
     history = [item.why for item in world.database.histories[machine] if item.transition == "claim"]
-    assert history == ["matches run 1; tier untrusted from now on"]
+    assert history == ["matches the request; tier untrusted from now on"]
 
 
 async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy(world: World) -> None:

@@ -254,7 +254,7 @@ def test_labels_do_not_grow_with_the_fleet() -> None:
         fleet = [instance(n, run_id=str(n), resource_class=f"class-{n}") for n in range(count)]
         warnings = [PoolWarning(kind=f"kind-{n}", subject=str(n), text=str(n)) for n in range(count)]
         metrics.on_status(status(instances=fleet, warnings=warnings, runs=[ended(n, created=1) for n in range(count)]))
-        lines = [entry(f"row-{n}", at=at(n), target="terminating", cause=f"cause {n}") for n in range(count)]
+        lines = [entry(f"row-{n}", at=at(n), target=State.TERMINATING) for n in range(count)]
         metrics.add_histories({instance_id(n): [line] for n, line in enumerate(lines)})
         return len(read(metrics))
 

@@ -163,7 +163,7 @@ class Creation:
         )
 
     async def _write_record(self, record: Instance) -> Instance:
-        why = f"launched for run {record.run_id}"
+        why = "launched"
         instance = await apply_confirmed(self._context, create(record, by=Actor.PROVISION, why=why))
         self._acquired.add(instance)
         self._context.event_log.record(
