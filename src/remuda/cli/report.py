@@ -9,7 +9,7 @@ from pathlib import Path
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.output import Output
-from remuda.cli.rendering.durations import DAY_S, parse_duration
+from remuda.cli.rendering.formatting import DAY_S, parse_duration
 from remuda.cli.rendering.report import report_document, report_tables
 from remuda.cli.rendering.report_page import report_page
 from remuda.cli.run import EXIT_OK, run_async

@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.cli.rendering.explanation import explanation_document, in_words, story_lines
+from remuda.cli.rendering.explanation import describe_signals, explanation_document, explanation_lines
 from remuda.cli.rendering.status import status_document
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import check_subject, explain
@@ -38,7 +38,7 @@ def words(story: Story) -> list[str]:
 
 def shown(story: Story) -> str:
     console = Console(file=StringIO(), width=200, highlight=False)
-    for line in story_lines(story):
+    for line in explanation_lines(story):
         console.print(line, soft_wrap=True)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -214,8 +214,8 @@ async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World)
 
 def test_every_signal_has_its_words() -> None:
     for signal in Signal:
-        assert in_words(f"{signal}: why").endswith(f" ({signal}): why")
-    assert in_words("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
+        assert describe_signals(f"{signal}: why").endswith(f" ({signal}): why")
+    assert describe_signals("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
 
 
 async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -> None:
@@ -239,7 +239,7 @@ async def test_a_committed_run_whose_machines_have_ended(world: World, count: in
     assert story.upcoming[0].startswith(f"{told}: there is nothing to release")
     found = await status(process)
     assert list(found.ended.values()) == [told]
-    assert [run["machines_ended"] for run in status_document(found)["runs"]] == [True]
+    assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
 
 
 async def test_a_run_with_machines_of_its_own_does_not_blame_the_pool(world: World) -> None:

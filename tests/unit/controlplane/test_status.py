@@ -45,10 +45,10 @@ async def test_a_pool_at_work(world: World) -> None:
     assert not found.concerns
     text = shown(found)
     assert all(instance_id in text for instance_id in idle)
-    assert "Open launches" not in text
+    assert "Open provisions" not in text
     document = status_document(found)
     assert [item["seconds_left"] > 0 for item in document["instances"]] == [True] * 3
-    assert document["warnings"] == document["open"] == []
+    assert document["warnings"] == document["open_provisions"] == []
     assert (document["reuse"], "pool test, reuse same-trust" in text) == ("same-trust", True)
 
 
@@ -64,7 +64,7 @@ async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
     found = await look(world)
     assert [(item.provision.run_id, item.held) for item in found.openings] == [("9", {"created": 2})]
     assert "2 created" in shown(found)
-    assert status_document(found)["open"][0]["held"] == {"created": 2}
+    assert status_document(found)["open_provisions"][0]["instances"] == {"created": 2}
     await provisioning
     assert (await look(world)).openings == ()
 
@@ -107,7 +107,7 @@ async def test_lines_say_only_what_changed(world: World) -> None:
     await world.provision("8")
     second = await look(world)
     assert any(f"{instance_id} is running for run 8 (was idle)" in line for line in changes(first, second))
-    assert any("is over" in line for line in changes(second, replace(second, instances=[])))
+    assert any("is gone" in line for line in changes(second, replace(second, instances=[])))
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/nope]"])

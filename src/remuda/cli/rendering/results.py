@@ -1,4 +1,4 @@
-"""Results as documents for programs and as tables for people."""
+"""Results of commands as JSON documents and terminal tables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def record_document(record: Any) -> dict[str, Any]:
-    """A record as the other documents are: with its fields' own names."""
+    """Convert a dataclass to a JSON document with the same field names."""
     return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
 
 
 def instance_document(instance: Instance) -> dict[str, Any]:
-    """A record without what opens a door."""
+    """Convert an instance record to a JSON document without its credentials."""
     document = record_document(instance)
     if instance.assignment is not None:
         shown = {"url", "runner_name", "labels", "repository"}
@@ -153,11 +153,11 @@ def scale_down_document(result: ScaleDownResult) -> dict[str, Any]:
 
 
 def scale_down_table(result: ScaleDownResult) -> Table:
-    from rich.table import Table  # noqa: PLC0415 - only where a table is shown
+    from rich.table import Table  # noqa: PLC0415 - slow to import
 
-    title = f"Scale-down of {result.environment}" + (": what would be done" if result.dry_run else "")
+    title = f"Scale-down of {result.environment}" + (" (dry run)" if result.dry_run else "")
     table = Table(title=title, title_justify="left")
-    for column in ("phase", "instance", "owner", "action", "why"):
+    for column in ("phase", "instance", "owner", "action", "reason"):
         table.add_column(column)
     for item in result.outcomes:
         decision = item.decision
@@ -168,7 +168,7 @@ def scale_down_table(result: ScaleDownResult) -> Table:
 
 
 def config_table(rows: dict[str, dict[str, Any]]) -> Table:
-    from rich.table import Table  # noqa: PLC0415 - only where a table is shown
+    from rich.table import Table  # noqa: PLC0415 - slow to import
 
     table = Table()
     for column in ("setting", "value", "from"):

@@ -6,7 +6,7 @@ import os
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
-from remuda.cli.rendering.durations import parse_duration
+from remuda.cli.rendering.formatting import parse_duration
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
