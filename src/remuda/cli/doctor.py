@@ -1,16 +1,18 @@
-"""`remuda doctor`: every check with what was found and what to fix."""
+"""`remuda doctor` and `remuda config`."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.local_backend import running
+from remuda.cli.local_backend import background_processes
 from remuda.cli.output import Output
-from remuda.config.settings import Loaded
+from remuda.cli.rendering import results
+from remuda.cli.run import EXIT_OK, run_async
+from remuda.config.settings import Settings
 from remuda.controlplane.doctor import Checked, examine, exit_code
 from remuda.ports.doctor import Health
-from remuda.wiring_doctor import open_doctor
+from remuda.wiring.doctor import open_doctor
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,16 +20,27 @@ if TYPE_CHECKING:
 _STYLES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold red"}
 
 
-async def run_doctor(loaded: Loaded, output: Output) -> int:
-    async with open_doctor(loaded, running(loaded.settings)) as checks:
-        checked = await examine(checks)
+def run_doctor(settings: Settings, output: Output) -> int:
+    async def work() -> tuple[Checked, ...]:
+        async with open_doctor(settings, background_processes(settings)) as checks:
+            return await examine(checks)
+
+    checked = run_async(work)
     if sys.stdout.isatty():
         output.answer(_table(checked))
     elif not output.as_json:
-        # Never wrapped: whoever reads a log takes it by lines.
+        # One line per check, never wrapped, for logs and grep.
         sys.stdout.write(_lines(checked))
     output.result({"checks": [document(item) for item in checked]})
     return exit_code(checked)
+
+
+def run_config(settings: Settings, output: Output) -> int:
+    rows = results.config_rows(settings)
+    if not output.as_json:
+        output.answer(results.config_table(rows))
+    output.result({"settings": rows})
+    return EXIT_OK
 
 
 def document(item: Checked) -> dict[str, Any]:
@@ -36,7 +49,7 @@ def document(item: Checked) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> str:
-    """Whatever another program's message brings along."""
+    """Remove line breaks, which messages of other programs may contain."""
     return " ".join(text.splitlines())
 
 
@@ -49,7 +62,7 @@ def _lines(checked: tuple[Checked, ...]) -> str:
 
 
 def _table(checked: tuple[Checked, ...]) -> Table:
-    from rich import box  # noqa: PLC0415 - only where a table is shown
+    from rich import box  # noqa: PLC0415 - rich is slow to import
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above
 

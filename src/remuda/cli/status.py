@@ -61,7 +61,7 @@ def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
 
     story = run_async(work)
     if not output.as_json:
-        output.answer(*explanation.story_lines(story), soft_wrap=True)
+        output.answer(*explanation.explanation_lines(story), soft_wrap=True)
     output.result(explanation.story_document(story))
     return EXIT_OK
 
