@@ -17,9 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.context import Context, read_config
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import refresh
@@ -191,20 +191,20 @@ class Pool:
 async def pool_on(cloud: AwsServers, machines: Herds) -> AsyncIterator[Pool]:
     name = secrets.token_hex(5)
     given: dict[str, Any] = {**{key.replace("-", "_"): value for key, value in cloud.launch.items()}, **TIMES}
-    settings = Settings(
-        backend="aws",
-        pool=name,
-        github_scope=f"octo/{name}",
-        github_api_url=cloud.github.url,
-        github_token=SecretStr(cloud.github.token),
+    given |= {
+        "backend": "aws",
+        "pool": name,
+        "github_scope": f"octo/{name}",
+        "github_api_url": cloud.github.url,
+        "github_token": cloud.github.token,
         # One queue is enough.
-        resource_class_config=(ResourceClass(name="large", cpu=2, mmem=4096),),
-        **given,
-    )
+        "resource_class_config": '{"large": {"cpu": 2, "mmem": 4096}}',
+    }
+    settings = load(given, environ={})
     urls = {"dynamodb": os.environ["AWS_ENDPOINT_URL_DYNAMODB"], "sqs": cloud.store.url, "ec2": cloud.ec2.url}
     async with AsyncExitStack() as stack:
         wires = {service: await stack.enter_async_context(wire(url)) for service, url in urls.items()}
-        context = await stack.enter_async_context(open_context(settings, SilentEventLog(), credentialed=True))
+        context = await stack.enter_async_context(open_context(settings, SilentEventLog(), needs_github=True))
         await refresh(context, desired(settings, pool=name))
         agents = await stack.enter_async_context(machines.herd(name, context.store))
         yield Pool(cloud=cloud, settings=settings, context=context, herd=agents, wires=wires)

@@ -15,9 +15,10 @@ from unittest.mock import patch
 import pytest
 
 from remuda.cli.doctor import document
-from remuda.config.settings import Loaded, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.doctor import Checked, examine, exit_code
-from remuda.wiring_doctor import open_doctor
+from remuda.wiring.doctor import open_doctor
 from tests.support.cli import run_cli
 from tests.support.cloud import ARM_AMI, LIMIT_S, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
 from tests.support.local_backend import run_local
@@ -40,8 +41,8 @@ class Patient:
         """As the command does it, in this process: a new one for each of these would take the most of their time."""
         with patch.dict(os.environ, {**self.servers.environment, **changed}, clear=True):
             given = {name.replace("-", "_"): value for name, value in (flags or {}).items()}
-            loaded = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
-            checked = asyncio.run(_examined(loaded))
+            settings = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
+            checked = asyncio.run(_examined(settings))
         return exit_code(checked), self.judged([document(item) for item in checked])
 
     def judged(self, lines: list[dict[str, Any]]) -> Lines:
@@ -52,8 +53,8 @@ class Patient:
         return {line["name"]: line for line in lines}
 
 
-async def _examined(loaded: Loaded) -> tuple[Checked, ...]:
-    async with open_doctor(loaded, {}) as checks:
+async def _examined(settings: Settings) -> tuple[Checked, ...]:
+    async with open_doctor(settings, {}) as checks:
         return await examine(checks)
 
 

@@ -26,7 +26,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.cli.demo.checks import foreign_jobs, histories, living, retirements
 from remuda.cli.demo.report import Claim, DemoReport, Provisioning, Releasing, Retired, show
 from remuda.cli.output import Output
-from remuda.config.settings import load
+from remuda.config.sources import load
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import State
@@ -372,12 +372,12 @@ async def _perform(output: Output, cloud: AwsServers, told: Told, *, short: bool
     environment = cloud.environment(REMUDA_CONFIG=str(_configure(cloud)))
     # What this process itself looks at is the same cloud.
     os.environ.update({name: value for name, value in environment.items() if name.startswith("AWS_")})
-    settings = load({}, environ=environment).settings
+    settings = load({}, environ=environment)
     async with (
         player(
             ec2_url=cloud.ec2.url, folder=cloud.folder / "machines", say=lambda line: output.say(f"    {line}")
         ) as on,
-        open_context(settings, SilentEventLog(), credentialed=False) as context,
+        open_context(settings, SilentEventLog(), needs_github=False) as context,
     ):
         story = Story(output=output, cloud=cloud, environment=environment, context=context, machines=on, told=told)
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.cli.applied import applied_lines
+from remuda.cli.rendering.results import applied_lines
 
 #: A page may have a mebibyte; nobody reads more rows than that.
 MAX_ROWS = 100

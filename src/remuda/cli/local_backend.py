@@ -29,7 +29,8 @@ from remuda.fake_github.package import install
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineState
 from remuda.ports.event_log import EventLog
-from remuda.wiring import check_local, child_environment, layout, local_compute, open_context, with_stored_pool
+from remuda.wiring import open_context
+from remuda.wiring.local import check_local, child_environment, layout, local_compute, with_stored_pool
 
 #: Seconds that a background process may take to become ready, and to exit.
 READY_TIMEOUT_S = 60.0

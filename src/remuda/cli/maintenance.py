@@ -21,9 +21,7 @@ def run_refresh(settings: Settings, output: Output, *, sweep_only: bool, every: 
     event_log = output.event_log(SystemClock())
 
     async def once() -> RefreshResult:
-        async with open_context(
-            settings, event_log, needs_github=True, require_local_github=not sweep_only
-        ) as context:
+        async with open_context(settings, event_log, needs_github=True, require_local_github=not sweep_only) as context:
             wanted = None if sweep_only else desired(settings, pool=context.pool_name)
             return await refresh(output.guarded(context), wanted)
 

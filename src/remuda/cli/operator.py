@@ -72,9 +72,7 @@ def run_drain(
         return await operator.drain(context, selected, reason=why, dry_run=dry)
 
     selector = check_selection(
-        InstanceSelector(
-            instance_ids=tuple(instances), everything=everything, resource_class=resource_class, ami=ami
-        )
+        InstanceSelector(instance_ids=tuple(instances), everything=everything, resource_class=resource_class, ami=ami)
     )
     return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
 

@@ -21,7 +21,7 @@ _SECTIONS = (OWN_OPTIONS, *Group)
 HELP_WIDTH = 80
 
 
-class _Value(click.ParamType):
+class _Value(click.ParamType[Any]):
     """The value of an option that is no setting, with the same errors as a setting."""
 
     def __init__(self, kind: Kind) -> None:
@@ -61,9 +61,7 @@ def option(
     names = [name] if to is None else [name, to]
     if kind is None:
         return GroupedOption(names, is_flag=True, default=False, help=help, section=section)
-    return GroupedOption(
-        names, type=_Value(kind), metavar=kind.metavar, default=default, help=help, section=section
-    )
+    return GroupedOption(names, type=_Value(kind), metavar=kind.metavar, default=default, help=help, section=section)
 
 
 def _setting_option(declared: Setting) -> GroupedOption:

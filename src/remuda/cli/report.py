@@ -71,7 +71,9 @@ def _page_path(text: str) -> Path:
     path = Path(text).absolute() if text.strip() and "\0" not in text else None
     if path is None or path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(
-            f"--html {text[:80]!r} cannot be written", field="--html", fix="name a file in a directory that you can write to"
+            f"--html {text[:80]!r} cannot be written",
+            field="--html",
+            fix="name a file in a directory that you can write to",
         )
     return path
 

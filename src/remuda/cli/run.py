@@ -31,9 +31,7 @@ def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Settin
     return settings
 
 
-def run_async(
-    work: Callable[[], Coroutine[Any, Any, T]], *, on_interrupt_message: str = "interrupted"
-) -> T:
+def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, on_interrupt_message: str = "interrupted") -> T:
     """Run to completion. The first SIGINT or SIGTERM cancels the work, which cleans up; a repeated one exits at once.
 
     A SIGTERM after a SIGINT does not count as repeated: GitHub sends both to a cancelled step, with time after each.

@@ -62,7 +62,7 @@ def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
     story = run_async(work)
     if not output.as_json:
         output.answer(*explanation.explanation_lines(story), soft_wrap=True)
-    output.result(explanation.story_document(story))
+    output.result(explanation.explanation_document(story))
     return EXIT_OK
 
 
@@ -87,7 +87,7 @@ class StatusScreen:
     def show(self, current: Status) -> None:
         from rich.console import Group  # noqa: PLC0415 - as above
 
-        rows = max(self._console.height - RESERVED_ROWS - len(current.concerns), 3)
+        rows = max(self._console.height - RESERVED_ROWS - len(current.warnings), 3)
         tables = status_view.status_tables(current, width=self._console.width, rows=rows)
         self._live.update(Group(_plain(status_view.headline(current)), *tables), refresh=True)
 

@@ -375,9 +375,7 @@ class Settings:
         other_variables=("GITHUB_RUN_ATTEMPT",),
         default_text="GITHUB_RUN_ATTEMPT, or 1",
     )
-    instance_count: int = _setting(
-        integer(1, 1_000), 1, "Number of runners.", group=Group.RUN, commands=("provision",)
-    )
+    instance_count: int = _setting(integer(1, 1_000), 1, "Number of runners.", group=Group.RUN, commands=("provision",))
     resource_class: str = _setting(
         text(metavar="CLASS"),
         "large",
@@ -762,7 +760,9 @@ class Settings:
         is_parameter=True,
     )
 
-    boot_delay_sec: float = _setting(_seconds(0, 600), 0.0, "Seconds that an instance takes to boot.", group=Group.LOCAL)
+    boot_delay_sec: float = _setting(
+        _seconds(0, 600), 0.0, "Seconds that an instance takes to boot.", group=Group.LOCAL
+    )
     fault: str = _setting(text(), "", "Failure to simulate, such as never-boots.", group=Group.LOCAL)
 
     def given(self, name: str) -> bool:

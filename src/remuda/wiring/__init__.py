@@ -38,9 +38,7 @@ async def open_context(
     if settings.backend == "aws":
         opening = open_aws(settings, event_log, system, needs_github=needs_github)
     else:
-        opening = open_local(
-            settings, system, needs_github=needs_github, require_local_github=require_local_github
-        )
+        opening = open_local(settings, system, needs_github=needs_github, require_local_github=require_local_github)
     async with opening as backend:
         yield Context(
             pool_name=backend.pool_name,

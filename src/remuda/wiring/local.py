@@ -17,7 +17,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
 from remuda.domain.pool_config import PoolConfig
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import GitHub
 from remuda.wiring.backend import Backend, SystemPorts
@@ -44,7 +44,7 @@ def check_local(settings: Settings) -> None:
 def local_endpoint(settings: Settings, *, require_running: bool = True) -> Endpoint:
     """The endpoint of the local GitHub."""
     endpoint = read_endpoint(layout(settings).github)
-    if endpoint is None or (require_running and procfs.look(endpoint.pid) is None):
+    if endpoint is None or (require_running and procfs.read_process(endpoint.pid) is None):
         raise UserError(
             f"the local backend in {settings.dir} is not running",
             field="--dir",

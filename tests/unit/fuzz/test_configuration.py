@@ -22,7 +22,8 @@ from remuda.adapters.system.prices import read_prices
 from remuda.aws_lambda.handler import parse as parse_event
 from remuda.cli.rendering.formatting import parse_duration
 from remuda.cli.workflow_file import MAX_STEPS, MAX_TEXT, load_workflow, parse_workflow
-from remuda.config.settings import Settings, _zone, load, variable
+from remuda.config.settings import SETTINGS, time_zone, variable
+from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import parse_prices
 from remuda.domain.resources import TypePatterns, check_run_id, check_scope, parse_classes
@@ -62,7 +63,7 @@ def judged(work: Callable[[], Any]) -> Any:
 
 # Settings ---------------------------------------------------------------------------------------------------------
 
-NAMES = list(Settings.model_fields)
+NAMES = list(SETTINGS)
 CLASSES = {"large": {"cpu": 2, "mmem": 4_096}, "xlarge": {"cpu": 4, "mmem": 8_192}}
 WINDOWS = [
     {"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2, "evictionStrategy": "newest_first"}
@@ -149,7 +150,7 @@ def test_resource_classes(document: Any) -> None:
 @example([{**WINDOWS[0], "timeZone": "x" * 5_000}])
 @example([{**WINDOWS[0], "evictionStrategy": []}])
 def test_idle_windows(document: Any) -> None:
-    windows = judged(lambda: parse_idle_config(document, zone_of=_zone))
+    windows = judged(lambda: parse_idle_config(document, zone_of=time_zone))
     assert quota_at(windows or (), NOW).idle_count >= 0
 
 

@@ -24,16 +24,18 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.cli.demo.checks import Histories, foreign_jobs, histories, living, retirements
 from remuda.cli.demo.fleet import Decided, launch_fleet
 from remuda.cli.demo.report import Claim, DemoReport, Provisioning, Releasing, Retired, show
-from remuda.cli.local_backend import SWEEPER, Background
+from remuda.cli.local_backend import SWEEPER, BackgroundProcess
 from remuda.cli.output import Output
+from remuda.cli.run import run_async
 from remuda.config.settings import Settings
-from remuda.domain.errors import Unavailable
+from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.fake_github import read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, JobStep
 from remuda.fake_github.model import FakeGitHubSettings
 from remuda.ports.event_log import SilentEventLog
-from remuda.wiring import layout, open_context
+from remuda.wiring import open_context
+from remuda.wiring.local import check_local, layout
 
 SCOPE = "remuda/demo"
 #: A machine boots this long in the demo: what a warm one saves.
@@ -90,6 +92,14 @@ class _Told:
 
     def claim(self, text: str, *, holds: bool, detail: str = "") -> None:
         self.claims.append(Claim(text=text, holds=holds, detail=detail))
+
+
+def run_demo(settings: Settings, output: Output, *, dashboard: bool, keep: bool) -> int:
+    if keep and not dashboard:
+        raise UserError("--keep requires --dashboard", field="--keep", fix="add --dashboard, or omit --keep")
+    check_local(settings)
+    folder = settings.dir if settings.given("dir") else None
+    return run_async(lambda: run_demo_story(output, folder, dashboard=dashboard, keep=keep))
 
 
 async def run_demo_story(output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False) -> int:
@@ -155,7 +165,9 @@ class Story:
         listener = server.listen(place)
         self._page_url = server.page_url(place, listener)
         self._output.say(f"live on {self._page_url}", style="bold")
-        async with server.serving(self._settings, place, listener, interval_s=None, since_s=PAGE_SHOWS_S, asks=False):
+        async with server.serving(
+            self._settings, place, listener, interval_s=None, since_s=PAGE_SHOWS_S, list_registrations=False
+        ):
             yield
 
     async def stay(self) -> None:
@@ -262,7 +274,7 @@ class Story:
     async def _self_termination(self) -> None:
         self._title(f"No control plane at all: an idle machine whose {SHORT_IDLE_S:g} s are up ends itself")
         await self._refresh(idle_s=SHORT_IDLE_S)
-        await Background(layout(self._settings), SWEEPER).stop(self._clock)
+        await BackgroundProcess(layout(self._settings), SWEEPER).stop(self._clock)
         self._say("the sweeps are stopped")
         await self._workflow("last", run_id="1006", count=1)
         instance_id = self._told.releases[-1].instance_ids[0]
@@ -408,7 +420,9 @@ class Story:
         return (await sim.job(job_id)).status == "completed"
 
     async def _record(self, instance_id: str) -> Instance | None:
-        async with open_context(self._settings, SilentEventLog(), credentialed=False, alive=False) as context:
+        async with open_context(
+            self._settings, SilentEventLog(), needs_github=False, require_local_github=False
+        ) as context:
             return await context.store.get(instance_id)
 
     async def _in_state(self, instance_id: str, state: State) -> bool:
@@ -426,7 +440,9 @@ class Story:
         return str(document.get("reason") or "")
 
     async def _histories(self) -> Histories:
-        async with open_context(self._settings, SilentEventLog(), credentialed=False, alive=False) as context:
+        async with open_context(
+            self._settings, SilentEventLog(), needs_github=False, require_local_github=False
+        ) as context:
             return await histories(context.store)
 
     async def _foreign_jobs(self) -> list[str]:
