@@ -28,15 +28,15 @@ from remuda.domain.transitions import (
     Confirm,
     End,
     Event,
-    Guard,
     Quarantine,
     Release,
     Renew,
     Retire,
+    WriteCondition,
     advance,
     tombstone,
 )
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 
 NOW = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)
@@ -123,7 +123,7 @@ class Write(NamedTuple):
 
     text: str
     by: Actor
-    guard: Guard
+    guard: WriteCondition
     sets: tuple[tuple[str, Any], ...]
     told: tuple[int, Signal | None]
     cost: int = 0
@@ -192,7 +192,7 @@ def born(who: str) -> Instance:
         instance_type="c6i.large",
         usage_class=UsageClass.ON_DEMAND,
         cpu=2,
-        mmem=4_096,
+        memory_mib=4_096,
         created_at=NOW,
         run_id=who,
         owner=f"{who}/w1",
@@ -224,7 +224,7 @@ class Lives:
         self._decisions: dict[Life, Doing] = {}
         self._judged: set[Life] = set()
         self._futures: dict[Instance, tuple[Instance, ...]] = {}
-        self._hopes: dict[tuple[Guard, Instance], bool] = {}
+        self._hopes: dict[tuple[WriteCondition, Instance], bool] = {}
 
     def steps(self, life: Life, *, released: bool) -> list[Step]:
         """All but those of runs. `released`: the run that it belongs to was."""
@@ -366,7 +366,7 @@ class Lives:
         """Whether the real guard may ever admit it: asked with all that the record can still become."""
         if record is None:
             return write.guard.admits(None)
-        if write.guard.expired_at is not None and not write.guard.admits(record):
+        if write.guard.threshold_at_or_before is not None and not write.guard.admits(record):
             # Its time was moved, and moves no further back.
             return False
         key = (write.guard, record)
@@ -390,11 +390,11 @@ class Lives:
         yield from _done(life, self._decision(life))
         if life.late:
             step = next_step(_view(life, now=_late(record)))
-            if step.do is AgentAction.END:
+            if step.action is AgentAction.END:
                 yield Step("its agent ends it: its time is up", life._replace(agent=DEAD))
         if self._decision(life).do is AgentAction.REMOVE:
             given_up = next_step(_view(life, removals=MAX_REMOVALS))
-            if given_up.do is AgentAction.SIGNAL and given_up.signal is not None:
+            if given_up.action is AgentAction.SIGNAL and given_up.signal is not None:
                 text = f"its agent cannot deregister: {given_up.signal}"
                 yield Step(text, _signalled(life, record.epoch, given_up.signal))
 
@@ -463,7 +463,7 @@ class Lives:
     def _ended(life: Life, record: Instance) -> Life:
         """Nobody reads its report any more, and its agent does nothing but end it: that is asked here."""
         agent = life.agent._replace(doing=None)
-        if agent.alive and next_step(_view(life._replace(agent=agent))).do is not AgentAction.END:
+        if agent.alive and next_step(_view(life._replace(agent=agent))).action is not AgentAction.END:
             raise Broken(f"L1: its agent lives on while it is {record.state}")
         if record.assignment is not None:
             raise Broken(f"S12: {record.state}, and it has a credential")
@@ -522,7 +522,7 @@ def _view(life: Life, *, now: datetime = NOW, removals: int = 0) -> Observation:
             busy=agent.job,
             exit_code=1 if agent.ended else None,
         ),
-        script=Script.OK,
+        script=ScriptStatus.OK,
         now=now,
         margin_s=LIFETIMES.margin_s,
         signalled=memory[1] if memory is not None and record is not None and memory[0] == record.epoch else None,
@@ -535,12 +535,12 @@ def _decided(life: Life) -> Doing:
     step = next_step(_view(life))
     if record is None:
         return _NOTHING
-    if step.do is AgentAction.START and (record.state is not State.RUNNING or agent.configured != record.epoch):
+    if step.action is AgentAction.START and (record.state is not State.RUNNING or agent.configured != record.epoch):
         raise Broken(f"S2: its runner starts at epoch {agent.configured} while it is {record.state} at {record.epoch}")
-    if step.do is AgentAction.END:
+    if step.action is AgentAction.END:
         raise Broken(f"S6: its agent ends it while it is {record.state}, before its time")
     parsed = parse_runner_name(POOL, record.assignment.runner_name) if record.assignment else None
-    return Doing(do=step.do, epoch=record.epoch, named=parsed[0] if parsed else 0, signal=step.signal)
+    return Doing(do=step.action, epoch=record.epoch, named=parsed[0] if parsed else 0, signal=step.signal)
 
 
 def _done(life: Life, doing: Doing) -> Iterator[Step]:

@@ -27,7 +27,7 @@ from remuda.controlplane.release import release
 from remuda.domain.instance import Assignment, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, Release, advance
 from remuda.ports.compute import LaunchRequest
@@ -276,8 +276,8 @@ async def interrupt_release(pool: Pool, instance_id: str) -> None:
 async def launch_stray(pool: Pool) -> None:
     """A machine of this pool that no record knows."""
     config = await read_config(pool.context)
-    large = ResourceClass(name="large", cpu=2, mmem=4096)
-    request = Request(
+    large = ResourceClass(name="large", cpu=2, memory_mib=4096)
+    request = RunnerRequest(
         resource_class=large,
         usage_class=UsageClass.ON_DEMAND,
         patterns=TypePatterns.parse("*"),

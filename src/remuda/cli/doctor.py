@@ -11,13 +11,13 @@ from remuda.cli.rendering import results
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.doctor import Checked, examine, exit_code
-from remuda.ports.doctor import Health
+from remuda.ports.doctor import CheckStatus
 from remuda.wiring.doctor import open_doctor
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_STYLES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold red"}
+_STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 
 def run_doctor(settings: Settings, output: Output) -> int:

@@ -12,7 +12,7 @@ from remuda.config.kinds import InvalidValue, Kind
 from remuda.config.settings import SETTINGS, Group, Setting, flag
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 
 #: Title of the options that only one command has.
 OWN_OPTIONS = "Options"
@@ -34,7 +34,7 @@ class _Value(click.ParamType[Any]):
             return self._kind.parse(value) if isinstance(value, str) else value
         except InvalidValue:
             raise UserError(
-                f"{name} must be {self._kind.expected}, got {quoted(value, MAX_SHOWN)}",
+                f"{name} must be {self._kind.expected}, got {quote(value, MAX_SHOWN)}",
                 field=name,
                 fix=f"see {ctx.command_path} --help" if ctx else "",
             ) from None

@@ -13,7 +13,7 @@ from typing import Any
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
 from remuda.domain.resources import repository_of
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.domain.trust import Trust, Unread, decide
 
 #: Event name if only the payload file is known.
@@ -74,7 +74,7 @@ def read_event(path: str) -> Any:
     """The payload of the event, or `Unread` with the reason; the trust then follows from the event's name alone."""
     if not path:
         return Unread(file="", why="GITHUB_EVENT_PATH is not set")
-    shown = brief(path, MAX_SHOWN)
+    shown = truncate(path, MAX_SHOWN)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:  # noqa: PTH123  # a descriptor

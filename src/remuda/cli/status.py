@@ -16,7 +16,7 @@ from remuda.config.settings import Settings
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import GHOSTS_EVERY_S, Status, status, with_ghosts
 from remuda.domain.errors import RemudaError, UserError
-from remuda.domain.reporting.explanation import Story
+from remuda.domain.reporting.explanation import Explanation
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 
@@ -54,15 +54,15 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
 def run_explain(settings: Settings, output: Output, *, subject: str) -> int:
     check_subject(subject)
 
-    async def work() -> Story:
+    async def work() -> Explanation:
         event_log = output.event_log(SystemClock())
         async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
             return await explain(output.guarded(context), subject)
 
-    story = run_async(work)
+    found = run_async(work)
     if not output.as_json:
-        output.answer(*explanation.explanation_lines(story), soft_wrap=True)
-    output.result(explanation.explanation_document(story))
+        output.answer(*explanation.explanation_lines(found), soft_wrap=True)
+    output.result(explanation.explanation_document(found))
     return EXIT_OK
 
 

@@ -30,7 +30,7 @@ from remuda.domain.resources import (
     check_scope,
     parse_classes,
 )
-from remuda.domain.scale_down.decisions import BOOT_MIN, IdleScope, Policy
+from remuda.domain.scale_down.decisions import BOOT_MIN, IdleScope, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import EXAMPLE as IDLE_CONFIG_EXAMPLE
 from remuda.domain.scale_down.idle_config import FIX as IDLE_CONFIG_FIX
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_idle_config
@@ -791,8 +791,8 @@ class Settings:
         )
 
     @property
-    def scale_down_policy(self) -> Policy:
-        return Policy(
+    def scale_down_policy(self) -> ScaleDownPolicy:
+        return ScaleDownPolicy(
             windows=self.idle_config,
             minimum_min=self.minimum_running_time_in_minutes,
             boot_min=self.runner_boot_time_in_minutes,

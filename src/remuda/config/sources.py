@@ -16,7 +16,7 @@ from remuda.config.kinds import InvalidValue
 from remuda.config.settings import SETTINGS, Group, Settings, flag, key, shown_name, variable
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 
 FILE_NAME = "remuda.toml"
 #: Table of the file with the settings of scale-down, by the names that terraform-aws-github-runner gives them.
@@ -46,7 +46,7 @@ def _parse(name: str, value: Any, origins: Mapping[str, str]) -> Any:
     try:
         return kind.parse(value)
     except InvalidValue as error:
-        got = "another value (hidden)" if kind.is_secret else quoted(value, MAX_SHOWN)
+        got = "another value (hidden)" if kind.is_secret else quote(value, MAX_SHOWN)
         detail = f": {error}" if str(error) else ""
         raise UserError(f"{shown} must be {kind.expected}, got {got}{detail}", field=shown) from None
     except UserError as error:
