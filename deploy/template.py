@@ -225,8 +225,7 @@ def _setting(declared: Setting) -> dict[str, Any]:
         limits["AllowedValues"] = ["", *declared.kind.choices]
     elif declared.kind.is_number:
         limits["AllowedPattern"] = "[0-9.]*"
-    default = f" Default: {declared.shown_default}." if declared.shown_default else ""
-    return _text(f"{declared.description}{default}", **limits)
+    return _text(declared.full_description, **limits)
 
 
 def _table() -> Resource:

@@ -44,7 +44,7 @@ def test_an_arn_names_a_secret():
     assert is_secret_arn(ARN)
     settings = load({}, environ={"REMUDA_GITHUB_TOKEN": ARN, "REMUDA_GITHUB_APP_KEY": ARN})
     assert settings.github_token is not None
-    assert settings.github_token.get_secret_value() == ARN
+    assert settings.github_token.text == ARN
 
 
 @pytest.mark.parametrize("name", ["REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY"])

@@ -10,78 +10,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from remuda.config.settings import ACTION_MODES, SETTINGS
 from remuda.domain.errors import UserError
 
-EVERYWHERE = frozenset({"pool"})
-RUN = frozenset({"run-id", "run-attempt"})
-REQUEST = frozenset(
-    {
-        "github-scope",
-        "instance-count",
-        "resource-class",
-        "usage-class",
-        "allowed-instance-types",
-        "max-runtime-min",
-        "provision-timeout-sec",
-        "tier",
-        "repository",
-        "ephemeral",
-    }
-)
-POOL = frozenset(
-    {
-        "github-scope",
-        "idle-time-sec",
-        "max-runtime-min",
-        "release-time-sec",
-        "provision-timeout-sec",
-        "max-age-sec",
-        "max-uses",
-        "reuse",
-        "max-instances",
-        "resource-class-config",
-        "pre-runner-script",
-        "ami",
-        "subnet-ids",
-        "security-group-ids",
-        "iam-instance-profile",
-        "key-name",
-        "spot-fallback",
-        "actions-runner-version",
-        "actions-runner-sha256",
-        "actions-runner-url",
-        "agent-url",
-        "agent-sha256",
-        "python-url",
-        "python-sha256",
-        "github-environment",
-    }
-)
-SCALE_DOWN = frozenset(
-    {
-        "environment",
-        "idle-config",
-        "minimum-running-time-in-minutes",
-        "runner-boot-time-in-minutes",
-        "idle-scope",
-        "max-removals-per-cycle",
-    }
-)
-#: Credentials have no flag: a command reads them from the environment.
-CREDENTIALS = frozenset({"github-token", "github-app-id", "github-app-key"})
-SECRETS = frozenset({"github-token", "github-app-key"})
-#: Settings of a command, by mode.
-USED_BY: Mapping[str, frozenset[str]] = {
-    "provision": EVERYWHERE | RUN | REQUEST,
-    "release": EVERYWHERE | RUN,
-    "refresh": EVERYWHERE | POOL,
-    "scale-down": EVERYWHERE | SCALE_DOWN,
+#: Inputs that are settings, by mode.
+SETTINGS_BY_MODE: Mapping[str, frozenset[str]] = {
+    mode: frozenset(item.key for item in SETTINGS.values() if mode in item.modes) for mode in ACTION_MODES
 }
-SETTINGS = frozenset().union(*USED_BY.values()) | CREDENTIALS
-#: True or false, and which mode asks.
+SETTING_INPUTS = frozenset().union(*SETTINGS_BY_MODE.values())
+SECRETS = frozenset(item.key for item in SETTINGS.values() if item.is_input and item.kind.is_secret)
+#: Inputs that are true or false and no settings, with the mode that uses them.
 SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
-#: Of the step itself.
-OF_THE_STEP = frozenset({"mode", "aws-region", "config", *SWITCHES})
+#: Inputs that are no settings.
+STEP_INPUTS = frozenset({"mode", "aws-region", "config", *SWITCHES})
 #: Variables that hold a secret in a step, whoever set them.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
@@ -97,10 +38,10 @@ class Inputs:
     @property
     def mode(self) -> str:
         mode = self.given.get("mode", "")
-        if mode in USED_BY:
+        if mode in SETTINGS_BY_MODE:
             return mode
-        near = difflib.get_close_matches(mode, USED_BY, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(USED_BY)}"
+        near = difflib.get_close_matches(mode, SETTINGS_BY_MODE, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(SETTINGS_BY_MODE)}"
         raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=hint)
 
     @property
@@ -127,18 +68,18 @@ class Inputs:
 
     def flags(self) -> dict[str, str]:
         """What the mode's command takes, and nothing that it does not know."""
-        wanted = USED_BY[self.mode] | CREDENTIALS
+        wanted = SETTINGS_BY_MODE[self.mode]
         return {name.replace("-", "_"): value for name, value in self.given.items() if name in wanted}
 
     def unused(self) -> list[str]:
         """Given, but of no effect in this mode: somebody expects something that will not happen."""
         elsewhere = {name for name, mode in SWITCHES.items() if mode != self.mode}
-        wanted = USED_BY[self.mode] | CREDENTIALS | OF_THE_STEP - elsewhere
+        wanted = SETTINGS_BY_MODE[self.mode] | STEP_INPUTS - elsewhere
         return sorted(name for name in self.given if name not in wanted)
 
 
 def read_inputs(environ: Mapping[str, str]) -> Inputs:
-    found = {name: environ.get(input_variable(name), "") for name in SETTINGS | OF_THE_STEP}
+    found = {name: environ.get(input_variable(name), "") for name in SETTING_INPUTS | STEP_INPUTS}
     # A block of YAML ends with a newline that nobody means.
     return Inputs(given={name: value.strip() for name, value in found.items() if value.strip()})
 
@@ -151,7 +92,7 @@ def as_inputs(text: str) -> str:
     """A sentence about flags and variables, in the words of a workflow."""
 
     def named(name: str, whole: str) -> str:
-        return name if name in SETTINGS | OF_THE_STEP else whole
+        return name if name in SETTING_INPUTS | STEP_INPUTS else whole
 
     text = _FLAG.sub(lambda found: named(found[1], found[0]), text)
     return _VARIABLE.sub(lambda found: named(found[1].lower().replace("_", "-"), found[0]), text)

@@ -137,6 +137,12 @@ class Setting:
         return f"{self.default:.15g}" if isinstance(self.default, float) else str(self.default)
 
     @property
+    def full_description(self) -> str:
+        """The description with choices and default, where nothing else shows them."""
+        choices = f" One of {', '.join(self.kind.choices)}." if self.kind.choices else ""
+        return self.description + choices + (f" Default: {self.shown_default}." if self.shown_default else "")
+
+    @property
     def help(self) -> str:
         is_off = self.kind.is_boolean and not self.default
         return self.description + (f" (default: {self.shown_default})" if self.shown_default and not is_off else "")

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.action.channel import plain_lines
-from remuda.action.inputs import USED_BY, input_variable, read_inputs
+from remuda.action.inputs import SETTINGS_BY_MODE, input_variable, read_inputs
 from remuda.adapters.aws.ec2.options import Options
 from remuda.adapters.local.options import LocalOptions
 from remuda.adapters.system.prices import read_prices
@@ -216,7 +216,7 @@ def test_inputs_of_a_step(given_ones: dict[str, str]) -> None:
     judged(lambda: (inputs.mode, inputs.flags(), inputs.unused()))
     judged(lambda: inputs.region)
     judged(lambda: inputs.switch("dry-run"))
-    assert all(name in USED_BY for name in [judged(lambda: inputs.mode)] if name)
+    assert all(name in SETTINGS_BY_MODE for name in [judged(lambda: inputs.mode)] if name)
 
 
 @fuzzed()
