@@ -29,7 +29,7 @@ from remuda.config.sources import load
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
-from remuda.controlplane.release import Fate, ReleaseResult, release
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Report
@@ -202,7 +202,7 @@ class Pool:
     async def release(self, run_id: str) -> ReleaseResult:
         async with self.context() as context:
             done = await release(context, run_id=run_id, attempt=1)
-        if done.errors or len(done.of(Fate.RELEASED)) != len(done.outcomes):
+        if done.errors or len(done.of(ReleaseStatus.RELEASED)) != len(done.outcomes):
             raise RuntimeError(f"a release went wrong: {done.errors or done.outcomes}")
         return done
 

@@ -42,7 +42,7 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
     logged = await backend.provision("42", 1, "--log-format", "json")
     events = {line["event"]: line for line in map(json.loads, logged.stderr.splitlines())}
     assert (events["claim-won"]["run_id"], events["claim-won"]["epoch"]) == ("42", 2)
-    assert events["commit"]["reason"] == "the one of run 42 is registered"
+    assert events["commit"]["reason"] == "the only instance of run 42 registered"
     second = logged.document
     (reused,) = [item["instance_id"] for item in second["instances"]]
     assert reused in {item["instance_id"] for item in first["instances"]}

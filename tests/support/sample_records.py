@@ -39,8 +39,8 @@ _ENDS = (
 )
 #: By state: next transition, its target state, actor and reason.
 _NEXT = {
-    State.CREATED: ("commit", State.RUNNING, "provision", "all of the run are registered"),
-    State.CLAIMED: ("commit", State.RUNNING, "provision", "all of the run are registered"),
+    State.CREATED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
+    State.CLAIMED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
     State.RUNNING: ("release", State.RELEASING, "release", "the run is over"),
     State.RELEASING: ("pool", State.IDLE, "release", "deregistered and reset"),
     State.IDLE: ("claim", State.CLAIMED, "provision", "fits"),

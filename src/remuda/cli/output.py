@@ -34,7 +34,7 @@ _STYLES = {
 }
 _TERMINATION_STYLE = "magenta"
 #: Events whose name contains one of these words are warnings.
-_WARNING_WORDS = ("failed", "lost", "refused", "incomplete", "unsure")
+_WARNING_WORDS = ("failed", "lost", "refused", "incomplete", "unconfirmed")
 #: Events that appear in JSON logs only.
 _JSON_ONLY = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
 #: Prefix of the events of a dry run, which ends with a table of them.

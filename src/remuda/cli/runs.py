@@ -11,8 +11,8 @@ from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.cli.run_event import check_label, repository, trust
 from remuda.config.settings import Settings
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.provision.request import no_credential
-from remuda.controlplane.release import Fate, ReleaseResult, release
+from remuda.controlplane.provision.request import missing_credential
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.domain.errors import UserError
 from remuda.wiring import open_context
 
@@ -21,7 +21,7 @@ def run_provision(settings: Settings, output: Output) -> int:
     _require_run_id(settings)
     # Checked before any API call. The local backend always has a credential.
     if settings.ephemeral and settings.backend == "aws" and not (settings.github_token or settings.github_app_id):
-        raise no_credential()
+        raise missing_credential()
     check_label(settings.run_id, environ=os.environ, field=settings.shown("run_id"))
     trusted = trust(settings)
     request = ProvisionRequest(
@@ -33,7 +33,7 @@ def run_provision(settings: Settings, output: Output) -> int:
         patterns=settings.allowed_instance_types,
         scope=settings.github_scope,
         tier=trusted.tier,
-        tier_why=trusted.why,
+        tier_reason=trusted.why,
         repository=repository(settings),
         ephemeral=settings.ephemeral,
         # None: the limit of the pool applies.
@@ -65,14 +65,14 @@ def run_release(settings: Settings, output: Output) -> int:
 
     result = run_async(work, on_interrupt_message="interrupted; the next sweep finishes the release")
     for outcome in result.outcomes:
-        if outcome.fate is not Fate.RELEASED:
+        if outcome.status is not ReleaseStatus.RELEASED:
             detail = f" ({outcome.detail})" if outcome.detail and outcome.detail not in outcome.why else ""
-            output.say(f"{outcome.instance_id} {outcome.fate.value}: {outcome.why}{detail}", style="yellow")
+            output.say(f"{outcome.instance_id} {outcome.status.value}: {outcome.why}{detail}", style="yellow")
     output.say_errors(result.errors)
-    counts = ", ".join(f"{len(result.of(fate))} {fate.value}" for fate in Fate if result.of(fate))
+    counts = ", ".join(f"{len(result.of(status))} {status.value}" for status in ReleaseStatus if result.of(status))
     output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")
     output.result(results.release_document(result))
-    return EXIT_PARTIAL if result.errors or result.of(Fate.EXPIRED) else EXIT_OK
+    return EXIT_PARTIAL if result.errors or result.of(ReleaseStatus.EXPIRED) else EXIT_OK
 
 
 def _require_run_id(settings: Settings) -> None:

@@ -50,7 +50,7 @@ async def open_context(
             ids=system.ids,
             event_log=event_log,
             calls=system.calls,
-            spot=backend.spot,
+            spot_prices=backend.spot_prices,
         )
 
 

@@ -27,4 +27,4 @@ class Backend(NamedTuple):
     pool: ResourcePool
     compute: Compute
     github: GitHub | None
-    spot: SpotPrices | None = None
+    spot_prices: SpotPrices | None = None

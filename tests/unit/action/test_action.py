@@ -102,7 +102,7 @@ PROVISIONED = {
     "ephemeral": False,
     "seconds": 3.25,
     "phases": {"intent": 0.1, "instances": 3.0, "commit": 0.15},
-    "refused": {},
+    "rejected": {},
     "calls": {"dynamodb": {"PutItem": 3}, "ec2": {}},
 }
 

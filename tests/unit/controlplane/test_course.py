@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from remuda.controlplane.provision.outcome import OutcomeRecorder
+from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.errors import CapacityError, Conflict, RemudaError
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision, ProvisionStatus
@@ -19,7 +20,7 @@ from remuda.domain.provision_outcome import (
     RunnerSource,
 )
 from remuda.domain.resources import TypePatterns, UsageClass
-from tests.support.records import instance_id, message
+from tests.support.records import instance, instance_id, message
 from tests.support.world import World
 from tests.support.world_time import VirtualClock
 
@@ -55,7 +56,7 @@ async def test_refused_hints_are_told_with_their_reasons(world: World) -> None:
     course = course_of(world)
     assert {item.kind: (item.instance_id, item.why) for item in course.refusals} == {
         "misfit": (instance_id(7), "spot, not on-demand"),
-        "lost": (instance_id(8), "the message is stale: there is no record"),
+        "lost": (instance_id(8), "stale pool message: the instance has no record"),
     }
     assert course.refused == {"misfit": 1, "lost": 1}
 
@@ -91,11 +92,12 @@ async def test_a_provision_that_was_released_meanwhile_still_tells(world: World)
 
 async def test_what_is_told_is_bounded(world: World) -> None:
     recorder = OutcomeRecorder(VirtualClock())
+    registered = RegisteredInstance(instance=instance(1), source=RunnerSource.POOL, report=None)
     for number in range(2 * MAX_TAKEN):
-        recorder.take(instance_id(number), RunnerSource.POOL, None)
-        recorder.refuse("lost", "x" * 1_000, instance_id(number))
+        recorder.acquire(registered)
+        recorder.reject("lost", "x" * 1_000, instance_id(number))
         recorder.launch(1, 0, ("y" * 1_000,) * 50)
-    course = recorder.course(error="z" * 1_000)
+    course = recorder.outcome(error="z" * 1_000)
     assert (len(course.taken), len(course.refusals), len(course.launches)) == (MAX_TAKEN, MAX_REFUSALS, MAX_LAUNCHES)
     assert (course.reused, course.refused["lost"]) == (2 * MAX_TAKEN, 2 * MAX_TAKEN)
     assert {len(course.error), len(course.refusals[0].why), len(course.launches[0].errors[0])} == {MAX_REASON}

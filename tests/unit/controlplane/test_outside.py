@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.refresh import refresh
-from remuda.controlplane.release import Fate
+from remuda.controlplane.release import ReleaseStatus
 from remuda.domain.errors import Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
@@ -389,6 +389,6 @@ async def test_a_release_goes_on_with_what_it_can_read(world: World) -> None:
     store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)
     store.spoiled = frozenset({spoiled})
     done = await world.release(process=replace(context, store=store))
-    assert [outcome.instance_id for outcome in done.of(Fate.RELEASED)] == [other]
+    assert [outcome.instance_id for outcome in done.of(ReleaseStatus.RELEASED)] == [other]
     (error,) = done.errors
     assert spoiled in error

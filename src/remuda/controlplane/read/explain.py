@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from remuda.controlplane.context import Context, read_config, readable
+from remuda.controlplane.context import Context, read_config, skip_unreadable
 from remuda.domain.errors import UserError
 from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
@@ -55,7 +55,7 @@ async def _evidence(context: Context, config: PoolConfig, ids: Collection[str]) 
     store = context.store
     tell = partial(context.event_log.record, "unreadable")
     (instances, _), histories, (reports, _) = await asyncio.gather(
-        readable(store.get_many(ids), tell), store.histories(ids), readable(store.get_reports(ids), tell)
+        skip_unreadable(store.get_many(ids), tell), store.histories(ids), skip_unreadable(store.get_reports(ids), tell)
     )
     return ExplanationInput(
         now=context.clock.now(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import islice
 
-from remuda.controlplane.context import Context, each, readable
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
 from remuda.controlplane.read.status import Status, status
 from remuda.domain.errors import RemudaError, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
@@ -108,7 +108,7 @@ class FleetReader:
         gone = {name for name, item in self._instances.items() if name not in current and _is_past(item, horizon)}
         if missed:
             # Searches may lag, and do not show what has ended: the records themselves say.
-            records, unreadable = await readable(context.store.get_many(missed), _say_nothing)
+            records, unreadable = await skip_unreadable(context.store.get_many(missed), _say_nothing)
             current.update(records)
             gone |= {name for name in missed if name not in records and name not in unreadable}
         # A store may give the very same record again: that is told quickest.
@@ -140,7 +140,7 @@ class FleetReader:
         """Those that were open and are not among the newest: what became of them, and which are forgotten."""
         told = {item.provision_id for item in newest}
         missed = [item for name, item in self._provisions.items() if _is_open(item) and name not in told]
-        read = await each(missed, lambda item: context.store.get_provision(item.run_id, item.provision_id))
+        read = await map_concurrently(missed, lambda item: context.store.get_provision(item.run_id, item.provision_id))
         forgotten = frozenset(item.provision_id for item, found in zip(missed, read, strict=True) if found is None)
         return [found for found in read if isinstance(found, Provision)], forgotten
 
@@ -167,7 +167,7 @@ async def _histories(context: Context, names: Sequence[str]) -> Mapping[str, Seq
     try:
         return await context.store.histories(names)
     except Unreadable:
-        read = await each(names, context.store.history)
+        read = await map_concurrently(names, context.store.history)
         return {name: () if isinstance(found, RemudaError) else found for name, found in zip(names, read, strict=True)}
 
 

@@ -45,9 +45,9 @@ async def _with_spot(
     if not types:
         return prices, []
     notes: list[str] = []
-    if context.spot is not None:
+    if context.spot_prices is not None:
         try:
-            points = await context.spot.spot_history(types, since=since, until=until)
+            points = await context.spot_prices.spot_history(types, since=since, until=until)
         except RemudaError as error:
             notes.append(f"EC2's spot prices could not be read: {error.message}")
         else:

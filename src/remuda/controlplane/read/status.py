@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, readable
+from remuda.controlplane.context import Context, skip_unreadable
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
@@ -84,7 +84,7 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
     (reports, _), depths, ended = await asyncio.gather(
-        readable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
+        skip_unreadable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
         _ended(context, runs, instances),
     )
@@ -135,7 +135,7 @@ async def _ended(context: Context, runs: Sequence[Provision], instances: Sequenc
     if not doubtful:
         return {}
     ids = {instance_id for run in doubtful for instance_id in run.instance_ids}
-    records, _ = await readable(context.store.get_many(ids), _say_nothing)
+    records, _ = await skip_unreadable(context.store.get_many(ids), _say_nothing)
     told = {run.provision_id: machines_ended(run, records) for run in doubtful}
     return {provision_id: words for provision_id, words in told.items() if words}
 
@@ -190,7 +190,7 @@ async def _ghosts(
         and (parsed[1] not in known or why(runner.name, known[parsed[1]], None) is not None)
     ]
     (records, unknown), sightings = await asyncio.gather(
-        readable(context.store.get_many({instance_id for _, _, instance_id in ours}), _say_nothing),
+        skip_unreadable(context.store.get_many({instance_id for _, _, instance_id in ours}), _say_nothing),
         context.store.get_sightings(),
     )
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from remuda.controlplane.context import Context, each, readable
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
 from remuda.controlplane.refresh.machines import OVER, FirstSeen
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import RemudaError
@@ -50,13 +50,13 @@ class StaleRegistrationSweep:
         ]
         ours = [item for item in ours if not self._is_cleared(item[1], live.get(item[2]))]
         read = self._context.store.get_many({instance_id for _, _, instance_id in ours})
-        records, unreadable = await readable(read, self._tally.error)
+        records, unreadable = await skip_unreadable(read, self._tally.error)
         ghosts = [
             (scope, runner, why)
             for scope, runner, instance_id in ours
             if instance_id not in unreadable and (why := self._why(runner, records.get(instance_id))) is not None
         ]
-        for result in await each(ghosts, lambda ghost: self._remove(*ghost)):
+        for result in await map_concurrently(ghosts, lambda ghost: self._remove(*ghost)):
             if isinstance(result, RemudaError):
                 self._tally.error(f"ghost registrations: {result.message}")
 
