@@ -17,7 +17,8 @@ import yaml
 
 from policies import CLASSES, policies
 from remuda.action.inputs import input_variable
-from remuda.config.settings import SETTINGS, Group
+from remuda.config.declaration import Group
+from remuda.config.settings import SETTINGS
 from statements import Policy, Statement, filled
 from template import template
 

@@ -23,7 +23,8 @@ from policies import (
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
-from remuda.config.settings import SETTINGS, Group, Setting, variable
+from remuda.config.declaration import Group, Setting, variable
+from remuda.config.settings import SETTINGS
 from remuda.ports.compute import POOL_TAG
 from statements import VERSION, Policy, render
 

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from remuda.action.inputs import SECRETS, SETTINGS_BY_MODE, SWITCHES
-from remuda.config.settings import SETTINGS, Group
+from remuda.config.declaration import Group
+from remuda.config.settings import SETTINGS
 from remuda.domain.transitions import ENDINGS, TRANSITIONS
 from remuda.web.metrics import METRICS
 from simulation.faults import MEANING, Fault
@@ -52,9 +53,8 @@ def settings_table() -> str:
                 continue
             kind = "`true` or `false`" if item.kind.is_boolean else f"`{item.kind.metavar}`".replace("|", "\\|")
             commands = "every command" if len(item.commands) > 10 else ", ".join(item.commands)
-            lines.append(
-                f"| `{item.key}` | {kind} | {item.shown_default or '(none)'} | {item.description} | {commands or '(none)'} |"
-            )
+            cells = (f"`{item.key}`", kind, item.shown_default or "(none)", item.description, commands or "(none)")
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines[1:])
 
 

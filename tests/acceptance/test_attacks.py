@@ -73,7 +73,7 @@ def names(attacked: Mapping[str, int], among: tuple[Attack, ...], *, worked: boo
 
 
 async def test_the_next_run_sees_none_of_it_or_gets_another_machine(region: Region) -> None:
-    await region.refresh("--margin-sec", "0.5")
+    await region.refresh(REMUDA_MARGIN_SEC="0.5")
     async with region.booting():
         assert (await region.provision("1"))["created"] == 1
         ((name, machine),) = region.machines.items()

@@ -33,7 +33,7 @@ from remuda.domain.transitions import Actor, Release, advance
 from remuda.ports.compute import LaunchRequest
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import desired, open_context
-from tests.support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, forked, settings_of
+from tests.support.aws_servers import LIMIT_S, AwsServers, Done, aws_servers, forked, variables_of
 from tests.support.fault_schedule import Weather, first_of_each, late, refuses, storm
 from tests.support.in_process_agents import Herd, Herds, herds
 from tests.support.wire import ANY, Fault, Wire, after_success, cut, hang, wire
@@ -54,9 +54,9 @@ TIMES: dict[str, float] = {
     "release_time_sec": 60,
     "margin_sec": 0.5,
     "unrecorded_grace_sec": 1,
-    "ghost_grace_sec": 1,
+    "stale_registration_grace_sec": 1,
     "gone_after_sec": 1,
-    "reannounce_sec": 1,
+    "republish_sec": 1,
 }
 CLASSES = ("--resource-class-config", '{"large": {"cpu": 2, "mmem": 4096}}')
 #: What each service says when it is asked too much.
@@ -103,13 +103,15 @@ class Pool:
     def name(self) -> str:
         return self.settings.pool
 
-    async def command(self, weather: Mapping[str, Weather], *arguments: str) -> Done:
+    async def command(self, weather: Mapping[str, Weather], *arguments: str, **variables: str) -> Done:
         """In this weather, which ends with it."""
         urls = {f"AWS_ENDPOINT_URL_{service.upper()}": between.url for service, between in self.wires.items()}
         for service, fault in weather.items():
             self.wires[service].always[ANY] = fault
         try:
-            done = await forked(*arguments, "--pool", self.name, environment=self.cloud.environment(**urls))
+            done = await forked(
+                *arguments, "--pool", self.name, environment=self.cloud.environment(**urls, **variables)
+            )
         finally:
             for between in self.wires.values():
                 between.always.clear()
@@ -138,7 +140,7 @@ class Pool:
 
     def flags(self) -> list[str]:
         """Of refresh: as the pool is configured."""
-        return [*("--github-scope", self.settings.github_scope), *self.cloud.flags(), *settings_of(**TIMES), *CLASSES]
+        return [*("--github-scope", self.settings.github_scope), *self.cloud.flags(), *CLASSES]
 
     async def settle(self) -> None:
         """Sweeps, until there is nothing to complain about."""
@@ -254,7 +256,7 @@ async def act_refresh(pool: Pool, weather: Mapping[str, Weather], timeout_s: flo
     await abandon_provision(pool)
     # Past the graces.
     await asyncio.sleep(TIMES["gone_after_sec"] + TIMES["margin_sec"])
-    done = await pool.command(weather, "refresh", *pool.flags())
+    done = await pool.command(weather, "refresh", *pool.flags(), **variables_of(**TIMES))
     if done.code == 0:
         assert done.document["errors"] == [], done
     await pool.prove("before")

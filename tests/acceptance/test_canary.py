@@ -308,9 +308,11 @@ async def test_no_credential_is_found_where_it_does_not_belong(region: Region, t
 
     with watched_processes() as processes:
         # Given in every way, told in both.
-        refresh = ("refresh", *scope, *region.cloud.flags(), "--margin-sec", "0.5")
-        await story.remuda(*refresh, REMUDA_GITHUB_APP_ID=APP_ID, REMUDA_GITHUB_APP_KEY=private)
-        await story.remuda(*refresh, "--log-format", "json", "--json", REMUDA_GITHUB_TOKEN=arn)
+        refresh = ("refresh", *scope, *region.cloud.flags())
+        await story.remuda(
+            *refresh, REMUDA_MARGIN_SEC="0.5", REMUDA_GITHUB_APP_ID=APP_ID, REMUDA_GITHUB_APP_KEY=private
+        )
+        await story.remuda(*refresh, "--log-format", "json", "--json", REMUDA_MARGIN_SEC="0.5", REMUDA_GITHUB_TOKEN=arn)
         app = {"REMUDA_GITHUB_APP_ID": APP_ID, "REMUDA_GITHUB_APP_KEY": str(key_file)}
         settings = (sys.executable, "-m", "remuda", "config", "--json")
         await asyncio.gather(

@@ -72,7 +72,7 @@ def sleepers(machine: NamespaceMachine) -> int:
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Region) -> None:
-    await region.refresh("--margin-sec", "0.5")
+    await region.refresh(REMUDA_MARGIN_SEC="0.5")
     async with region.booting():
         assert (await region.provision("1"))["created"] == 1
         ((name, machine),) = region.machines.items()
@@ -101,7 +101,7 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
         # An agent that is killed leaves the listener alone, and the next one finds it.
         assert (await region.provision("2"))["reused"] == 1
         asked = region.cloud.ec2.asked().get("TerminateInstances", 0)
-        await region.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
+        await region.refresh("--idle-time-sec", "2", REMUDA_MARGIN_SEC="0.5")
         # While it starts something there are two that look like it.
         await until(lambda: len(agents(machine)) == 1, "one agent")
         (agent,) = agents(machine)

@@ -41,8 +41,8 @@ class Cloud:
         return [word for name, value in self.launch.items() for word in (f"--{name}", value)]
 
     def refresh(self, *more: str, **changed: str) -> tuple[int, Any]:
-        times = ("--provision-timeout-sec", "6", "--margin-sec", "0.5", "--gone-after-sec", "1")
-        return self.remuda("refresh", "--github-scope", SCOPE, *self.flags(), *times, *more, **changed)
+        times = {"REMUDA_PROVISION_TIMEOUT_SEC": "6", "REMUDA_MARGIN_SEC": "0.5", "REMUDA_GONE_AFTER_SEC": "1"}
+        return self.remuda("refresh", "--github-scope", SCOPE, *self.flags(), *more, **{**times, **changed})
 
 
 @contextmanager

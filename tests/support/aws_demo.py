@@ -70,7 +70,7 @@ TIMES = {
     "provision-timeout-sec": 200,
     "margin-sec": 1,
     "unrecorded-grace-sec": 5,
-    "ghost-grace-sec": 5,
+    "stale-registration-grace-sec": 5,
     "gone-after-sec": 2,
 }
 #: A job leaves something behind, and fails where another one did.

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.config.declaration import variable
 from remuda.fake_github import Endpoint, read_endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from tests.support.cli import run_cli
@@ -162,6 +163,6 @@ async def _launch_options(ec2: MotoServer) -> dict[str, str]:
         return await ec2.launch_options(client)
 
 
-def settings_of(**seconds: float) -> Sequence[str]:
-    """Flags of refresh: `margin_sec=0.5` and the like."""
-    return [word for name, value in seconds.items() for word in (f"--{name.replace('_', '-')}", f"{value:g}")]
+def variables_of(**settings: float) -> dict[str, str]:
+    """Environment variables of settings such as `margin_sec=0.5`."""
+    return {variable(name): f"{value:g}" for name, value in settings.items()}

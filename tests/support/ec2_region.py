@@ -36,14 +36,14 @@ class Region:
     #: False: what is launched now boots once this is True again.
     power: bool = True
 
-    async def remuda(self, *arguments: str) -> dict[str, Any]:
-        code, answer = await asyncio.to_thread(self.cloud.remuda, *arguments)
+    async def remuda(self, *arguments: str, **variables: str) -> dict[str, Any]:
+        code, answer = await asyncio.to_thread(self.cloud.remuda, *arguments, **variables)
         assert code == 0, f"{arguments}: {answer} {self.consoles()}"
         found: dict[str, Any] = answer
         return found
 
-    async def refresh(self, *more: str) -> dict[str, Any]:
-        return await self.remuda("refresh", "--github-scope", SCOPE, *self.cloud.flags(), *more)
+    async def refresh(self, *more: str, **variables: str) -> dict[str, Any]:
+        return await self.remuda("refresh", "--github-scope", SCOPE, *self.cloud.flags(), *more, **variables)
 
     async def provision(self, run_id: str) -> dict[str, Any]:
         return await self.remuda(

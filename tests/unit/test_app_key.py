@@ -29,7 +29,7 @@ def test_a_file_is_read(tmp_path: Path):
 def test_what_cannot_be_read_is_one_sentence_without_the_value(value: str):
     with pytest.raises(UserError) as refused:
         read_private_key(value)
-    assert "no file that can be read" in refused.value.message
+    assert "neither PEM text nor the path of a readable file" in refused.value.message
     assert value not in refused.value.message
 
 
@@ -51,5 +51,5 @@ def test_an_arn_names_a_secret():
 def test_an_arn_of_something_else_is_refused(name: str):
     with pytest.raises(UserError) as refused:
         load({}, environ={name: "arn:aws:s3:::bucket"})
-    assert "something else than a secret" in refused.value.message
+    assert "a secret's ARN has the form" in refused.value.message
     assert refused.value.field == name

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from remuda.config.settings import ACTION_MODES, SETTINGS
+from remuda.config.declaration import ACTION_MODES
+from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 
 #: Inputs that are settings, by mode.

@@ -161,9 +161,8 @@ def run_up(settings: Settings, output: Output) -> int:
 def run_down(settings: Settings, output: Output, *, purge: bool) -> int:
     result = run_async(lambda: stop(settings, output.event_log(SystemClock()), purge=purge))
     pids = f": {', '.join(map(str, result.left))}" if result.left else ""
-    output.say(
-        f"down: {plural(len(result.terminated), 'instance')} terminated, {plural(len(result.left), 'process')} left{pids}"
-    )
+    terminated, left = plural(len(result.terminated), "instance"), plural(len(result.left), "process")
+    output.say(f"down: {terminated} terminated, {left} left{pids}")
     output.result(
         {
             "dir": str(settings.dir),
@@ -246,7 +245,7 @@ async def _start_github(places: LocalLayout, clock: SystemClock, started: list[s
 
 
 async def stop(settings: Settings, event_log: EventLog, *, purge: bool) -> DownResult:
-    """Stop the sweeper, terminate the instances, sweep once more so that records and registrations agree, stop GitHub."""
+    """Stop the sweeper, terminate the instances, sweep once more to update records and registrations, stop GitHub."""
     check_local(settings)
     clock, places = SystemClock(), layout(settings)
     if not places.database.exists():

@@ -18,8 +18,8 @@ from remuda.cli.completion import CURRENT, PROGRAM, SHELLS, VARIABLE, completion
 from remuda.cli.options import HELP_WIDTH, Argument, GroupedCommand, option, options_of, settings_of
 from remuda.cli.output import Output, early_log_format, set_log_format
 from remuda.cli.run import EXIT_INTERRUPTED, load_settings, run_command
+from remuda.config.declaration import Group
 from remuda.config.kinds import integer, number, text
-from remuda.config.settings import Group
 from remuda.domain.errors import UserError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH}
@@ -30,7 +30,7 @@ _SECONDS_BETWEEN_RUNS = number(0.2, 86_400, "seconds")
 class _App(click.Group):
     """`remuda` itself: one line per command, never cut."""
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         rows = [(name, command.short_help or "") for name, command in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)

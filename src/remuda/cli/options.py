@@ -8,8 +8,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from remuda.config.declaration import Group, Setting, flag
 from remuda.config.kinds import InvalidValue, Kind
-from remuda.config.settings import SETTINGS, Group, Setting, flag
+from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
 from remuda.domain.text import quote

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import tzinfo
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from remuda.config.declaration import ALL_COMMANDS, POOL_COMMANDS, Group, Setting, declare, flag, variable
 from remuda.config.kinds import InvalidValue, Kind, Secret, boolean, choice, integer, number, secret, text
 from remuda.domain.errors import UserError
 from remuda.domain.resources import (
@@ -49,145 +49,6 @@ AWS_MARGIN_S = 60.0
 CLASSES_EXAMPLE = '{"large": {"cpu": 2, "mmem": 4096}}'
 
 _POOL_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
-
-
-class Group(StrEnum):
-    """Sections of `--help` and of the reference."""
-
-    RUN = "Run"
-    POOL = "Pool"
-    AWS = "AWS"
-    SCALE_DOWN = "Scale-down"
-    GITHUB = "GitHub"
-    LOCAL = "Local backend"
-    COMMON = "Common"
-    OUTPUT = "Output"
-
-
-#: Commands that act on one pool.
-POOL_COMMANDS = (
-    "up",
-    "down",
-    "refresh",
-    "provision",
-    "release",
-    "scale-down",
-    "status",
-    "explain",
-    "report",
-    "dashboard",
-    "drain",
-    "quarantine",
-    "terminate",
-    "doctor",
-)
-ALL_COMMANDS = (*POOL_COMMANDS, "config", "run-workflow", "demo")
-#: Modes of the GitHub Action: each runs the command of that name.
-ACTION_MODES = ("provision", "release", "refresh", "scale-down")
-
-DEFAULT = "default"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """The declaration of one setting."""
-
-    name: str = ""
-    kind: Kind
-    default: Any
-    description: str
-    #: The default in words, if it depends on something else.
-    default_text: str
-    group: Group
-    #: Commands that take it as a flag. Other settings are read from the environment and the file only.
-    commands: tuple[str, ...]
-    #: Whether the GitHub Action has it as an input.
-    is_input: bool
-    #: Whether the CloudFormation stack has it as a parameter.
-    is_parameter: bool
-    #: Whether it is stored with the pool as a launch option of EC2 instances.
-    is_launch_option: bool
-    #: Environment variables of other programs that set it too; REMUDA_… has priority.
-    other_variables: tuple[str, ...]
-
-    @property
-    def key(self) -> str:
-        return key(self.name)
-
-    @property
-    def parameter(self) -> str:
-        """The name of the CloudFormation parameter."""
-        return "".join(word.capitalize() for word in self.name.split("_"))
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """The modes of the GitHub Action that take it as an input."""
-        if not self.is_input:
-            return ()
-        # A credential is no flag, but every mode takes it.
-        return tuple(mode for mode in ACTION_MODES if mode in self.commands) or ACTION_MODES
-
-    @property
-    def shown_default(self) -> str:
-        """The default for people; empty if there is none."""
-        if self.default_text or self.default in {None, "", ()}:
-            return self.default_text
-        if isinstance(self.default, bool):
-            return str(self.default).lower()
-        return f"{self.default:.15g}" if isinstance(self.default, float) else str(self.default)
-
-    @property
-    def full_description(self) -> str:
-        """The description with choices and default, where nothing else shows them."""
-        choices = f" One of {', '.join(self.kind.choices)}." if self.kind.choices else ""
-        return self.description + choices + (f" Default: {self.shown_default}." if self.shown_default else "")
-
-    @property
-    def help(self) -> str:
-        is_off = self.kind.is_boolean and not self.default
-        return self.description + (f" (default: {self.shown_default})" if self.shown_default and not is_off else "")
-
-
-def flag(name: str) -> str:
-    return "--" + key(name)
-
-
-def variable(name: str) -> str:
-    return "REMUDA_" + name.upper()
-
-
-def key(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _setting(
-    kind: Kind,
-    default: Any,
-    description: str,
-    *,
-    group: Group,
-    commands: Iterable[str] = (),
-    is_input: bool | None = None,
-    is_parameter: bool = False,
-    is_launch_option: bool = False,
-    other_variables: tuple[str, ...] = (),
-    default_text: str = "",
-) -> Any:
-    """Unless `is_input` says otherwise, a flag of a command that the action runs is an input of the action."""
-    taken_by = tuple(commands)
-    declared = Setting(
-        kind=kind,
-        default=default,
-        description=description,
-        default_text=default_text,
-        group=group,
-        commands=taken_by,
-        is_input=bool(set(taken_by) & set(ACTION_MODES)) if is_input is None else is_input,
-        is_parameter=is_parameter,
-        is_launch_option=is_launch_option,
-        other_variables=other_variables,
-    )
-    return field(default=default, metadata={"setting": declared})
 
 
 # Parsers ------------------------------------------------------------------------------------------------------------
@@ -288,6 +149,27 @@ def _seconds(least: float, most: float) -> Kind:
 _MINUTES = number(0, WEEK_MIN, "minutes")
 
 
+def _launch_option(
+    metavar: str,
+    description: str,
+    *,
+    commands: tuple[str, ...] = ("refresh",),
+    is_parameter: bool = True,
+    default_text: str = "",
+) -> Any:
+    """A setting of new EC2 instances; the EC2 adapter checks its value."""
+    return declare(
+        text(metavar=metavar),
+        "",
+        description,
+        group=Group.AWS,
+        commands=commands,
+        is_parameter=is_parameter,
+        is_launch_option=True,
+        default_text=default_text,
+    )
+
+
 # Declarations -------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +180,7 @@ class Settings:
     #: The source of each value that is not the default, as the user wrote it: a flag, a variable, a key of the file.
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
-    backend: str = _setting(
+    backend: str = declare(
         choice(("local", "aws")),
         "local",
         "Where instances run: processes on this machine, or EC2.",
@@ -306,7 +188,7 @@ class Settings:
         commands=ALL_COMMANDS,
         is_input=False,
     )
-    dir: Path = _setting(
+    dir: Path = declare(
         text(expected="a directory that you can write to", metavar="DIRECTORY", parse=_parse_dir),
         Path(".remuda"),
         "State directory of the local backend.",
@@ -314,7 +196,7 @@ class Settings:
         commands=ALL_COMMANDS,
         is_input=False,
     )
-    pool: str = _setting(
+    pool: str = declare(
         text(
             expected="1 to 20 lower-case letters, digits and hyphens, and not start with a hyphen",
             metavar="NAME",
@@ -325,7 +207,7 @@ class Settings:
         group=Group.COMMON,
         commands=POOL_COMMANDS,
     )
-    github_scope: str = _setting(
+    github_scope: str = declare(
         text(metavar="OWNER[/REPO]", parse=check_scope),
         "remuda/demo",
         "Organization or repository that runners register in.",
@@ -335,7 +217,7 @@ class Settings:
         other_variables=("GITHUB_REPOSITORY",),
         default_text="GITHUB_REPOSITORY",
     )
-    github_token: Secret | None = _setting(
+    github_token: Secret | None = declare(
         secret(expected="a GitHub token, or the ARN of a Secrets Manager secret", is_token=True),
         None,
         "Token that may manage self-hosted runners, or the ARN of a Secrets Manager secret that contains it. "
@@ -343,17 +225,17 @@ class Settings:
         group=Group.GITHUB,
         is_input=True,
     )
-    github_app_id: str = _setting(
+    github_app_id: str = declare(
         text(), "", "Id of a GitHub App, instead of a token.", group=Group.GITHUB, is_input=True, is_parameter=True
     )
-    github_app_key: Secret | None = _setting(
+    github_app_key: Secret | None = declare(
         secret(expected="PEM text, the path of a PEM file, or the ARN of a Secrets Manager secret"),
         None,
         "Private key of the GitHub App: PEM text, the path of a PEM file, or the ARN of a Secrets Manager secret.",
         group=Group.GITHUB,
         is_input=True,
     )
-    github_api_url: str = _setting(
+    github_api_url: str = declare(
         text(expected="a URL such as https://HOST/api/v3", metavar="URL", parse=_parse_url),
         "",
         "URL of the GitHub API. The local backend has its own.",
@@ -363,7 +245,7 @@ class Settings:
         default_text="https://api.github.com",
     )
 
-    run_id: str = _setting(
+    run_id: str = declare(
         text(metavar="ID", parse=lambda value: check_run_id(value) if value else "", numbers=True),
         "",
         "Run id of the workflow; it is the label of the run's runners.",
@@ -372,7 +254,7 @@ class Settings:
         other_variables=("GITHUB_RUN_ID",),
         default_text="GITHUB_RUN_ID",
     )
-    run_attempt: int = _setting(
+    run_attempt: int = declare(
         integer(1, 1_000_000),
         1,
         "Attempt number of the run.",
@@ -381,29 +263,29 @@ class Settings:
         other_variables=("GITHUB_RUN_ATTEMPT",),
         default_text="GITHUB_RUN_ATTEMPT, or 1",
     )
-    instance_count: int = _setting(integer(1, 1_000), 1, "Number of runners.", group=Group.RUN, commands=("provision",))
-    resource_class: str = _setting(
+    instance_count: int = declare(integer(1, 1_000), 1, "Number of runners.", group=Group.RUN, commands=("provision",))
+    resource_class: str = declare(
         text(metavar="CLASS"),
         "large",
         "Resource class of the runners, such as large or 2xlarge.",
         group=Group.RUN,
         commands=("provision",),
     )
-    usage_class: UsageClass = _setting(
+    usage_class: UsageClass = declare(
         choice(UsageClass),
         UsageClass.ON_DEMAND,
         "Purchase option of the instances.",
         group=Group.RUN,
         commands=("provision",),
     )
-    allowed_instance_types: TypePatterns = _setting(
+    allowed_instance_types: TypePatterns = declare(
         Kind(metavar="PATTERNS", expected="words such as 'c* m6i.large'", parse=_parse_types),
         TypePatterns(("*",)),
         "Instance types that may serve the run, such as 'c* m6i.large'.",
         group=Group.RUN,
         commands=("provision",),
     )
-    tier: Tier = _setting(
+    tier: Tier = declare(
         choice(Tier),
         Tier.TRUSTED,
         "Trust in the run's code. It can lower the trust that the workflow's event implies, not raise it.",
@@ -411,7 +293,7 @@ class Settings:
         commands=("provision",),
         default_text="from the event",
     )
-    repository: str = _setting(
+    repository: str = declare(
         text(metavar="OWNER/REPO", parse=lambda value: check_repository(value) if value else ""),
         "",
         "Repository of the run, for runners of an organization.",
@@ -420,7 +302,7 @@ class Settings:
         other_variables=("GITHUB_REPOSITORY",),
         default_text="GITHUB_REPOSITORY, or the scope",
     )
-    event_name: str = _setting(
+    event_name: str = declare(
         text(),
         "",
         "Event that started the run.",
@@ -428,7 +310,7 @@ class Settings:
         other_variables=("GITHUB_EVENT_NAME",),
         default_text="GITHUB_EVENT_NAME",
     )
-    event_path: str = _setting(
+    event_path: str = declare(
         text(),
         "",
         "File with the payload of that event.",
@@ -436,7 +318,7 @@ class Settings:
         other_variables=("GITHUB_EVENT_PATH",),
         default_text="GITHUB_EVENT_PATH",
     )
-    ephemeral: bool = _setting(
+    ephemeral: bool = declare(
         boolean(),
         False,
         "Launch new instances that serve one job each, with just-in-time registration. Requires a GitHub credential.",
@@ -444,7 +326,7 @@ class Settings:
         commands=("provision",),
     )
 
-    max_runtime_min: float = _setting(
+    max_runtime_min: float = declare(
         number(0.05, WEEK_MIN, "minutes"),
         30.0,
         "Minutes that a run may keep its runners. refresh sets the limit of the pool, provision that of one run.",
@@ -452,7 +334,7 @@ class Settings:
         commands=("refresh", "provision"),
         is_parameter=True,
     )
-    provision_timeout_sec: float = _setting(
+    provision_timeout_sec: float = declare(
         _seconds(2, MAX_PROVISION_S),
         300.0,
         "Seconds within which all runners of a run must be registered. "
@@ -460,7 +342,7 @@ class Settings:
         group=Group.POOL,
         commands=("refresh", "provision"),
     )
-    idle_time_sec: float = _setting(
+    idle_time_sec: float = declare(
         _seconds(1, WEEK_S),
         420.0,
         "Seconds that an idle instance stays in the pool.",
@@ -468,10 +350,10 @@ class Settings:
         commands=("refresh",),
         is_parameter=True,
     )
-    release_time_sec: float = _setting(
+    release_time_sec: float = declare(
         _seconds(5, DAY_S), 300.0, "Seconds that a release may take.", group=Group.POOL, commands=("refresh",)
     )
-    max_age_sec: float = _setting(
+    max_age_sec: float = declare(
         _seconds(10, 365 * DAY_S),
         DAY_S,
         "Age in seconds beyond which an instance is not reused.",
@@ -479,7 +361,7 @@ class Settings:
         commands=("refresh",),
         is_parameter=True,
     )
-    max_uses: int = _setting(
+    max_uses: int = declare(
         integer(1, 100_000),
         50,
         "Number of runs after which an instance is not reused.",
@@ -487,7 +369,7 @@ class Settings:
         commands=("refresh",),
         is_parameter=True,
     )
-    reuse: Reuse = _setting(
+    reuse: Reuse = declare(
         choice(Reuse),
         Reuse.SAME_TRUST,
         "Instances that a run may reuse.",
@@ -495,7 +377,7 @@ class Settings:
         commands=("refresh",),
         is_parameter=True,
     )
-    max_instances: int = _setting(
+    max_instances: int = declare(
         integer(1, 100_000),
         100,
         "Maximum number of instances in the pool.",
@@ -503,7 +385,7 @@ class Settings:
         commands=("refresh",),
         is_parameter=True,
     )
-    resource_class_config: tuple[ResourceClass, ...] = _setting(
+    resource_class_config: tuple[ResourceClass, ...] = declare(
         Kind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
         DEFAULT_CLASSES,
         f"Resource classes of the pool as JSON, such as {CLASSES_EXAMPLE} (memory in MiB).",
@@ -512,7 +394,7 @@ class Settings:
         is_parameter=True,
         default_text="seven classes, large to 16xlarge",
     )
-    pre_runner_script: str = _setting(
+    pre_runner_script: str = declare(
         text(
             expected=f"a shell script of up to {MAX_SCRIPT_CHARS} characters, or @FILE",
             metavar="TEXT|@FILE",
@@ -525,172 +407,74 @@ class Settings:
         is_launch_option=True,
     )
 
-    margin_sec: float | None = _setting(
+    margin_sec: float | None = declare(
         _seconds(0.1, 3_600),
         None,
         "Seconds by which the clocks of two machines may differ.",
         group=Group.POOL,
         default_text=f"{LOCAL_MARGIN_S:g} on the local backend, {AWS_MARGIN_S:g} on AWS",
     )
-    unrecorded_grace_sec: float = _setting(
+    unrecorded_grace_sec: float = declare(
         _seconds(1, DAY_S),
         300.0,
         "Seconds after which refresh terminates an instance without a record.",
         group=Group.POOL,
     )
-    stale_registration_grace_sec: float = _setting(
+    stale_registration_grace_sec: float = declare(
         _seconds(1, DAY_S),
         900.0,
         "Seconds after which refresh removes a registration that has neither a record nor an instance.",
         group=Group.POOL,
     )
-    gone_after_sec: float = _setting(
+    gone_after_sec: float = declare(
         _seconds(1, DAY_S),
         60.0,
         "Seconds between two failed lookups before an instance counts as gone.",
         group=Group.POOL,
     )
-    republish_sec: float = _setting(
+    republish_sec: float = declare(
         _seconds(1, DAY_S),
         600.0,
         "Seconds after which refresh publishes an idle instance to the pool again.",
         group=Group.POOL,
     )
-    keep_records_sec: float = _setting(
+    keep_records_sec: float = declare(
         _seconds(1, 3_650 * DAY_S),
         30 * DAY_S,
         "Seconds that records of terminated instances are kept.",
         group=Group.POOL,
     )
 
-    ami: str = _setting(
-        text(metavar="AMI"),
-        "",
-        "Image of the instances: an AMI id, or resolve:ssm:NAME.",
-        group=Group.AWS,
-        commands=("refresh", "doctor"),
-        is_parameter=True,
-        is_launch_option=True,
+    ami: str = _launch_option(
+        "AMI", "Image of the instances: an AMI id, or resolve:ssm:NAME.", commands=("refresh", "doctor")
     )
-    subnet_ids: str = _setting(
-        text(metavar="IDS"),
-        "",
-        "Subnets to launch instances in, separated by commas or spaces.",
-        group=Group.AWS,
-        commands=("refresh", "doctor"),
-        is_parameter=True,
-        is_launch_option=True,
+    subnet_ids: str = _launch_option(
+        "IDS", "Subnets to launch instances in, separated by commas or spaces.", commands=("refresh", "doctor")
     )
-    security_group_ids: str = _setting(
-        text(metavar="IDS"),
-        "",
-        "Security groups of the instances, separated by commas or spaces.",
-        group=Group.AWS,
-        commands=("refresh", "doctor"),
-        is_parameter=True,
-        is_launch_option=True,
+    security_group_ids: str = _launch_option(
+        "IDS", "Security groups of the instances, separated by commas or spaces.", commands=("refresh", "doctor")
     )
-    iam_instance_profile: str = _setting(
-        text(metavar="PROFILE"),
-        "",
-        "Instance profile of the instances.",
-        group=Group.AWS,
-        commands=("refresh", "doctor"),
-        is_launch_option=True,
+    iam_instance_profile: str = _launch_option(
+        "PROFILE", "Instance profile of the instances.", commands=("refresh", "doctor"), is_parameter=False
     )
-    key_name: str = _setting(
-        text(metavar="NAME"),
-        "",
-        "Key pair of the instances.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
+    key_name: str = _launch_option("NAME", "Key pair of the instances.")
+    spot_fallback: str = _launch_option(
+        "[on-demand]", "Purchase option to use if there is no spot capacity. Without it, the provision fails."
     )
-    spot_fallback: str = _setting(
-        text(metavar="[on-demand]"),
-        "",
-        "Purchase option to use if there is no spot capacity. Without it, the provision fails.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
+    actions_runner_version: str = _launch_option(
+        "VERSION", "Version of the Actions runner to install, unless the image contains one."
     )
-    actions_runner_version: str = _setting(
-        text(metavar="VERSION"),
-        "",
-        "Version of the Actions runner to install, unless the image contains one.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-    )
-    actions_runner_sha256: str = _setting(
-        text(metavar="SHA256"),
-        "",
-        "SHA-256 digest of the Actions runner package.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-    )
-    actions_runner_url: str = _setting(
-        text(metavar="URL"),
-        "",
-        "URL of a mirror of the Actions runner package.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-    )
-    agent_url: str = _setting(
-        text(metavar="URL"),
-        "",
-        "URL of the agent package, unless the image contains the agent.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-    )
-    agent_sha256: str = _setting(
-        text(metavar="SHA256"),
-        "",
-        "SHA-256 digest of the agent package.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-    )
-    python_url: str = _setting(
-        text(metavar="URL"),
-        "",
-        "URL of a Python build for the agent, unless the image contains one.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-    )
-    python_sha256: str = _setting(
-        text(metavar="SHA256"),
-        "",
-        "SHA-256 digest of the Python build.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-    )
-    github_environment: str = _setting(
-        text(metavar="VALUE"),
-        "",
-        "Value of the ghr:environment tag of new instances.",
-        group=Group.AWS,
-        commands=("refresh",),
-        is_parameter=True,
-        is_launch_option=True,
-        default_text="the name of the pool",
+    actions_runner_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Actions runner package.")
+    actions_runner_url: str = _launch_option("URL", "URL of a mirror of the Actions runner package.")
+    agent_url: str = _launch_option("URL", "URL of the agent package, unless the image contains the agent.")
+    agent_sha256: str = _launch_option("SHA256", "SHA-256 digest of the agent package.")
+    python_url: str = _launch_option("URL", "URL of a Python build for the agent, unless the image contains one.")
+    python_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Python build.")
+    github_environment: str = _launch_option(
+        "VALUE", "Value of the ghr:environment tag of new instances.", default_text="the name of the pool"
     )
 
-    environment: str = _setting(
+    environment: str = declare(
         text(
             expected=f"the value of a tag: up to {MAX_TAG_CHARS} printable characters without wildcards",
             metavar="VALUE",
@@ -703,7 +487,7 @@ class Settings:
         other_variables=("ENVIRONMENT",),
         default_text="github-environment, or the name of the pool",
     )
-    idle_config: tuple[IdleWindow, ...] = _setting(
+    idle_config: tuple[IdleWindow, ...] = declare(
         Kind(metavar="JSON", expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}", parse=_parse_idle_config),
         (),
         f"Number of idle runners to keep, by time of the week, as JSON: {IDLE_CONFIG_EXAMPLE}.",
@@ -713,7 +497,7 @@ class Settings:
         other_variables=("SCALE_DOWN_CONFIG",),
         default_text="none are kept",
     )
-    minimum_running_time_in_minutes: float | None = _setting(
+    minimum_running_time_in_minutes: float | None = declare(
         _MINUTES,
         None,
         "Age in minutes below which a runner is kept.",
@@ -723,7 +507,7 @@ class Settings:
         other_variables=("MINIMUM_RUNNING_TIME_IN_MINUTES",),
         default_text="5 on Linux, 15 on Windows",
     )
-    runner_boot_time_in_minutes: float = _setting(
+    runner_boot_time_in_minutes: float = declare(
         _MINUTES,
         BOOT_MIN,
         "Minutes after which an instance that is not registered on GitHub is an orphan.",
@@ -732,14 +516,14 @@ class Settings:
         is_parameter=True,
         other_variables=("RUNNER_BOOT_TIME_IN_MINUTES",),
     )
-    idle_scope: IdleScope = _setting(
+    idle_scope: IdleScope = declare(
         choice(IdleScope),
         IdleScope.ENVIRONMENT,
         "What an idle count applies to: the whole environment, or each owner in it.",
         group=Group.SCALE_DOWN,
         commands=("scale-down",),
     )
-    max_removals_per_cycle: int | None = _setting(
+    max_removals_per_cycle: int | None = declare(
         integer(0, 100_000),
         None,
         "Maximum number of runners that one cycle removes from GitHub.",
@@ -748,7 +532,7 @@ class Settings:
         default_text="unlimited",
     )
 
-    prices: str = _setting(
+    prices: str = declare(
         text(metavar="FILE"),
         "",
         "JSON file with prices per hour.",
@@ -756,7 +540,7 @@ class Settings:
         commands=("report", "dashboard"),
         default_text="the price list of the package",
     )
-    log_format: str = _setting(
+    log_format: str = declare(
         choice(("text", "json")),
         "text",
         "Format of log lines on stderr. Agents use it too.",
@@ -766,10 +550,8 @@ class Settings:
         is_parameter=True,
     )
 
-    boot_delay_sec: float = _setting(
-        _seconds(0, 600), 0.0, "Seconds that an instance takes to boot.", group=Group.LOCAL
-    )
-    fault: str = _setting(text(), "", "Failure to simulate, such as never-boots.", group=Group.LOCAL)
+    boot_delay_sec: float = declare(_seconds(0, 600), 0.0, "Seconds that an instance takes to boot.", group=Group.LOCAL)
+    fault: str = declare(text(), "", "Failure to simulate, such as never-boots.", group=Group.LOCAL)
 
     def given(self, name: str) -> bool:
         """Whether the value comes from a flag, a variable or the file."""

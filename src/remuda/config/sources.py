@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from remuda.config.declaration import Group, flag, key, variable
 from remuda.config.kinds import InvalidValue
-from remuda.config.settings import SETTINGS, Group, Settings, flag, key, shown_name, variable
+from remuda.config.settings import SETTINGS, Settings, shown_name
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
 from remuda.domain.text import quote

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.config.settings import SETTINGS, Settings, variable
+from remuda.config.declaration import variable
+from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.context import Context
 from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError

@@ -149,7 +149,7 @@ def test_a_time_out_of_the_work_itself_is_no_cut(does: Any):
 
 def test_bad_settings_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("REMUDA_POOL", "No Such Pool!")
-    with pytest.raises(UserError, match="pool is") as refused:
+    with pytest.raises(UserError, match="REMUDA_POOL must be") as refused:
         handler({"command": "refresh"}, Invocation())
     assert refused.value.__suppress_context__
     assert len(lines(capsys)) == 1

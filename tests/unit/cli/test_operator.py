@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remuda.cli.operator import check_selection, check_reason, run_quarantine, run_terminate
+from remuda.cli.operator import check_reason, check_selection, run_quarantine, run_terminate
 from remuda.cli.output import Output
 from remuda.cli.rendering.formatting import parse_duration
 from remuda.config.settings import Settings

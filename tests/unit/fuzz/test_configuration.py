@@ -22,7 +22,8 @@ from remuda.adapters.system.prices import read_prices
 from remuda.aws_lambda.handler import parse as parse_event
 from remuda.cli.rendering.formatting import parse_duration
 from remuda.cli.workflow_file import MAX_STEPS, MAX_TEXT, load_workflow, parse_workflow
-from remuda.config.settings import SETTINGS, time_zone, variable
+from remuda.config.declaration import variable
+from remuda.config.settings import SETTINGS, time_zone
 from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import parse_prices
