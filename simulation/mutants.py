@@ -233,7 +233,8 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _PROVISION,
             "_commit",
-            "await _record_commit(context, provision, committed(provision, ids, ...))",
+            "await _record_commit("
+            "context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))",
             "",
         ),
     ),
@@ -493,8 +494,8 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _REGISTRATION_SWEEP,
             "StaleRegistrationSweep.run",
-            "records, unreadable = await readable(read, self._tally.error)",
-            "records, (_, unreadable) = live, await readable(read, self._tally.error)",
+            "records, unreadable = await skip_unreadable(read, self._tally.error)",
+            "records, (_, unreadable) = live, await skip_unreadable(read, self._tally.error)",
         ),
         # A registration without a record is kept while its machine exists and when it is first seen.
         expression(

@@ -318,8 +318,8 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     store.write((hostile, [*entries, _retirement(last)]))
     # A run chooses its class label, and a job's output can appear in reasons.
     provision, *_ = sample_records.provisions(1, now=last.at, span_s=60)
-    outcome = replace(provision.course, error=f"the job {SCRIPT} failed") if provision.course else None
-    job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, asked=SCRIPT, course=outcome)
+    outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
+    job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome)
     sample_records.write(store.file, [], [job], now=last.at)
     with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)

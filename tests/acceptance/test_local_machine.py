@@ -71,7 +71,9 @@ async def main():
     runner = ActionsRunner(
         folder=folder / "runner", work=folder / "work", log=folder / "logs" / "listener.log", clock=clock,
         environment=job_environment(folder),
-        hook=JobHook(folder=folder / "hook", pristine=pristine_runner(folder), notes=folder / "work" / "refused"),
+        hook=JobHook(
+            folder=folder / "hook", pristine=pristine_runner(folder), refused_file=folder / "work" / "refused"
+        ),
     )
     def assignment(url, name, token):
         return Assignment(url=url, runner_name=name, labels=("1", "label"),
@@ -348,9 +350,9 @@ async def test_a_notice_can_be_played(world: World) -> None:
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("echo one; echo two >&2; exit 3", "Outcome(ok=False, detail='exit code 3: one | two')"),
-        ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "Outcome(ok=True, detail='exit code 0: fine')"),
-        ("", "Outcome(ok=True, detail='there is no pre-runner script')"),
+        ("echo one; echo two >&2; exit 3", "StepResult(ok=False, detail='exit code 3: one | two')"),
+        ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "StepResult(ok=True, detail='exit code 0: fine')"),
+        ("", "StepResult(ok=True, detail='there is no pre-runner script')"),
     ],
 )
 async def test_the_script_before_the_runner(world: World, script: str, expected: str) -> None:
@@ -362,7 +364,7 @@ async def test_a_script_without_an_end_is_ended(world: World) -> None:
     name = await world.one(pre_runner_script="echo begun; sleep 1000 & wait")
     outcome = await world.call(name, "script", 1)
     said = (world.root / name / "logs" / "pre-runner.log").read_text().strip()
-    assert outcome == f"Outcome(ok=False, detail='no end after 1 s: {said}')"
+    assert outcome == f"StepResult(ok=False, detail='killed after 1 s: {said}')"
     assert said in {"begun", ""}, "on a busy computer its time may be up before it says anything"
 
 

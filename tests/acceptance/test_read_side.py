@@ -56,7 +56,7 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
     assert status["open_provisions"] == []
     assert {item["state"] for item in status["instances"]} == {"running", "idle"}
     assert all(item["heartbeat_age_seconds"] < 60 and item["seconds_left"] > 0 for item in status["instances"])
-    assert status["runs"][0]["course"]["reused"] == 1
+    assert status["runs"][0]["outcome"]["reused"] == 1
 
     explanation = (await backend.run("explain", "42")).document
     texts = [line["what"] for line in explanation["lines"] if line["instance_id"] in {reused, ""}]

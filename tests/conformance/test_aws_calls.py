@@ -323,7 +323,7 @@ async def test_a_message_that_comes_again_after_its_instance_was_claimed(herd_st
         second = await provision(aws.context, replace(ORDER, run_id="4712", count=half))
     ours, theirs = ({item.instance.instance_id for item in made.instances} for made in (first, second))
     assert (len(ours), len(theirs), ours & theirs) == (half, half, set())
-    assert (second.reused, second.rejected["lost"]) == (half, half)
+    assert (second.reused, second.rejected["claim-lost"]) == (half, half)
     for instance_id in ours:
         record = await herd_store.get(instance_id)
         assert record is not None

@@ -202,7 +202,9 @@ def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> It
             seconds=seconds,
             reused=count_wanted - created,
             created=created,
-            taken=tuple(_acquired(number, created=number < created, seconds=seconds) for number in range(count_wanted)),
+            acquired=tuple(
+                _acquired(number, created=number < created, seconds=seconds) for number in range(count_wanted)
+            ),
             error="no capacity for c6i.large in any zone" if failed else "",
         )
         yield Provision(
@@ -215,7 +217,7 @@ def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> It
             deadline=began + timedelta(seconds=3_600),
             status=ProvisionStatus.RELEASED if failed or number < count - 12 else ProvisionStatus.COMMITTED,
             why="gave up" if failed else "all instances are running",
-            course=outcome,
+            outcome=outcome,
             released_at=began + timedelta(seconds=600) if number < count - 12 else None,
             settled=number < count - 12,
         )

@@ -1,6 +1,7 @@
-"""The inputs of a step: which there are, which mode uses which, and the settings that they give.
+"""ActionInputs of the action, the modes that use them, and the settings that they set.
 
-A composite action gets no input by itself: `action.yml` passes each one as `INPUT_<NAME>`. An empty one was not given.
+A composite action does not receive its inputs by itself: `action.yml` passes each one as `INPUT_<NAME>`. Empty means
+not set.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ SETTINGS_BY_MODE: Mapping[str, frozenset[str]] = {
 }
 SETTING_INPUTS = frozenset().union(*SETTINGS_BY_MODE.values())
 SECRETS = frozenset(item.key for item in SETTINGS.values() if item.is_input and item.kind.is_secret)
-#: Inputs that are true or false and no settings, with the mode that uses them.
+#: Boolean inputs and the mode that uses them.
 SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
 #: Inputs that are no settings.
 STEP_INPUTS = frozenset({"mode", "aws-region", "config", *SWITCHES})
-#: Variables that hold a secret in a step, whoever set them.
+#: Environment variables that contain secrets and are masked.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 _REGION = re.compile(r"[a-z]{2,4}(-[a-z]{2,12}){1,3}-\d{1,2}")
@@ -33,7 +34,7 @@ _VARIABLE = re.compile(r"REMUDA_([A-Z][A-Z0-9_]*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
+class ActionInputs:
     given: Mapping[str, str]
 
     @property
@@ -42,15 +43,15 @@ class Inputs:
         if mode in SETTINGS_BY_MODE:
             return mode
         near = difflib.get_close_matches(mode, SETTINGS_BY_MODE, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(SETTINGS_BY_MODE)}"
-        raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=hint)
+        fix = f"did you mean {near[0]}?" if near else f"use {', '.join(SETTINGS_BY_MODE)}"
+        raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=fix)
 
     @property
     def region(self) -> str:
         region = self.given.get("aws-region", "")
         if region and not _REGION.fullmatch(region):
             raise UserError(
-                f"aws-region is {region[:80]!r}", field="aws-region", fix="give a region such as eu-central-1"
+                f"aws-region is {region[:80]!r}", field="aws-region", fix="use a region such as eu-central-1"
             )
         return region
 
@@ -68,21 +69,21 @@ class Inputs:
         return [self.given[name] for name in sorted(SECRETS) if name in self.given]
 
     def flags(self) -> dict[str, str]:
-        """What the mode's command takes, and nothing that it does not know."""
-        wanted = SETTINGS_BY_MODE[self.mode]
-        return {name.replace("-", "_"): value for name, value in self.given.items() if name in wanted}
+        """Return the settings that the mode's command accepts."""
+        used = SETTINGS_BY_MODE[self.mode]
+        return {name.replace("-", "_"): value for name, value in self.given.items() if name in used}
 
     def unused(self) -> list[str]:
-        """Given, but of no effect in this mode: somebody expects something that will not happen."""
-        elsewhere = {name for name, mode in SWITCHES.items() if mode != self.mode}
-        wanted = SETTINGS_BY_MODE[self.mode] | STEP_INPUTS - elsewhere
-        return sorted(name for name in self.given if name not in wanted)
+        """Return the inputs that are set but have no effect in this mode."""
+        other_modes = {name for name, mode in SWITCHES.items() if mode != self.mode}
+        used = SETTINGS_BY_MODE[self.mode] | STEP_INPUTS - other_modes
+        return sorted(name for name in self.given if name not in used)
 
 
-def read_inputs(environ: Mapping[str, str]) -> Inputs:
+def read_inputs(environ: Mapping[str, str]) -> ActionInputs:
     found = {name: environ.get(input_variable(name), "") for name in SETTING_INPUTS | STEP_INPUTS}
-    # A block of YAML ends with a newline that nobody means.
-    return Inputs(given={name: value.strip() for name, value in found.items() if value.strip()})
+    # YAML block scalars end with a newline.
+    return ActionInputs(given={name: value.strip() for name, value in found.items() if value.strip()})
 
 
 def input_variable(name: str) -> str:
@@ -90,10 +91,10 @@ def input_variable(name: str) -> str:
 
 
 def as_inputs(text: str) -> str:
-    """A sentence about flags and variables, in the words of a workflow."""
+    """Replace flags and variables in a message by the names of the inputs."""
 
-    def named(name: str, whole: str) -> str:
-        return name if name in SETTING_INPUTS | STEP_INPUTS else whole
+    def input_name(name: str, original: str) -> str:
+        return name if name in SETTING_INPUTS | STEP_INPUTS else original
 
-    text = _FLAG.sub(lambda found: named(found[1], found[0]), text)
-    return _VARIABLE.sub(lambda found: named(found[1].lower().replace("_", "-"), found[0]), text)
+    text = _FLAG.sub(lambda found: input_name(found[1], found[0]), text)
+    return _VARIABLE.sub(lambda found: input_name(found[1].lower().replace("_", "-"), found[0]), text)

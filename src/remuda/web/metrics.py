@@ -234,7 +234,7 @@ class FleetMetrics:
     def add_provisions(self, provisions: Iterable[Provision]) -> None:
         """Count the ended ones. The same provision may be passed again."""
         for provision in provisions:
-            outcome = provision.course
+            outcome = provision.outcome
             if outcome is None or not self._ended.accept(provision.provision_id, outcome.ended_at):
                 continue
             self._counts[PROVISIONS.name][outcome.kind,] += 1

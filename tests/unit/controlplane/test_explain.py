@@ -70,7 +70,7 @@ async def test_a_warm_run_tells_of_candidates_and_claims(world: World) -> None:
     await world.provision("7", count=2)
     story = await tell(world, "7")
     told = {(line.instance_id, line.what): line.why for line in story.lines}
-    assert told[instance_id(7), "candidate refused: it does not fit"] == "spot, not on-demand"
+    assert told[instance_id(7), "candidate rejected: it does not match"] == "spot, not on-demand"
     assert told[instance_id(8), "claim lost"].startswith("stale pool message")
     assert told[warm, "claimed from the pool"] == "matches run 7 (provision)"
     assert "from the pool" in told[warm, "registered"]

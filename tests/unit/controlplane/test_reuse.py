@@ -96,7 +96,7 @@ async def test_a_hint_that_lies_claims_nothing_and_goes(world: World, lie: dict[
     sent.message = replace(sent.message, **lie)
     told: dict[str, Any] = {"tier": U, "repository": ONE, **lie}
     result = await world.provision("1", **told)
-    assert (result.created, result.rejected["lost"]) == (1, 1)
+    assert (result.created, result.rejected["claim-lost"]) == (1, 1)
     assert world.record(machine).state is State.IDLE
     assert world.hints() == []
 

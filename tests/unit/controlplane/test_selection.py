@@ -41,7 +41,7 @@ async def test_a_misfit_is_handed_back_at_once(world: World, kind: str) -> None:
     hint = fitting(0xABC, **MISFITS[kind])
     put(world, hint)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
-    assert (result.created, dict(result.rejected)) == (1, {"misfit": 1})
+    assert (result.created, dict(result.rejected)) == (1, {"mismatch": 1})
     (left,) = world.queues.named("large").messages
     assert (left.message, left.receipt) == (hint, "")
     assert left.visible_at <= world.clock.now()
@@ -100,7 +100,7 @@ async def test_a_stale_message_is_deleted(world: World) -> None:
     put(world, fitting(number_of(ids[1]), epoch=1))
     put(world, fitting(0xDEAD))
     result = await world.provision("2")
-    assert (result.created, dict(result.rejected)) == (1, {"lost": 3})
+    assert (result.created, dict(result.rejected)) == (1, {"claim-lost": 3})
     assert not world.queues.named("large").messages
     assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
 
@@ -165,7 +165,7 @@ async def test_a_dead_heartbeat_gives_up_early(world: World) -> None:
     began = world.loop.time()
     result = await world.provision(count=2)
     assert world.loop.time() - began < 25
-    assert (result.reused, result.created, result.rejected["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejected["registration-failed"]) == (1, 1, 1)
     assert good in {item.instance.instance_id for item in result.instances}
     assert world.record(dead).state is State.TERMINATING
 
@@ -199,7 +199,7 @@ async def test_a_failed_registration_ends_the_machine_and_goes_on(world: World) 
     bad, _good = await world.warm(2)
     world.behaviour.registration[bad] = StepResult(ok=False, detail="disk full")
     result = await world.provision(count=2)
-    assert (result.reused, result.created, result.rejected["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejected["registration-failed"]) == (1, 1, 1)
     history = world.database.histories[bad]
     assert (history[-1].transition, "disk full" in history[-1].why) == ("end-claimed", True)
 

@@ -75,7 +75,7 @@ def status(**changed: Any) -> Status:
 
 def ended(number: int, seconds: float = 1.0, *, at_s: float = 5.0, **changed: Any) -> Provision:
     outcome = ProvisionOutcome(ended_at=at(at_s), seconds=seconds, **changed)
-    return provision(number, status=ProvisionStatus.COMMITTED, course=outcome)
+    return provision(number, status=ProvisionStatus.COMMITTED, outcome=outcome)
 
 
 def test_instances_by_state_class_and_usage_with_zeros_for_known_combinations() -> None:

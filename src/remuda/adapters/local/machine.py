@@ -70,7 +70,7 @@ class LocalMachine:
             environment={**job_environment(self._folder), procfs.STEP: step},
             timeout_s=timeout_s,
         )
-        return StepResult(ok=ended.ok, detail=ended.story)
+        return StepResult(ok=ended.ok, detail=ended.detail)
 
     async def reset(self) -> StepResult:
         return await self._reset()

@@ -6,14 +6,15 @@ from collections import Counter
 
 from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.provision_outcome import (
+    MAX_ACQUIRED,
     MAX_LAUNCHES,
     MAX_REASON,
-    MAX_REFUSALS,
-    MAX_TAKEN,
+    MAX_REJECTIONS,
     AcquiredRunner,
     LaunchAttempt,
     ProvisionOutcome,
     RejectedCandidate,
+    RejectionKind,
     RunnerSource,
 )
 from remuda.domain.timestamps import to_milliseconds
@@ -43,9 +44,9 @@ class OutcomeRecorder:
         self.phases[name] = round(now - self._phase_started_at, 4)
         self._phase_started_at = now
 
-    def reject(self, kind: str, why: str, instance_id: str = "") -> None:
-        self.rejected[kind] += 1
-        if len(self._rejections) < MAX_REFUSALS:
+    def reject(self, kind: RejectionKind, why: str, instance_id: str = "") -> None:
+        self.rejected[kind.value] += 1
+        if len(self._rejections) < MAX_REJECTIONS:
             self._rejections.append(
                 RejectedCandidate(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
             )
@@ -59,7 +60,7 @@ class OutcomeRecorder:
 
     def acquire(self, registered: RegisteredInstance) -> None:
         self._sources[registered.source] += 1
-        if len(self._acquired) < MAX_TAKEN:
+        if len(self._acquired) < MAX_ACQUIRED:
             self._acquired.append(
                 AcquiredRunner(
                     instance_id=registered.instance.instance_id,
@@ -76,9 +77,9 @@ class OutcomeRecorder:
             reused=self._sources[RunnerSource.POOL],
             created=self._sources[RunnerSource.CREATED],
             phases=dict(self.phases),
-            taken=tuple(self._acquired),
-            refused=dict(self.rejected),
-            refusals=tuple(self._rejections),
+            acquired=tuple(self._acquired),
+            rejected=dict(self.rejected),
+            rejections=tuple(self._rejections),
             launches=tuple(self._launches),
             error=error[:MAX_REASON],
         )

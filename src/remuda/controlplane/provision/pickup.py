@@ -13,6 +13,7 @@ from collections import Counter, deque
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import NotFound, RemudaError, UserError
+from remuda.domain.provision_outcome import RejectionKind
 from remuda.domain.resources import PoolMessage, RunnerRequest, misfit
 from remuda.ports.pool import BATCH, Delivery
 
@@ -103,7 +104,7 @@ class PickupManager:
         """Give a delivery to a worker, hold it or drop it. Return False if it is surplus."""
         message = delivery.message
         if message is None:
-            self._drop(delivery, "malformed", delivery.malformed)
+            self._drop(delivery, RejectionKind.MALFORMED, delivery.malformed)
         elif (message.id, message.epoch) in self._finished:
             self._drop_duplicate(delivery)
         elif (message.id, message.epoch) in self._in_progress:
@@ -120,19 +121,19 @@ class PickupManager:
 
     def _drop_duplicate(self, delivery: Delivery) -> None:
         name = delivery.message.id if delivery.message else ""
-        self._drop(delivery, "duplicate", f"second message about {name}", name)
+        self._drop(delivery, RejectionKind.DUPLICATE, f"second message about {name}", name)
 
-    def _drop(self, delivery: Delivery, kind: str, why: str, instance_id: str = "") -> None:
+    def _drop(self, delivery: Delivery, kind: RejectionKind, why: str, instance_id: str = "") -> None:
         self._recorder.reject(kind, why, instance_id)
         self._used.append(delivery.receipt)
-        self._context.event_log.record("message-dropped", why, kind=kind)
+        self._context.event_log.record("message-dropped", why, kind=kind.value)
 
     def _hold(self, delivery: Delivery, message: PoolMessage, why: str) -> None:
         self._has_seen_mismatch = True
         self._held.append(delivery.receipt)
         self._mismatch_receives[message.id] += 1
         if self._mismatch_receives[message.id] == 1:
-            self._recorder.reject("misfit", why, message.id)
+            self._recorder.reject(RejectionKind.MISMATCH, why, message.id)
             self._context.event_log.record("mismatch", why, instance_id=message.id)
 
     def _has_only_known_mismatches(self) -> bool:

@@ -80,7 +80,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             count=request.count,
             created_at=to_milliseconds(now),
             deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
-            asked=_describe_request(request),
+            request_summary=_describe_request(request),
         ),
         request=RunnerRequest(
             resource_class=config.resource_class(request.resource_class),

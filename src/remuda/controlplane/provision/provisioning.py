@@ -154,7 +154,7 @@ async def _commit(
     deadline = max((instance.threshold for instance in running), default=provision.deadline)
     ids = tuple(instance.instance_id for instance in running)
     recorder.end_phase("commit")
-    await _record_commit(context, provision, committed(provision, ids, deadline=deadline, course=recorder.outcome()))
+    await _record_commit(context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))
     return running
 
 

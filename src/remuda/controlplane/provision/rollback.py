@@ -133,12 +133,12 @@ async def _close_provision(context: Context, provision: Provision, *, why: str, 
     current: Provision | None = provision
     while current is not None:
         if current.status is ProvisionStatus.RELEASED:
-            if current.course is not None:
+            if current.outcome is not None:
                 return
             # Another process released the run during the provision; add the outcome to its record.
-            after = replace(current, course=outcome)
+            after = replace(current, outcome=outcome)
         else:
-            after = released(current, now=context.clock.now(), why=why, course=outcome)
+            after = released(current, now=context.clock.now(), why=why, outcome=outcome)
         try:
             await context.store.replace_provision(current, after)
         except Conflict as conflict:

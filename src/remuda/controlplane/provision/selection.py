@@ -12,7 +12,7 @@ from remuda.controlplane.signal_waiter import StopReason, WaitResult
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import ProvisionStatus
-from remuda.domain.provision_outcome import RunnerSource
+from remuda.domain.provision_outcome import RejectionKind, RunnerSource
 from remuda.domain.resources import PoolMessage, folded
 from remuda.domain.signals import Verdict
 from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
@@ -115,7 +115,7 @@ class Selection:
         except Conflict as conflict:
             self._acquired.remove(expected)
             why = _claim_lost_reason(conflict.current, message)
-            self._recorder.reject("lost", why, message.id)
+            self._recorder.reject(RejectionKind.CLAIM_LOST, why, message.id)
             if not _is_still_idle(conflict.current, message):
                 self._pickup.mark_used(delivery)
             context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.run_id)
@@ -123,7 +123,7 @@ class Selection:
         except Unreadable as error:
             # The message stays in the pool: it is valid again after somebody repaired the record.
             self._acquired.remove(expected)
-            self._recorder.reject("unreadable", error.message, message.id)
+            self._recorder.reject(RejectionKind.UNREADABLE, error.message, message.id)
             context.event_log.record("claim-failed", error.message, instance_id=message.id)
             return None
         self._acquired.add(claimed)
@@ -156,7 +156,7 @@ class Selection:
             owner=claimed.owner,
         )
         why = describe_failure(waited)
-        self._recorder.reject("failed", why, claimed.instance_id)
+        self._recorder.reject(RejectionKind.REGISTRATION_FAILED, why, claimed.instance_id)
         try:
             await transition(self._context, claimed, event, by=Actor.PROVISION, why=why)
         except Conflict:

@@ -12,6 +12,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision
+from remuda.domain.provision_outcome import RejectionKind
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput, explain_instance, explain_run
 from remuda.domain.resources import check_run_id, is_instance_id
 
@@ -40,14 +41,18 @@ async def explain(context: Context, subject: str) -> Explanation:
 
 
 async def _ids(context: Context, provisions: Sequence[Provision]) -> set[str]:
-    """What the commits recorded, what was taken before a rollback, and what the index shows for those cut short."""
+    """What the commits recorded, what was acquired before a rollback, and what the index shows for those cut short."""
     found = await asyncio.gather(*(context.store.find_by_provision(item.provision_id) for item in provisions))
     ids = {instance.instance_id for part in found for instance in part}
     for provision in provisions:
         ids |= set(provision.instance_ids)
-        if provision.course is not None:
-            ids |= {item.instance_id for item in provision.course.taken}
-            ids |= {item.instance_id for item in provision.course.refusals if item.kind == "failed"}
+        if provision.outcome is not None:
+            ids |= {item.instance_id for item in provision.outcome.acquired}
+            ids |= {
+                item.instance_id
+                for item in provision.outcome.rejections
+                if item.kind is RejectionKind.REGISTRATION_FAILED
+            }
     return ids
 
 

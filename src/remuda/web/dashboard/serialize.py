@@ -88,7 +88,7 @@ def _spans(
 
 
 def provision_text(provision: Provision) -> str:
-    outcome = provision.course
+    outcome = provision.outcome
     return encode(
         {
             "run": provision.run_id,
@@ -109,7 +109,7 @@ def provision_text(provision: Provision) -> str:
 
 def provision_times_text(provisions: Sequence[Provision]) -> str:
     """Count and percentiles of the provision times, by kind."""
-    times = duration_stats((item.course.kind, item.course.seconds) for item in provisions if item.course)
+    times = duration_stats((item.outcome.kind, item.outcome.seconds) for item in provisions if item.outcome)
     return encode(
         {
             kind: {"count": item.count, "p50": round(item.p50, 3), "p95": round(item.p95, 3)}
