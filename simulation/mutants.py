@@ -515,7 +515,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "current-registration-is-stale",
         "the registration of the current assignment counts as stale",
-        expression(_STALE_REGISTRATIONS, "ghost_reason", "epoch < record.epoch", "epoch <= record.epoch"),
+        expression(_STALE_REGISTRATIONS, "stale_registration_reason", "epoch < record.epoch", "epoch <= record.epoch"),
     ),
     _mutant(
         "registrations-of-other-pools",

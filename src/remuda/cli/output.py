@@ -201,6 +201,6 @@ class ConsoleEventLog:
     def _style(action: str) -> str | None:
         if any(word in action for word in _WARNING_WORDS):
             return "yellow"
-        if action.startswith(("end-", "tombstone", "retire", "ghost")):
+        if action.startswith(("end-", "tombstone", "retire", "stale-registration")):
             return _TERMINATION_STYLE
         return _STYLES.get(action)

@@ -14,7 +14,7 @@ from remuda.cli.rendering import status as status_view
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.read.explain import check_subject, explain
-from remuda.controlplane.read.status import GHOSTS_EVERY_S, Status, status, with_ghosts
+from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, status
 from remuda.domain.errors import RemudaError, UserError
 from remuda.domain.reporting.explanation import Explanation
 from remuda.ports.event_log import SilentEventLog
@@ -39,7 +39,7 @@ def run_status(settings: Settings, output: Output, *, everything: bool, watch: b
             needs_github=can_list_registrations(settings),
             require_local_github=False,
         ) as context:
-            return await status(output.guarded(context), everything=everything)
+            return await status(output.guarded(context), include_terminated=everything)
 
     result = run_async(work)
     for name in stopped_processes(settings):
@@ -147,10 +147,10 @@ async def watch_status(settings: Settings, output: Output, *, everything: bool, 
                 # Listing registrations on GitHub is slow and rate-limited, so it happens less often.
                 due = clock.monotonic() >= registrations_due_at
                 if due:
-                    registrations_due_at = clock.monotonic() + GHOSTS_EVERY_S
+                    registrations_due_at = clock.monotonic() + REGISTRATION_CHECK_INTERVAL_S
                 try:
-                    fresh = await status(context, everything=everything, ghosts=due)
-                    current = fresh if due else with_ghosts(fresh, current)
+                    fresh = await status(context, include_terminated=everything, check_registrations=due)
+                    current = fresh if due else keep_github_warnings(fresh, current)
                     view.show(current)
                 except UserError:
                     raise
