@@ -38,7 +38,7 @@ class ActionRunner:
     environment: dict[str, str]
     token: str
     launch: dict[str, str]
-    herd: Herd
+    agents: Herd
 
     def __post_init__(self) -> None:
         self._numbers = count(1)
@@ -94,14 +94,14 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
                 environment=variables,
                 token=cloud.environment["REMUDA_GITHUB_TOKEN"],
                 launch=cloud.launch,
-                herd=agents,
+                agents=agents,
             )
 
 
 @pytest.fixture(autouse=True)
 def agents_run(github: ActionRunner) -> None:
-    github.herd.awake = True
-    github.herd.registration = StepResult(ok=True)
+    github.agents.awake = True
+    github.agents.registration = StepResult(ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_provision_and_release(github: ActionRunner, refreshed: ActionResult):
         "reused": "0",
         "created": "2",
     }
-    assert {github.herd.states()[name] for name in ids} == {"running"}
+    assert {github.agents.states()[name] for name in ids} == {"running"}
     assert refreshed.masks - {github.token} <= first.masks, "the pool's tokens"
     assert "### remuda provision: 2 runners for run 100" in first.summary
     for name in ids:
@@ -155,7 +155,7 @@ def test_provision_and_release(github: ActionRunner, refreshed: ActionResult):
 
     back = github.use("release", run_id="100")
     assert back.code == 0, back.log
-    assert {github.herd.states()[name] for name in ids} == {"idle"}
+    assert {github.agents.states()[name] for name in ids} == {"idle"}
     assert back.summary.startswith("### remuda release: run 100\n\n2 released, in ")
     check_secrets(github, back)
 
@@ -192,7 +192,7 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
     back = github.use("release", run_id="150", github_token=github.token)
     assert back.code == 0, back.log
     assert "ephemeral: for one job" in back.summary
-    assert github.herd.states()[name] == "terminating"
+    assert github.agents.states()[name] == "terminating"
 
 
 def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refreshed: ActionResult):
@@ -201,8 +201,8 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
     assert warm.code == 0, warm.log
     assert github.use("release", run_id="200").code == 0
     (pooled,) = json.loads(warm.outputs["instance-ids"])
-    github.herd.fall_asleep()
-    before = github.herd.states()
+    github.agents.fall_asleep()
+    before = github.agents.states()
 
     job = github.job("201")
     step = job.start_last(
@@ -228,10 +228,10 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
         code = step.finish(LIMIT_S)
     done = job.end_last(step, code)
     assert done.code == 130, done.log
-    states = github.herd.states()
+    states = github.agents.states()
     (created,) = [name for name, state in states.items() if state == "terminating" and name not in before]
     assert states[pooled] == "releasing"
-    assert github.herd.provisions("201") == ["released"]
+    assert github.agents.provisions("201") == ["released"]
 
     assert done.summary.startswith("### remuda provision: cancelled\n")
     assert f"| {pooled} | claimed | releasing |" in done.summary
@@ -266,12 +266,12 @@ def test_invalid_input_is_one_annotation_with_the_fix(
     assert done.outputs["label"] == ""
     assert "failed" in done.summary
     assert not list(job.workspace.iterdir())
-    assert not github.herd.provisions("300")
+    assert not github.agents.provisions("300")
 
 
 def test_text_from_an_instance_is_not_executed_as_a_command(github: ActionRunner, refreshed: ActionResult):
     hostile = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
-    github.herd.registration = StepResult(ok=False, detail=hostile)
+    github.agents.registration = StepResult(ok=False, detail=hostile)
     done = github.use("provision", run_id="400", instance_count="1", resource_class="2xlarge")
     assert done.code == 4, done.log
     (error,) = done.annotations("error")

@@ -76,7 +76,7 @@ def run(
 ) -> CommandResult:
     file = tmp_path / "w.yml"
     file.write_text(WORKFLOW % (env_value, step))
-    # As a process of its own: the test inspects its arguments and environment.
+    # As a separate process, because the test inspects its arguments and environment.
     words = ["run-workflow", str(file), "--run-id", run_id, "--dir", str(backend), "--json"]
     return run_installed(words, environment={**os.environ, **variables}, timeout_s=LIMIT_S)
 
@@ -131,9 +131,9 @@ def check_secrets(backend: Path, canaries: Canaries, done: CommandResult, proces
     assert canaries.find_all(environments) == []
     canaries.adopt(minted(backend / "github"))
     assert canaries.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
-    holding = {path for path in backend.rglob("*") if canaries.find(content(path), str(path))}
-    assert {path.name.partition("-")[0] for path in holding} == {"remuda.db", "github.db", "endpoint.json"}
-    assert {path.parent for path in holding} == {backend, backend / "github"}
+    with_secrets = {path for path in backend.rglob("*") if canaries.find(content(path), str(path))}
+    assert {path.name.partition("-")[0] for path in with_secrets} == {"remuda.db", "github.db", "endpoint.json"}
+    assert {path.parent for path in with_secrets} == {backend, backend / "github"}
 
 
 def content(path: Path) -> bytes:

@@ -257,7 +257,7 @@ def _failure(output: StepOutput, code: int) -> StepFailure | None:
 
 
 def _append(file: str | None, page: str) -> None:
-    """Append to the summary file, if there is one. There is none outside of a workflow."""
+    """Append to the summary file. It does not exist outside of a workflow."""
     if file:
         with Path(file).open("a", encoding="utf-8") as out:
             out.write(page)

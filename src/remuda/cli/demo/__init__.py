@@ -40,7 +40,7 @@ SHORT_IDLE_S = 2.0
 #: Seconds after which the local GitHub gives up a job of a lost runner.
 LEASE_S = 3.0
 #: Reasons of an instance that terminated itself: its agent saw the deadline, or else the dead-man timer fired.
-SELF_TERMINATED = ("time in idle is up", "the dead-man timer ran out")
+SELF_TERMINATED = ("threshold of state idle passed", "the dead-man timer expired")
 
 
 async def run_local_demo(output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False) -> int:
