@@ -37,7 +37,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import desired
-from tests.support.aws_servers import AwsServers
+from tests.support.aws.stack import AwsStack
 from tests.support.records import instance, instance_id
 
 SCOPE = "octo/repo"
@@ -310,7 +310,7 @@ def fresh_report(record: Instance) -> Report:
 
 @dataclass(kw_only=True)
 class BenchmarkEnvironment:
-    servers: AwsServers
+    servers: AwsStack
     size: Size
     clients: AwsClients
     agents: AgentHostProcess
@@ -358,7 +358,7 @@ class BenchmarkEnvironment:
 
 
 @asynccontextmanager
-async def open_environment(servers: AwsServers, size: Size) -> AsyncIterator[BenchmarkEnvironment]:
+async def open_environment(servers: AwsStack, size: Size) -> AsyncIterator[BenchmarkEnvironment]:
     os.environ.update(servers.environment())
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(AwsClients())

@@ -24,7 +24,8 @@ from remuda.config.settings import load
 from remuda.ports.calls import CallCounter
 from statements import filled
 from template import ALARMS, FUNCTION_TIME_S, HANDLER, LOG_DAYS, template
-from tests.support.moto_server import REGION, shared_server
+from tests.support.aws.ec2 import shared_ec2_server
+from tests.support.aws.servers import REGION
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
@@ -49,7 +50,7 @@ class Stack:
         made = create(
             service,
             region_name=REGION,
-            endpoint_url=shared_server().url,
+            endpoint_url=shared_ec2_server().url,
             aws_access_key_id="test",
             aws_secret_access_key="test",
             config=config(read_timeout_s=60),

@@ -23,9 +23,9 @@ from remuda.domain.errors import UserError
 from remuda.domain.scale_down.decisions import Action
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
+from tests.support.aws.ec2 import slow_server_config
 from tests.support.clock import FixedClock
 from tests.support.fleet_world import TOKEN, FleetWorld, Served, serve
-from tests.support.moto_server import patient_config
 from tests.support.oracle import REFUSED, SCENARIOS, expected, variables
 from tests.support.records import LONG_S
 
@@ -43,7 +43,7 @@ def ec2_client(served: Served) -> Any:
         endpoint_url=served.ec2_url,
         aws_access_key_id="test",
         aws_secret_access_key="test",
-        config=patient_config(),
+        config=slow_server_config(),
     )
 
 

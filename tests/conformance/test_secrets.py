@@ -15,8 +15,8 @@ from remuda.adapters.aws.secrets import TITLE, read_secret
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
 from remuda.wiring import GithubCredential, github_credential
-from tests.support.servers import Ministack
-from tests.support.wire import says, wire
+from tests.support.aws.fault_proxy import fail, fault_proxy
+from tests.support.aws.servers import Ministack
 
 REGION = "eu-central-1"
 TOKEN = "ghp_kept_elsewhere"
@@ -102,8 +102,8 @@ async def test_one_that_may_not_be_read(
     clients: AwsClients, server: Ministack, monkeypatch: pytest.MonkeyPatch, aws_session: AioSession
 ):
     arn = await put(clients, SecretString=TOKEN)
-    async with wire(server.url) as between:
-        between.always["GetSecretValue"] = says(400, "AccessDeniedException")
+    async with fault_proxy(server.url) as between:
+        between.always["GetSecretValue"] = fail(400, "AccessDeniedException")
         monkeypatch.setenv("AWS_ENDPOINT_URL_SECRETS_MANAGER", between.url)
         async with AwsClients(session=aws_session) as refused_ones:
             with pytest.raises(UserError, match="may not read secret") as refused:

@@ -1,4 +1,4 @@
-"""Credentials that are looked for wherever they do not belong: plain, encoded, escaped, wrapped or cut."""
+"""A scanner for leaked credentials: plain, encoded, escaped, wrapped or truncated."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from urllib.parse import quote
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-#: A piece of so many characters is as good as the whole: it is no accident, and the rest may be elsewhere.
+#: Characters of a credential whose appearance counts as a leak: too many to match by chance.
 PIECE = 16
-#: Only every so manieth place is looked at: what is that much longer than a piece cannot hide between two.
+#: Step in characters between two compared positions. A leak of at least PIECE + STRIDE characters is always found.
 STRIDE = 4
-#: What is given a credential lives longer.
-LOOK_EVERY_S = 0.1
+#: Shorter than the life of any process that receives a credential.
+POLL_S = 0.1
 LIMIT_S = 60.0
 CHUNK = 64 * 1024
 _BLANKS = re.compile(rb"\s+")
@@ -32,7 +32,7 @@ _PEM_FRAME = re.compile(r"-----[A-Z ]+-----")
 
 @dataclass(frozen=True, kw_only=True)
 class Leak:
-    """Which credential, in which form, where."""
+    """A credential found in some form at a place where it does not belong."""
 
     name: str
     form: str
@@ -50,14 +50,14 @@ def _forms(secret: str) -> Iterator[tuple[str, str]]:
     yield "json", json.dumps(secret)[1:-1]
     yield "hex", secret.encode().hex()
     for shift in range(3):
-        # What stands before it in the encoded text moves it: the characters at both ends depend on their neighbours.
+        # The encoding depends on the position modulo 3, and the characters at both ends on their neighbours.
         encoded = base64.b64encode(b"\0" * shift + secret.encode()).decode().rstrip("=")
         middle = encoded[2 if shift else 0 : -1]
         yield "base64", middle
         yield "base64", middle.replace("+", "-").replace("/", "_")
 
 
-class Canaries:
+class LeakScanner:
     def __init__(self, secrets: Mapping[str, str] | None = None) -> None:
         self._names: dict[bytes, tuple[str, str]] = {}
         self.secrets: dict[str, str] = {}
@@ -65,24 +65,24 @@ class Canaries:
             self.add(name, secret)
 
     def add(self, name: str, secret: str) -> str:
-        """Returns it. A key's frame is no secret, nor are its line breaks."""
+        """Add a credential and return it. The header, footer and line breaks of a PEM key are not secret."""
         self.secrets[name] = secret
         bare = "".join(_PEM_FRAME.sub("", secret).split())
         if len(bare) < PIECE + STRIDE:
-            raise ValueError(f"{name} is too short to be told from an accident")
+            raise ValueError(f"{name} is too short: it could match by chance")
         for form, text in _forms(bare):
             for piece in _pieces(text):
                 self._names.setdefault(piece.encode(), (name, form))
         return secret
 
-    def adopt(self, found: Iterable[tuple[str, str]]) -> None:
-        """Those that are new, each by its kind and a number."""
+    def add_new(self, found: Iterable[tuple[str, str]]) -> None:
+        """Add those credentials, given as kind and value, that are new."""
         for kind, secret in found:
             if secret not in self.secrets.values():
                 self.add(f"{kind} {len(self.secrets)}", secret)
 
     def find(self, content: str | bytes, place: str) -> list[Leak]:
-        """Line breaks and blanks, escaped ones too, hide nothing."""
+        """Find leaks in a text, ignoring line breaks and blanks, escaped ones too."""
         data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
         bare = _BLANKS.sub(b"", data.replace(b"\\n", b"").replace(b"\0", b""))
         starts = range(0, max(len(data), len(bare)), STRIDE)
@@ -95,16 +95,16 @@ class Canaries:
 
 
 @dataclass(kw_only=True)
-class Processes:
-    """What all processes of this computer showed of themselves while they were watched."""
+class ObservedProcesses:
+    """Command lines and environments of all processes of this computer during an observation."""
 
-    #: By kind ("argv", "environ") and content: the users that had it, and a command to tell it by.
+    #: By kind ("argv", "environ") and content: the user ids that had it, and a command line to identify it.
     seen: dict[tuple[str, bytes], tuple[set[int], str]] = field(default_factory=dict)
-    looks: int = 0
+    polls: int = 0
 
-    def look(self) -> None:
-        """Ten times a second, so without what `Path` costs."""
-        self.looks += 1
+    def poll(self) -> None:
+        """Read all processes. Runs ten times per second, hence without the overhead of `Path`."""
+        self.polls += 1
         for pid in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208
             try:
                 uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
@@ -113,7 +113,7 @@ class Processes:
                 argv = _read(f"/proc/{pid}/cmdline")
             except OSError:
                 continue
-            # Did it become another program meanwhile? Whose environment that was, the next look says.
+            # If the process executed another program meanwhile, the next poll assigns its environment.
             other = ("environ", environ) if argv == before else ("argv", before)
             for kind, content in (("argv", argv), other):
                 if content:
@@ -121,13 +121,13 @@ class Processes:
                     users.add(uid)
 
     def argv(self) -> dict[str, bytes]:
-        return {f"argv of {told!r}": data for (kind, data), (_, told) in self.seen.items() if kind == "argv"}
+        return {f"argv of {command!r}": data for (kind, data), (_, command) in self.seen.items() if kind == "argv"}
 
     def environ_of(self, users: Iterable[int]) -> dict[str, bytes]:
         wanted = set(users)
         return {
-            f"environ of {told!r}": data
-            for (kind, data), (uids, told) in self.seen.items()
+            f"environ of {command!r}": data
+            for (kind, data), (uids, command) in self.seen.items()
             if kind == "environ" and uids & wanted
         }
 
@@ -141,38 +141,38 @@ def _read(path: str) -> bytes:
 
 
 def key_pair() -> tuple[str, str]:
-    """An App's key, and what GitHub knows of it."""
+    """The private and the public key of a GitHub App."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     return private, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 
-def minted(github: Path) -> list[tuple[str, str]]:
-    """What the GitHub of tests, which keeps its documents in this folder, has made out and not taken back, by kind:
-    registration, removal and installation tokens, and what runners are registered with.
+def issued_credentials(github: Path) -> list[tuple[str, str]]:
+    """Kind and value of each valid credential that the fake GitHub in this folder has issued: tokens for registration,
+    removal and installations, and the secrets of runners.
     """
     (path,) = github.glob("*.db")
     with contextlib.closing(sqlite3.connect(path, timeout=LIMIT_S)) as database:
         rows = database.execute("SELECT kind, key, body FROM document WHERE kind IN ('token', 'runner')").fetchall()
     documents = [(kind, key, json.loads(body)) for kind, key, body in rows]
     return [
-        (f"{document['kind']} token", key) if kind == "token" else ("runner's secret", document["secret"])
+        (f"{document['kind']} token", key) if kind == "token" else ("secret of a runner", document["secret"])
         for kind, key, document in documents
     ]
 
 
 @contextmanager
-def watched_processes() -> Iterator[Processes]:
-    processes, over = Processes(), threading.Event()
+def observe_processes() -> Iterator[ObservedProcesses]:
+    processes, ended = ObservedProcesses(), threading.Event()
 
     def watch() -> None:
-        while not over.wait(LOOK_EVERY_S):
-            processes.look()
+        while not ended.wait(POLL_S):
+            processes.poll()
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield processes
     finally:
-        over.set()
+        ended.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""Machines as EC2 would make them, on this one Linux computer: the real user data and the real agent in namespaces."""
+"""Machines in Linux namespaces that run the real user data and the real agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from remuda import procfs
 from remuda.fake_github.package import PROGRAMS, install
-from tests.support.ec2_machine.init import INTERPRETER
+from tests.support.namespace_machine.init import INTERPRETER
 
 ROOT = Path(__file__).parents[3]
 INIT = Path(__file__).with_name("init.py")
@@ -22,8 +22,8 @@ STOP_WITHIN_S = 60.0
 
 
 @cache
-def why_not() -> str:
-    """Why this computer cannot have such machines; empty where it can."""
+def unsupported_reason() -> str:
+    """The reason why this computer cannot run such machines; empty if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "machines in namespaces need root on Linux"
     probe = (
@@ -34,8 +34,8 @@ def why_not() -> str:
     return f"machines in namespaces need overlay mounts: {done.stderr.strip()}" if done.returncode else ""
 
 
-def bake(image: Path) -> None:
-    """An image with the agent and the runner's stand-in, as deep as /opt/remuda."""
+def bake_image(image: Path) -> None:
+    """Create an image: a folder with the agent and the fake runner below opt/remuda."""
     opt = image / "opt" / "remuda"
     (opt / "bin").mkdir(parents=True)
     remuda = opt / "bin" / "remuda"
@@ -43,7 +43,7 @@ def bake(image: Path) -> None:
     remuda.chmod(0o755)
     install(opt / "runner")
     for name in PROGRAMS:
-        # Jobs are others than whoever runs the tests, and may not look where their interpreter lies.
+        # The user of jobs may not be allowed to read the folder of the interpreter that runs the tests.
         program = opt / "runner" / "bin" / name
         lines = program.read_text().splitlines(keepends=True)
         program.write_text("".join([f"#!{INTERPRETER}/bin/python3 -ISB\n", *lines[1:]]))
@@ -52,15 +52,15 @@ def bake(image: Path) -> None:
 
 
 class NamespaceMachine:
-    """One machine. It lives until it powers itself off, or is stopped: then all that ran in it is gone."""
+    """A machine that runs until it powers itself off or is stopped. All its processes end with it."""
 
     def __init__(self, folder: Path, *, image: Path, user_data: str, environment: Mapping[str, str]) -> None:
-        """`environment` is what the image's services have from the start: where its metadata service is, say."""
+        """`environment` is set for all services of the machine, such as the URL of its metadata service."""
         folder.mkdir(parents=True, exist_ok=True)
         layer = folder / "layer"
         layer.mkdir(exist_ok=True)
         (folder / "user-data").write_text(user_data)
-        plan = {
+        configuration = {
             "folder": str(layer),
             "image": str(image),
             "binds": [str(ROOT)],
@@ -70,7 +70,7 @@ class NamespaceMachine:
         self._console = folder / "console.log"
         with self._console.open("ab") as console:
             self._process = subprocess.Popen(
-                [*UNSHARE, sys.executable, "-I", str(INIT), json.dumps(plan)],
+                [*UNSHARE, sys.executable, "-I", str(INIT), json.dumps(configuration)],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,
@@ -84,27 +84,27 @@ class NamespaceMachine:
 
     @property
     def console(self) -> str:
-        """All that the user data, the services and their stand-ins have said."""
+        """The output of user data, services and replaced commands."""
         return self._console.read_text(errors="replace")
 
     @property
     def processes(self) -> list[procfs.Process]:
-        """Init first."""
+        """The processes of the machine, its init first."""
         return procfs.descendants(self._process.pid)
 
     @property
     def root(self) -> Path:
-        """Its root, as seen from outside: for looks. Links in it that are absolute lead out of it."""
+        """The root folder as seen from outside. Absolute links in it point outside the machine."""
         return Path(f"/proc/{self.processes[0].pid}/root")
 
-    def run(self, *command: str, user: str = "root", told: str = "") -> subprocess.CompletedProcess[str]:
-        """A command inside, with that on its standard input."""
+    def run(self, *command: str, user: str = "root", stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a command inside the machine."""
         pid = str(self.processes[0].pid)
         inside = ["nsenter", "--target", pid, "--mount", "--pid", "--ipc", "--root", "--wd=/"]
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != "root" else []
         return subprocess.run(
             [*inside, *become, *command],
-            input=told,
+            input=stdin,
             capture_output=True,
             text=True,
             check=False,
@@ -112,11 +112,11 @@ class NamespaceMachine:
         )
 
     def stop(self) -> None:
-        """Returns when nothing of it runs any more. All that runs in it ends before its init does."""
+        """Switch the machine off. Returns when none of its processes is left."""
         if not self.is_on:
             return
         init = procfs.descendants(self._process.pid)[:1]
-        # Not `unshare` alone: init may have been born a moment ago, and not yet be bound to its life.
+        # The whole group: a new init may not have set its parent-death signal yet, and would outlive `unshare`.
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_WITHIN_S)
         procfs.kill(init, STOP_WITHIN_S)

@@ -1,4 +1,4 @@
-"""Stands in for a command that talks to systemd or the kernel: says to the machine's init how it was called."""
+"""Replacement of a command that needs systemd or the kernel: passes its arguments to the init of the machine."""
 
 import json
 import os

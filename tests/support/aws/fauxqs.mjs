@@ -1,6 +1,6 @@
-// fauxqs, an SQS server, on loopback only and with a clock that tests can move.
-// Arguments: where the package is. It prints its port; each line that it reads is a number of seconds to move ahead.
-// It ends with its input.
+// fauxqs, an SQS server, on loopback with an adjustable clock.
+// Argument: path of the package. Prints its port; each line on standard input is a number of seconds by which to
+// advance the clock. Exits at the end of its input.
 import { createInterface } from "node:readline";
 import { pathToFileURL } from "node:url";
 

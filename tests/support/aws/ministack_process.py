@@ -1,7 +1,7 @@
-"""Ministack with a clock that tests can move: run by the interpreter of the servers' own environment.
+"""Ministack with an adjustable clock. Runs in the interpreter of the servers' own virtualenv.
 
-Its first argument is a file that holds the seconds to add to the real time, as one double. Messages come back and
-items expire by that clock, so no test has to wait for them. What it does once a minute it does more often, too.
+The first argument is a file with the seconds to add to the real time, as one double. Visibility timeouts and item
+expiry follow that clock, so no test has to wait for them. Long pauses of background tasks are shortened.
 """
 
 import importlib
@@ -23,10 +23,10 @@ def sleep(seconds: Any) -> None:
 
 def main() -> None:
     with Path(sys.argv.pop(1)).open("r+b") as file:
-        ahead = mmap.mmap(file.fileno(), 8)
-    time.time = lambda: real_time() + struct.unpack("<d", ahead[:8])[0]  # noqa: TID251
+        offset = mmap.mmap(file.fileno(), 8)
+    time.time = lambda: real_time() + struct.unpack("<d", offset[:8])[0]  # noqa: TID251
     time.sleep = sleep  # noqa: TID251
-    # Only now: it must find the moved clock.
+    # Imported after the clock is replaced, because it binds `time.time`.
     importlib.import_module("ministack.app").main()
 
 

@@ -1,8 +1,9 @@
-"""The first process of a machine in namespaces: mounts its root, then does for it what cloud-init and systemd would.
+"""The first process of a namespace machine: mounts its root and replaces cloud-init and systemd.
 
-Started by `machine.py` in a mount and a PID namespace of its own; standard library only. Its root is this computer's,
-seen through a layer that takes all writes and is gone with the machine. It runs the user data, then services and timers
-as the stand-ins for `systemctl` and `systemd-run` ask for them (`stand_in.py`). Its end is the machine's.
+Started by `machine.py` in new mount, PID and IPC namespaces; standard library only. The root is that of this computer
+below an overlay that takes all writes and is discarded with the machine. The process runs the user data, then the
+services and timers that the replacements of `systemctl` and `systemd-run` request (`command_proxy.py`). When it exits,
+the machine is off.
 """
 
 from __future__ import annotations
@@ -24,46 +25,46 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-STAND_INS = Path("/run/stand-ins")
+REPLACED_COMMANDS = Path("/run/replaced-commands")
 SOCKET = "/run/init.sock"
 UNITS = Path("/etc/systemd/system")
-#: Where the interpreter of this computer is seen by everyone, whoever may look where it really lies.
+#: Where all users of the machine can read the interpreter, whatever the permissions of its folder on this computer.
 INTERPRETER = Path("/opt/interpreter")
-PATH = f"{STAND_INS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PATH = f"{REPLACED_COMMANDS}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 COMMANDS = (
     *("systemctl", "systemd-run", "shutdown"),
     *("iptables", "ip6tables", "iptables-restore", "ip6tables-restore"),
 )
-#: Large, and no program of the system: there to be read only. The agent looks for what jobs may write to, file by file.
+#: Large folders, mounted read-only: the agent checks every writable file of the system, which would take long.
 LARGE = ("/usr/include", "/usr/lib", "/usr/share", "/usr/src")
-#: What systemctl answers about a unit that there is not.
+#: The exit code of systemctl for an unknown unit.
 NOT_LOADED = 5
-#: A system call that no C library wraps, by machine.
+#: The number of the system call, by architecture. No C library wraps it.
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
-def say(*words: object) -> None:
+def log(*words: object) -> None:
     sys.stdout.write(f"init: {' '.join(map(str, words))}\n")
     sys.stdout.flush()
 
 
-def nothing(_code: int) -> None:
-    """Nobody waits for its end."""
+def ignore_exit(_code: int) -> None:
+    """Default callback for the exit of a process."""
 
 
 def mount(*arguments: object) -> None:
     subprocess.run(["mount", *map(str, arguments)], check=True)
 
 
-def enter(plan: dict[str, Any]) -> None:
-    """Make the machine's root and go there."""
+def enter_root(configuration: dict[str, Any]) -> None:
+    """Mount the root of the machine and change into it."""
     mount("--make-rprivate", "/")
-    place = Path(plan["folder"])
-    mount("-t", "tmpfs", "-o", "mode=755", "layer", place)
-    upper, work, root = (place / name for name in ("upper", "work", "root"))
+    layer = Path(configuration["folder"])
+    mount("-t", "tmpfs", "-o", "mode=755", "layer", layer)
+    upper, work, root = (layer / name for name in ("upper", "work", "root"))
     for folder in (upper, work, root):
         folder.mkdir(mode=0o755)
-    subprocess.run(["cp", "-a", f"{plan['image']}/.", upper], check=True)
+    subprocess.run(["cp", "-a", f"{configuration['image']}/.", upper], check=True)
     mount("-t", "overlay", "-o", f"lowerdir=/,upperdir={upper},workdir={work}", "root", root)
     for name, mode in (("run", "755"), ("tmp", "1777"), ("var/tmp", "1777")):
         mount("-t", "tmpfs", "-o", f"mode={mode}", name, root / name)
@@ -75,38 +76,38 @@ def enter(plan: dict[str, Any]) -> None:
     mount("-t", "mqueue", "mqueue", root / "dev/mqueue")
     mount("-t", "proc", "proc", root / "proc")
     large = [path for path in LARGE if Path(path).is_dir()]
-    binds = {path: path for path in [*large, *plan["binds"]]} | {sys.base_prefix: str(INTERPRETER)}
+    binds = {path: path for path in [*large, *configuration["binds"]]} | {sys.base_prefix: str(INTERPRETER)}
     for source, target in binds.items():
         inside = root / target.lstrip("/")
         inside.mkdir(parents=True, exist_ok=True)
         mount("--rbind", source, inside)
         mount("-o", "remount,bind,ro", inside)
-    stand_in = Path(__file__).with_name("stand_in.py").read_text()
+    proxy = Path(__file__).with_name("command_proxy.py").read_text()
     for name in COMMANDS:
-        path = root / str(STAND_INS).lstrip("/") / name
+        path = root / str(REPLACED_COMMANDS).lstrip("/") / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!{INTERPRETER}/bin/python3 -IS\n{stand_in}")
+        path.write_text(f"#!{INTERPRETER}/bin/python3 -IS\n{proxy}")
         path.chmod(0o755)
-    become_root(root)
+    pivot_root(root)
 
 
-def become_root(root: Path) -> None:
-    """Not by `chroot`: from there no user may make namespaces, and on a machine of EC2 they may."""
+def pivot_root(root: Path) -> None:
+    """Make this folder the root. Unlike after `chroot`, users can create namespaces then, as on EC2."""
     libc = ctypes.CDLL(None, use_errno=True)
     os.chdir(root)
     if libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"."):
         raise OSError(ctypes.get_errno(), "pivot_root")
-    # The old root lies below the new one now, at the same place.
+    # The old root is stacked below the new one at the same path.
     subprocess.run(["umount", "-l", "."], check=True)
     os.chdir("/")
 
 
-class Init:
+class MachineInit:
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = {"PATH": PATH, "LANG": "C.UTF-8", **environment}
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Callable[[int], None]] = {}
-        #: When, what number (so that none are compared further), what.
+        #: Monotonic time, number and action of each timer. The number keeps `heapq` from comparing actions.
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._timers: dict[str, int] = {}
         self._number = 0
@@ -124,7 +125,7 @@ class Init:
         self._selector.register(self._server, selectors.EVENT_READ, self._answer)
         self._selector.register(wakes, selectors.EVENT_READ, self._reap)
 
-    def live(self) -> None:
+    def run(self) -> None:
         while True:
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
@@ -133,9 +134,9 @@ class Init:
             for key, _ in self._selector.select(pause_s):
                 key.data()
 
-    def start(self, command: Sequence[str], ended: Callable[[int], None] = nothing, **changed: str) -> int:
+    def start(self, command: Sequence[str], ended: Callable[[int], None] = ignore_exit, **changed: str) -> int:
         process = subprocess.Popen(command, env={**self._environment, **changed}, stdin=subprocess.DEVNULL)
-        process.returncode = 0  # reaped below, with everybody's orphans
+        process.returncode = 0  # reaped in `_reap`, together with orphaned processes
         self._children[process.pid] = ended
         return process.pid
 
@@ -144,27 +145,27 @@ class Init:
             self._wakes.recv(4096)
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                self._children.pop(found[0], nothing)(os.waitstatus_to_exitcode(found[1]))
+                self._children.pop(found[0], ignore_exit)(os.waitstatus_to_exitcode(found[1]))
 
     def _after(self, seconds: float, action: Callable[[], None]) -> int:
         self._number += 1
         heapq.heappush(self._due, (time.monotonic() + seconds, self._number, action))
         return self._number
 
-    # What the stand-ins ask for
+    # Commands of the machine that are executed here
 
     def _answer(self) -> None:
         connection, _ = self._server.accept()
         with connection, connection.makefile("rwb") as stream:
             name, *arguments = json.loads(stream.readline())
-            say(name, *arguments)
+            log(name, *arguments)
             code = getattr(self, "_" + name.replace("-", "_"))(arguments)
             stream.write(f"{code}\n".encode())
 
     def _systemctl(self, arguments: list[str]) -> int:
         verb, *rest = [word for word in arguments if not word.startswith("--")]
         if verb == "poweroff":
-            say("power off")
+            log("power off")
             os._exit(0)
         if verb == "start":
             for name in rest:
@@ -185,7 +186,7 @@ class Init:
     def _systemd_run(self, arguments: list[str]) -> int:
         flags = [word for word in arguments if word.startswith("--")]
         options = dict(word.removeprefix("--").split("=", 1) for word in flags if "=" in word)
-        # What follows the flags of systemd-run is the command, flags of its own included.
+        # The command starts at the first word that is not a flag, and may have flags itself.
         command = arguments[next(index for index, word in enumerate(arguments) if not word.startswith("--")) :]
         name = f"{options['unit']}.timer"
         if name in self._timers:
@@ -230,12 +231,12 @@ class Init:
                 self._after(float(unit["RestartSec"]), run)
                 return
             pid = self.start(shlex.split(unit["ExecStart"]), again, **environment)
-            # Not everywhere may root do that.
+            # Root in a container may lack this permission.
             with contextlib.suppress(PermissionError):
                 Path(f"/proc/{pid}/oom_score_adj").write_text(unit["OOMScoreAdjust"])
 
         def again(code: int) -> None:
-            say(name, "ended with", code)
+            log(name, "ended with", code)
             if unit["Restart"] == "always":
                 self._after(float(unit["RestartSec"]), run)
 
@@ -243,14 +244,14 @@ class Init:
 
 
 def main() -> None:
-    plan = json.loads(sys.argv[1])
-    user_data = Path(plan["user_data"]).read_text()
-    enter(plan)
+    configuration = json.loads(sys.argv[1])
+    user_data = Path(configuration["user_data"]).read_text()
+    enter_root(configuration)
     path = Path("/run/user-data")
     path.write_text(user_data)
-    init = Init(plan["environment"])
+    init = MachineInit(configuration["environment"])
     init.start(["bash", str(path)])
-    init.live()
+    init.run()
 
 
 if __name__ == "__main__":
