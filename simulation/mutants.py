@@ -43,7 +43,7 @@ _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
 _PROVISION_SWEEP = "remuda.controlplane.refresh.provisions"
 _REGISTRATION_SWEEP = "remuda.controlplane.refresh.stale_registrations"
 _MESSAGE_SWEEP = "remuda.controlplane.refresh.pool_messages"
-_SCALE_DOWN = "remuda.controlplane.scale_down.pool"
+_SCALE_DOWN = "remuda.controlplane.scale_down.pool_records"
 _DECIDE = "remuda.agent.decide"
 _EXPIRY = "remuda.agent.expiry"
 _LOOP = "remuda.agent.loop"
@@ -524,7 +524,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "current-registration-is-stale",
         "the registration of the current assignment counts as stale",
-        expression(_STALE_REGISTRATIONS, "ghost_reason", "epoch < record.epoch", "epoch <= record.epoch"),
+        expression(_STALE_REGISTRATIONS, "stale_registration_reason", "epoch < record.epoch", "epoch <= record.epoch"),
     ),
     _mutant(
         "registrations-of-other-pools",

@@ -559,7 +559,7 @@ async def test_configurations_follow_each_other(store: InstanceStore, other: Ins
 
 async def test_sightings_are_replaced_whole(store: InstanceStore, other: InstanceStore) -> None:
     assert await store.get_sightings() == {}
-    await store.put_sightings({"gone:i-1": at(1), "ghost:7": at(2)})
+    await store.put_sightings({"gone:i-1": at(1), "stale-registration:7": at(2)})
     await other.put_sightings({"gone:i-2": at(3)})
     assert await store.get_sightings() == {"gone:i-2": at(3)}
 

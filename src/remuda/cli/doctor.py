@@ -1,16 +1,19 @@
-"""`remuda doctor`: every check with what was found and what to fix."""
+"""`remuda doctor` and `remuda config`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.local_backend import running
+from remuda.cli.local_backend import background_processes
 from remuda.cli.output import Output
-from remuda.config.settings import Loaded
-from remuda.controlplane.doctor import Checked, examine, exit_code
-from remuda.ports.doctor import CheckStatus
-from remuda.wiring_doctor import open_doctor
+from remuda.cli.rendering.results import config_rows, config_table
+from remuda.cli.run import EXIT_OK, run_async
+from remuda.config.settings import Settings
+from remuda.controlplane.doctor import exit_code, run_checks
+from remuda.ports.doctor import CheckResult, CheckStatus
+from remuda.wiring.doctor import open_doctor
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,46 +21,55 @@ if TYPE_CHECKING:
 _STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 
-async def run_doctor(loaded: Loaded, output: Output) -> int:
-    async with open_doctor(loaded, running(loaded.settings)) as checks:
-        checked = await examine(checks)
+def run_doctor(settings: Settings, output: Output) -> int:
+    async def work() -> Mapping[str, CheckResult]:
+        async with open_doctor(settings, background_processes(settings)) as checks:
+            return await run_checks(checks)
+
+    results = run_async(work)
     if sys.stdout.isatty():
-        output.answer(_table(checked))
+        output.answer(_table(results))
     elif not output.as_json:
-        # Never wrapped: whoever reads a log takes it by lines.
-        sys.stdout.write(_lines(checked))
-    output.result({"checks": [document(item) for item in checked]})
-    return exit_code(checked)
+        # One line per check, never wrapped, for logs and grep.
+        sys.stdout.write(_lines(results))
+    output.result({"checks": [document(name, result) for name, result in results.items()]})
+    return exit_code(results.values())
 
 
-def document(item: Checked) -> dict[str, Any]:
-    finding = item.finding
-    return {"name": item.name, "status": finding.health.value, "found": finding.found, "fix": finding.fix or None}
+def run_config(settings: Settings, output: Output) -> int:
+    rows = config_rows(settings)
+    if not output.as_json:
+        output.answer(config_table(rows))
+    output.result({"settings": rows})
+    return EXIT_OK
+
+
+def document(name: str, result: CheckResult) -> dict[str, Any]:
+    return {"name": name, "status": result.health.value, "found": result.found, "fix": result.fix or None}
 
 
 def _one_line(text: str) -> str:
-    """Whatever another program's message brings along."""
+    """Remove line breaks, which messages of other programs may contain."""
     return " ".join(text.splitlines())
 
 
-def _lines(checked: tuple[Checked, ...]) -> str:
+def _lines(results: Mapping[str, CheckResult]) -> str:
     text = ""
-    for item in checked:
-        fix = f" -> {item.finding.fix}" if item.finding.fix else ""
-        text += _one_line(f"{item.finding.health:<8} {item.name}: {item.finding.found}{fix}") + "\n"
+    for name, result in results.items():
+        fix = f" -> {result.fix}" if result.fix else ""
+        text += _one_line(f"{result.health:<8} {name}: {result.found}{fix}") + "\n"
     return text
 
 
-def _table(checked: tuple[Checked, ...]) -> Table:
-    from rich import box  # noqa: PLC0415 - only where a table is shown
+def _table(results: Mapping[str, CheckResult]) -> Table:
+    from rich import box  # noqa: PLC0415 - rich is slow to import
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above
 
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("check", "status", "found", "fix"):
         table.add_column(column, no_wrap=column in {"check", "status"}, overflow="fold")
-    for item in checked:
-        finding = item.finding
-        status = Text(finding.health.value, style=_STYLES[finding.health])
-        table.add_row(Text(item.name), status, Text(_one_line(finding.found)), Text(_one_line(finding.fix)))
+    for name, result in results.items():
+        status = Text(result.health.value, style=_STYLES[result.health])
+        table.add_row(Text(name), status, Text(_one_line(result.found)), Text(_one_line(result.fix)))
     return table

@@ -86,16 +86,18 @@ async def map_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[R]]
 
 
 async def skip_unreadable(
-    read: Awaitable[Mapping[str, T]], report_error: Callable[[str], None]
+    read: Awaitable[Mapping[str, T]], report_error: Callable[[str], None] | None = None
 ) -> tuple[Mapping[str, T], frozenset[str]]:
     """Return the records that can be parsed and the ids of those that cannot.
 
-    An unreadable record exists, so callers must not treat its id as unrecorded.
+    An unreadable record exists, so callers must not treat its id as unrecorded. Without `report_error` the error is
+    ignored: some other read of the caller reports it.
     """
     try:
         return await read, frozenset()
     except Unreadable as error:
-        report_error(error.message)
+        if report_error is not None:
+            report_error(error.message)
         return error.records, frozenset(error.unreadable)
 
 

@@ -339,7 +339,7 @@ async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: World
 async def test_sightings_that_look_right_again_are_dropped(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
-    assert f"ghost:{name}" in world.database.sightings
+    assert f"stale-registration:{name}" in world.database.sightings
     world.github.runners.clear()
     await world.sweep()
     assert not world.database.sightings

@@ -12,7 +12,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.resources import is_instance_id
-from remuda.domain.stale_registrations import ghost_reason
+from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.ports.compute import MachineView
 from remuda.ports.github import Deletion, GitHubRunner
 
@@ -64,7 +64,7 @@ class StaleRegistrationSweep:
         return record is not None and self._why(runner, record) is None
 
     def _why(self, runner: GitHubRunner, record: Instance | None) -> str | None:
-        return ghost_reason(
+        return stale_registration_reason(
             runner.name,
             record,
             pool=self._config.pool,
@@ -76,7 +76,7 @@ class StaleRegistrationSweep:
 
     def _unrecorded_since(self, runner: GitHubRunner) -> datetime | None:
         """A machine that stands there may get its record any moment; if it gets none, it is buried, and that is one."""
-        parsed, sighting = parse_runner_name(self._config.pool, runner.name), f"ghost:{runner.name}"
+        parsed, sighting = parse_runner_name(self._config.pool, runner.name), f"stale-registration:{runner.name}"
         if self._standing is None:
             self._sightings.keep(sighting)
             return None
@@ -89,6 +89,8 @@ class StaleRegistrationSweep:
         if github is None:
             return
         deletion = await github.delete_runner(scope, runner.runner_id)
-        self._context.event_log.record("ghost", f"{why}: {deletion.value}", runner=runner.name, scope=scope)
+        self._context.event_log.record(
+            "stale-registration", f"{why}: {deletion.value}", runner=runner.name, scope=scope
+        )
         if deletion is not Deletion.BUSY:
             self._tally.removed.append(runner.name)
