@@ -585,7 +585,7 @@ MUTANTS: tuple[Mutant, ...] = (
             _DECIDE,
             "_release",
             "if view.runner.busy:\n    ...",
-            "if view.runner.listening:\n    return Step(do=Do.STOP, why='released')",
+            "if view.runner.listening:\n    return AgentStep(do=AgentAction.STOP, why='released')",
         ),
     ),
     _mutant(
@@ -611,6 +611,6 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "dead-man-not-rearmed",
         "the dead-man timer stays at the first threshold",
-        statements(_EXPIRY, "Lifetime.observe", "self._arm(record.threshold)", ""),
+        statements(_EXPIRY, "Expiry.observe", "self._arm(record.threshold)", ""),
     ),
 )
