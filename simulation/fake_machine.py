@@ -33,16 +33,16 @@ RESTART_S = (1.0, 6.0)
 NEVER = timedelta(days=365)
 
 
-class Host:
+class FakeMachine:
     def __init__(self, world: World, machine: MemoryMachine, number: int) -> None:
         self._world = world
         self._loop = world.loop
         self.instance_id = machine.instance_id
         self.number = number
         self._margin_s = machine.request.margin_s
-        self._chance = random.Random(f"{world.plan.seed} machine {number}")
+        self._rng = random.Random(f"{world.plan.seed} machine {number}")
         #: Its wall clock, the same for every agent that runs on it.
-        self.skew_s = world.skew(self._chance)
+        self.skew_s = world.skew(self._rng)
         self.alive = True
         #: Something of a job may be left on it.
         self.dirty = False
@@ -59,7 +59,7 @@ class Host:
         #: It is registered for one job.
         self._is_jit = False
         self._dead_man = self._later(machine.request.first_life_s, self._dead_man_fires)
-        sick = world.faults.strikes_now
+        sick = world.faults.inject
         about = [self.instance_id]
         self._script = Outcome(ok=not sick(Fault.SCRIPT_FAILED, 0.03, about), detail="exit 1")
         if sick(Fault.NEVER_BOOTS, 0.04, about):
@@ -67,7 +67,7 @@ class Host:
             self._dead_man.cancel()
             world.cloud.arm(self.instance_id, machine.launched_at + NEVER)
         else:
-            self._later(self._chance.uniform(10.0, 70.0), self._start_agent)
+            self._later(self._rng.uniform(10.0, 70.0), self._start_agent)
 
     # Power
 
@@ -85,7 +85,7 @@ class Host:
         self._world.agent_ended(self)
         if self.alive:
             self.disturbed_at = self._loop.time()
-            self._later(self._chance.uniform(*RESTART_S), self._start_agent)
+            self._later(self._rng.uniform(*RESTART_S), self._start_agent)
 
     def _dead_man_fires(self) -> None:
         if self.alive:
@@ -139,17 +139,17 @@ class Host:
         return self.notice
 
     async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002 - none takes so long
-        await self._loop.rest(self._chance.uniform(0.5, 5.0))
+        await self._loop.sleep(self._rng.uniform(0.5, 5.0))
         if not self._script.ok:
             self._world.faults.cover(Fault.SCRIPT_FAILED, self.instance_id)
         return self._script
 
     async def reset(self) -> Outcome:
         self._world.safety.job_cut_short(self, "reset")
-        await self._loop.rest(self._chance.uniform(0.5, 5.0))
+        await self._loop.sleep(self._rng.uniform(0.5, 5.0))
         if self.agent is not None:
             await self._world.called(self.agent, "reset")
-        if self._world.faults.strikes_now(Fault.RESET_FAILED, 0.05, [self.instance_id]):
+        if self._world.faults.inject(Fault.RESET_FAILED, 0.05, [self.instance_id]):
             return Outcome(ok=False, detail="a process of the job is still there")
         self.dirty = False
         return Outcome(ok=True)
@@ -164,10 +164,10 @@ class Host:
         return self._state
 
     async def configure(self, assignment: Assignment) -> Outcome:
-        await self._loop.rest(self._chance.uniform(0.5, 6.0))
+        await self._loop.sleep(self._rng.uniform(0.5, 6.0))
         about = [self.instance_id]
         faults = self._world.faults
-        if faults.strikes_now(Fault.REGISTRATION_FAILED, 0.04, about):
+        if faults.inject(Fault.REGISTRATION_FAILED, 0.04, about):
             return Outcome(ok=False, detail="config.sh: exit 1")
         self._is_jit = bool(assignment.jit_config)
         if self._is_jit:
@@ -189,7 +189,7 @@ class Host:
             return Outcome(ok=False, detail=f"{FORGE_UNREACHABLE}: {error.message}")
         self._runner_id = runner.runner_id
         self._set(RunnerState(configured_as=assignment.runner_name))
-        await self._loop.rest(self._chance.random())
+        await self._loop.sleep(self._rng.random())
         return Outcome(ok=True)
 
     async def start(self, _assignment: Assignment) -> None:
@@ -199,8 +199,8 @@ class Host:
         self._set(replace(self._state, listening=True, exit_code=None))
         if not self._world.github.connect(self._runner_id, self._take):
             self._set(replace(self._state, listening=False, exit_code=1))
-        elif self._world.faults.strikes_now(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
-            self._later(self._chance.uniform(0.5, 120.0), self._listener_dies)
+        elif self._world.faults.inject(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
+            self._later(self._rng.uniform(0.5, 120.0), self._listener_dies)
 
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
@@ -212,7 +212,7 @@ class Host:
         return ""
 
     async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
-        await self._loop.rest(self._chance.uniform(0.3, 4.0))
+        await self._loop.sleep(self._rng.uniform(0.3, 4.0))
         if self._is_jit:
             return self._remove_jit(assignment)
         if assignment.credential is None:
@@ -221,7 +221,7 @@ class Host:
             self._github_answers()
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
             self._answer_comes()
-            if self._world.faults.strikes_now(Fault.GITHUB_422, 0.04, [self.instance_id]):
+            if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
                 return Removal.BUSY, "GitHub says that it runs a job"
         except UserError as error:
             return Removal.FAILED, error.message
@@ -240,7 +240,7 @@ class Host:
 
     async def stop(self) -> None:
         self._world.safety.job_cut_short(self, "stop")
-        await self._loop.rest(self._chance.random())
+        await self._loop.sleep(self._rng.random())
         self._world.github.disconnect(self._runner_id)
         self._set(RunnerState())
 
@@ -265,18 +265,18 @@ class Host:
             (Fault.GITHUB_429, "429"),
             (Fault.GITHUB_5XX, "502"),
         ):
-            if self._world.faults.strikes_now(fault, 0.015, [self.instance_id]):
+            if self._world.faults.inject(fault, 0.015, [self.instance_id]):
                 if fault in {Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_404}:
                     raise UserError(f"GitHub answered {message}", field="github-token")
                 raise Unavailable(f"GitHub answered {message}")
 
     def _answer_comes(self) -> None:
-        if self._world.faults.strikes_now(Fault.GITHUB_UNSURE, 0.04, [self.instance_id]):
+        if self._world.faults.inject(Fault.GITHUB_UNSURE, 0.04, [self.instance_id]):
             raise Unavailable("GitHub's answer was lost")
 
     def _take(self, job: MemoryJob) -> None:
         """GitHub has given a job; the runner begins a moment later."""
-        self._later(self._chance.uniform(0.1, 4.0), lambda: self._begin(job))
+        self._later(self._rng.uniform(0.1, 4.0), lambda: self._begin(job))
 
     def _begin(self, job: MemoryJob) -> None:
         runner = self._world.github.runners.get(self._runner_id)

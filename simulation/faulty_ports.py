@@ -21,7 +21,7 @@ from remuda.ports.compute import LaunchRequest, LaunchResult, MachineView
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
 from simulation.faults import MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
-from simulation.names import runner_of
+from simulation.names import parse_runner
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
@@ -45,15 +45,15 @@ EARLY_S = 0.6
 LATE, LATE_S = 0.3, 15.0
 
 
-class Wire:
+class FaultyPort:
     """A port whose calls take time. What may go wrong with them, the subclasses know."""
 
-    def __init__(self, port: Any, world: World, party: SimulatedProcess) -> None:
+    def __init__(self, port: Any, world: World, process: SimulatedProcess) -> None:
         self._port = port
         self._world = world
-        self._party = party
+        self._process = process
         self._faults = world.faults
-        self._chance = world.faults.chance
+        self._rng = world.faults.rng
 
     def __getattr__(self, operation: str) -> Any:
         inner = getattr(self._port, operation)
@@ -71,21 +71,21 @@ class Wire:
 
     async def _travel(self, subjects: Iterable[str] = ()) -> None:
         """One way to the service, or back."""
-        if self._strikes(Fault.SLOW_CALL, RARE, subjects):
-            await self._world.loop.rest(self._chance.uniform(0.5, SLOW_S))
+        if self._inject(Fault.SLOW_CALL, RARE, subjects):
+            await self._world.loop.sleep(self._rng.uniform(0.5, SLOW_S))
         else:
-            await self._world.loop.rest(self._chance.random() * LATENCY_S)
+            await self._world.loop.sleep(self._rng.random() * LATENCY_S)
 
-    def _strikes(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
-        struck = self._faults.strikes_now(fault, probability, subjects)
+    def _inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
+        struck = self._faults.inject(fault, probability, subjects)
         if struck:
-            self._party.hits += 1
-            self._party.hit_at = self._world.loop.time()
+            self._process.hits += 1
+            self._process.hit_at = self._world.loop.time()
         return struck
 
     def _tell(self, operation: str, subjects: Sequence[str] = ()) -> None:
-        self._party.touching = subjects
-        self._world.trace.add(self._party.name, f"{operation} {' '.join(subjects)}")
+        self._process.touching = subjects
+        self._world.trace.add(self._process.name, f"{operation} {' '.join(subjects)}")
 
 
 _SEARCHES = frozenset(
@@ -96,7 +96,7 @@ _RECORD_WRITES = frozenset({"apply", "apply_all", "write_signal", "beat", "put_p
 _WRITES = _RECORD_WRITES | {"put_config", "put_sightings", "forget", "prepare"}
 
 
-class FaultyStore(Wire):
+class FaultyStore(FaultyPort):
     def _wire(self, operation: str, inner: Call) -> Call:
         if operation in _SEARCHES:
             return self._search(operation, inner)
@@ -114,17 +114,17 @@ class FaultyStore(Wire):
             await self._travel(subjects)
             self._throttle(subjects)
             self._tell(operation, subjects)
-            if self._strikes(Fault.WRITE_LOST, likely, subjects):
+            if self._inject(Fault.WRITE_LOST, likely, subjects):
                 raise Unavailable(f"the store did not answer {operation}")
-            if self._strikes(Fault.WRITE_UNSURE, likely, subjects):
-                if self._chance.random() < LATE:
+            if self._inject(Fault.WRITE_UNSURE, likely, subjects):
+                if self._rng.random() < LATE:
                     self._later(inner, given, named)
                 else:
                     await inner(*given, **named)
                 raise Unavailable(f"the store's answer to {operation} was lost")
             answer = await inner(*given, **named)
-            await self._world.called(self._party, operation)
-            if self._chance.random() < 0.5:
+            await self._world.called(self._process, operation)
+            if self._rng.random() < 0.5:
                 await self._travel(subjects)
             return answer
 
@@ -133,14 +133,14 @@ class FaultyStore(Wire):
     def _beat(self, inner: Call) -> Call:
         """There are so many beats that the usual rate would leave no agent alone, and a world little time for more."""
         write = self._write("beat", inner, SOME)
-        name, world, chance = self._party.name, self._world, self._chance
+        name, world, rng = self._process.name, self._world, self._rng
 
         async def call(instance_id: str, **named: Any) -> None:
-            if chance.random() < BEATS_AT_RISK or world.loop.time() < world.throttled_until:
+            if rng.random() < BEATS_AT_RISK or world.loop.time() < world.throttled_until:
                 await write(instance_id, **named)
                 return
             await inner(instance_id, **named)
-            self._party.touching = (instance_id,)
+            self._process.touching = (instance_id,)
             world.trace.add(name, "beat")
 
         return call
@@ -158,8 +158,8 @@ class FaultyStore(Wire):
         """A request that its caller has given up is on its way all the same."""
 
         async def land() -> None:
-            await self._world.loop.rest(self._chance.random() * LATE_S)
-            self._world.acting = self._party
+            await self._world.loop.sleep(self._rng.random() * LATE_S)
+            self._world.acting = self._process
             try:
                 await inner(*given, **named)
             except RemudaError:
@@ -174,12 +174,12 @@ class FaultyStore(Wire):
         async def call(*given: Any, **named: Any) -> Any:
             subjects = self._subjects(given)
             # What was read is old by the time it arrives, or the question was long on its way.
-            is_slow_back = self._chance.random() < 0.3
+            is_slow_back = self._rng.random() < 0.3
             if not is_slow_back:
                 await self._travel(subjects)
             self._throttle(subjects)
             self._tell(operation, subjects)
-            if self._strikes(Fault.READ_FAILED, RARE, subjects):
+            if self._inject(Fault.READ_FAILED, RARE, subjects):
                 raise Unavailable(f"the store did not answer {operation}")
             answer = await inner(*given, **named)
             if is_slow_back:
@@ -191,7 +191,7 @@ class FaultyStore(Wire):
     def _wait(self, inner: Call) -> Call:
         async def call(instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
             self._throttle([instance_id])
-            if self._strikes(Fault.READ_FAILED, RARE / 2, [instance_id]):
+            if self._inject(Fault.READ_FAILED, RARE / 2, [instance_id]):
                 raise Unavailable("the store did not answer a read")
             return await inner(instance_id, since, timeout_s, **named)
 
@@ -202,14 +202,14 @@ class FaultyStore(Wire):
             await self._travel()
             self._throttle(())
             self._tell(operation)
-            if self._strikes(Fault.READ_FAILED, RARE):
+            if self._inject(Fault.READ_FAILED, RARE):
                 raise Unavailable(f"the store did not answer {operation}")
-            if operation == "find" and self._strikes(Fault.STALE_INDEX, OFTEN):
+            if operation == "find" and self._inject(Fault.STALE_INDEX, OFTEN):
                 return self._as_it_was(lambda item: item.state in given[0], named.get("threshold_before"))
-            if operation == "find_by_provision" and self._strikes(Fault.STALE_INDEX, OFTEN):
+            if operation == "find_by_provision" and self._inject(Fault.STALE_INDEX, OFTEN):
                 return self._as_it_was(lambda item: item.provision_id == given[0])
             answer = await inner(*given, **named)
-            if operation == "find" and len(answer) > 1 and self._strikes(Fault.SHORT_PAGES, OFTEN):
+            if operation == "find" and len(answer) > 1 and self._inject(Fault.SHORT_PAGES, OFTEN):
                 return await self._in_pages(answer, given[0])
             return answer
 
@@ -221,7 +221,7 @@ class FaultyStore(Wire):
         """Each record as it was some seconds ago: an index lags behind for each item on its own."""
         found = []
         for instance_id, versions in self._world.versions.items():
-            at = self._world.loop.time() - self._chance.random() * MAX_INDEX_LAG_S
+            at = self._world.loop.time() - self._rng.random() * MAX_INDEX_LAG_S
             seen = next((record for written_at, record in reversed(versions) if written_at <= at), None)
             if seen != versions[-1][1]:
                 self._faults.cover(Fault.STALE_INDEX, instance_id)
@@ -234,25 +234,25 @@ class FaultyStore(Wire):
         found: list[Instance] = []
         left = [item.instance_id for item in answer]
         while left:
-            size = self._chance.randint(1, 5)
+            size = self._rng.randint(1, 5)
             page, left = left[:size], left[size:]
             for instance_id in page:
                 self._faults.cover(Fault.SHORT_PAGES, instance_id)
                 record = self._world.database.instances.get(instance_id)
                 if record is not None and record.state in states:
                     found.append(record)
-            await self._world.loop.rest(self._chance.random() * LATENCY_S)
+            await self._world.loop.sleep(self._rng.random() * LATENCY_S)
         return found
 
     def _throttle(self, subjects: Iterable[str]) -> None:
         now = self._world.loop.time()
-        if now >= self._world.throttled_until and self._strikes(Fault.THROTTLED, RARE / 10, subjects):
-            self._world.throttled_until = now + self._chance.uniform(1.0, BURST_S)
-        if now < self._world.throttled_until and self._faults.active and self._chance.random() < 0.7:
+        if now >= self._world.throttled_until and self._inject(Fault.THROTTLED, RARE / 10, subjects):
+            self._world.throttled_until = now + self._rng.uniform(1.0, BURST_S)
+        if now < self._world.throttled_until and self._faults.active and self._rng.random() < 0.7:
             for subject in subjects:
                 self._faults.cover(Fault.THROTTLED, subject)
-            self._party.hits += 1
-            self._party.hit_at = now
+            self._process.hits += 1
+            self._process.hit_at = now
             raise Throttled("the store asks for fewer calls", retry_after_s=1.0)
 
     def _subjects(self, given: tuple[Any, ...]) -> list[str]:
@@ -273,7 +273,7 @@ class FaultyStore(Wire):
         return []
 
 
-class FaultyPool(Wire):
+class FaultyPool(FaultyPort):
     def _wire(self, operation: str, inner: Call) -> Call:
         if operation == "send":
             return self._send(inner)
@@ -285,7 +285,7 @@ class FaultyPool(Wire):
         async def call(*given: Any, **named: Any) -> Any:
             await self._travel()
             self._tell(operation)
-            if operation == "depth" and self._strikes(Fault.POOL_FAILED, SOME):
+            if operation == "depth" and self._inject(Fault.POOL_FAILED, SOME):
                 raise Unavailable(f"the queue did not answer {operation}")
             return await inner(*given, **named)
 
@@ -296,13 +296,13 @@ class FaultyPool(Wire):
             ids = [message.id for message in messages]
             await self._travel(ids)
             self._tell("send", ids)
-            self._party.sent.update((message.id, message.epoch) for message in messages)
-            fails = self._strikes(Fault.POOL_FAILED, SOME, ids)
+            self._process.sent.update((message.id, message.epoch) for message in messages)
+            fails = self._inject(Fault.POOL_FAILED, SOME, ids)
             for number, message in enumerate(messages):
                 if fails and number >= len(ids) // 2:
                     break
                 await self._put(inner, message, delay_s)
-            await self._world.called(self._party, "send")
+            await self._world.called(self._process, "send")
             if fails:
                 raise Unavailable("the queue did not take all messages")
 
@@ -310,33 +310,33 @@ class FaultyPool(Wire):
 
     async def _put(self, inner: Call, message: PoolMessage, delay_s: float) -> None:
         about = [message.id]
-        if self._strikes(Fault.MESSAGE_LOST, OFTEN, about):
+        if self._inject(Fault.MESSAGE_LOST, OFTEN, about):
             return
-        if self._strikes(Fault.MESSAGE_LATE, OFTEN, about):
-            delay_s += self._chance.uniform(1.0, 60.0)
+        if self._inject(Fault.MESSAGE_LATE, OFTEN, about):
+            delay_s += self._rng.uniform(1.0, 60.0)
             loop = self._world.loop
             loop.call_later(delay_s, self._faults.cover, Fault.MESSAGE_LATE, message.id, context=loop.outside)
         await inner([message], delay_s=delay_s)
-        if self._strikes(Fault.MESSAGE_TWICE, OFTEN, about):
-            await inner([message], delay_s=delay_s + self._chance.uniform(0.0, 90.0))
+        if self._inject(Fault.MESSAGE_TWICE, OFTEN, about):
+            await inner([message], delay_s=delay_s + self._rng.uniform(0.0, 90.0))
 
     def _receive(self, inner: Call) -> Call:
         async def receive(
             resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
         ) -> Sequence[Delivery]:
             await self._travel()
-            if self._strikes(Fault.MESSAGE_MALFORMED, RARE):
-                self._world.queues.put(resource_class, None, shuffle=self._chance.random(), malformed="not JSON")
-            if self._strikes(Fault.POOL_FAILED, RARE):
+            if self._inject(Fault.MESSAGE_MALFORMED, RARE):
+                self._world.queues.put(resource_class, None, shuffle=self._rng.random(), malformed="not JSON")
+            if self._inject(Fault.POOL_FAILED, RARE):
                 raise Unavailable("the queue did not answer a receive")
-            if self._strikes(Fault.RECEIVE_SHORT, OFTEN):
-                limit = self._chance.randint(0, limit)
+            if self._inject(Fault.RECEIVE_SHORT, OFTEN):
+                limit = self._rng.randint(0, limit)
                 self._faults.cover_all(Fault.RECEIVE_SHORT, self._waiting_in(resource_class))
                 if not limit:
                     return []
             # Now and then a message is shown again although somebody has it.
-            again = self._chance.random() < 0.1 and self._strikes(Fault.MESSAGE_TWICE, 1.0)
-            early_s = self._chance.random() * EARLY_S
+            again = self._rng.random() < 0.1 and self._inject(Fault.MESSAGE_TWICE, 1.0)
+            early_s = self._rng.random() * EARLY_S
             taken: Sequence[Delivery] = await inner(
                 resource_class, limit=limit, visibility_s=early_s if again else visibility_s, wait_s=wait_s
             )
@@ -344,11 +344,11 @@ class FaultyPool(Wire):
             self._tell("receive", ids)
             for instance_id in ids if again else ():
                 self._faults.cover(Fault.MESSAGE_TWICE, instance_id)
-                self._party.shown_early.add(instance_id)
-            if len(taken) > 1 and self._strikes(Fault.MESSAGE_REORDERED, OFTEN, ids):
+                self._process.shown_early.add(instance_id)
+            if len(taken) > 1 and self._inject(Fault.MESSAGE_REORDERED, OFTEN, ids):
                 taken = taken[: len(taken) // 2]
-            await self._world.called(self._party, "receive")
-            if self._chance.random() < 0.5:
+            await self._world.called(self._process, "receive")
+            if self._rng.random() < 0.5:
                 await self._travel(ids)
             return taken
 
@@ -366,21 +366,21 @@ class FaultyPool(Wire):
             ids = [message.id for message in held]
             await self._travel(ids)
             self._tell(operation, ids)
-            if self._strikes(Fault.POOL_FAILED, RARE, ids):
+            if self._inject(Fault.POOL_FAILED, RARE, ids):
                 raise Unavailable(f"the queue did not answer {operation}")
-            if operation == "delete" and self._strikes(Fault.DELETE_LOST, OFTEN, ids):
+            if operation == "delete" and self._inject(Fault.DELETE_LOST, OFTEN, ids):
                 return
             await inner(resource_class, receipts)
             if operation == "delete":
                 # As SQS does: the latest receipt serves although its time is over, until the message is shown again.
                 queue.messages[:] = [item for item in queue.messages if item.receipt not in receipts]
-                self._world.safety.hints_deleted(resource_class, held)
-                await self._world.called(self._party, operation)
+                self._world.safety.messages_deleted(resource_class, held)
+                await self._world.called(self._process, operation)
 
         return settle
 
 
-class FaultyCompute(Wire):
+class FaultyCompute(FaultyPort):
     def _wire(self, operation: str, inner: Call) -> Call:
         if operation == "launch":
             return self._launch(inner)
@@ -399,17 +399,17 @@ class FaultyCompute(Wire):
         async def launch(request: LaunchRequest) -> LaunchResult:
             await self._travel()
             self._tell("launch")
-            if self._strikes(Fault.NO_CAPACITY, SOME):
+            if self._inject(Fault.NO_CAPACITY, SOME):
                 raise CapacityError("m6i.large in eu-west-1a: no capacity")
-            short = request.count > 1 and self._strikes(Fault.FLEET_PARTIAL, 2 * OFTEN)
-            asked = replace(request, count=self._chance.randint(1, request.count - 1)) if short else request
+            short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)
+            asked = replace(request, count=self._rng.randint(1, request.count - 1)) if short else request
             result: LaunchResult = await inner(asked)
             ids = [item.instance_id for item in result.instances]
             if short:
                 self._faults.cover(Fault.FLEET_PARTIAL, ids[0])
                 result = replace(result, errors=(*result.errors, "eu-west-1a: no capacity for more"))
-            await self._world.called(self._party, "launch")
-            if self._strikes(Fault.LAUNCH_UNSURE, OFTEN, ids):
+            await self._world.called(self._process, "launch")
+            if self._inject(Fault.LAUNCH_UNSURE, OFTEN, ids):
                 raise Unavailable("EC2's answer to CreateFleet was lost")
             await self._travel(ids)
             return result
@@ -420,12 +420,12 @@ class FaultyCompute(Wire):
         async def look(*given: Any) -> Any:
             await self._travel()
             self._tell(operation)
-            if self._strikes(Fault.COMPUTE_FAILED, SOME):
-                hosts = self._world.hosts.items()
-                self._faults.cover_all(Fault.COMPUTE_FAILED, [key for key, host in hosts if host.alive])
+            if self._inject(Fault.COMPUTE_FAILED, SOME):
+                machines = self._world.machines.items()
+                self._faults.cover_all(Fault.COMPUTE_FAILED, [key for key, machine in machines if machine.alive])
                 raise Unavailable(f"EC2 did not answer {operation}")
-            lags = self._strikes(Fault.DESCRIBE_LAGS, 2 * OFTEN)
-            lag_s = self._chance.random() * MAX_DESCRIBE_LAG_S if lags else 0.0
+            lags = self._inject(Fault.DESCRIBE_LAGS, 2 * OFTEN)
+            lag_s = self._rng.random() * MAX_DESCRIBE_LAG_S if lags else 0.0
             if not lags:
                 return await inner(*given)
             with self._world.cloud_as_it_was(lag_s):
@@ -451,11 +451,11 @@ class FaultyCompute(Wire):
             await self._travel(ids)
             self._tell("terminate", ids)
             self._world.safety.termination_asked(ids)
-            fails = self._strikes(Fault.COMPUTE_FAILED, SOME, ids)
-            if fails and self._chance.random() < 0.5:
+            fails = self._inject(Fault.COMPUTE_FAILED, SOME, ids)
+            if fails and self._rng.random() < 0.5:
                 raise Unavailable("EC2 did not answer TerminateInstances")
             answer: Mapping[str, str] = await inner(ids)
-            await self._world.called(self._party, "terminate")
+            await self._world.called(self._process, "terminate")
             if fails:
                 raise Unavailable("EC2's answer to TerminateInstances was lost")
             return answer
@@ -466,7 +466,7 @@ class FaultyCompute(Wire):
 _REFUSALS = (Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_429, Fault.GITHUB_5XX)
 
 
-class FaultyGitHub(Wire):
+class FaultyGitHub(FaultyPort):
     def _wire(self, operation: str, inner: Call) -> Call:
         if operation == "list_runners":
             return self._list(inner)
@@ -477,12 +477,12 @@ class FaultyGitHub(Wire):
             await self._travel()
             self._tell(operation)
             self._refuse()
-            if self._strikes(Fault.GITHUB_404, RARE):
+            if self._inject(Fault.GITHUB_404, RARE):
                 raise UserError("GitHub does not know the scope: 404", field="github-scope")
-            if self._strikes(Fault.GITHUB_422, RARE):
+            if self._inject(Fault.GITHUB_422, RARE):
                 raise Unavailable("GitHub answered 422")
             answer = await inner(*given, **named)
-            if self._strikes(Fault.GITHUB_UNSURE, RARE):
+            if self._inject(Fault.GITHUB_UNSURE, RARE):
                 raise Unavailable("GitHub's answer was lost")
             return answer
 
@@ -490,7 +490,7 @@ class FaultyGitHub(Wire):
 
     def _refuse(self, subjects: Iterable[str] = ()) -> None:
         for fault in _REFUSALS:
-            if self._strikes(fault, RARE, subjects):
+            if self._inject(fault, RARE, subjects):
                 number = fault.value.removeprefix("github-")
                 if fault is Fault.GITHUB_429:
                     raise Throttled("GitHub limits the rate: 429", retry_after_s=30.0)
@@ -504,19 +504,19 @@ class FaultyGitHub(Wire):
             self._tell("list_runners")
             listed = self._registered
             self._refuse(listed)
-            if self._strikes(Fault.GITHUB_404, RARE, listed):
+            if self._inject(Fault.GITHUB_404, RARE, listed):
                 raise UserError("GitHub does not know the scope: 404", field="github-scope")
-            if self._strikes(Fault.GITHUB_422, RARE, listed):
+            if self._inject(Fault.GITHUB_422, RARE, listed):
                 raise Unavailable("GitHub answered 422")
             found: Sequence[GitHubRunner] = await inner(scope)
-            if self._strikes(Fault.GITHUB_UNSURE, RARE, listed):
+            if self._inject(Fault.GITHUB_UNSURE, RARE, listed):
                 raise Unavailable("GitHub's answer was lost")
-            if self._strikes(Fault.LIST_OLD, 2 * OFTEN):
+            if self._inject(Fault.LIST_OLD, 2 * OFTEN):
                 found = self._old(found)
-            if found and self._strikes(Fault.BUSY_WRONG, OFTEN):
+            if found and self._inject(Fault.BUSY_WRONG, OFTEN):
                 for runner in found:
                     self._cover(Fault.BUSY_WRONG, runner)
-                found = [replace(runner, busy=self._chance.random() < 0.5) for runner in found]
+                found = [replace(runner, busy=self._rng.random() < 0.5) for runner in found]
             await self._travel()
             return found
 
@@ -525,11 +525,11 @@ class FaultyGitHub(Wire):
     @property
     def _registered(self) -> list[str]:
         """The instances whose runners are on the list."""
-        found = (runner_of(runner.name) for runner in self._world.github.runners.values())
+        found = (parse_runner(runner.name) for runner in self._world.github.runners.values())
         return [parsed[1] for parsed in found if parsed is not None]
 
     def _old(self, now: Sequence[GitHubRunner]) -> Sequence[GitHubRunner]:
-        at = self._world.loop.time() - self._chance.random() * MAX_LIST_LAG_S
+        at = self._world.loop.time() - self._rng.random() * MAX_LIST_LAG_S
         seen = next((views for written_at, views in reversed(self._world.github.snapshots) if written_at <= at), ())
         current = {runner.runner_id: runner for runner in now}
         before = {runner.runner_id: runner for runner in seen}
@@ -541,25 +541,25 @@ class FaultyGitHub(Wire):
     def _delete(self, inner: Call) -> Call:
         async def delete(scope: str, runner_id: int) -> Deletion:
             runner = self._world.github.runners.get(runner_id)
-            parsed = runner_of(runner.name) if runner else None
+            parsed = parse_runner(runner.name) if runner else None
             ids = [parsed[1]] if parsed else []
             await self._travel(ids)
             self._tell("delete_runner", ids)
             self._refuse(ids)
-            if self._strikes(Fault.GITHUB_404, SOME, ids):
+            if self._inject(Fault.GITHUB_404, SOME, ids):
                 return Deletion.GONE
-            if self._strikes(Fault.GITHUB_422, SOME, ids):
+            if self._inject(Fault.GITHUB_422, SOME, ids):
                 return Deletion.BUSY
             self._world.safety.removal_asked(runner_id)
             deletion: Deletion = await inner(scope, runner_id)
-            await self._world.called(self._party, "delete_runner")
-            if self._strikes(Fault.GITHUB_UNSURE, SOME, ids):
+            await self._world.called(self._process, "delete_runner")
+            if self._inject(Fault.GITHUB_UNSURE, SOME, ids):
                 raise Unavailable("GitHub's answer was lost")
             return deletion
 
         return delete
 
     def _cover(self, fault: Fault, runner: GitHubRunner) -> None:
-        parsed = runner_of(runner.name)
+        parsed = parse_runner(runner.name)
         if parsed is not None:
             self._faults.cover(fault, parsed[1])

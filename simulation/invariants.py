@@ -23,11 +23,11 @@ from simulation.faults import MAX_SKEW_S
 from simulation.loop import current_process
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryJob
-from simulation.names import runner_of
-from simulation.reuse import ReuseJudge
+from simulation.names import parse_runner
+from simulation.reuse import ReuseInvariant
 
 if TYPE_CHECKING:
-    from simulation.fake_machine import Host
+    from simulation.fake_machine import FakeMachine
     from simulation.world import SimulatedProcess, World
 
 INVARIANTS: Mapping[str, str] = {
@@ -75,7 +75,7 @@ class Violation:
         return f"{self.invariant} at {self.at:.3f} s: {self.what}"
 
 
-class Safety:
+class SafetyInvariants:
     def __init__(self, world: World) -> None:
         self._world = world
         self._known: dict[str, Instance] = {}
@@ -91,7 +91,7 @@ class Safety:
         self._given: dict[tuple[str, int], str] = {}
         #: Provisions that were ever written, and when: who stands still for long enough acts for one that is forgotten.
         self._intended: dict[str, float] = {}
-        self._reuse = ReuseJudge()
+        self._reuse = ReuseInvariant()
         self.checks = 0
 
     def violated(self, invariant: str, what: str, instance_id: str = "") -> None:
@@ -138,16 +138,16 @@ class Safety:
             yield "S1", f"born at epoch {after.epoch}"
         if after.state is State.CREATED and after.provision_id not in self._intended:
             yield "S8", "a record without a provision"
-        party = self._party()
+        process = self._writer()
         if after.state is State.CREATED:
-            yield from self._reuse.born(after, party)
+            yield from self._reuse.born(after, process)
         age = self._world.clock.now() - machine.launched_at
         grace = timedelta(seconds=self._world.lifetimes.unrecorded_grace_s)
-        if after.state is State.TERMINATING and party.kind == "refresh" and age < grace - SKEW - SLACK:
+        if after.state is State.TERMINATING and process.kind == "refresh" and age < grace - SKEW - SLACK:
             yield "S6", f"buried {age.total_seconds():.0f} s after its launch, which may still be under way"
 
     def _step(self, before: Instance, after: Instance) -> Iterable[tuple[str, str]]:
-        party = self._party()
+        process = self._writer()
         if before.state in ABSORBING and (after.state not in ABSORBING or before.state is State.TERMINATED):
             yield "S5", f"{before.state} became {after.state}"
             return
@@ -156,8 +156,8 @@ class Safety:
             yield "S1", f"epoch {before.epoch} became {after.epoch} at {before.state} to {after.state}"
         if not claimed and (after.owner, after.provision_id) != (before.owner, before.provision_id):
             yield "S1", f"owner {before.owner} became {after.owner} at {before.state} to {after.state}"
-        if party.kind == "provision" and not claimed and before.provision_id not in party.provisions:
-            yield "S1", f"{party} wrote to an instance of {before.provision_id}"
+        if process.kind == "provision" and not claimed and before.provision_id not in process.provisions:
+            yield "S1", f"{process} wrote to an instance of {before.provision_id}"
         if (after.tier, after.repository) != (before.tier, before.repository) and not claimed:
             yield "S11", f"tier {before.tier} became {after.tier}, or its repository changed, at {after.state}"
         judges = {
@@ -170,109 +170,109 @@ class Safety:
             State.CREATED: self._reborn,
         }
         judge = self._stays if after.state is before.state else judges[after.state]
-        yield from judge(before, after, party)
+        yield from judge(before, after, process)
 
-    def _reborn(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
-        yield "S5", f"{before.state} became {after.state} by {party}"
+    def _reborn(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        yield "S5", f"{before.state} became {after.state} by {process}"
 
-    def _confirm(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+    def _confirm(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if before.state is not State.TERMINATING:
-            yield "S9", f"{before.state} became terminated by {party}"
+            yield "S9", f"{before.state} became terminated by {process}"
         if self._world.cloud.state(after.instance_id) not in {None, MachineState.TERMINATED}:
             yield "S9", "terminated, and the machine is not"
 
-    def _stays(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+    def _stays(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if after.announced_at not in {None, before.announced_at} and (
-            (after.instance_id, after.epoch) not in party.sent
+            (after.instance_id, after.epoch) not in process.sent
         ):
-            yield "L4", f"{party} says that the pool was told, and has not told it"
+            yield "L4", f"{process} says that the pool was told, and has not told it"
         if before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold != before.threshold:
             yield "S6", f"the time of a {before.state} instance was changed"
-        yield from self._taken_out(before, after, party)
+        yield from self._taken_out(before, after, process)
         if before.state is State.IDLE and after.threshold != before.threshold:
-            yield from self._renewed(before, after, party)
+            yield from self._renewed(before, after, process)
         if before.state is State.RELEASING and before.run_deadline and after.threshold > before.threshold:
             latest = max(before.run_deadline, before.threshold, after.quarantined_until or before.threshold)
             if after.threshold > latest:
                 yield "S6", "a release was extended beyond its run's deadline"
         if before.state is State.RELEASING and after.threshold < before.threshold:
-            host = self._world.hosts[after.instance_id]
-            if host.job is not None:
-                yield "S6", f"{party} cut the time of a release while a job runs"
+            machine = self._world.machines[after.instance_id]
+            if machine.job is not None:
+                yield "S6", f"{process} cut the time of a release while a job runs"
 
-    def _taken_out(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+    def _taken_out(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         """Drained, in quarantine, or announced to be taken: never taken back, and for no other reason."""
         if (before.retire, before.quarantined_until) == (after.retire, after.quarantined_until):
             return
         report = self._world.database.reports.get(after.instance_id)
         noticed = report is not None and bool(report.notice) and before.quarantined_until == after.quarantined_until
-        ordered = party.lever is OperatorAction.QUARANTINE or (
-            party.lever is OperatorAction.DRAIN
+        ordered = process.action is OperatorAction.QUARANTINE or (
+            process.action is OperatorAction.DRAIN
             and before.quarantined_until == after.quarantined_until
             and not before.retire
         )
         if not after.retire or not (ordered or noticed):
-            yield "S6", f"{party} made {before.retire!r} to {after.retire!r} until {after.quarantined_until}"
+            yield "S6", f"{process} made {before.retire!r} to {after.retire!r} until {after.quarantined_until}"
 
-    def _renewed(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
-        if party.lever is OperatorAction.QUARANTINE:
+    def _renewed(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if process.action is OperatorAction.QUARANTINE:
             return
         latest = before.created_at + timedelta(seconds=self._world.most("max_age_s")) + 2 * SKEW + SLACK
-        if party.kind != "scale-down" or before.retire or not before.threshold < after.threshold <= latest:
-            yield "S6", f"{party} moved the time of an idle instance from {before.threshold} to {after.threshold}"
+        if process.kind != "scale-down" or before.retire or not before.threshold < after.threshold <= latest:
+            yield "S6", f"{process} moved the time of an idle instance from {before.threshold} to {after.threshold}"
 
-    def _claim(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+    def _claim(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if before.state is not State.IDLE:
             yield "S1", f"claimed while {before.state}"
         if after.provision_id not in self._intended:
             yield "S8", "a claim without a provision"
-        if after.provision_id not in party.provisions:
-            yield "S1", f"claimed by {party} for {after.provision_id}"
-        yield from self._reuse.claimed(after, party)
-        if party.order is not None and party.order.run_id != after.run_id:
-            yield "S1", f"claimed for run {after.run_id} by {party}"
+        if after.provision_id not in process.provisions:
+            yield "S1", f"claimed by {process} for {after.provision_id}"
+        yield from self._reuse.claimed(after, process)
+        if process.order is not None and process.order.run_id != after.run_id:
+            yield "S1", f"claimed for run {after.run_id} by {process}"
         if before.retire:
             yield "S6", f"claimed although {before.retire}"
         left = before.threshold - self._world.clock.now()
-        if left < self._margin - SKEW - SLACK - timedelta(seconds=party.pause_s):
+        if left < self._margin - SKEW - SLACK - timedelta(seconds=process.pause_s):
             yield "S13", f"claimed {left.total_seconds():.0f} s before its end"
         if after.assignment is None or self._epoch_of(after.assignment.runner_name) != after.epoch:
             yield "S4", "its runner's name is not of this epoch"
 
-    def _may_have_read(self, record: Instance, signal: Signal, party: SimulatedProcess) -> bool:
+    def _may_have_read(self, record: Instance, signal: Signal, process: SimulatedProcess) -> bool:
         """Whether it was said of this epoch, and not taken back before the process even began. Reports are read a
         while before they are acted on, and no write can hang on both items.
         """
         key = (record.instance_id, record.epoch, signal)
         replaced_at = self._said.get(key)
-        return key in self._said and (replaced_at is None or party.started_at <= replaced_at)
+        return key in self._said and (replaced_at is None or process.started_at <= replaced_at)
 
-    def _commit(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+    def _commit(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if before.state not in {State.CREATED, State.CLAIMED}:
             yield "S5", f"{before.state} became running"
         report = self._world.database.reports.get(after.instance_id)
-        if not self._may_have_read(after, Signal.UD_REG_OK, party):
+        if not self._may_have_read(after, Signal.UD_REG_OK, process):
             yield "S4", f"running by {report and report.signal} of epoch {report and report.epoch}"
-        host = self._world.hosts[after.instance_id]
-        if host.alive and self._epoch_of(host.state().configured_as) != after.epoch:
-            yield "S4", f"running, and its runner is {host.state()}"
+        machine = self._world.machines[after.instance_id]
+        if machine.alive and self._epoch_of(machine.state().configured_as) != after.epoch:
+            yield "S4", f"running, and its runner is {machine.state()}"
 
-    def _release(self, before: Instance, _: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+    def _release(self, before: Instance, _: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if before.state not in {State.CLAIMED, State.RUNNING}:
             yield "S5", f"{before.state} became releasing"
         provision = self._provision(before.provision_id)
-        if party.kind in {"release", "refresh"} and (
+        if process.kind in {"release", "refresh"} and (
             provision is None or provision.status is not ProvisionStatus.RELEASED
         ):
-            yield "S1", f"{party} took it from provision {before.provision_id}, which is not released"
-        if party.kind == "release" and provision is not None and not party.may_release(provision):
-            yield "S1", f"{party} took it from attempt {provision.attempt} of run {provision.run_id}"
+            yield "S1", f"{process} took it from provision {before.provision_id}, which is not released"
+        if process.kind == "release" and provision is not None and not process.may_release(provision):
+            yield "S1", f"{process} took it from attempt {provision.attempt} of run {provision.run_id}"
 
-    def _pool(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
+    def _pool(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if before.state is not State.RELEASING:
             yield "S3", f"{before.state} became idle"
         report = self._world.database.reports.get(after.instance_id)
-        if not self._may_have_read(after, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, party):
+        if not self._may_have_read(after, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, process):
             yield "S4", f"idle by {report and report.signal} of epoch {report and report.epoch}"
         if after.retire and not self._is_held(after, slack=SKEW + SLACK):
             yield "S6", f"idle although {after.retire}"
@@ -280,15 +280,15 @@ class Safety:
         yield from self._idle(after)
 
     def _idle(self, record: Instance) -> Iterable[tuple[str, str]]:
-        host = self._world.hosts[record.instance_id]
+        machine = self._world.machines[record.instance_id]
         online = [runner.name for runner in self._world.registrations(record.instance_id) if runner.take is not None]
         if online:
             yield "S3", f"idle, and {online[0]} is online"
-        if host.alive and (host.dirty or host.state().listening or host.state().configured_as or host.job):
-            yield "S3", f"idle, and the machine is not clean: {host.state()}, dirty: {host.dirty}"
+        if machine.alive and (machine.dirty or machine.state().listening or machine.state().configured_as or machine.job):
+            yield "S3", f"idle, and the machine is not clean: {machine.state()}, dirty: {machine.dirty}"
 
-    def _end(self, before: Instance, after: Instance, party: SimulatedProcess) -> Iterable[tuple[str, str]]:
-        if self._world.cloud.state(before.instance_id) in OVER or party.lever is OperatorAction.TERMINATE:
+    def _end(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
+        if self._world.cloud.state(before.instance_id) in OVER or process.action is OperatorAction.TERMINATE:
             return
         late = self._world.clock.now() >= before.threshold + self._margin - SKEW - SLACK
         if late:
@@ -297,21 +297,21 @@ class Safety:
         signal = report.signal if report is not None and report.epoch == before.epoch else None
         provision = self._provision(before.provision_id)
         released = provision is None or provision.status is ProvisionStatus.RELEASED
-        own = party.kind == "provision" and before.provision_id in party.provisions
+        own = process.kind == "provision" and before.provision_id in process.provisions
         fine = {
             State.CREATED: own or released,
             State.CLAIMED: own or signal in {Signal.UD_FAILED, Signal.UD_REG_FAILED},
             State.RUNNING: signal is Signal.UD_REG_FAILED,
             State.RELEASING: signal in {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
             or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire)),
-            State.IDLE: self._may_retire(before, report) or Reuse.NEVER in self._reuse.may_have_read(party),
+            State.IDLE: self._may_retire(before, report) or Reuse.NEVER in self._reuse.may_have_read(process),
         }[before.state]
         if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-SKEW - SLACK):
             fine = False
         if not fine:
             left = (before.threshold - self._world.clock.now()).total_seconds()
             rule = "S6" if before.state in {State.RUNNING, State.RELEASING} else "S13"
-            yield rule, f"{before.state} was ended by {party} {left:.0f} s before its time, on {signal}"
+            yield rule, f"{before.state} was ended by {process} {left:.0f} s before its time, on {signal}"
 
     def _is_held(self, record: Instance, *, slack: timedelta) -> bool:
         """In quarantine: for sure, or perhaps, as the clocks have it."""
@@ -364,43 +364,43 @@ class Safety:
     def signal_sent(self, instance_id: str, epoch: int, signal: Signal) -> None:
         """It tells the truth, and nothing that nobody asked for."""
         self.checks += 1
-        host = self._world.hosts.get(instance_id)
-        if host is None or not host.alive:
+        machine = self._world.machines.get(instance_id)
+        if machine is None or not machine.alive:
             return
-        state = host.state()
+        state = machine.state()
         if signal is Signal.UD_REG_OK and self._epoch_of(state.configured_as) != epoch:
             self.violated("S4", f"{instance_id} says {signal} of epoch {epoch}, and it is {state}", instance_id)
         if signal.rank >= Signal.UD_REMOVE_REG_OK.rank and (instance_id, epoch) not in self._released:
             self.violated("S4", f"{instance_id} says {signal} before it was released", instance_id)
         if signal is Signal.UD_REMOVE_REG_OK and (state.configured_as or state.listening):
             self.violated("S4", f"{instance_id} says {signal}, and it is {state}", instance_id)
-        if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and (state.configured_as or state.listening or host.dirty):
-            self.violated("S3", f"{instance_id} says {signal}, and it is {state}, dirty: {host.dirty}", instance_id)
+        if signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and (state.configured_as or state.listening or machine.dirty):
+            self.violated("S3", f"{instance_id} says {signal}, and it is {state}, dirty: {machine.dirty}", instance_id)
 
     # Provisions
 
     def provision_written(self, before: Provision | None, after: Provision) -> None:
         self.checks += 1
-        party = self._party()
+        process = self._writer()
         if before is None:
-            party.provisions.add(after.provision_id)
+            process.provisions.add(after.provision_id)
             self._intended[after.provision_id] = self._world.loop.time()
             return
         if before.status is ProvisionStatus.RELEASED and after.status is not ProvisionStatus.RELEASED:
             self.violated("S1", f"provision {after.provision_id} was released and became {after.status}")
         if after.status is before.status:
             return
-        own = after.provision_id in party.provisions
+        own = after.provision_id in process.provisions
         if after.status is ProvisionStatus.COMMITTED:
             missing = [key for key in after.instance_ids if (key, after.provision_id) not in self._ran_for]
             if not own or missing or len(set(after.instance_ids)) != after.count:
-                self.violated("S1", f"provision {after.provision_id} is committed with {after.instance_ids} by {party}")
-        elif party.kind == "release" and not party.may_release(after):
-            self.violated("S1", f"{party} released attempt {after.attempt} of run {after.run_id}")
-        elif party.kind == "provision" and not own:
-            self.violated("S1", f"{party} released provision {after.provision_id}")
-        elif party.kind == "refresh" and self._world.clock.now() < before.deadline + self._margin - SKEW - SLACK:
-            self.violated("S13", f"{party} released provision {after.provision_id} before its deadline")
+                self.violated("S1", f"provision {after.provision_id} is committed with {after.instance_ids} by {process}")
+        elif process.kind == "release" and not process.may_release(after):
+            self.violated("S1", f"{process} released attempt {after.attempt} of run {after.run_id}")
+        elif process.kind == "provision" and not own:
+            self.violated("S1", f"{process} released provision {after.provision_id}")
+        elif process.kind == "refresh" and self._world.clock.now() < before.deadline + self._margin - SKEW - SLACK:
+            self.violated("S13", f"{process} released provision {after.provision_id} before its deadline")
 
     # Machines
 
@@ -430,70 +430,70 @@ class Safety:
             return True
         boot = timedelta(minutes=BOOT_MIN)
         age = self._world.clock.now() - machine.launched_at
-        return self._party().kind == "scale-down" and age >= boot - SKEW - SLACK
+        return self._writer().kind == "scale-down" and age >= boot - SKEW - SLACK
 
-    def ends_itself(self, host: Host, reason: str) -> None:
+    def ends_itself(self, machine: FakeMachine, reason: str) -> None:
         """An agent ends its machine when its record says so, or when its time is up."""
         self.checks += 1
-        record = self._world.database.instances.get(host.instance_id)
+        record = self._world.database.instances.get(machine.instance_id)
         now, margin = self._world.clock.now(), self._margin
         if record is None or record.state in ABSORBING or now >= record.threshold + margin - SKEW - SLACK:
             return
         recent = self._world.loop.time() - NEWS_S
-        if self.written_at(host.instance_id) > recent or self._world.disturbed_at(host) > recent:
-            threshold = host.memory.threshold
+        if self.written_at(machine.instance_id) > recent or self._world.disturbed_at(machine) > recent:
+            threshold = machine.memory.threshold
             if threshold is not None and now >= threshold + margin - SKEW - SLACK:
                 return
-        self.violated("S6", f"{host.instance_id} ended itself while {record.state}: {reason}", host.instance_id)
+        self.violated("S6", f"{machine.instance_id} ended itself while {record.state}: {reason}", machine.instance_id)
 
-    def dead_man(self, host: Host) -> None:
+    def dead_man(self, machine: FakeMachine) -> None:
         """The timer of a healthy agent never fires in time."""
         self.checks += 1
-        record = self._world.database.instances.get(host.instance_id)
-        if record is None or record.state in ABSORBING or host.agent is None:
+        record = self._world.database.instances.get(machine.instance_id)
+        if record is None or record.state in ABSORBING or machine.agent is None:
             return
-        written_at = self.written_at(host.instance_id)
-        healthy = self._world.disturbed_at(host) < written_at < self._world.loop.time() - NEWS_S
+        written_at = self.written_at(machine.instance_id)
+        healthy = self._world.disturbed_at(machine) < written_at < self._world.loop.time() - NEWS_S
         if healthy and self._world.clock.now() < record.threshold + self._margin - SKEW - SLACK:
-            self.violated("S6", f"the dead-man timer ended {host.instance_id} while {record.state}", host.instance_id)
+            self.violated("S6", f"the dead-man timer ended {machine.instance_id} while {record.state}", machine.instance_id)
 
     # Runners and jobs
 
-    def listener_starts(self, host: Host) -> None:
+    def listener_starts(self, machine: FakeMachine) -> None:
         self.checks += 1
-        epoch = self._epoch_of(host.state().configured_as)
-        record = self._world.database.instances.get(host.instance_id)
-        if (host.instance_id, epoch) not in self._ran:
+        epoch = self._epoch_of(machine.state().configured_as)
+        record = self._world.database.instances.get(machine.instance_id)
+        if (machine.instance_id, epoch) not in self._ran:
             state = record.state if record else "without a record"
-            self.violated("S2", f"the listener of {host.instance_id} starts while it is {state}", host.instance_id)
-        elif host.state().spent:
-            self.violated("S14", f"the listener of {host.instance_id} starts again after its one job", host.instance_id)
+            self.violated("S2", f"the listener of {machine.instance_id} starts while it is {state}", machine.instance_id)
+        elif machine.state().spent:
+            self.violated("S14", f"the listener of {machine.instance_id} starts again after its one job", machine.instance_id)
         elif record is not None and record.state is State.IDLE:
-            self.violated("S3", f"the listener of {host.instance_id} starts while it is idle", host.instance_id)
+            self.violated("S3", f"the listener of {machine.instance_id} starts while it is idle", machine.instance_id)
 
-    def job_starts(self, job: MemoryJob, host: Host) -> None:
+    def job_starts(self, job: MemoryJob, machine: FakeMachine) -> None:
         self.checks += 1
         self._world.stats["jobs"] += 1
-        record = self._world.database.instances.get(host.instance_id)
+        record = self._world.database.instances.get(machine.instance_id)
         if record is None:
-            self.violated("S2", f"a job runs on {host.instance_id}, which has no record", host.instance_id)
+            self.violated("S2", f"a job runs on {machine.instance_id}, which has no record", machine.instance_id)
             return
         ours = {record.run_id, record.last_run_id}
         if job.run_id not in ours or record.state in {State.CREATED, State.CLAIMED, State.IDLE}:
-            what = f"a job of run {job.run_id} runs on {host.instance_id}, {record.state} for {record.run_id!r}"
-            self.violated("S2", what, host.instance_id)
+            what = f"a job of run {job.run_id} runs on {machine.instance_id}, {record.state} for {record.run_id!r}"
+            self.violated("S2", what, machine.instance_id)
         tier = self._world.tier_of(job.run_id)
         if tier is not None and tier is not record.tier:
-            self.violated("S11", f"a {tier} job runs on {host.instance_id}, {record.tier}", host.instance_id)
+            self.violated("S11", f"a {tier} job runs on {machine.instance_id}, {record.tier}", machine.instance_id)
 
-    def job_cut_short(self, host: Host, what: str) -> None:
+    def job_cut_short(self, machine: FakeMachine, what: str) -> None:
         self.checks += 1
-        if host.job is not None:
-            self.violated("S6", f"{what} on {host.instance_id} while a job runs", host.instance_id)
+        if machine.job is not None:
+            self.violated("S6", f"{what} on {machine.instance_id} while a job runs", machine.instance_id)
 
     def registered(self, name: str) -> None:
         self.checks += 1
-        parsed = runner_of(name)
+        parsed = parse_runner(name)
         record = self._world.database.instances.get(parsed[1]) if parsed else None
         if parsed and record is not None and record.state is State.IDLE:
             self.violated("S3", f"{name} is registered while its instance is idle", parsed[1])
@@ -504,7 +504,7 @@ class Safety:
         runner = self._world.github.runners.get(runner_id)
         if runner is None:
             return
-        parsed = runner_of(runner.name)
+        parsed = parse_runner(runner.name)
         if parsed is None:
             self.violated("S7", f"{runner.name} is not this pool's runner")
             return
@@ -523,19 +523,19 @@ class Safety:
     def _is_given_back(self, record: Instance) -> bool:
         provision = self._provision(record.provision_id)
         released = provision is None or provision.status is ProvisionStatus.RELEASED
-        return released or record.provision_id in self._party().provisions
+        return released or record.provision_id in self._writer().provisions
 
     # Hints
 
-    def hints_deleted(self, resource_class: str, messages: Iterable[PoolMessage]) -> None:
+    def messages_deleted(self, resource_class: str, messages: Iterable[PoolMessage]) -> None:
         """A hint has served once its instance is claimed, or to be retired; another copy will do as well."""
-        party = self._party()
+        process = self._writer()
         for message in messages:
             self.checks += 1
             record = self._world.database.instances.get(message.id)
             if record is None or record.retire or (record.state, record.epoch) != (State.IDLE, message.epoch):
                 continue
-            if party.kind == "refresh" and message.id in party.shown_early:
+            if process.kind == "refresh" and message.id in process.shown_early:
                 # To a sweep that was shown it twice, the only hint looks like two.
                 continue
             copies = [item.message for item in self._world.queues.named(resource_class).messages]
@@ -548,45 +548,45 @@ class Safety:
         if is_secret(why) or any(is_secret(value) for value in facts.values() if isinstance(value, str)):
             self.violated("S12", f"a credential in the event_log: {action}")
 
-    def process_ended(self, party: SimulatedProcess) -> None:
+    def process_ended(self, process: SimulatedProcess) -> None:
         """How a command may end: with a result, a typed error, interrupted, or killed."""
         self.checks += 1
-        task = party.task
-        if party.dead or task is None or not task.done() or task.cancelled():
+        task = process.task
+        if process.dead or task is None or not task.done() or task.cancelled():
             return
         error = task.exception()
         if error is not None and (not isinstance(error, RemudaError) or isinstance(error, InvariantViolated)):
-            self.violated("L5" if party.kind == "provision" else "S10", f"{party} broke: {error!r}")
-        if party.kind != "provision":
+            self.violated("L5" if process.kind == "provision" else "S10", f"{process} broke: {error!r}")
+        if process.kind != "provision":
             return
         if error is not None:
-            self._holds_nothing(party)
+            self._holds_nothing(process)
             return
         result = task.result()
         held = [(item.instance.instance_id, item.instance.epoch) for item in result.instances]
-        if party.order is not None and len({key for key, _ in held}) != party.order.count:
-            self.violated("L5", f"{party} was given {held}, and asked for {party.order.count}")
+        if process.order is not None and len({key for key, _ in held}) != process.order.count:
+            self.violated("L5", f"{process} was given {held}, and asked for {process.order.count}")
         provision = self._provision(result.provision_id)
         if provision is not None and {key for key, _ in held} != set(provision.instance_ids):
-            self.violated("L5", f"{party} succeeded, and its provision is {provision.status} without its instances")
+            self.violated("L5", f"{process} succeeded, and its provision is {provision.status} without its instances")
         for key in held:
             if self._given.setdefault(key, result.provision_id) != result.provision_id:
                 self.violated("S1", f"{key} was given to {self._given[key]} and to {result.provision_id}", key[0])
             if key not in self._ran:
-                self.violated("L5", f"{party} was given {key}, which never was running", key[0])
+                self.violated("L5", f"{process} was given {key}, which never was running", key[0])
 
-    def _holds_nothing(self, party: SimulatedProcess) -> None:
+    def _holds_nothing(self, process: SimulatedProcess) -> None:
         """Where nothing else went wrong, a failed provision has given all back when it ends."""
-        if party.hits or party.paused_once:
+        if process.hits or process.paused_once:
             return
-        for provision_id in party.provisions:
+        for provision_id in process.provisions:
             provision = self._provision(provision_id)
             if provision is not None and provision.status is not ProvisionStatus.RELEASED:
-                self.violated("L5", f"{party} failed and left {provision_id} {provision.status}")
+                self.violated("L5", f"{process} failed and left {provision_id} {provision.status}")
         for record in self._world.database.instances.values():
             live = record.state in {State.CREATED, State.CLAIMED, State.RUNNING}
-            if live and record.provision_id in party.provisions and self._world.cloud.is_alive(record.instance_id):
-                self.violated("L5", f"{party} failed and still holds {record.instance_id}", record.instance_id)
+            if live and record.provision_id in process.provisions and self._world.cloud.is_alive(record.instance_id):
+                self.violated("L5", f"{process} failed and still holds {record.instance_id}", record.instance_id)
 
     # What is true
 
@@ -594,15 +594,15 @@ class Safety:
     def _margin(self) -> timedelta:
         return timedelta(seconds=self._world.lifetimes.margin_s)
 
-    def _party(self) -> SimulatedProcess:
+    def _writer(self) -> SimulatedProcess:
         process = self._world.acting or current_process()
-        return self._world.parties[process.name] if process is not None else self._world.nobody
+        return self._world.processes[process.name] if process is not None else self._world.nobody
 
     def _provision(self, provision_id: str) -> Provision | None:
         return self._world.database.provisions.by_id(provision_id)
 
     def _epoch_of(self, runner_name: str) -> int:
-        parsed = runner_of(runner_name)
+        parsed = parse_runner(runner_name)
         return parsed[0] if parsed else 0
 
 

@@ -11,7 +11,7 @@ from remuda.domain.provision import ProvisionStatus
 from remuda.ports.compute import POOL_TAG
 from simulation.invariants import ABSORBING, SKEW
 from simulation.loop import START
-from simulation.names import runner_of
+from simulation.names import parse_runner
 
 if TYPE_CHECKING:
     from remuda.domain.instance import Instance
@@ -24,7 +24,7 @@ WORK_S = 15.0
 HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
 
 
-class Liveness:
+class LivenessInvariants:
     def __init__(self, world: World) -> None:
         self._world = world
         #: Since when there are no faults.
@@ -38,7 +38,7 @@ class Liveness:
             *self._lives(),
             *self._unrecorded(),
             *self._lasting_ghosts(),
-            *self._hints(),
+            *self._messages(),
             *self._provisions(),
         ):
             self._world.safety.violated(invariant, what, instance_id)
@@ -48,10 +48,10 @@ class Liveness:
         world = self._world
         return (
             all(record.state is State.TERMINATED for record in world.database.instances.values())
-            and not any(host.alive for host in world.hosts.values())
+            and not any(machine.alive for machine in world.machines.values())
             and not world.registrations()
             and all(item.settled for item in world.database.provisions.values())
-            and all(party.dead or party.ended.done() for party in world.parties.values() if party.kind != "agent")
+            and all(process.dead or process.ended.done() for process in world.processes.values() if process.kind != "agent")
         )
 
     def left_over(self) -> str:
@@ -59,7 +59,7 @@ class Liveness:
         records = [
             f"{key} {item.state}" for key, item in world.database.instances.items() if item.state not in ABSORBING
         ]
-        stuck = [party.name for party in world.parties.values() if party.kind != "agent" and not party.ended.done()]
+        stuck = [process.name for process in world.processes.values() if process.kind != "agent" and not process.ended.done()]
         open_ones = [item.provision_id for item in world.database.provisions.values() if not item.settled]
         return (
             f"records {records}, commands {stuck}, provisions {open_ones}, {len(world.registrations())} registrations"
@@ -102,7 +102,7 @@ class Liveness:
         now = world.clock.now()
         for runner in world.registrations():
             self.checks += 1
-            parsed = runner_of(runner.name)
+            parsed = parse_runner(runner.name)
             record = world.database.instances.get(parsed[1]) if parsed else None
             # Whose machine stands there without a record is not its own ghost before the machine is buried.
             stands = parsed is not None and record is None and world.cloud.is_alive(parsed[1])
@@ -114,7 +114,7 @@ class Liveness:
             if now > since + timedelta(seconds=2 * SWEEP_S + WORK_S + grace_s):
                 yield "L3", f"{runner.name} is nobody's and still registered", parsed[1]
 
-    def _hints(self) -> Iterable[tuple[str, str, str]]:
+    def _messages(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
         now = world.clock.now()
         patience = timedelta(seconds=world.lifetimes.reannounce_s + SWEEP_S + WORK_S) + SKEW

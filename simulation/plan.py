@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
-from simulation.faults import Chosen, Fault, InjectedFault, Swarm, draw_few, draw_half
+from simulation.faults import FaultChoice, Fault, InjectedFault, Swarm, draw_few, draw_half
 from simulation.names import REPOSITORIES
 
 #: How long a run holds its instances, about: sets how many runs a world of a size has.
@@ -34,7 +34,7 @@ MAX_AGENT_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class WorkflowRun:
     """A workflow's run: provision, jobs, release. With `attempts` 2 it is run again while the first is cleaned up."""
 
     at: float
@@ -62,7 +62,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refresh:
+class PlannedRefresh:
     at: float
     twice: bool = False
     #: Which of the world's configurations it applies; None: it only sweeps.
@@ -86,12 +86,12 @@ class ExtraRelease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessCut:
+class PlannedInterruption:
     """A process, by its name, crashes before its n-th step, or stands still; with `call`, right after its n-th call
     of that name was carried out.
     """
 
-    party: str
+    process: str
     step: int
     call: str = ""
     pause_s: float = 0.0
@@ -99,23 +99,23 @@ class ProcessCut:
 
     def __str__(self) -> str:
         what = f"stands still for {self.pause_s:.0f} s" if self.pause_s else "crashes"
-        return f"{self.party} {what} at its {self.call or 'step'} {self.step}"
+        return f"{self.process} {what} at its {self.call or 'step'} {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interrupt:
+class PlannedCancel:
     """Ctrl-C."""
 
-    party: str
+    process: str
     after_s: float
     at: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.party} is interrupted after {self.after_s:.1f} s"
+        return f"{self.process} is interrupted after {self.after_s:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
+class MachineLoss:
     """A machine is cut off, or announced to be taken; `pick` says which of those that live then."""
 
     at: float
@@ -127,22 +127,22 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pull:
-    """An operator pulls a lever; `pick` says for which of the instances that have a record then."""
+class OperatorCommand:
+    """An operator pulls a action; `pick` says for which of the instances that have a record then."""
 
     at: float
     number: int
-    lever: OperatorAction
+    action: OperatorAction
     pick: float
     #: How long a quarantine lasts.
     for_s: float = 0.0
 
     def __str__(self) -> str:
-        return f"an operator's {self.lever}"
+        return f"an operator's {self.action}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleDown:
+class PlannedScaleDown:
     at: float
     number: int
     #: How many idle instances of each class it keeps.
@@ -152,11 +152,11 @@ class ScaleDown:
         return f"scale-down to {self.idle_count} idle ones"
 
 
-Operation = Run | Refresh | ExtraRelease | ProcessCut | Interrupt | Loss | Pull | ScaleDown
+Operation = WorkflowRun | PlannedRefresh | ExtraRelease | PlannedInterruption | PlannedCancel | MachineLoss | OperatorCommand | PlannedScaleDown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class WorldPlan:
     seed: int
     hours: float
     instances: int
@@ -165,24 +165,24 @@ class Plan:
     #: Whose machines runs may be given, with each of the world's configurations.
     reuses: tuple[Reuse, ...] = (Reuse.SAME_TRUST,) * CONFIGURATIONS
     #: Faults that a shrunk run leaves out.
-    spared: frozenset[InjectedFault] = frozenset()
+    suppressed: frozenset[InjectedFault] = frozenset()
 
-    def without(self, operations: frozenset[Operation]) -> Plan:
+    def without(self, operations: frozenset[Operation]) -> WorldPlan:
         return replace(self, operations=tuple(item for item in self.operations if item not in operations))
 
 
-def draw(seed: int, *, hours: float, instances: int, faults: Chosen = Swarm.HALF) -> Plan:
-    chance = random.Random(f"{seed} plan")
+def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = Swarm.HALF) -> WorldPlan:
+    rng = random.Random(f"{seed} plan")
     # Drawn in any case: what people do in a seed does not hang on how its faults were chosen.
-    half = draw_half(chance)
+    half = draw_half(rng)
     if isinstance(faults, Swarm):
         on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"))
     else:
         on = faults
-    draft = _Draft(chance, on, hours * 3_600.0, instances)
-    # Drawn apart: what else happens in a seed does not hang on it.
+    draft = _Draft(rng, on, hours * 3_600.0, instances)
+    # Drawn apart: what else record in a seed does not hang on it.
     trust = random.Random(f"{seed} reuse")
-    return Plan(
+    return WorldPlan(
         seed=seed,
         hours=hours,
         instances=instances,
@@ -192,21 +192,21 @@ def draw(seed: int, *, hours: float, instances: int, faults: Chosen = Swarm.HALF
     )
 
 
-def _reuses(chance: random.Random) -> tuple[Reuse, ...]:
+def _reuses(rng: random.Random) -> tuple[Reuse, ...]:
     """Most worlds have one policy, half of them the usual one; others change it with their configuration."""
-    first = Reuse.NEVER if chance.random() < 0.05 else chance.choice(POLICIES)
-    changes = chance.random() < 0.4
-    later = [chance.choice(tuple(Reuse)) for _ in range(CONFIGURATIONS - 1)]
+    first = Reuse.NEVER if rng.random() < 0.05 else rng.choice(POLICIES)
+    changes = rng.random() < 0.4
+    later = [rng.choice(tuple(Reuse)) for _ in range(CONFIGURATIONS - 1)]
     return (first, *(later if changes else [first] * len(later)))
 
 
-def _with_owners(operations: list[Operation], chance: random.Random) -> list[Operation]:
+def _with_owners(operations: list[Operation], rng: random.Random) -> list[Operation]:
     """Runs of several repositories; in some worlds some of them want machines for one job each."""
-    single = chance.random() < 0.35
+    single = rng.random() < 0.35
     made: list[Operation] = []
     for item in operations:
-        if isinstance(item, Run):
-            repository, drawn = chance.choice(REPOSITORIES), chance.random() < 0.25
+        if isinstance(item, WorkflowRun):
+            repository, drawn = rng.choice(REPOSITORIES), rng.random() < 0.25
             made.append(replace(item, repository=repository, ephemeral=single and drawn))
         else:
             made.append(item)
@@ -214,156 +214,156 @@ def _with_owners(operations: list[Operation], chance: random.Random) -> list[Ope
 
 
 class _Draft:
-    def __init__(self, chance: random.Random, on: frozenset[Fault], seconds: float, instances: int) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random, on: frozenset[Fault], seconds: float, instances: int) -> None:
+        self._rng = rng
         self._on = on
         self._seconds = seconds
         self._instances = instances
 
     def _sometimes(self, fault: Fault, probability: float) -> bool:
-        # The draw is made either way, so that a switch changes as little else as can be.
-        return self._chance.random() < probability and fault in self._on
+        # The draw_plan is made either way, so that a switch changes as little else as can be.
+        return self._rng.random() < probability and fault in self._on
 
     def operations(self) -> list[Operation]:
         made: list[Operation] = []
         runs = max(1, round(self._seconds / HOLDS_S * self._instances * 0.4))
         for number in range(1, runs + 1):
-            made += self._run(str(number), self._chance.random() ** 1.1 * self._seconds)
+            made += self._run(str(number), self._rng.random() ** 1.1 * self._seconds)
         made += self._losses()
         made += self._refreshes()
-        made += self._agent_cuts()
+        made += self._agent_interruptions()
         made += self._pulls()
         made += self._scale_downs()
         return made
 
     def _run(self, run_id: str, at: float) -> list[Operation]:
-        chance = self._chance
-        count = chance.choice((1, 1, 1, 2, 2, 3))
-        run = Run(
+        rng = self._rng
+        count = rng.choice((1, 1, 1, 2, 2, 3))
+        run = WorkflowRun(
             at=at,
             run_id=run_id,
             count=min(count, self._instances),
-            resource_class=CLASSES[chance.random() < 0.2],
-            usage_class=UsageClass.SPOT if chance.random() < 0.2 else UsageClass.ON_DEMAND,
-            tier=Tier.UNTRUSTED if chance.random() < 0.15 else Tier.TRUSTED,
-            jobs=tuple(self._job_s() for _ in range(chance.randint(1, count + 1))),
-            eager=chance.random() < 0.3,
-            credentialed=chance.random() < 0.3,
+            resource_class=CLASSES[rng.random() < 0.2],
+            usage_class=UsageClass.SPOT if rng.random() < 0.2 else UsageClass.ON_DEMAND,
+            tier=Tier.UNTRUSTED if rng.random() < 0.15 else Tier.TRUSTED,
+            jobs=tuple(self._job_s() for _ in range(rng.randint(1, count + 1))),
+            eager=rng.random() < 0.3,
+            credentialed=rng.random() < 0.3,
             attempts=2 if self._sometimes(Fault.RERUN, 0.35) else 1,
             released=not self._sometimes(Fault.RELEASE_NEVER, 0.15),
         )
         made: list[Operation] = [run]
         if self._sometimes(Fault.CANCEL, 0.2):
-            made.append(Interrupt(party=f"provision {run_id}.{chance.randint(1, run.attempts)}", after_s=self._soon()))
+            made.append(PlannedCancel(process=f"provision {run_id}.{rng.randint(1, run.attempts)}", after_s=self._soon()))
         if self._sometimes(Fault.RELEASE_EARLY, 0.25):
-            attempt = chance.randint(1, run.attempts)
+            attempt = rng.randint(1, run.attempts)
             made.append(ExtraRelease(at=at + 2 * self._soon(), run_id=run_id, attempt=attempt, early=True))
         if self._sometimes(Fault.RELEASE_TWICE, 0.3):
             made += [
                 ExtraRelease(at=at + after_s, run_id=run_id, attempt=1, early=False)
-                for after_s in (chance.uniform(60, 400), chance.uniform(60, 400))
+                for after_s in (rng.uniform(60, 400), rng.uniform(60, 400))
             ]
         for kind in ("provision", "release"):
-            made += self._cuts(f"{kind} {run_id}.{chance.randint(1, run.attempts)}", 110)
+            made += self._interruptions(f"{kind} {run_id}.{rng.randint(1, run.attempts)}", 110)
         return made
 
     def _job_s(self) -> float:
         """Most are short; some outlive every patience."""
-        if self._chance.random() < 0.07:
+        if self._rng.random() < 0.07:
             return 600.0
-        return self._chance.uniform(2, 30) if self._chance.random() < 0.6 else self._chance.uniform(20, 150)
+        return self._rng.uniform(2, 30) if self._rng.random() < 0.6 else self._rng.uniform(20, 150)
 
     def _soon(self) -> float:
-        return self._chance.choice(
-            (self._chance.uniform(0, 2), self._chance.uniform(0, 20), self._chance.uniform(0, 90))
+        return self._rng.choice(
+            (self._rng.uniform(0, 2), self._rng.uniform(0, 20), self._rng.uniform(0, 90))
         )
 
-    def _cuts(self, party: str, steps: int) -> list[Operation]:
+    def _interruptions(self, process: str, steps: int) -> list[Operation]:
         made: list[Operation] = []
         if self._sometimes(Fault.CRASH, 0.25):
-            made.append(ProcessCut(party=party, step=1 + int(self._chance.random() ** 1.5 * steps)))
+            made.append(PlannedInterruption(process=process, step=1 + int(self._rng.random() ** 1.5 * steps)))
         if self._sometimes(Fault.PAUSE, 0.2):
-            step = 1 + int(self._chance.random() ** 1.5 * steps)
-            made.append(ProcessCut(party=party, step=step, pause_s=self._pause_s()))
-        call = self._chance.choice(CALLS[party.split(maxsplit=1)[0]])
-        nth = 1 if call in ONCE else self._chance.randint(1, 4)
+            step = 1 + int(self._rng.random() ** 1.5 * steps)
+            made.append(PlannedInterruption(process=process, step=step, pause_s=self._pause_s()))
+        call = self._rng.choice(CALLS[process.split(maxsplit=1)[0]])
+        nth = 1 if call in ONCE else self._rng.randint(1, 4)
         if self._sometimes(Fault.CRASH, 0.2):
-            made.append(ProcessCut(party=party, call=call, step=nth))
+            made.append(PlannedInterruption(process=process, call=call, step=nth))
         if self._sometimes(Fault.PAUSE, 0.1):
-            made.append(ProcessCut(party=party, call=call, step=nth, pause_s=self._pause_s()))
+            made.append(PlannedInterruption(process=process, call=call, step=nth, pause_s=self._pause_s()))
         return made
 
     def _pause_s(self) -> float:
-        return self._chance.choice(
+        return self._rng.choice(
             (
-                self._chance.uniform(1, 30),
-                self._chance.uniform(1, 30),
-                self._chance.uniform(20, 120),
-                self._chance.uniform(20, 120),
-                self._chance.uniform(60, 300),
+                self._rng.uniform(1, 30),
+                self._rng.uniform(1, 30),
+                self._rng.uniform(20, 120),
+                self._rng.uniform(20, 120),
+                self._rng.uniform(60, 300),
                 # As a laptop that sleeps: longer than a provision has, and than any grace.
-                self._chance.uniform(240, 600),
+                self._rng.uniform(240, 600),
             )
         )
 
     def _losses(self) -> list[Operation]:
         made: list[Operation] = []
         for fault, announced in ((Fault.POWER_CUT, False), (Fault.SPOT_NOTICE, True)):
-            for _ in range(self._chance.randint(1, 2 + self._instances // 2)):
-                at, pick = self._chance.random() * self._seconds, self._chance.random()
+            for _ in range(self._rng.randint(1, 2 + self._instances // 2)):
+                at, pick = self._rng.random() * self._seconds, self._rng.random()
                 if fault in self._on:
-                    made.append(Loss(at=at, pick=pick, announced=announced))
+                    made.append(MachineLoss(at=at, pick=pick, announced=announced))
         return made
 
     def _refreshes(self) -> list[Operation]:
         """Besides those that come by the clock."""
         made: list[Operation] = []
         for number in range(max(1, round(self._seconds / 300))):
-            at = self._chance.random() * self._seconds
+            at = self._rng.random() * self._seconds
             twice = self._sometimes(Fault.REFRESH_TWICE, 0.7)
-            config = self._chance.randrange(CONFIGURATIONS) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
+            config = self._rng.randrange(CONFIGURATIONS) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
             if twice or config is not None:
-                made.append(Refresh(at=at, twice=twice, config=config))
-            made += self._cuts(f"sweep {number * 3 + self._chance.randint(1, 3)}", 90)
+                made.append(PlannedRefresh(at=at, twice=twice, config=config))
+            made += self._interruptions(f"sweep {number * 3 + self._rng.randint(1, 3)}", 90)
         return made
 
-    def _agent_cuts(self) -> list[Operation]:
+    def _agent_interruptions(self) -> list[Operation]:
         made: list[Operation] = []
         machines = max(4, round(self._seconds / HOLDS_S * self._instances * 0.3))
-        pick: Callable[[], int] = lambda: 1 + int(self._chance.random() ** 2.5 * 600)  # noqa: E731
+        pick: Callable[[], int] = lambda: 1 + int(self._rng.random() ** 2.5 * 600)  # noqa: E731
         for machine in range(1, machines + 1):
             for agent in (1, 2):
-                party = f"agent {machine:04x}.{agent}"
+                process = f"agent {machine:04x}.{agent}"
                 if self._sometimes(Fault.AGENT_CRASH, 0.6):
-                    made.append(ProcessCut(party=party, step=pick()))
+                    made.append(PlannedInterruption(process=process, step=pick()))
                 if self._sometimes(Fault.AGENT_PAUSE, 0.3):
                     pause_s = min(MAX_AGENT_PAUSE_S, self._pause_s())
-                    made.append(ProcessCut(party=party, step=pick(), pause_s=pause_s))
+                    made.append(PlannedInterruption(process=process, step=pick(), pause_s=pause_s))
                 if self._sometimes(Fault.AGENT_CRASH, 0.5):
-                    made.append(ProcessCut(party=party, call="write_signal", step=self._chance.randint(1, 8)))
+                    made.append(PlannedInterruption(process=process, call="write_signal", step=self._rng.randint(1, 8)))
         return made
 
     def _pulls(self) -> list[Operation]:
         made: list[Operation] = []
         for number in range(1, 2 + self._instances // 2):
-            at, pick = self._chance.random() * self._seconds, self._chance.random()
-            for_s = self._chance.choice((self._chance.uniform(5, 60), self._chance.uniform(60, 400)))
-            lever = self._chance.choice(tuple(OperatorAction))
-            if Fault(lever.value) not in self._on:
+            at, pick = self._rng.random() * self._seconds, self._rng.random()
+            for_s = self._rng.choice((self._rng.uniform(5, 60), self._rng.uniform(60, 400)))
+            action = self._rng.choice(tuple(OperatorAction))
+            if Fault(action.value) not in self._on:
                 continue
-            made.append(Pull(at=at, number=number, lever=lever, pick=pick, for_s=for_s))
-            made += self._cuts(f"operator {number}", 30)
+            made.append(OperatorCommand(at=at, number=number, action=action, pick=pick, for_s=for_s))
+            made += self._interruptions(f"operator {number}", 30)
         return made
 
     def _scale_downs(self) -> list[Operation]:
         made: list[Operation] = []
         for turn in range(max(1, round(self._seconds / SCALE_DOWN_S))):
-            at = (turn + self._chance.random()) * SCALE_DOWN_S
+            at = (turn + self._rng.random()) * SCALE_DOWN_S
             # Whoever starts it by the clock does so at least once.
-            times = 2 if self._chance.random() < 0.3 else 1
+            times = 2 if self._rng.random() < 0.3 else 1
             for _ in range(times):
-                number = 1 + sum(isinstance(item, ScaleDown) for item in made)
-                made.append(ScaleDown(at=at, number=number, idle_count=self._chance.choice((0, 1, 2, 4))))
-                made += self._cuts(f"scale-down {number}", 30)
-                at += self._chance.uniform(0, 40)
+                number = 1 + sum(isinstance(item, PlannedScaleDown) for item in made)
+                made.append(PlannedScaleDown(at=at, number=number, idle_count=self._rng.choice((0, 1, 2, 4))))
+                made += self._interruptions(f"scale-down {number}", 30)
+                at += self._rng.uniform(0, 40)
         return made

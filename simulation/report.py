@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from simulation.campaign import Settings
+from simulation.campaign import CampaignSettings
 from simulation.exhaustive import Bounds, told
 from simulation.faults import spelled
 from simulation.mutants import MUTANTS, Mutant
@@ -16,7 +16,7 @@ from simulation.run_mutant import MutantResult, run_mutant
 
 #: Within so many seeds each must be caught.
 MOST_SEEDS = 10_000
-SETTINGS = Settings(hours=0.5, instances=10)
+SETTINGS = CampaignSettings(hours=0.5, instances=10)
 #: Small worlds, each searched to its end.
 WORLDS = (
     Bounds(instances=2, runs=3),
@@ -45,7 +45,7 @@ def table(found: Sequence[tuple[Mutant, MutantResult]]) -> str:
     return "\n".join(lines)
 
 
-def _where(world: Settings | None) -> str:
+def _where(world: CampaignSettings | None) -> str:
     if world is None:
         return ""
     return f" ({world.hours:g} h, {world.instances} instances, under {spelled(world.faults)} alone)"

@@ -23,13 +23,13 @@ from remuda.ports.compute import LaunchRequest
 from simulation.faults import Fault
 from simulation.fleet import CloudFleet
 from simulation.invariants import ABSORBING, BOOT_MIN
-from simulation.liveness import SWEEP_S, Liveness
+from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryJob
-from simulation.names import POOL, SCOPE, STRANGERS
-from simulation.plan import ExtraRelease, Loss, Pull, Refresh, Run, ScaleDown
+from simulation.names import POOL, SCOPE, FOREIGN_RUNNERS
+from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, WorkflowRun, PlannedScaleDown
 from simulation.world import LIFETIMES, SimulatedProcess, World
 
-#: The longest that a world may take to come to rest.
+#: The longest that a world may take to come to sleep.
 REST_S = 3_600.0
 #: How often a workflow looks whether its jobs are over.
 LOOK_S = 12.0
@@ -41,34 +41,34 @@ _ALWAYS = parse_cron("* * * * *")
 class Workload:
     def __init__(self, world: World) -> None:
         self._world = world
-        self._chance = random.Random(f"{world.plan.seed} people")
+        self._rng = random.Random(f"{world.plan.seed} people")
         self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._sweeps = 0
         self._others = 0
-        self.liveness: Liveness | None = None
+        self.liveness: LivenessInvariants | None = None
 
     async def run(self) -> None:
         await self._prepare()
         for item in self._world.plan.operations:
             match item:
-                case Run():
+                case WorkflowRun():
                     self._spawn(self._run(item))
-                case Refresh():
+                case PlannedRefresh():
                     self._spawn(self._refresh(item))
                 case ExtraRelease():
                     self._spawn(self._extra_release(item))
-                case Loss():
+                case MachineLoss():
                     self._spawn(self._lose(item))
-                case Pull():
+                case OperatorCommand():
                     self._spawn(self._pull(item))
-                case ScaleDown():
+                case PlannedScaleDown():
                     self._spawn(self._scale_down(item))
                 case _:
                     # Cuts and interrupts belong to their processes.
                     continue
         self._spawn(self._sweep_regularly())
-        await self._world.loop.rest(self._world.plan.hours * 3_600.0)
+        await self._world.loop.sleep(self._world.plan.hours * 3_600.0)
         await self._come_to_rest()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -78,13 +78,13 @@ class Workload:
 
     def _complain(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._world.loop.complaints.append(error)
+            self._world.loop.errors.append(error)
 
     async def _prepare(self) -> None:
         """A configured pool in a world that others use too."""
         world = self._world
         world.faults.active = False
-        for name in STRANGERS:
+        for name in FOREIGN_RUNNERS:
             world.github.add(SCOPE, name)
         anything = Request(
             resource_class=DEFAULT_CLASSES[0],
@@ -102,38 +102,38 @@ class Workload:
             margin_s=1.0,
         )
         world.cloud.launch(theirs, pool="sim-2")
-        party = self._start_refresh("refresh 0", 0)
-        await party.ended
+        process = self._start_refresh("refresh 0", 0)
+        await process.ended
         world.faults.active = True
 
     # Workflows
 
-    async def _run(self, run: Run) -> None:
+    async def _run(self, run: WorkflowRun) -> None:
         await self._until(run.at)
         for attempt in range(1, run.attempts + 1):
             if self._ending.is_set():
                 return
             if attempt > 1:
-                self._world.faults.happens(Fault.RERUN, self._of_run(run.run_id))
+                self._world.faults.record(Fault.RERUN, self._of_run(run.run_id))
             jobs = self._queue(run) if run.eager else []
-            party = self._provision(run, attempt)
-            await party.ended
-            task = party.task
-            if not party.dead and task is not None and task.done() and not task.cancelled() and not task.exception():
+            process = self._provision(run, attempt)
+            await process.ended
+            task = process.task
+            if not process.dead and task is not None and task.done() and not task.cancelled() and not task.exception():
                 self._world.stats["provisions that succeeded"] += 1
                 jobs = jobs or self._queue(run)
                 await self._until_over(jobs)
             if not run.released:
-                self._world.faults.happens(Fault.RELEASE_NEVER, self._of_run(run.run_id))
+                self._world.faults.record(Fault.RELEASE_NEVER, self._of_run(run.run_id))
                 return
             self._release(run.run_id, attempt, f"release {run.run_id}.{attempt}")
             for job in jobs:
                 if not job.started and not job.conclusion and not job.runner_name:
                     job.conclusion = "cancelled"
-            pause_s = self._chance.choice((0.0, self._chance.uniform(0, 5), self._chance.uniform(0, 40)))
-            await self._world.loop.rest(pause_s)
+            pause_s = self._rng.choice((0.0, self._rng.uniform(0, 5), self._rng.uniform(0, 40)))
+            await self._world.loop.sleep(pause_s)
 
-    def _provision(self, run: Run, attempt: int) -> SimulatedProcess:
+    def _provision(self, run: WorkflowRun, attempt: int) -> SimulatedProcess:
         order = ProvisionRequest(
             run_id=run.run_id,
             attempt=attempt,
@@ -158,10 +158,10 @@ class Workload:
         async def work(context: Context) -> Any:
             return await release(context, run_id=run_id, attempt=attempt)
 
-        credentialed = self._chance.random() < 0.3
+        credentialed = self._rng.random() < 0.3
         return self._world.command(name, "release", work, credentialed=credentialed, run_id=run_id, attempt=attempt)
 
-    def _queue(self, run: Run) -> list[MemoryJob]:
+    def _queue(self, run: WorkflowRun) -> list[MemoryJob]:
         github = self._world.github
         return [github.queue(run_id=run.run_id, labels=(run.run_id,), seconds=seconds) for seconds in run.jobs]
 
@@ -171,7 +171,7 @@ class Workload:
         while not self._ending.is_set() and self._world.loop.time() < limit:
             if all(job.conclusion for job in jobs):
                 return
-            await self._world.loop.rest(LOOK_S * (0.5 + self._chance.random()))
+            await self._world.loop.sleep(LOOK_S * (0.5 + self._rng.random()))
 
     # Operators
 
@@ -181,37 +181,37 @@ class Workload:
             return
         self._others += 1
         fault = Fault.RELEASE_EARLY if item.early else Fault.RELEASE_TWICE
-        self._world.faults.happens(fault, self._of_run(item.run_id))
+        self._world.faults.record(fault, self._of_run(item.run_id))
         self._release(item.run_id, item.attempt, f"release {item.run_id}.{item.attempt} again {self._others}")
 
-    async def _refresh(self, item: Refresh) -> None:
+    async def _refresh(self, item: PlannedRefresh) -> None:
         await self._until(item.at)
         if self._ending.is_set():
             return
         self._others += 1
-        running = [key for key, host in self._world.hosts.items() if host.alive]
+        running = [key for key, machine in self._world.machines.items() if machine.alive]
         every = list(dict.fromkeys([*self._world.database.instances, *running]))
         if item.config is not None:
-            self._world.faults.happens(Fault.CONFIG_CHANGE, every)
+            self._world.faults.record(Fault.CONFIG_CHANGE, every)
         self._start_refresh(f"refresh {self._others}a", item.config)
         if item.twice:
-            self._world.faults.happens(Fault.REFRESH_TWICE, every)
+            self._world.faults.record(Fault.REFRESH_TWICE, every)
             self._start_refresh(f"refresh {self._others}b", item.config)
 
-    async def _lose(self, item: Loss) -> None:
+    async def _lose(self, item: MachineLoss) -> None:
         await self._until(item.at)
-        alive = [host for host in self._world.hosts.values() if host.alive]
+        alive = [machine for machine in self._world.machines.values() if machine.alive]
         if not alive or self._ending.is_set():
             return
-        host = alive[int(item.pick * len(alive))]
+        machine = alive[int(item.pick * len(alive))]
         if item.announced:
-            self._world.faults.happens(Fault.SPOT_NOTICE, [host.instance_id])
-            host.take_soon()
+            self._world.faults.record(Fault.SPOT_NOTICE, [machine.instance_id])
+            machine.take_soon()
         else:
-            self._world.faults.happens(Fault.POWER_CUT, [host.instance_id])
-            self._world.cut_power(host.instance_id, "power cut")
+            self._world.faults.record(Fault.POWER_CUT, [machine.instance_id])
+            self._world.cut_power(machine.instance_id, "power cut")
 
-    async def _pull(self, item: Pull) -> None:
+    async def _pull(self, item: OperatorCommand) -> None:
         await self._until(item.at)
         records = self._world.database.instances
         live = [key for key, record in records.items() if record.state not in ABSORBING]
@@ -220,11 +220,11 @@ class Workload:
         if not among or self._ending.is_set():
             return
         instance_id = among[int(item.pick * 1_000) % len(among)]
-        self._world.faults.happens(Fault(item.lever.value), [instance_id])
+        self._world.faults.record(Fault(item.action.value), [instance_id])
 
         async def work(context: Context) -> operator.OperatorResult:
             chosen = await operator.choose(context, operator.InstanceSelector(instance_ids=(instance_id,)))
-            match item.lever:
+            match item.action:
                 case operator.OperatorAction.DRAIN:
                     return await operator.drain(context, chosen, reason="to be renewed", dry_run=False)
                 case operator.OperatorAction.QUARANTINE:
@@ -232,9 +232,9 @@ class Workload:
                 case operator.OperatorAction.TERMINATE:
                     return await operator.terminate(context, chosen, reason="in the way", dry_run=False)
 
-        self._world.command(f"operator {item.number}", "operator", work, lever=item.lever)
+        self._world.command(f"operator {item.number}", "operator", work, action=item.action)
 
-    async def _scale_down(self, item: ScaleDown) -> None:
+    async def _scale_down(self, item: PlannedScaleDown) -> None:
         await self._until(item.at)
         if self._ending.is_set():
             return
@@ -256,7 +256,7 @@ class Workload:
 
     async def _sweep_regularly(self) -> None:
         while not self._ending.is_set():
-            await self._world.loop.rest(SWEEP_S * (0.8 + 0.4 * self._chance.random()))
+            await self._world.loop.sleep(SWEEP_S * (0.8 + 0.4 * self._rng.random()))
             self._sweeps += 1
             self._start_refresh(f"sweep {self._sweeps}", None)
 
@@ -270,28 +270,28 @@ class Workload:
         for job in world.github.jobs:
             if not job.conclusion and not job.runner_name:
                 job.conclusion = "cancelled"
-        self.liveness = Liveness(world)
+        self.liveness = LivenessInvariants(world)
         until = world.loop.time() + REST_S
         while world.loop.time() < until:
-            await self._world.loop.rest(SWEEP_S)
+            await self._world.loop.sleep(SWEEP_S)
             self._sweeps += 1
-            party = self._start_refresh(f"sweep {self._sweeps}", None)
-            await party.ended
-            self._judge_sweep(party)
+            process = self._start_refresh(f"sweep {self._sweeps}", None)
+            await process.ended
+            self._judge_sweep(process)
             self.liveness.swept()
             if self.liveness.is_over():
                 return
-        world.safety.violated("L1", f"the world does not come to rest: {self.liveness.left_over()}")
+        world.safety.violated("L1", f"the world does not come to sleep: {self.liveness.left_over()}")
 
-    def _judge_sweep(self, party: SimulatedProcess) -> None:
+    def _judge_sweep(self, process: SimulatedProcess) -> None:
         """Without faults a sweep has nothing to complain about."""
-        task = party.task
+        task = process.task
         result = task.result() if task is not None and task.done() and not task.exception() else None
         if isinstance(result, RefreshResult) and result.errors:
-            self._world.safety.violated("S10", f"{party} reports without any fault: {result.errors[0]}")
+            self._world.safety.violated("S10", f"{process} reports without any fault: {result.errors[0]}")
 
     async def _until(self, at: float) -> None:
-        await self._world.loop.rest(max(0.0, at - self._world.loop.time()))
+        await self._world.loop.sleep(max(0.0, at - self._world.loop.time()))
 
     def _of_run(self, run_id: str) -> list[str]:
         provisions = self._world.database.provisions.values()

@@ -1,6 +1,6 @@
 """One simulated world: store, queues, cloud and GitHub in memory, real agents on its machines, real commands.
 
-Everything that is written, launched, registered or started is shown to the judge (`Safety`) as it happens.
+Everything that is written, launched, registered or started is shown to the judge (`SafetyInvariants`) as it record.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.github import Deletion, GitHubRunner
-from simulation.fake_machine import Host
+from simulation.fake_machine import FakeMachine
 from simulation.faults import MAX_SKEW_S, NO_RECORD, Fault, Faults
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
-from simulation.invariants import Safety, Violation
-from simulation.loop import Cut, Process, SeededIds, VirtualClock, VirtualLoop, current_process
+from simulation.invariants import SafetyInvariants, Violation
+from simulation.loop import Interruption, VirtualProcess, SeededIds, VirtualClock, VirtualLoop, current_process
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import Changes, MemoryDatabase, MemoryInstanceStore
-from simulation.names import POOL, SCOPE, runner_of
-from simulation.plan import Interrupt, Plan, ProcessCut
+from simulation.names import POOL, SCOPE, parse_runner
+from simulation.plan import PlannedCancel, WorldPlan, PlannedInterruption
 from simulation.trace import Trace
 
 #: Short enough that half an hour holds several lives, with the margin and graces of a real pool.
@@ -74,7 +74,7 @@ class Halted(BaseException):
     """An invariant is violated: the world stops."""
 
 
-class SimulatedProcess(Process):
+class SimulatedProcess(VirtualProcess):
     """A process of a world, and who it is."""
 
     def __init__(
@@ -84,19 +84,19 @@ class SimulatedProcess(Process):
         *,
         kind: str,
         skew_s: float = 0.0,
-        cuts: Sequence[Cut] = (),
+        interruptions: Sequence[Interruption] = (),
         order: ProvisionRequest | None = None,
         run_id: str = "",
         attempt: int = 0,
-        lever: OperatorAction | None = None,
+        action: OperatorAction | None = None,
     ) -> None:
-        super().__init__(loop, name, skew_s=skew_s, cuts=cuts)
+        super().__init__(loop, name, skew_s=skew_s, interruptions=interruptions)
         self.kind = kind
         self.order = order
         self.run_id = run_id
         self.attempt = attempt
         #: What an operator pulls.
-        self.lever = lever
+        self.action = action
         self.started_at = loop.time()
         #: Those whose intent it wrote.
         self.provisions: set[str] = set()
@@ -167,7 +167,7 @@ class _Database(MemoryDatabase):
 
 
 class WatchedGithub(MemoryGitHubServer):
-    """GitHub, which remembers what its list looked like, and shows what happens to the judge."""
+    """GitHub, which remembers what its list looked like, and shows what record to the judge."""
 
     def __init__(self, world: World) -> None:
         super().__init__(clock=world.clock, token_life_s=TOKEN_LIFE_S)
@@ -240,13 +240,13 @@ class _Lagging:
 class _EventLog:
     """Tells the trace, and the judge looks for credentials."""
 
-    def __init__(self, world: World, party: SimulatedProcess) -> None:
+    def __init__(self, world: World, process: SimulatedProcess) -> None:
         self._world = world
-        self._party = party
+        self._new_process = process
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
         about = facts.get("instance_id") or facts.get("run_id") or ""
-        self._world.trace.add(self._party.name, f"{action} {about}: {why}")
+        self._world.trace.add(self._new_process.name, f"{action} {about}: {why}")
         self._world.stats[action] += 1
         self._world.safety.noted(action, why, facts)
 
@@ -254,7 +254,7 @@ class _EventLog:
 class World:
     pool_name = POOL
 
-    def __init__(self, plan: Plan, loop: VirtualLoop, *, keep_trace: bool = False) -> None:
+    def __init__(self, plan: WorldPlan, loop: VirtualLoop, *, keep_trace: bool = False) -> None:
         self.plan = plan
         self.loop = loop
         self.clock = VirtualClock(loop)
@@ -263,8 +263,8 @@ class World:
         self.violation: Violation | None = None
         self.faults = Faults(
             on=plan.faults,
-            chance=random.Random(f"{plan.seed} faults"),
-            spared=plan.spared,
+            rng=random.Random(f"{plan.seed} faults"),
+            suppressed=plan.suppressed,
             state_of=self._state_of,
             tell=lambda what: self.trace.add("", what),
         )
@@ -274,7 +274,7 @@ class World:
         self.throttled_until = -1.0
         #: Whose late write is applied just now.
         self.acting: SimulatedProcess | None = None
-        self.safety = Safety(self)
+        self.safety = SafetyInvariants(self)
         self.database = _Database(self)
         #: What records looked like, for indexes that lag.
         self.versions: dict[str, deque[tuple[float, Instance | None]]] = {}
@@ -283,24 +283,24 @@ class World:
         self.cloud.watchers.append(self)
         self.github = WatchedGithub(self)
         self._token = self.github.grant()
-        self.hosts: dict[str, Host] = {}
-        self.parties: dict[str, SimulatedProcess] = {}
+        self.machines: dict[str, FakeMachine] = {}
+        self.processes: dict[str, SimulatedProcess] = {}
         self.nobody = SimulatedProcess(loop, "nobody", kind="nobody")
         self._tiers: dict[str, Tier] = {}
-        self._cuts: dict[str, list[ProcessCut]] = {}
+        self._interruptions: dict[str, list[PlannedInterruption]] = {}
         self._interrupts: dict[str, float] = {}
         for item in plan.operations:
-            if isinstance(item, ProcessCut):
-                self._cuts.setdefault(item.party, []).append(item)
-            elif isinstance(item, Interrupt):
-                self._interrupts[item.party] = item.after_s
+            if isinstance(item, PlannedInterruption):
+                self._interruptions.setdefault(item.process, []).append(item)
+            elif isinstance(item, PlannedCancel):
+                self._interrupts[item.process] = item.after_s
 
     def stop(self, violation: Violation) -> None:
         """The first violation ends the world: what follows from it tells nothing more."""
         if self.violation is None:
             self.violation = violation
             self.trace.add("", f"VIOLATED {violation}")
-            self.loop.complaints.append(Halted())
+            self.loop.errors.append(Halted())
 
     # Machines
 
@@ -311,14 +311,14 @@ class World:
         number = self.stats["lives"]
         self.trace.add("ec2", f"launched {machine.instance_id}")
         self.safety.launched(machine)
-        self.hosts[machine.instance_id] = Host(self, machine, number)
+        self.machines[machine.instance_id] = FakeMachine(self, machine, number)
 
     def ending(self, machine: MemoryMachine) -> None:
-        host = self.hosts.get(machine.instance_id)
-        if host is None:
+        machine = self.machines.get(machine.instance_id)
+        if machine is None:
             self.safety.violated("S7", f"{machine.instance_id} of another pool was ended")
             return
-        host.power_off(machine.reason)
+        machine.power_off(machine.reason)
 
     def cut_power(self, instance_id: str, why: str) -> None:
         if self.cloud.is_alive(instance_id):
@@ -332,31 +332,31 @@ class World:
         finally:
             self.cloud.clock = self.clock
 
-    def agent(self, host: Host, name: str) -> SimulatedProcess:
-        party = self._party(name, kind="agent", skew_s=host.skew_s)
+    def agent(self, machine: FakeMachine, name: str) -> SimulatedProcess:
+        process = self._new_process(name, kind="agent", skew_s=machine.skew_s)
         store = MemoryInstanceStore(clock=self.clock, calls=CallCounter(), database=self.database)
         agent = Agent(
-            store=cast("Any", FaultyStore(store, self, party)),
-            machine=host,
-            runner=host,
-            clock=VirtualClock(self.loop, party),
+            store=cast("Any", FaultyStore(store, self, process)),
+            machine=machine,
+            runner=machine,
+            clock=VirtualClock(self.loop, process),
             ids=self.ids,
-            event_log=_EventLog(self, party),
+            event_log=_EventLog(self, process),
             version="simulated",
         )
-        party.touching = (host.instance_id,)
-        party.start(agent.run())
-        return party
+        process.touching = (machine.instance_id,)
+        process.start(agent.run())
+        return process
 
-    def agent_ended(self, host: Host) -> None:
-        party = host.agent
-        if party is not None and host.alive:
-            self.safety.process_ended(party)
+    def agent_ended(self, machine: FakeMachine) -> None:
+        process = machine.agent
+        if process is not None and machine.alive:
+            self.safety.process_ended(process)
 
-    def disturbed_at(self, host: Host) -> float:
+    def disturbed_at(self, machine: FakeMachine) -> float:
         """When something last kept its agent from doing its work."""
-        party = host.agent
-        return max(host.disturbed_at, party.hit_at if party is not None else host.disturbed_at)
+        process = machine.agent
+        return max(machine.disturbed_at, process.hit_at if process is not None else machine.disturbed_at)
 
     # Commands
 
@@ -370,88 +370,88 @@ class World:
         order: ProvisionRequest | None = None,
         run_id: str = "",
         attempt: int = 0,
-        lever: OperatorAction | None = None,
+        action: OperatorAction | None = None,
     ) -> SimulatedProcess:
         """Start one; it is told when it has ended."""
-        who = {"order": order, "run_id": run_id, "attempt": attempt, "lever": lever}
-        party = self._party(name, kind=kind, skew_s=self.skew(self._skews), **who)
+        who = {"order": order, "run_id": run_id, "attempt": attempt, "action": action}
+        process = self._new_process(name, kind=kind, skew_s=self.skew(self._skews), **who)
         if order is not None:
             self._tiers[order.run_id] = order.tier
-        party.on_end = lambda: self._ended(party)
+        process.on_end = lambda: self._ended(process)
         self.stats[f"{kind}s"] += 1
-        party.start(work(self._context(party, credentialed=credentialed)))
+        process.start(work(self._context(process, credentialed=credentialed)))
         if (after_s := self._interrupts.get(name)) is not None:
-            self.loop.call_later(after_s, self._interrupt, party, context=self.loop.outside)
-        return party
+            self.loop.call_later(after_s, self._interrupt, process, context=self.loop.outside)
+        return process
 
-    def _context(self, party: SimulatedProcess, *, credentialed: bool) -> Context:
+    def _context(self, process: SimulatedProcess, *, credentialed: bool) -> Context:
         calls = CallCounter()
-        clock = VirtualClock(self.loop, party)
+        clock = VirtualClock(self.loop, process)
         github = MemoryGitHub(github=self.github, token=self._token, calls=calls) if credentialed else None
         store = MemoryInstanceStore(clock=clock, calls=calls, database=self.database)
         pool = MemoryResourcePool(clock=clock, ids=self.ids, calls=calls, queues=self.queues)
         compute = MemoryCompute(cloud=self.cloud, pool=POOL, calls=calls)
         return Context(
             pool_name=POOL,
-            store=cast("Any", FaultyStore(store, self, party)),
-            pool=cast("Any", FaultyPool(pool, self, party)),
-            compute=cast("Any", FaultyCompute(compute, self, party)),
-            github=cast("Any", FaultyGitHub(github, self, party)) if github else None,
+            store=cast("Any", FaultyStore(store, self, process)),
+            pool=cast("Any", FaultyPool(pool, self, process)),
+            compute=cast("Any", FaultyCompute(compute, self, process)),
+            github=cast("Any", FaultyGitHub(github, self, process)) if github else None,
             clock=clock,
             ids=self.ids,
-            event_log=_EventLog(self, party),
+            event_log=_EventLog(self, process),
             calls=calls,
         )
 
-    def _party(self, name: str, *, kind: str, skew_s: float, **who: Any) -> SimulatedProcess:
-        cuts = [Cut(step=item.step, pause_s=item.pause_s) for item in self._cuts.get(name, ()) if not item.call]
-        party = SimulatedProcess(
-            self.loop, name, kind=kind, skew_s=skew_s, cuts=cuts if self.faults.active else (), **who
+    def _new_process(self, name: str, *, kind: str, skew_s: float, **who: Any) -> SimulatedProcess:
+        interruptions = [Interruption(step=item.step, pause_s=item.pause_s) for item in self._interruptions.get(name, ()) if not item.call]
+        process = SimulatedProcess(
+            self.loop, name, kind=kind, skew_s=skew_s, interruptions=interruptions if self.faults.active else (), **who
         )
-        party.on_cut = lambda cut: self._cut(party, cut)
-        self.parties[name] = party
-        return party
+        process.on_interruption = lambda interruption: self._interrupted(process, interruption)
+        self.processes[name] = process
+        return process
 
-    async def called(self, party: SimulatedProcess, operation: str) -> None:
+    async def called(self, process: SimulatedProcess, operation: str) -> None:
         """A call was carried out, and its answer is on the way: the time for a crash that was planned for it."""
-        party.calls[operation] += 1
-        for item in self._cuts.get(party.name, ()):
-            if item.call == operation and item.step == party.calls[operation] and self.faults.active:
-                cut = Cut(step=item.step, pause_s=item.pause_s)
-                self._cut(party, cut)
-                if cut.pause_s:
-                    party.pause(cut.pause_s)
+        process.calls[operation] += 1
+        for item in self._interruptions.get(process.name, ()):
+            if item.call == operation and item.step == process.calls[operation] and self.faults.active:
+                interruption = Interruption(step=item.step, pause_s=item.pause_s)
+                self._interrupted(process, interruption)
+                if interruption.pause_s:
+                    process.pause(interruption.pause_s)
                 else:
-                    party.crash()
+                    process.crash()
                 # A dead process does not come back from here, a paused one later.
                 await asyncio.sleep(0)
 
-    def _cut(self, party: SimulatedProcess, cut: Cut) -> None:
-        is_agent = party.kind == "agent"
-        if cut.pause_s:
-            party.paused_once = True
-            party.pause_s += cut.pause_s
-            party.hit_at = self.loop.time() + cut.pause_s
-            self.faults.happens(Fault.AGENT_PAUSE if is_agent else Fault.PAUSE, party.touching)
+    def _interrupted(self, process: SimulatedProcess, interruption: Interruption) -> None:
+        is_agent = process.kind == "agent"
+        if interruption.pause_s:
+            process.paused_once = True
+            process.pause_s += interruption.pause_s
+            process.hit_at = self.loop.time() + interruption.pause_s
+            self.faults.record(Fault.AGENT_PAUSE if is_agent else Fault.PAUSE, process.touching)
         else:
             self.stats["crashes"] += 1
-            self.faults.happens(Fault.AGENT_CRASH if is_agent else Fault.CRASH, party.touching)
-        self.trace.add(party.name, f"cut: {cut}")
+            self.faults.record(Fault.AGENT_CRASH if is_agent else Fault.CRASH, process.touching)
+        self.trace.add(process.name, f"interruption: {interruption}")
 
-    def _interrupt(self, party: SimulatedProcess) -> None:
-        if self.faults.active and party.task is not None and not party.task.done():
-            self.faults.happens(Fault.CANCEL, self.held_by(party))
-            party.task.cancel()
+    def _interrupt(self, process: SimulatedProcess) -> None:
+        if self.faults.active and process.task is not None and not process.task.done():
+            self.faults.record(Fault.CANCEL, self.held_by(process))
+            process.task.cancel()
 
-    def _ended(self, party: SimulatedProcess) -> None:
-        task = party.task
-        how = "killed" if party.dead else "interrupted" if task is not None and task.cancelled() else "done"
+    def _ended(self, process: SimulatedProcess) -> None:
+        task = process.task
+        how = "killed" if process.dead else "interrupted" if task is not None and task.cancelled() else "done"
         if how == "done" and task is not None and task.exception() is not None:
             how = repr(task.exception())
-        self.trace.add(party.name, f"ended: {how}")
-        self.safety.process_ended(party)
-        if not party.ended.done():
-            party.ended.set_result(None)
+        self.trace.add(process.name, f"ended: {how}")
+        self.safety.process_ended(process)
+        if not process.ended.done():
+            process.ended.set_result(None)
 
     def desired(self, config: int) -> Desired:
         return Desired(
@@ -479,11 +479,11 @@ class World:
         if writer is not None and writer.skew_s:
             self.faults.cover(Fault.CLOCK_SKEW, instance_id)
 
-    def skew(self, chance: random.Random) -> float:
-        drawn = chance.uniform(-MAX_SKEW_S, MAX_SKEW_S)
+    def skew(self, rng: random.Random) -> float:
+        drawn = rng.uniform(-MAX_SKEW_S, MAX_SKEW_S)
         if Fault.CLOCK_SKEW not in self.plan.faults or not self.faults.active:
             return 0.0
-        self.faults.happens(Fault.CLOCK_SKEW)
+        self.faults.record(Fault.CLOCK_SKEW)
         return drawn
 
     def least(self, name: str) -> float:
@@ -495,8 +495,8 @@ class World:
     def tier_of(self, run_id: str) -> Tier | None:
         return self._tiers.get(run_id)
 
-    def held_by(self, party: SimulatedProcess) -> list[str]:
-        return self.of_provisions(party.provisions)
+    def held_by(self, process: SimulatedProcess) -> list[str]:
+        return self.of_provisions(process.provisions)
 
     def of_provisions(self, provision_ids: Collection[str]) -> list[str]:
         """Their instances, and the machines that were launched for them and have no record yet."""
@@ -504,13 +504,13 @@ class World:
         held = [item.instance_id for item in recorded.values() if item.provision_id in provision_ids]
         launched = [
             key
-            for key, host in self.hosts.items()
-            if host.alive and key not in recorded and self.cloud.machines[key].request.provision_id in provision_ids
+            for key, machine in self.machines.items()
+            if machine.alive and key not in recorded and self.cloud.machines[key].request.provision_id in provision_ids
         ]
         return [*held, *launched]
 
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
-        found = [(runner, runner_of(runner.name)) for runner in self.github.runners.values()]
+        found = [(runner, parse_runner(runner.name)) for runner in self.github.runners.values()]
         return [runner for runner, name in found if name and instance_id in {None, name[1]}]
 
     def _state_of(self, instance_id: str) -> str:

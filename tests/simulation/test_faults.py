@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.faults import FEW, Chosen, Fault, Swarm, parse_faults, spelled
-from simulation.plan import draw
+from simulation.faults import FEW, FaultChoice, Fault, Swarm, parse_faults, spelled
+from simulation.plan import draw_plan
 
 SEEDS = range(300)
 
 
-def drawn(seed: int, faults: Chosen) -> frozenset[Fault]:
-    return draw(seed, hours=0.1, instances=4, faults=faults).faults
+def drawn(seed: int, faults: FaultChoice) -> frozenset[Fault]:
+    return draw_plan(seed, hours=0.1, instances=4, faults=faults).faults
 
 
 @pytest.mark.parametrize("text", ["swarm", "few", "all", "none", "crash,write-lost"])
@@ -33,5 +33,5 @@ def test_few_are_one_to_six_and_all_have_their_turn():
 
 
 def test_the_same_faults_by_name_give_the_same_plan():
-    plan = draw(7, hours=0.25, instances=5, faults=Swarm.FEW)
-    assert draw(7, hours=0.25, instances=5, faults=plan.faults) == plan
+    plan = draw_plan(7, hours=0.25, instances=5, faults=Swarm.FEW)
+    assert draw_plan(7, hours=0.25, instances=5, faults=plan.faults) == plan

@@ -1,24 +1,24 @@
-"""The event loop of simulations: time that jumps, chance with a seed, processes that die and stand still."""
+"""The event loop of simulations: time that jumps, rng with a seed, processes that die and stand still."""
 
 from __future__ import annotations
 
 import asyncio
-import random  # noqa: TID251 - chance with a seed
+import random  # noqa: TID251 - rng with a seed
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from simulation.loop import START, Cut, Process, Stuck, VirtualClock, VirtualLoop, new_loop, undisturbed
+from simulation.loop import START, Interruption, VirtualProcess, Deadlock, VirtualClock, VirtualLoop, new_loop, without_gc
 
 
 def run(work: Any, seed: int = 1) -> Any:
-    with undisturbed():
+    with without_gc():
         return live(work, seed)
 
 
 def live(work: Any, seed: int) -> Any:
-    loop = new_loop(random.Random(seed))  # noqa: S311 - chance with a seed
+    loop = new_loop(random.Random(seed))  # noqa: S311 - rng with a seed
     return loop.run(work(loop))
 
 
@@ -46,7 +46,7 @@ def test_waiting_for_nothing_is_told():
     async def work(_: VirtualLoop) -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(Stuck):
+    with pytest.raises(Deadlock):
         run(work)
 
 
@@ -70,8 +70,8 @@ def test_what_is_ready_comes_in_an_order_that_the_seed_decides():
     assert len({tuple(order_of(seed)) for seed in range(10)}) > 5
 
 
-def process(loop: VirtualLoop, work: Coroutine[Any, Any, Any], **given: Any) -> Process:
-    made = Process(loop, "one", **given)
+def process(loop: VirtualLoop, work: Coroutine[Any, Any, Any], **given: Any) -> VirtualProcess:
+    made = VirtualProcess(loop, "one", **given)
     made.start(work)
     return made
 
@@ -107,7 +107,7 @@ def test_a_process_can_be_cut_at_each_step(step: int):
                 await asyncio.sleep(1)
                 done.append(number)
 
-        one = process(loop, victim(), cuts=[Cut(step=step)])
+        one = process(loop, victim(), interruptions=[Interruption(step=step)])
         await asyncio.sleep(100)
         return len(done), one.dead
 
@@ -125,7 +125,7 @@ def test_a_paused_process_goes_on_where_it_was():
                 await asyncio.sleep(1)
                 at.append(loop.time())
 
-        process(loop, victim(), cuts=[Cut(step=4, pause_s=50.0)])
+        process(loop, victim(), interruptions=[Interruption(step=4, pause_s=50.0)])
         await asyncio.sleep(200)
         return [*at]
 
@@ -159,7 +159,7 @@ def test_what_a_process_starts_belongs_to_it():
 
 def test_a_skewed_clock_is_off_and_its_monotonic_is_not():
     async def work(loop: VirtualLoop) -> tuple[float, float]:
-        skewed = VirtualClock(loop, Process(loop, "one", skew_s=-30.0))
+        skewed = VirtualClock(loop, VirtualProcess(loop, "one", skew_s=-30.0))
         await asyncio.sleep(10)
         return (skewed.now() - START).total_seconds(), skewed.monotonic()
 

@@ -10,8 +10,8 @@ import pytest
 from remuda.cli.output import Output
 from remuda.domain.errors import InvariantViolated
 from simulation.cli import Request, run_simulate
-from simulation.invariants import Safety, Violation
-from simulation.plan import draw
+from simulation.invariants import SafetyInvariants, Violation
+from simulation.plan import draw_plan
 from simulation.run import simulate
 from simulation.shrink import fewest, shrink, tell
 from simulation.world import World
@@ -28,16 +28,16 @@ def test_fewest_of_what_needs_nothing_is_nothing():
 
 def test_a_violation_is_cut_down_and_told(monkeypatch: pytest.MonkeyPatch):
     """A rule that is wrong on purpose: no instance may ever be claimed."""
-    judge = Safety.record_written
+    judge = SafetyInvariants.record_written
 
-    def strict(self: Safety, instance_id: str) -> None:
+    def strict(self: SafetyInvariants, instance_id: str) -> None:
         judge(self, instance_id)
         record = self._world.database.instances.get(instance_id)
         if record is not None and record.epoch > 1:
             self.violated("S1", f"{instance_id} was claimed", instance_id)
 
-    monkeypatch.setattr(Safety, "record_written", strict)
-    worlds = (simulate(draw(seed, hours=0.3, instances=6)) for seed in range(40))
+    monkeypatch.setattr(SafetyInvariants, "record_written", strict)
+    worlds = (simulate(draw_plan(seed, hours=0.3, instances=6)) for seed in range(40))
     found = next(world for world in worlds if world.violation is not None)
     shrunk = shrink(found, tries=60)
     assert shrunk.least.violation is not None
@@ -54,7 +54,7 @@ def test_a_violation_is_cut_down_and_told(monkeypatch: pytest.MonkeyPatch):
 def test_a_violation_says_how_to_see_its_world_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(Safety, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
     asked = Request(seeds=1, hours=0.1, instances=4, faults="few", seed=1, trace=False, first=None, workers=None)
     assert run_simulate(asked, Output(as_json=True, quiet=True)) == InvariantViolated.exit_code
     (tale,) = json.loads(capsys.readouterr().out)["tales"]
@@ -64,10 +64,10 @@ def test_a_violation_says_how_to_see_its_world_again(
 def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):
     told: list[float] = []
     monkeypatch.setattr(World, "stop", _noting(World.stop, told))
-    monkeypatch.setattr(Safety, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
-    outcome = simulate(draw(1, hours=0.1, instances=4))
-    assert outcome.violation is not None
-    assert outcome.violation.invariant == "S8"
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    result = simulate(draw_plan(1, hours=0.1, instances=4))
+    assert result.violation is not None
+    assert result.violation.invariant == "S8"
     assert len(set(told)) == 1
 
 

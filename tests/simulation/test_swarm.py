@@ -8,16 +8,16 @@ from operator import itemgetter
 import pytest
 
 from remuda.domain.transitions import TRANSITIONS
-from simulation.campaign import Settings, run_many
-from simulation.coverage import IMPOSSIBLE, wonders
+from simulation.campaign import CampaignSettings, run_many
+from simulation.coverage import IMPOSSIBLE, unexpected_hits
 from simulation.faults import Fault, Swarm, parse_faults
 from simulation.mutants import MUTANTS
 from simulation.run import simulate
 from simulation.shrink import shrink, tell
 
 SEEDS = 500
-SETTINGS = Settings(hours=0.5, instances=10)
-SMALL = Settings(hours=0.25, instances=5)
+SETTINGS = CampaignSettings(hours=0.5, instances=10)
+SMALL = CampaignSettings(hours=0.25, instances=5)
 FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)
 FEW_SEEDS = 100
 #: Bugs that were found, and the seeds that find them where they are planted again (see `mutants.py`).
@@ -40,7 +40,7 @@ WITH = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,
 BROKEN_WHILE_SMALL = {"quarantine-unseen": 422, "born expired": 7260, "a drain over a quarantine": 13_866}
 
 
-def story(seed: int, settings: Settings = SETTINGS) -> str:
+def story(seed: int, settings: CampaignSettings = SETTINGS) -> str:
     return "\n".join(tell(shrink(simulate(settings.plan(seed)), tries=60)))
 
 
@@ -53,7 +53,7 @@ def test_no_invariant_is_violated_in_the_short_campaign():
     assert not missing, f"these faults never happened: {missing}"
     unused = [row.name for row in TRANSITIONS if not summary.stats[f"row {row.name}"]]
     assert not unused, f"these transitions never happened: {unused}"
-    seen = [f"{fault} while {state}: {IMPOSSIBLE[fault, state]}" for fault, state in wonders(summary.coverage)]
+    seen = [f"{fault} while {state}: {IMPOSSIBLE[fault, state]}" for fault, state in unexpected_hits(summary.coverage)]
     assert not seen, f"these cannot happen, and did: {seen}"
 
 
@@ -70,5 +70,5 @@ def test_no_invariant_is_violated_with_few_faults():
         (GHOST_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(WITH))),
     ],
 )
-def test_what_was_broken_once_holds(seed: int, settings: Settings):
+def test_what_was_broken_once_holds(seed: int, settings: CampaignSettings):
     assert not simulate(settings.plan(seed)).violation
