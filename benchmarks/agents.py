@@ -22,7 +22,7 @@ from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.machine import Identity, Outcome
+from remuda.ports.machine import Identity, StepResult
 from tests.support.agents import FakeMachine, FakeRunner
 
 WHOSE = "the agents'"
@@ -63,7 +63,7 @@ class TimedRunner(FakeRunner):
         self._registration_s = registration_s
         self._asked = asked
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         self._asked[assignment.runner_name] = SystemClock().monotonic()
         await asyncio.sleep(self._registration_s)
         return await super().configure(assignment)

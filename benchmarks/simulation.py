@@ -1,4 +1,4 @@
-"""How fast a simulated world is: simulated seconds for each second of one core, with twenty agents."""
+"""Benchmark of the simulation: simulated seconds per second of one core, with twenty agents."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def main() -> None:
         for seed in range(SEEDS):
             result = simulate(draw_plan(seed, hours=0.5, instances=INSTANCES, faults=faults))
             simulated += result.seconds
-            agents += result.stats["lives"]
+            agents += result.stats["machines"]
         rate = simulated / (time.process_time() - started)
         sys.stdout.write(
-            f"{name}: {rate:.0f} simulated seconds a second of one core "
-            f"(at most {INSTANCES} agents at a time, {agents} lives, {SEEDS} seeds)\n"
+            f"{name}: {rate:.0f} simulated seconds per second of one core "
+            f"(at most {INSTANCES} agents at a time, {agents} machines, {SEEDS} seeds)\n"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from remuda.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
-from remuda.config.settings import CampaignSettings, flag, key, variable
+from remuda.config.settings import Settings, flag, key, variable
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.transitions import ENDINGS, TRANSITIONS
 from remuda.web.metrics import METRICS
@@ -50,7 +50,7 @@ def transition_table() -> str:
 
 def settings_table() -> str:
     lines = ["| flag | environment | key in remuda.toml | default | what |", "|---|---|---|---|---|"]
-    for name, field in CampaignSettings.model_fields.items():
+    for name, field in Settings.model_fields.items():
         default = field.default
         shown = "seven classes" if default is DEFAULT_CLASSES else "" if default in {None, "", ()} else str(default)
         shown = shown.lower() if isinstance(default, bool) else shown
@@ -70,7 +70,7 @@ def faults_table() -> str:
 
 
 def planted_table() -> str:
-    lines = ["| planted bug | what it is |", "|---|---|"]
+    lines = ["| planted bug | description |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 

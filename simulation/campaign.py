@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulation.faults import FaultChoice, Fault, Swarm
+from simulation.faults import Fault, FaultChoice, Swarm
 from simulation.invariants import Violation
 from simulation.plan import WorldPlan, draw_plan
 from simulation.run import SimulationResult, simulate
@@ -136,7 +136,9 @@ def _batches(seeds: Iterable[int]) -> Iterable[list[int]]:
         yield batch
 
 
-def _collect(running: set[Future[CampaignSummary]], total: CampaignSummary, done: Callable[[CampaignSummary], None]) -> set[Future[CampaignSummary]]:
+def _collect(
+    running: set[Future[CampaignSummary]], total: CampaignSummary, done: Callable[[CampaignSummary], None]
+) -> set[Future[CampaignSummary]]:
     finished, rest = wait(running, return_when=FIRST_COMPLETED)
     for future in finished:
         total.merge(future.result())

@@ -98,7 +98,7 @@ MEANING: dict[Fault, str] = {
     Fault.BUSY_WRONG: "GitHub's busy flag is wrong",
     Fault.GITHUB_401: "GitHub rejects a valid credential",
     Fault.GITHUB_403: "GitHub denies a permission",
-    Fault.GITHUB_404: "GitHub answers "not found" for something that exists",
+    Fault.GITHUB_404: "GitHub answers 'not found' for something that exists",
     Fault.GITHUB_422: "GitHub answers that a runner is busy or a request is invalid",
     Fault.GITHUB_429: "GitHub limits the request rate",
     Fault.GITHUB_5XX: "GitHub answers with a server error",

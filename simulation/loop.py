@@ -311,11 +311,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # Used by `asyncio.Runner`, and so by tests.
 
-    def run_until_complete(self, future: Awaitable[T]) -> T:
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(finalizer=self._close_generator)
         try:
-            return self._run(cast("asyncio.Future[T]", asyncio.ensure_future(future, loop=self)))
+            return self._run(cast("asyncio.Future[T]", asyncio.ensure_future(cast("Awaitable[T]", future), loop=self)))
         finally:
             sys.set_asyncgen_hooks(*hooks)
 
@@ -325,7 +325,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     async def shutdown_asyncgens(self) -> None:
         """Nothing to do: generators are closed when they are collected."""
 
-    async def shutdown_default_executor(self) -> None:  # type: ignore[override]
+    async def shutdown_default_executor(self) -> None:
         """There is no executor."""
 
     def run_in_executor(  # type: ignore[override]
@@ -352,7 +352,7 @@ def new_loop(rng: random.Random | None = None) -> VirtualLoop:
 
 
 class VirtualClock:
-    """The clock port over a loop's time, by default the running loop's. Skew of a process affects its wall clock only."""
+    """The clock port over the time of a loop, by default the running one. Skew moves the wall clock only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None, process: VirtualProcess | None = None) -> None:
         self._loop = loop

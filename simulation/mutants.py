@@ -19,8 +19,7 @@ class Mutant:
     #: The bug, in one sentence.
     bug: str
     replacements: tuple[Replacement, ...]
-    #: CampaignSettings to simulate it with, if the usual ones need too many seeds: a bug that needs a few faults in sequence is
-    #: rare among many faults.
+    #: Settings to simulate it with, if the usual ones need too many seeds.
     settings: CampaignSettings | None = None
 
 
@@ -81,7 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a claim does not compare the epoch: a stale message claims",
         expression(
             _TRANSITIONS,
-            "Guard.admits",
+            "WriteCondition.admits",
             "record.epoch == self.epoch",
             "record.epoch == self.epoch or self.state is State.IDLE",
         ),
@@ -94,7 +93,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "claim-of-the-expiring",
         "a claim does not check the threshold",
-        argument(_TRANSITIONS, "_claim", "unexpired_at=...", ""),
+        argument(_TRANSITIONS, "_claim", "threshold_after=...", ""),
     ),
     _mutant(
         "claim-of-the-retired",
@@ -144,7 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "spent-is-failed",
         "a listener that served its one job is started again and counts as failed",
-        statements(_DECIDE, "_run", "if view.runner.spent:\n    ...", ""),
+        statements(_DECIDE, "_when_running", "if seen.runner.spent:\n    ...", ""),
     ),
     _mutant(
         "claim-under-the-old-name",
@@ -260,7 +259,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "create-over-a-tombstone",
         "a record is created although there is one",
-        expression(_TRANSITIONS, "Guard.admits", "record is None and self.state is None", "self.state is None"),
+        expression(
+            _TRANSITIONS, "WriteCondition.admits", "record is None and self.state is None", "self.state is None"
+        ),
     ),
     # Signals
     _mutant(
@@ -344,7 +345,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "renewal-that-comes-late",
         "a delayed renewal cuts a later one short",
-        argument(_TRANSITIONS, "_effect", "expired_at=event.until", ""),
+        argument(_TRANSITIONS, "_effect", "threshold_at_or_before=event.until", ""),
     ),
     _mutant(
         "renewal-that-lasts-longer",
@@ -373,15 +374,15 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "quarantined-and-retired",
         "a machine in quarantine is terminated before the quarantine ends",
-        statements(_INSTANCE, "retirement", "if instance.is_held(now):\n    ...", ""),
+        statements(_INSTANCE, "retirement", "if instance.is_quarantined(now):\n    ...", ""),
         # The condition of the write checks it once more.
-        argument(_TRANSITIONS, "_end", "held_up_to=...", ""),
+        argument(_TRANSITIONS, "_end", "max_quarantined_until=...", ""),
     ),
     _mutant(
         "drained-and-pooled",
         "a drained instance goes back to the pool after its run",
         statements(_INSTANCE, "retirement", "if instance.retire:\n    ...", ""),
-        expression(_TRANSITIONS, "_pool", "instance.retire and not instance.is_held(now)", "not instance.epoch"),
+        expression(_TRANSITIONS, "_pool", "instance.retire and not instance.is_quarantined(now)", "not instance.epoch"),
     ),
     # Sweeps
     _mutant(
@@ -565,7 +566,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "start-before-running",
         "the runner is started as soon as it is registered",
-        statements(_DECIDE, "_register", "return _wait(...)", "return _run(view, record)"),
+        statements(_DECIDE, "_when_assigned", "return _wait(...)", "return _when_running(seen, record)"),
     ),
     _mutant(
         "signal-before-configure",
@@ -583,9 +584,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "the runner is stopped while it is registered, even if it runs a job",
         statements(
             _DECIDE,
-            "_release",
-            "if view.runner.busy:\n    ...",
-            "if view.runner.listening:\n    return AgentStep(do=AgentAction.STOP, why='released')",
+            "_when_releasing",
+            "if seen.runner.busy:\n    ...",
+            "if seen.runner.listening:\n    return AgentStep(action=AgentAction.STOP, reason='released')",
         ),
     ),
     _mutant(
@@ -601,16 +602,16 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "quarantine-unseen",
         "a release that read the record before an operator's quarantine still terminates the instance",
-        argument(_TRANSITIONS, "_end", "held_up_to=...", ""),
+        argument(_TRANSITIONS, "_end", "max_quarantined_until=...", ""),
     ),
     _mutant(
         "agent-without-margin",
         "an agent terminates its machine as soon as its own clock passes the threshold",
-        argument(_DECIDE, "next_step", "margin_s=view.margin_s", "margin_s=0.0"),
+        argument(_DECIDE, "next_step", "margin_s=seen.margin_s", "margin_s=0.0"),
     ),
     _mutant(
         "dead-man-not-rearmed",
         "the dead-man timer stays at the first threshold",
-        statements(_EXPIRY, "Expiry.observe", "self._arm(record.threshold)", ""),
+        statements(_EXPIRY, "Expiry.observe", "self._set_dead_man_timer(record.threshold)", ""),
     ),
 )

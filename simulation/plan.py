@@ -1,4 +1,4 @@
-"""What will happen in one simulated world, as far as it is decided beforehand: drawn from a seed, to be cut from."""
+"""Plans of simulated worlds: user actions, machine losses and interruptions, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
-from simulation.faults import FaultChoice, Fault, InjectedFault, Swarm, draw_few, draw_half
+from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half
 from simulation.names import REPOSITORIES
 
-#: How long a run holds its instances, about: sets how many runs a world of a size has.
+#: Approximate seconds that a run holds its instances. Determines the number of runs in a world.
 HOLDS_S = 150.0
 CLASSES = ("large", "xlarge")
-#: How many configurations a world's people switch between.
+#: Number of configurations that a world switches between.
 CONFIGURATIONS = 4
-#: What a pool's policy is at first, besides the rare `never`, which leaves no pool to speak of.
+#: Initial reuse policies. `never` is drawn separately and seldom, because it leaves the pool empty.
 POLICIES = (Reuse.SAME_TRUST, Reuse.SAME_TRUST, Reuse.ALWAYS, Reuse.SAME_REPO)
-#: After which calls a command may crash: those that change something.
+#: Calls after which a command may crash or pause: those that change something.
 CALLS = {
     "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
     "release": ("replace_provision", "apply", "apply", "send"),
@@ -26,16 +26,16 @@ CALLS = {
     "operator": ("apply", "terminate"),
     "scale-down": ("apply",),
 }
-#: Of these, calls that a command makes once, mostly.
+#: Calls of these that a command usually makes once.
 ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_sightings"})
-#: How often scale-down runs, about.
+#: Approximate seconds between two runs of scale-down.
 SCALE_DOWN_S = 300.0
 MAX_AGENT_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkflowRun:
-    """A workflow's run: provision, jobs, release. With `attempts` 2 it is run again while the first is cleaned up."""
+    """A workflow run: provision, jobs, release. With two attempts it is re-run while the first one is cleaned up."""
 
     at: float
     run_id: str
@@ -43,16 +43,16 @@ class WorkflowRun:
     resource_class: str
     usage_class: UsageClass
     tier: Tier
-    #: How long its jobs take.
+    #: Seconds of each job.
     jobs: tuple[float, ...]
-    #: Its jobs wait at GitHub before any machine is there.
+    #: Whether its jobs are queued before the provision.
     eager: bool = False
-    #: Its commands have a GitHub credential of their own.
+    #: Whether its commands have a GitHub credential.
     credentialed: bool = False
     attempts: int = 1
     released: bool = True
     repository: str = REPOSITORIES[0]
-    #: Its machines are for one job each; its commands have a credential then.
+    #: Whether it wants ephemeral machines; then its commands have a credential.
     ephemeral: bool = False
 
     def __str__(self) -> str:
@@ -65,16 +65,17 @@ class WorkflowRun:
 class PlannedRefresh:
     at: float
     twice: bool = False
-    #: Which of the world's configurations it applies; None: it only sweeps.
+    #: Number of the configuration that it applies; None for a sweep only.
     config: int | None = None
 
     def __str__(self) -> str:
-        return f"refresh{' twice at once' if self.twice else ''}{'' if self.config is None else ' with a change'}"
+        configures = "" if self.config is None else " with a new configuration"
+        return f"refresh{' twice at the same time' if self.twice else ''}{configures}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtraRelease:
-    """Somebody releases a run, whatever it does just then."""
+    """An additional release of a run, at any point of it."""
 
     at: float
     run_id: str
@@ -87,9 +88,7 @@ class ExtraRelease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedInterruption:
-    """A process, by its name, crashes before its n-th step, or stands still; with `call`, right after its n-th call
-    of that name was carried out.
-    """
+    """A crash or pause of a process before its n-th step or, with `call`, after its n-th call of that name."""
 
     process: str
     step: int
@@ -98,43 +97,43 @@ class PlannedInterruption:
     at: float = 0.0
 
     def __str__(self) -> str:
-        what = f"stands still for {self.pause_s:.0f} s" if self.pause_s else "crashes"
+        what = f"pauses for {self.pause_s:.0f} s" if self.pause_s else "crashes"
         return f"{self.process} {what} at its {self.call or 'step'} {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCancel:
-    """Ctrl-C."""
+    """A cancellation by Ctrl-C."""
 
     process: str
     after_s: float
     at: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.process} is interrupted after {self.after_s:.1f} s"
+        return f"{self.process} is cancelled after {self.after_s:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLoss:
-    """A machine is cut off, or announced to be taken; `pick` says which of those that live then."""
+    """A power cut or a spot notice. `pick` selects one of the live machines."""
 
     at: float
     pick: float
-    announced: bool = False
+    with_notice: bool = False
 
     def __str__(self) -> str:
-        return "a spot notice" if self.announced else "a power cut"
+        return "a spot notice" if self.with_notice else "a power cut"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorCommand:
-    """An operator pulls a action; `pick` says for which of the instances that have a record then."""
+    """A drain, quarantine or termination by an operator. `pick` selects one of the recorded instances."""
 
     at: float
     number: int
     action: OperatorAction
     pick: float
-    #: How long a quarantine lasts.
+    #: Seconds of a quarantine.
     for_s: float = 0.0
 
     def __str__(self) -> str:
@@ -145,14 +144,23 @@ class OperatorCommand:
 class PlannedScaleDown:
     at: float
     number: int
-    #: How many idle instances of each class it keeps.
+    #: Idle instances to keep per class.
     idle_count: int
 
     def __str__(self) -> str:
-        return f"scale-down to {self.idle_count} idle ones"
+        return f"scale-down to {self.idle_count} idle instances"
 
 
-Operation = WorkflowRun | PlannedRefresh | ExtraRelease | PlannedInterruption | PlannedCancel | MachineLoss | OperatorCommand | PlannedScaleDown
+Operation = (
+    WorkflowRun
+    | PlannedRefresh
+    | ExtraRelease
+    | PlannedInterruption
+    | PlannedCancel
+    | MachineLoss
+    | OperatorCommand
+    | PlannedScaleDown
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,9 +170,9 @@ class WorldPlan:
     instances: int
     faults: frozenset[Fault]
     operations: tuple[Operation, ...]
-    #: Whose machines runs may be given, with each of the world's configurations.
+    #: Reuse policy of each configuration.
     reuses: tuple[Reuse, ...] = (Reuse.SAME_TRUST,) * CONFIGURATIONS
-    #: Faults that a shrunk run leaves out.
+    #: Faults that the shrinker leaves out.
     suppressed: frozenset[InjectedFault] = frozenset()
 
     def without(self, operations: frozenset[Operation]) -> WorldPlan:
@@ -173,35 +181,35 @@ class WorldPlan:
 
 def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = Swarm.HALF) -> WorldPlan:
     rng = random.Random(f"{seed} plan")
-    # Drawn in any case: what people do in a seed does not hang on how its faults were chosen.
+    # Always drawn, so that the operations of a seed do not depend on how its faults are chosen.
     half = draw_half(rng)
     if isinstance(faults, Swarm):
         on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"))
     else:
         on = faults
     draft = _Draft(rng, on, hours * 3_600.0, instances)
-    # Drawn apart: what else record in a seed does not hang on it.
-    trust = random.Random(f"{seed} reuse")
+    # A generator of its own, so that the other draws do not depend on it.
+    reuse_rng = random.Random(f"{seed} reuse")
     return WorldPlan(
         seed=seed,
         hours=hours,
         instances=instances,
         faults=on,
-        reuses=_reuses(trust),
-        operations=tuple(_with_owners(draft.operations(), trust)),
+        reuses=_reuses(reuse_rng),
+        operations=tuple(_with_repositories(draft.operations(), reuse_rng)),
     )
 
 
 def _reuses(rng: random.Random) -> tuple[Reuse, ...]:
-    """Most worlds have one policy, half of them the usual one; others change it with their configuration."""
+    """One policy in most worlds, a policy per configuration in the others."""
     first = Reuse.NEVER if rng.random() < 0.05 else rng.choice(POLICIES)
     changes = rng.random() < 0.4
     later = [rng.choice(tuple(Reuse)) for _ in range(CONFIGURATIONS - 1)]
     return (first, *(later if changes else [first] * len(later)))
 
 
-def _with_owners(operations: list[Operation], rng: random.Random) -> list[Operation]:
-    """Runs of several repositories; in some worlds some of them want machines for one job each."""
+def _with_repositories(operations: list[Operation], rng: random.Random) -> list[Operation]:
+    """Assign repositories to runs; in some worlds make some of them ephemeral."""
     single = rng.random() < 0.35
     made: list[Operation] = []
     for item in operations:
@@ -221,7 +229,7 @@ class _Draft:
         self._instances = instances
 
     def _sometimes(self, fault: Fault, probability: float) -> bool:
-        # The draw_plan is made either way, so that a switch changes as little else as can be.
+        # Always drawn, so that enabling a fault changes no other draw.
         return self._rng.random() < probability and fault in self._on
 
     def operations(self) -> list[Operation]:
@@ -232,7 +240,7 @@ class _Draft:
         made += self._losses()
         made += self._refreshes()
         made += self._agent_interruptions()
-        made += self._pulls()
+        made += self._operator_commands()
         made += self._scale_downs()
         return made
 
@@ -254,7 +262,9 @@ class _Draft:
         )
         made: list[Operation] = [run]
         if self._sometimes(Fault.CANCEL, 0.2):
-            made.append(PlannedCancel(process=f"provision {run_id}.{rng.randint(1, run.attempts)}", after_s=self._soon()))
+            made.append(
+                PlannedCancel(process=f"provision {run_id}.{rng.randint(1, run.attempts)}", after_s=self._soon())
+            )
         if self._sometimes(Fault.RELEASE_EARLY, 0.25):
             attempt = rng.randint(1, run.attempts)
             made.append(ExtraRelease(at=at + 2 * self._soon(), run_id=run_id, attempt=attempt, early=True))
@@ -268,15 +278,13 @@ class _Draft:
         return made
 
     def _job_s(self) -> float:
-        """Most are short; some outlive every patience."""
+        """Most jobs are short; some exceed every timeout."""
         if self._rng.random() < 0.07:
             return 600.0
         return self._rng.uniform(2, 30) if self._rng.random() < 0.6 else self._rng.uniform(20, 150)
 
     def _soon(self) -> float:
-        return self._rng.choice(
-            (self._rng.uniform(0, 2), self._rng.uniform(0, 20), self._rng.uniform(0, 90))
-        )
+        return self._rng.choice((self._rng.uniform(0, 2), self._rng.uniform(0, 20), self._rng.uniform(0, 90)))
 
     def _interruptions(self, process: str, steps: int) -> list[Operation]:
         made: list[Operation] = []
@@ -301,22 +309,22 @@ class _Draft:
                 self._rng.uniform(20, 120),
                 self._rng.uniform(20, 120),
                 self._rng.uniform(60, 300),
-                # As a laptop that sleeps: longer than a provision has, and than any grace.
+                # Longer than the provision timeout and every grace period.
                 self._rng.uniform(240, 600),
             )
         )
 
     def _losses(self) -> list[Operation]:
         made: list[Operation] = []
-        for fault, announced in ((Fault.POWER_CUT, False), (Fault.SPOT_NOTICE, True)):
+        for fault, with_notice in ((Fault.POWER_CUT, False), (Fault.SPOT_NOTICE, True)):
             for _ in range(self._rng.randint(1, 2 + self._instances // 2)):
                 at, pick = self._rng.random() * self._seconds, self._rng.random()
                 if fault in self._on:
-                    made.append(MachineLoss(at=at, pick=pick, announced=announced))
+                    made.append(MachineLoss(at=at, pick=pick, with_notice=with_notice))
         return made
 
     def _refreshes(self) -> list[Operation]:
-        """Besides those that come by the clock."""
+        """Refreshes besides the scheduled sweeps."""
         made: list[Operation] = []
         for number in range(max(1, round(self._seconds / 300))):
             at = self._rng.random() * self._seconds
@@ -343,7 +351,7 @@ class _Draft:
                     made.append(PlannedInterruption(process=process, call="write_signal", step=self._rng.randint(1, 8)))
         return made
 
-    def _pulls(self) -> list[Operation]:
+    def _operator_commands(self) -> list[Operation]:
         made: list[Operation] = []
         for number in range(1, 2 + self._instances // 2):
             at, pick = self._rng.random() * self._seconds, self._rng.random()
@@ -359,7 +367,7 @@ class _Draft:
         made: list[Operation] = []
         for turn in range(max(1, round(self._seconds / SCALE_DOWN_S))):
             at = (turn + self._rng.random()) * SCALE_DOWN_S
-            # Whoever starts it by the clock does so at least once.
+            # A scheduler starts it at least once.
             times = 2 if self._rng.random() < 0.3 else 1
             for _ in range(times):
                 number = 1 + sum(isinstance(item, PlannedScaleDown) for item in made)

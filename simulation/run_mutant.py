@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from simulation.campaign import CampaignSettings
-from simulation.faults import parse_faults, spelled
+from simulation.faults import format_faults, parse_faults
 from simulation.mutants import Mutant
 from simulation.mutation import command
 from simulation.run import simulate
@@ -30,7 +30,7 @@ class MutantResult:
 def run_mutant(mutant: Mutant, *, first: int, seeds: int, settings: CampaignSettings) -> MutantResult:
     """Simulate seeds from `first` on, with the mutant's own settings if it has any, until one violates an invariant."""
     world = mutant.settings or settings
-    arguments = [str(first), str(seeds), str(world.hours), str(world.instances), spelled(world.faults)]
+    arguments = [str(first), str(seeds), str(world.hours), str(world.instances), format_faults(world.faults)]
     done = run_mutated(mutant, "simulation.run_mutant", *arguments)
     if done.returncode:
         raise RuntimeError(f"mutant {mutant.name} does not run:\n{done.stderr}")

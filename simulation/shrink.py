@@ -1,4 +1,4 @@
-"""Shrinking of a violating plan: fewer operations and faults that still violate the same invariant, and a report of it."""
+"""Shrinking of a plan that violates an invariant, and the report of the smallest one."""
 
 from __future__ import annotations
 

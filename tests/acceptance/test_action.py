@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.action_steps import LIMIT_S, ActionJob, Done, fetched_action
 from tests.support.aws_cloud import SCOPE, aws_cloud
 from tests.support.registry import answered
@@ -102,7 +102,7 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
 @pytest.fixture(autouse=True)
 def agents_run(github: Github) -> None:
     github.herd.awake = True
-    github.herd.registration = Outcome(ok=True)
+    github.herd.registration = StepResult(ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_bad_input_is_one_annotation_with_the_fix(github: Github, refreshed: Don
 
 def test_what_a_machine_says_is_text_and_no_command(github: Github, refreshed: Done):
     evil = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
-    github.herd.registration = Outcome(ok=False, detail=evil)
+    github.herd.registration = StepResult(ok=False, detail=evil)
     done = github.use("provision", run_id="400", instance_count="1", resource_class="2xlarge")
     assert done.code == 4, done.log
     (error,) = done.annotations("error")

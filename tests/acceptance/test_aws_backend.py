@@ -70,7 +70,7 @@ def test_a_profile_that_there_is_not_is_named_before_anything_is_made(cloud: Clo
 
 
 def test_the_installed_command_does_as_the_prepared_one(cloud: Cloud):
-    """Tests of many commands save their imports (`support/prepared.py`)."""
+    """Tests of many commands save their imports (`support/cli.py`)."""
     cloud.refresh()
     for arguments in (("status",), ("release", "--run-id", "9"), ("explain", "no-such-run")):
         code, answer = cloud.remuda(*arguments)

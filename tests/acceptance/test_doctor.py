@@ -18,8 +18,9 @@ from remuda.cli.doctor import document
 from remuda.config.settings import Loaded, load
 from remuda.controlplane.doctor import Checked, examine, exit_code
 from remuda.wiring_doctor import open_doctor
+from tests.support.cli import run_cli
 from tests.support.cloud import ARM_AMI, LIMIT_S, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
-from tests.support.forkserver_cli import run_prepared
+from tests.support.local_backend import run_local
 
 POOL = "well"
 NOBODY = "subnet-0123456789abcdef0"
@@ -93,12 +94,12 @@ def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
 
 
 def test_for_people_it_is_one_line_a_check(patient: Patient):
-    done = run_prepared(
+    done = run_cli(
         ["doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
         environment={**patient.servers.environment, "COLUMNS": "40"},
         timeout_s=LIMIT_S,
     )
-    assert done.returncode == 2
+    assert done.code == 2
     lines = done.stdout.splitlines()
     assert all(line.split()[0] in {"ok", "warning", "problem"} for line in lines), lines
     (image,) = [line for line in lines if " image: " in line]
@@ -289,13 +290,8 @@ def test_an_image_must_fit_what_is_put_on_it(patient: Patient):
 
 def test_the_local_backend(tmp_path: Path):
     def remuda(*arguments: str) -> tuple[int, dict[str, Any]]:
-        done = run_prepared(
-            [*arguments, "--dir", str(tmp_path / "state"), "--json"],
-            environment=os.environ,
-            timeout_s=LIMIT_S,
-            cwd=tmp_path,
-        )
-        return done.returncode, {line["name"]: line for line in json.loads(done.stdout).get("checks", ())}
+        result = run_local(tmp_path / "state", *arguments)
+        return result.code, {line["name"]: line for line in result.document.get("checks", ())}
 
     code, lines = remuda("doctor")
     assert (code, problems(lines)) == (2, {"local backend"})

@@ -52,7 +52,7 @@ async def test_all_supervisors(backend: LocalBackend) -> None:
     assert backend.processes() == []
     after = await backend.provision("2", 1)
     assert after.document["created"] == 1
-    assert {hint["id"] for hint in backend.hints()} == set()
+    assert {hint["id"] for hint in backend.pool_messages()} == set()
 
 
 async def test_all_agents(backend: LocalBackend) -> None:
@@ -116,7 +116,7 @@ async def test_a_provision_on_its_way(backend: LocalBackend) -> None:
     provisioning = await backend.start("provision", *arguments)
     await backend.until(lambda: backend.states() == ["claimed", "created"], "one is claimed, one is launched")
     provisioning.kill()
-    await backend.finish(provisioning)
+    await provisioning.result()
     async with backend.sweeping():
         await backend.until(lambda: backend.provisions("1")[0]["status"] == "released", "it is closed")
         await backend.until_settled(states=("idle", "terminated"))

@@ -127,7 +127,7 @@ async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path
         await backend.until(lambda: backend.states() == ["releasing"], "the release begins")
         assert (await github.job(job.id)).status == "in_progress"
         gate.touch()
-        done = await backend.finish(releasing)
+        done = await releasing.result()
         assert (done.code, len(done.document["released"])) == (0, 1)
         job = await github.job(job.id)
         assert (job.conclusion, "finished" in job.log) == ("success", True)
@@ -138,7 +138,7 @@ async def test_interrupted_while_machines_boot(backend: LocalBackend) -> None:
     provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
     await backend.until(lambda: backend.states() == ["created", "created"], "both are launched")
     provisioning.send_signal(signal.SIGINT)
-    done = await backend.finish(provisioning)
+    done = await provisioning.result()
     assert done.code == INTERRUPTED
     assert done.document["error"]["type"] == "Interrupted"
     assert set(backend.states()) <= {"terminating", "terminated"}
@@ -158,7 +158,7 @@ async def test_interrupted_while_warm_machines_register(backend: LocalBackend) -
         provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
         await backend.until(lambda: backend.states() == ["claimed", "claimed"], "both are claimed")
         provisioning.send_signal(signal.SIGTERM)
-        assert (await backend.finish(provisioning)).code == INTERRUPTED
+        assert (await provisioning.result()).code == INTERRUPTED
         await github.clear_faults()
     assert set(backend.states()) <= {"releasing", "idle"}
     async with backend.sweeping():
@@ -178,7 +178,7 @@ async def test_misfits_stay_and_usage_classes_do_not_mix(backend: LocalBackend) 
     assert tiers["created"] == 1
     fits = (await backend.provision("4", 3, "--usage-class", "spot", "--allowed-instance-types", "c*")).document
     assert (fits["created"], fits["reused"]) == (0, 3)
-    assert backend.hints() == []
+    assert backend.pool_messages() == []
 
 
 async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> None:
@@ -190,7 +190,7 @@ async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> 
     assert (len(released["retired"]), released["released"]) == (1, [])
     async with backend.sweeping():
         await backend.until_settled()
-    assert backend.hints() == []
+    assert backend.pool_messages() == []
 
 
 async def test_a_job_that_outlives_its_run_is_ended_with_it(backend: LocalBackend) -> None:

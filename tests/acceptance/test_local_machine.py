@@ -31,7 +31,7 @@ from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import from_text
 from remuda.fake_github import read_endpoint
 from remuda.fake_github.package import install
@@ -56,7 +56,7 @@ from remuda.agent.runner import ActionsRunner
 from remuda.agent.job_hook import JobHook
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
-from remuda.ports.machine import Memory, Script
+from remuda.ports.machine import AgentState, ScriptStatus
 from remuda.ports.runner import RunnerState
 
 async def main():
@@ -80,12 +80,14 @@ async def main():
         "pid": lambda: os.getpid(),
         "environ": lambda: dict(os.environ),
         "identity": lambda: machine.identity(),
-        "arm": lambda at: machine.arm(datetime.fromtimestamp(at, UTC)),
+        "arm": lambda at: machine.set_dead_man_timer(datetime.fromtimestamp(at, UTC)),
         "end": lambda why: machine.end(why),
         "notice": lambda: machine.spot_notice(),
         "script": lambda timeout_s: machine.run_script(timeout_s),
-        "remember": lambda text: machine.remember(Memory(script=Script.OK, script_detail=text, threshold=clock.now())),
-        "recall": lambda: machine.recall().script_detail,
+        "save": lambda text: machine.save(
+            AgentState(script=ScriptStatus.OK, script_detail=text, threshold=clock.now())
+        ),
+        "load": lambda: machine.load().script_detail,
         "reset": lambda: machine.reset(),
         "state": lambda: runner.state(),
         "configure": lambda *given: runner.configure(assignment(*given)),
@@ -225,8 +227,8 @@ def request(token: str, *, count: int, first_life_s: float, launch: dict[str, st
         provision_id="provision",
         client_token=token,
         count=count,
-        request=Request(
-            resource_class=ResourceClass(name="large", cpu=2, mmem=4096),
+        request=RunnerRequest(
+            resource_class=ResourceClass(name="large", cpu=2, memory_mib=4096),
             usage_class=UsageClass.ON_DEMAND,
             patterns=TypePatterns(("*",)),
             tier=Tier.TRUSTED,
@@ -292,14 +294,14 @@ async def test_six_at_once(world: World) -> None:
 
 async def test_an_agent_that_dies_is_started_again(world: World) -> None:
     name = await world.one()
-    await world.call(name, "remember", "before")
+    await world.call(name, "save", "before")
     first = await world.call(name, "pid")
     os.kill(first, signal.SIGKILL)
     await until(lambda: not alive(first))
     assert await world.call(name, "pid") != first
-    assert await world.call(name, "recall") == "before"
+    assert await world.call(name, "load") == "before"
     (world.root / name / "memory.json").write_text("{")
-    assert await world.call(name, "recall") == ""
+    assert await world.call(name, "load") == ""
 
 
 async def test_it_ends_when_the_agent_says_so(world: World) -> None:

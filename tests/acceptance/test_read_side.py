@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.local_backend import LIMIT_S, LONG_LIVES, LocalBackend
+from tests.support.local_backend import LIMIT_S, LONG_LIFETIMES, LocalBackend
 
 
 @pytest.fixture
@@ -31,16 +31,16 @@ async def told(backend: LocalBackend, *arguments: str) -> str:
 
 
 async def test_a_pool_is_seen_and_explained(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIVES, "--margin-sec", "10", sweeper=True)
+    await backend.up(*LONG_LIFETIMES, "--margin-sec", "10", sweeper=True)
     first = (await backend.provision("41", 2, "--log-format", "json")).document
     await backend.release("41")
     log = backend.folder / "instances" / first["instances"][0]["instance_id"] / "logs" / "agent.log"
     told_by_agent = [json.loads(line) for line in log.read_text().splitlines()]
     assert {line["instance_id"] for line in told_by_agent} == {first["instances"][0]["instance_id"]}
-    released = next(line for line in told_by_agent if line["reason"] == "the record says releasing")
+    released = next(line for line in told_by_agent if line["reason"] == "record state is releasing")
     assert (released["event"], released["run_id"], released["epoch"]) == ("state", "41", 1)
     logged = await backend.provision("42", 1, "--log-format", "json")
-    events = {line["event"]: line for line in map(json.loads, logged.told.splitlines())}
+    events = {line["event"]: line for line in map(json.loads, logged.stderr.splitlines())}
     assert (events["claim-won"]["run_id"], events["claim-won"]["epoch"]) == ("42", 2)
     assert events["commit"]["reason"] == "the one of run 42 is registered"
     second = logged.document
@@ -97,7 +97,7 @@ async def test_a_pool_is_seen_and_explained(backend: LocalBackend) -> None:
 
 
 async def test_a_watch_tells_what_changes_and_ends_when_asked(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIVES)
+    await backend.up(*LONG_LIFETIMES)
     lines = await backend.start("status", "--watch", "--every", "0.2")
     documents = await backend.start("status", "--watch", "--every", "0.2", "--json")
     assert lines.stdout is not None
@@ -122,7 +122,7 @@ async def test_a_watch_tells_what_changes_and_ends_when_asked(backend: LocalBack
 
 
 async def test_what_a_dead_machine_leaves_is_warned_of(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIVES, "--idle-time-sec", "2", "--margin-sec", "1")
+    await backend.up(*LONG_LIFETIMES, "--idle-time-sec", "2", "--margin-sec", "1")
     (machine,) = (await backend.provision("41")).document["instances"]
     await backend.release("41")
     await backend.until(lambda: not backend.machines(), "the idle machine to end itself")
@@ -163,7 +163,7 @@ async def test_every_needs_watch(backend: LocalBackend) -> None:
 
 
 async def test_an_operator_takes_machines_out_of_use(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIVES)
+    await backend.up(*LONG_LIFETIMES)
     first = (await backend.provision("41", 3)).document
     odd, old, last = sorted(item["instance_id"] for item in first["instances"])
     await backend.release("41")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -16,7 +15,8 @@ import pytest
 
 from remuda.fake_github import read_endpoint
 from tests.support.canary import Canaries, Processes, minted, watched_processes
-from tests.support.forkserver_cli import run_prepared
+from tests.support.cli import CommandResult, run_installed
+from tests.support.local_backend import run_local
 
 LIMIT_S = 120
 
@@ -55,62 +55,38 @@ MEETS = "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)
 TELLS_ALL = r"{ printenv | tr '\n' ' '; false; }"
 
 
-def remuda(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [*arguments, "--dir", str(folder), "--json"]
-    return run_prepared(words, environment=os.environ, timeout_s=LIMIT_S)
-
-
-def answer(done: subprocess.CompletedProcess[str]) -> Any:
+def answer(done: CommandResult) -> Any:
     assert done.stdout, done.stderr
-    return json.loads(done.stdout)
+    return done.document
 
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("workflow") / "state"
-    assert remuda(folder, "up").returncode == 0
+    assert run_local(folder, "up").code == 0
     try:
-        assert remuda(folder, "refresh").returncode == 0
+        assert run_local(folder, "refresh").code == 0
         yield folder
     finally:
-        assert answer(remuda(folder, "down"))["left"] == []
+        assert answer(run_local(folder, "down"))["left"] == []
 
 
-def run(
-    backend: Path, tmp_path: Path, run_id: str, step: str, given: str = "any", **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run(backend: Path, tmp_path: Path, run_id: str, step: str, given: str = "any", **variables: str) -> CommandResult:
     file = tmp_path / "w.yml"
     file.write_text(WORKFLOW % (given, step))
     # By the installed command: its arguments and its environment are there to be seen.
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "remuda",
-            "run-workflow",
-            str(file),
-            "--run-id",
-            run_id,
-            "--dir",
-            str(backend),
-            "--json",
-        ],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    words = ["run-workflow", str(file), "--run-id", run_id, "--dir", str(backend), "--json"]
+    return run_installed(words, environment={**os.environ, **variables}, timeout_s=LIMIT_S)
 
 
 def states(backend: Path) -> list[str]:
-    return [item["state"] for item in answer(remuda(backend, "status"))["instances"]]
+    return [item["state"] for item in answer(run_local(backend, "status"))["instances"]]
 
 
 def test_jobs_run_each_on_a_machine_of_the_run(backend: Path, tmp_path: Path):
     done = run(backend, tmp_path, "9001", MEETS % {"at": tmp_path})
     result = answer(done)
-    assert (done.returncode, result["conclusion"]) == (0, "success")
+    assert (done.code, result["conclusion"]) == (0, "success")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert set(conclusions.values()) == {"success"}
     machines = [job["instance_id"] for job in result["jobs"] if job["name"].startswith("test")]
@@ -131,7 +107,7 @@ def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_
     with watched_processes() as processes:
         done = run(backend, tmp_path, "9002", TELLS_ALL, own.pop("FOR_ONE_STEP"), **own)
     result = answer(done)
-    assert (done.returncode, result["conclusion"]) == (1, "failure")
+    assert (done.code, result["conclusion"]) == (1, "failure")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert conclusions == {
         "provision": "success",
@@ -145,9 +121,7 @@ def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_
     check_secrets(backend, canaries, done, processes)
 
 
-def check_secrets(
-    backend: Path, canaries: Canaries, done: subprocess.CompletedProcess[str], processes: Processes
-) -> None:
+def check_secrets(backend: Path, canaries: Canaries, done: CommandResult, processes: Processes) -> None:
     """A job gets what its workflow gives it, and nothing of whoever runs that workflow."""
     machines = f"{backend}/instances/".encode()
     given = {place: data for place, data in processes.environ_of({os.getuid()}).items() if machines in data}
@@ -199,6 +173,6 @@ def test_an_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, t
 def test_bad_files_are_refused(backend: Path, tmp_path: Path, text: str, says: str):
     file = tmp_path / "bad.yml"
     file.write_text(text)
-    done = remuda(backend, "run-workflow", str(file))
-    assert done.returncode == 2
+    done = run_local(backend, "run-workflow", str(file))
+    assert done.code == 2
     assert says in answer(done)["error"]["message"]

@@ -18,7 +18,7 @@ import pytest
 
 from remuda import procfs
 from remuda.agent.processes import command
-from tests.support.forkserver_cli import run_prepared
+from tests.support.local_backend import run_local
 
 LIMIT_S = 120
 
@@ -44,9 +44,8 @@ def answer(code: int, out: str, err: str) -> tuple[int, Any]:
 
 
 def remuda(folder: Path, *arguments: str, **env: str) -> tuple[int, Any]:
-    words = [*arguments, "--dir", str(folder), "--json"]
-    ended = run_prepared(words, environment={**os.environ, **env}, timeout_s=LIMIT_S)
-    return answer(ended.returncode, ended.stdout, ended.stderr)
+    result = run_local(folder, *arguments, environment={**os.environ, **env})
+    return answer(result.code, result.stdout, result.stderr)
 
 
 def processes_of(folder: Path) -> list[tuple[str, ...]]:

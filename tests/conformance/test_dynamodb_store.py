@@ -26,7 +26,7 @@ from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
-from remuda.domain.transitions import Change, Guard
+from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
 from tests.support.dynamodb_rights import refused, requests
 from tests.support.records import (
@@ -151,21 +151,21 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
         for number in range(150)
     ]
     guards = [
-        Guard(
+        WriteCondition(
             state=chance.choice([record.state, record.state, record.state, State.IDLE, None]),
             epoch=chance.choice([record.epoch, record.epoch, 1]),
             owner=chance.choice([None, record.owner, *OWNERS]),
-            unexpired_at=chance.choice(TIMES),
-            expired_at=chance.choice([None, None, *TIMES]),
+            threshold_after=chance.choice(TIMES),
+            threshold_at_or_before=chance.choice([None, None, *TIMES]),
             not_retired=chance.choice([True, False]),
-            held_up_to=chance.choice([None, None, *TIMES]),
+            max_quarantined_until=chance.choice([None, None, *TIMES]),
             tiers=chance.choice([(), (record.tier,), (Tier.TRUSTED,), tuple(Tier)]),
             repository=chance.choice([None, None, record.repository, *REPOSITORIES]),
         )
         for record in records
     ]
 
-    async def admitted(case: tuple[Instance, Guard]) -> bool:
+    async def admitted(case: tuple[Instance, WriteCondition]) -> bool:
         record, guard = case
         await store.apply(birth(record))
         try:

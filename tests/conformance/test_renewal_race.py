@@ -27,7 +27,7 @@ from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.domain.scale_down.cron import parse_cron
-from remuda.domain.scale_down.decisions import Policy
+from remuda.domain.scale_down.decisions import ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.domain.transitions import Actor, Claim, advance
 from remuda.ports.calls import CallCounter
@@ -187,7 +187,7 @@ async def renew_all(store: InstanceStore) -> Any:
         has_pool=True,
     )
     always = IdleWindow(cron=parse_cron("* * * * * *"), zone=UTC, zone_name="UTC", idle_count=ITEMS)
-    result = await scale_down(fleet, Policy(windows=(always,)))
+    result = await scale_down(fleet, ScaleDownPolicy(windows=(always,)))
     reasons = {
         item.decision.instance_id: "kept" if "kept as idle" in item.decision.reason else "moved on"
         for item in result.outcomes

@@ -50,7 +50,7 @@ KILLED_S = 12.0
 LIMIT_S = 240.0
 PAUSE_S = 0.2
 #: The last word of a machine whose agent saw that its time was up, or was kept from it.
-ENDED_ITSELF = ("its time in idle is up", POWERED_OFF)
+ENDED_ITSELF = ("threshold of state idle passed", POWERED_OFF)
 #: How much of the machines' consoles is shown when something went wrong.
 CONSOLE_LINES = 80
 #: Short enough to see the ends of things.

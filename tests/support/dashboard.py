@@ -20,7 +20,7 @@ from remuda.adapters.sqlite.documents import decode
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.instance import Instance, State
 from tests.support import sample_records
-from tests.support.forkserver_cli import run_prepared
+from tests.support.local_backend import run_local
 
 #: Executable names, in order of preference. The headless shell starts fastest.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -34,10 +34,9 @@ requires_browser = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM.
 
 
 def remuda(folder: Path, *arguments: str) -> dict[str, Any]:
-    words = [*arguments, "--dir", str(folder), "--json"]
-    done = run_prepared(words, environment=environment(), timeout_s=LIMIT_S)
-    assert done.returncode == 0, done.stderr + done.stdout
-    document: dict[str, Any] = json.loads(done.stdout)
+    result = run_local(folder, *arguments, environment=environment())
+    assert result.code == 0, result
+    document: dict[str, Any] = result.document
     return document
 
 

@@ -18,7 +18,7 @@ from remuda.adapters.sqlite.schema import connect, create
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, Source
+from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
@@ -163,7 +163,7 @@ def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> S
         instance_type=_TYPES[resource_class],
         usage_class=usage,
         cpu=2,
-        mmem=4_096,
+        memory_mib=4_096,
         created_at=created_at,
         run_id=run if assigned else "",
         last_run_id="" if assigned else run,
@@ -222,7 +222,7 @@ def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> It
 
 
 def _acquired(number: int, *, created: bool, seconds: float) -> AcquiredRunner:
-    source = Source.CREATED if created else Source.POOL
+    source = RunnerSource.CREATED if created else RunnerSource.POOL
     return AcquiredRunner(
         instance_id=f"i-{number:017x}", source=source, seconds=seconds if created else min(seconds, 2.0)
     )

@@ -24,8 +24,8 @@ from remuda.domain.instance import Assignment
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
 from remuda.ports.clock import Clock
-from remuda.ports.machine import Outcome
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.machine import StepResult
+from remuda.ports.runner import RemovalStatus, RunnerState
 from remuda.procfs import Process
 
 CONFIGURE_LIMIT_S = 120.0
@@ -129,18 +129,18 @@ class ActionsRunner:
             refused=self.refused() if spent else "",
         )
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         if self._is_listening():
-            return Outcome(ok=False, detail="a listener of an earlier assignment is still running")
+            return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()
         # It refuses to configure over a configuration, a half one of a crash too; the server's is replaced.
         self._drop_registration()
         if assignment.jit_config:
             kept = _JitConfig(runner_name=assignment.runner_name, config=assignment.jit_config)
             _write(self._jit_file, to_document(kept))
-            return Outcome(ok=True, detail="configured just in time: the listener brings the configuration with it")
+            return StepResult(ok=True, detail="configured just in time: the listener brings the configuration with it")
         if assignment.credential is None:
-            return Outcome(ok=False, detail="there is no registration token in the assignment")
+            return StepResult(ok=False, detail="there is no registration token in the assignment")
         flags = ("--unattended", "--no-default-labels", "--disableupdate", "--replace", "--work", str(self._work))
         inputs = {
             "URL": assignment.url,
@@ -157,7 +157,7 @@ class ActionsRunner:
             story = f"{CREDENTIAL_REFUSED}: {story}"
         elif not ok and _UNREACHABLE.search(output):
             story = f"{FORGE_UNREACHABLE}: {story}"
-        return Outcome(ok=ok, detail=story)
+        return StepResult(ok=ok, detail=story)
 
     async def start(self, assignment: Assignment) -> None:
         if self._is_listening():
@@ -200,41 +200,46 @@ class ActionsRunner:
     def refused(self) -> str:
         return self._hook.refused()
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if self._jit_config() is not None and not assignment.runner_id:
             self._drop_registration()
             self._jit_file.unlink(missing_ok=True)
-            return Removal.REMOVED, "it was registered just in time, and GitHub has removed it"
+            return RemovalStatus.REMOVED, "it was registered just in time, and GitHub has removed it"
         if not (self._registrar / _SETTINGS).exists():
             return self._nothing_to_remove()
         if assignment.credential is None:
-            return Removal.FAILED, "there is no removal token in the assignment"
+            return RemovalStatus.FAILED, "there is no removal token in the assignment"
         code, output = await self._config(("remove",), {"TOKEN": assignment.credential.token}, REMOVE_LIMIT_S)
         detail = _story(code, output)
         if code == 0 and not (self._registrar / _SETTINGS).exists():
             self._drop_registration()
             only_here = _ONLY_HERE.search(output) and not _GONE.search(output)
             return (
-                (Removal.FAILED, f"removed on this machine only: {detail}") if only_here else (Removal.REMOVED, detail)
+                (RemovalStatus.FAILED, f"removed on this machine only: {detail}")
+                if only_here
+                else (RemovalStatus.REMOVED, detail)
             )
         if _BUSY.search(output):
-            return Removal.BUSY, detail
-        return (Removal.UNREACHABLE if _UNREACHABLE.search(output) else Removal.FAILED), detail
+            return RemovalStatus.BUSY, detail
+        return (RemovalStatus.UNREACHABLE if _UNREACHABLE.search(output) else RemovalStatus.FAILED), detail
 
-    def _nothing_to_remove(self) -> tuple[Removal, str]:
+    def _nothing_to_remove(self) -> tuple[RemovalStatus, str]:
         """There is no registration of `config.sh`'s. A listener may have made one by itself, just in time."""
         jit = self._jit_config()
         if jit is None:
-            return Removal.REMOVED, "there is no registration on this machine"
+            return RemovalStatus.REMOVED, "there is no registration on this machine"
         if jit.config:
-            return Removal.FAILED, "it was registered just in time and never started: only the service can remove it"
+            return (
+                RemovalStatus.FAILED,
+                "it was registered just in time and never started: only the service can remove it",
+            )
         if (self._folder / _SETTINGS).exists():
             # Made where jobs may write: they may name another service for the token to go to.
-            return Removal.FAILED, "it was registered just in time: only the service can remove it"
+            return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
         if self._is_listening():
-            return Removal.UNREACHABLE, "the listener has yet to write what it is registered as"
+            return RemovalStatus.UNREACHABLE, "the listener has yet to write what it is registered as"
         self._jit_file.unlink(missing_ok=True)
-        return Removal.REMOVED, "it was registered for one job, which is over"
+        return RemovalStatus.REMOVED, "it was registered for one job, which is over"
 
     async def stop(self) -> None:
         listener = self._listener

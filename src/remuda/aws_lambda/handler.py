@@ -26,7 +26,7 @@ from remuda.config.settings import Loaded, load
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
 from remuda.domain.scale_down.decisions import Action
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 from remuda.domain.transitions import ENDINGS
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -191,12 +191,12 @@ def parse(event: Any) -> Order:
     name = document.get("command")
     known = " or ".join(f'{{"command": "{each}"}}' for each in COMMANDS)
     if not isinstance(name, str) or name not in COMMANDS:
-        said = "the event has no command" if name is None else f"command is {quoted(name, MAX_SHOWN)}"
+        said = "the event has no command" if name is None else f"command is {quote(name, MAX_SHOWN)}"
         raise UserError(said, field="command", fix=f"send {known}")
     switches = {key: document.get(key, False) for key in ("sweep_only", "dry_run")}
     for key, value in switches.items():
         if not isinstance(value, bool):
-            raise UserError(f"{key} is {quoted(value, MAX_SHOWN)}", field=key, fix="send true or false")
+            raise UserError(f"{key} is {quote(value, MAX_SHOWN)}", field=key, fix="send true or false")
     return Order(command=name, **switches)
 
 

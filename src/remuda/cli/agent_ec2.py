@@ -28,7 +28,7 @@ from remuda.agent.runner import ActionsRunner
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
-from remuda.ports.machine import Identity, Memory
+from remuda.ports.machine import AgentState, Identity
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ async def _first_time(
     if folders.are_of(instance_id):
         return
     # An image that was made of a machine in use remembers what that one did.
-    machine.remember(Memory())
+    machine.save(AgentState())
     folders.make_registrar()
     await asyncio.to_thread(leftovers.sweep)
     outcome = await reset.make()

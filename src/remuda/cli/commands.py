@@ -24,7 +24,7 @@ from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import Fate, ReleaseResult, release
 from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.domain.errors import RemudaError, Unavailable, UserError
-from remuda.domain.reporting.explanation import Story
+from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.scale_down.decisions import Action
 from remuda.ports.event_log import EventLog
 from remuda.wiring import check_local, desired, open_context
@@ -269,7 +269,7 @@ def run_explain(flags: Flags, config: str | None, output: Output, *, subject: st
     settings = load_settings(flags, config).settings
     check_subject(subject)
 
-    async def work() -> Story:
+    async def work() -> Explanation:
         async with _open(settings, output, credentialed=False, alive=False) as context:
             return await explain(context, subject)
 

@@ -9,13 +9,13 @@ from remuda.cli.local_backend import running
 from remuda.cli.output import Output
 from remuda.config.settings import Loaded
 from remuda.controlplane.doctor import Checked, examine, exit_code
-from remuda.ports.doctor import Health
+from remuda.ports.doctor import CheckStatus
 from remuda.wiring_doctor import open_doctor
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_STYLES = {Health.OK: "green", Health.WARNING: "yellow", Health.PROBLEM: "bold red"}
+_STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 
 async def run_doctor(loaded: Loaded, output: Output) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import RemudaError, UserError
-from remuda.domain.text import printable
+from remuda.domain.text import sanitize
 from remuda.domain.timestamps import to_text
 from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
@@ -191,7 +191,7 @@ class ConsoleEventLog:
             arrow = f"{facts.get('source') or 'new'} to {facts.get('target')}: "
         line = f"{at:%H:%M:%S} {action:<16} {subject:<20} {arrow}{why}"
         # One line an event: what somebody else wrote makes no second one.
-        self._output.say(printable(line).rstrip(), style=self._style(action))
+        self._output.say(sanitize(line).rstrip(), style=self._style(action))
 
     @staticmethod
     def _style(action: str) -> str | None:

@@ -41,7 +41,7 @@ class Screen:
     def show(self, found: Status) -> None:
         from rich.console import Group  # noqa: PLC0415 - as above
 
-        rows = max(self._console.height - RESERVED_ROWS - len(found.concerns), 3)
+        rows = max(self._console.height - RESERVED_ROWS - len(found.warnings), 3)
         tables = status_view.status_tables(found, width=self._console.width, rows=rows)
         self._live.update(Group(_plain(status_view.headline(found)), *tables), refresh=True)
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from remuda.domain.errors import UserError
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 
 MAX_JOBS = 256
 #: Of all jobs together, matrix expanded.
@@ -123,9 +123,7 @@ def parse_workflow(document: Any, github: Mapping[str, str]) -> list[Job]:
     for job in jobs:
         for need in job.needs:
             if need not in bodies:
-                raise _refuse(
-                    f"jobs.{job.key}.needs", f"names {quoted(need, MAX_SHOWN)}", "name a job of this workflow"
-                )
+                raise _refuse(f"jobs.{job.key}.needs", f"names {quote(need, MAX_SHOWN)}", "name a job of this workflow")
     _check_cycles(jobs)
     return jobs
 
@@ -144,14 +142,14 @@ def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
 def _only(value: Mapping[Any, Any], known: frozenset[Hashable], where: str) -> None:
     for key in value:
         if key not in known:
-            raise _refuse(where, f"has {quoted(key, MAX_SHOWN)}, which run-workflow does not know", "leave it out")
+            raise _refuse(where, f"has {quote(key, MAX_SHOWN)}, which run-workflow does not know", "leave it out")
 
 
 def _name(value: Any, where: str) -> str:
     """A key, as it is told of later."""
     name = str(value)
     if not name.isprintable() or not 0 < len(name) <= MAX_SHOWN:
-        raise _refuse(where, f"has {quoted(value, MAX_SHOWN)}", f"give it a name of up to {MAX_SHOWN} letters")
+        raise _refuse(where, f"has {quote(value, MAX_SHOWN)}", f"give it a name of up to {MAX_SHOWN} letters")
     return name
 
 
@@ -207,7 +205,7 @@ def _job(
 
 def _timeout(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1_440:
-        raise _refuse(f"{where}.timeout-minutes", f"is {quoted(value, MAX_SHOWN)}", "give minutes up to 1440")
+        raise _refuse(f"{where}.timeout-minutes", f"is {quote(value, MAX_SHOWN)}", "give minutes up to 1440")
     return float(value)
 
 
@@ -218,7 +216,7 @@ def _condition(value: Any, where: str) -> str:
     if text.startswith(_OPEN) and text.endswith(_CLOSE):
         text = text.removeprefix(_OPEN).removesuffix(_CLOSE).strip()
     if text not in {"always()", "success()", "failure()"}:
-        raise _refuse(f"{where}.if", f"is {quoted(text, MAX_SHOWN)}", "use always(), success() or failure()")
+        raise _refuse(f"{where}.if", f"is {quote(text, MAX_SHOWN)}", "use always(), success() or failure()")
     return text
 
 
@@ -271,7 +269,7 @@ def _resolved(expression: str, scope: Mapping[str, Mapping[str, str]], where: st
     values = scope.get(context)
     if values is None or name not in values:
         known = "github.run_id, github.run_attempt, github.repository, github.job, matrix.*, env.*"
-        raise _refuse(where, f"has {quoted(_OPEN + expression + _CLOSE, MAX_SHOWN)}", f"use one of {known}")
+        raise _refuse(where, f"has {quote(_OPEN + expression + _CLOSE, MAX_SHOWN)}", f"use one of {known}")
     return values[name]
 
 

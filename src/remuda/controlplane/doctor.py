@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.ports.clock import Clock
-from remuda.ports.doctor import Check, Finding, Health, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, CheckStatus, ok, problem, warning
 
 #: How long one check may take.
 LIMIT_S = 45.0
@@ -22,16 +22,16 @@ EXIT_OK = 0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
     name: str
-    finding: Finding
+    finding: CheckResult
 
 
 async def examine(checks: Sequence[Check]) -> tuple[Checked, ...]:
     """All of them, in the order given. A check whose need has a problem is not made, and says so."""
-    begun: dict[str, asyncio.Task[Finding]] = {}
+    begun: dict[str, asyncio.Task[CheckResult]] = {}
     #: Checks that others must wait for, and the one that is to be seen to first.
     blocking: dict[str, str] = {}
 
-    async def one(check: Check) -> Finding:
+    async def one(check: Check) -> CheckResult:
         if check.needs:
             await asyncio.wait([begun[name] for name in check.needs])
         for name in check.needs:
@@ -40,7 +40,7 @@ async def examine(checks: Sequence[Check]) -> tuple[Checked, ...]:
                 return warning(f"not checked: {blocking[name]} comes first", f"see to {blocking[name]}")
         finding = await _looked(check)
         # Where there was only no answer, the others may have more luck.
-        if finding.health is Health.PROBLEM and not finding.unreachable:
+        if finding.health is CheckStatus.PROBLEM and not finding.unreachable:
             blocking[check.name] = check.name
         return finding
 
@@ -50,19 +50,22 @@ async def examine(checks: Sequence[Check]) -> tuple[Checked, ...]:
     return tuple(Checked(name=name, finding=task.result()) for name, task in begun.items())
 
 
-async def _looked(check: Check) -> Finding:
+async def _looked(check: Check) -> CheckResult:
     try:
         async with asyncio.timeout(LIMIT_S):
             return await check.look()
     except Unavailable as error:
-        return Finding(
-            health=Health.PROBLEM, found=error.message, fix=error.fix or "see that it can be reached", unreachable=True
+        return CheckResult(
+            health=CheckStatus.PROBLEM,
+            found=error.message,
+            fix=error.fix or "see that it can be reached",
+            unreachable=True,
         )
     except RemudaError as error:
         return problem(error.message, error.fix or "see the message")
     except TimeoutError:
-        return Finding(
-            health=Health.PROBLEM,
+        return CheckResult(
+            health=CheckStatus.PROBLEM,
             found=f"no answer within {LIMIT_S:g} s",
             fix="see that it can be reached",
             unreachable=True,
@@ -73,7 +76,7 @@ async def _looked(check: Check) -> Finding:
 
 def exit_code(checked: Sequence[Checked]) -> int:
     """What is to be fixed goes before what did not answer."""
-    problems = [item.finding for item in checked if item.finding.health is Health.PROBLEM]
+    problems = [item.finding for item in checked if item.finding.health is CheckStatus.PROBLEM]
     if not problems:
         return EXIT_OK
     to_fix = any(not finding.unreachable for finding in problems)
@@ -91,10 +94,10 @@ def pool_checks(
 ) -> tuple[Check, ...]:
     """What the store says of the pool. Name and scope are empty where nobody asks for certain ones."""
 
-    async def configuration() -> Finding:
+    async def configuration() -> CheckResult:
         return _configuration(await get_config(), pool)
 
-    async def tokens() -> Finding:
+    async def tokens() -> CheckResult:
         config = await get_config()
         return _tokens(config, clock, scope) if config else problem("there are none", "run remuda refresh")
 
@@ -104,7 +107,7 @@ def pool_checks(
     )
 
 
-def _configuration(config: PoolConfig | None, pool: str) -> Finding:
+def _configuration(config: PoolConfig | None, pool: str) -> CheckResult:
     if config is None:
         return problem("the pool has no configuration yet", "run remuda refresh")
     if pool and config.pool != pool:
@@ -114,7 +117,7 @@ def _configuration(config: PoolConfig | None, pool: str) -> Finding:
     return ok(f"pool {config.pool}, {applied}, reuse {config.reuse}, classes {names}")
 
 
-def _tokens(config: PoolConfig, clock: Clock, scope: str) -> Finding:
+def _tokens(config: PoolConfig, clock: Clock, scope: str) -> CheckResult:
     wanted = [item for item in config.tokens if not scope or item.scope.lower() == scope.lower()]
     if not wanted:
         return problem(

@@ -19,7 +19,7 @@ MAX_LAUNCHES = 10
 MAX_REASON = 200
 
 
-class Source(StrEnum):
+class RunnerSource(StrEnum):
     """Where a runner came from."""
 
     POOL = "pool"
@@ -31,7 +31,7 @@ class AcquiredRunner:
     """One runner that the run got."""
 
     instance_id: str
-    source: Source
+    source: RunnerSource
     #: From the provision's begin until it was registered.
     seconds: float
     #: The runner's own part of it, on the machine, where it said so.
@@ -39,7 +39,7 @@ class AcquiredRunner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class RejectedCandidate:
     """One hint of the pool that did not become a runner."""
 
     #: `misfit`, `lost`, `failed`, `malformed`, `unreadable` or `duplicate`.
@@ -74,7 +74,7 @@ class ProvisionOutcome:
     taken: tuple[AcquiredRunner, ...] = ()
     #: Hints that were not used, counted by kind.
     refused: Mapping[str, int] = field(default_factory=dict)
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[RejectedCandidate, ...] = ()
     launches: tuple[LaunchAttempt, ...] = ()
     #: Why it gave up, or empty.
     error: str = ""

@@ -338,7 +338,7 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     yield OPEN_PROVISIONS.name, {(pool,): float(len(ages))}
     yield OPEN_PROVISION_AGE.name, {(pool,): max(ages, default=0.0)}
     yield from _heartbeats(pool, status)
-    kinds = Counter(item.kind if item.kind in KINDS else OTHER for item in status.concerns)
+    kinds = Counter(item.kind if item.kind in KINDS else OTHER for item in status.warnings)
     yield WARNINGS.name, {(pool, kind): float(kinds[kind]) for kind in (*KINDS, OTHER)}
     yield LAST_POLL.name, {(pool,): status.at.timestamp()}
     if status.config is not None:
@@ -363,7 +363,7 @@ def _claimable(pool: str, status: Status, classes: Sequence[str]) -> Values:
     counts = Counter(
         item.resource_class if item.resource_class in classes else OTHER
         for item in _live(status)
-        if item.state is State.IDLE and not item.retire and not item.is_held(status.at)
+        if item.state is State.IDLE and not item.retire and not item.is_quarantined(status.at)
     )
     return {(pool, name): float(counts[name]) for name in {*classes, *counts}}
 

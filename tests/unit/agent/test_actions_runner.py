@@ -26,7 +26,7 @@ from remuda.agent.job_hook import STARTED, JobHook
 from remuda.agent.runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.runner import RemovalStatus, RunnerState
 from tests.support.records import LONG_S
 
 #: Does what the file `behave` beside it says, and notes what it was given.
@@ -373,7 +373,7 @@ class TestJustInTime:
         assert runner.state() == RunnerState(configured_as="jit")
         assert "PACKED" not in repr(runner.state())
         removal, _ = await runner.remove(JUST_IN_TIME)
-        assert removal is Removal.FAILED
+        assert removal is RemovalStatus.FAILED
         await runner.start(ASSIGNMENT)
         folder.say("Running job: a")
         await until(runner, busy=True, configured_as="jit")
@@ -391,7 +391,7 @@ class TestJustInTime:
         await until(runner, listening=False)
         (folder.runner / ".runner").unlink()  # as the real one does by itself
         assert runner.state().spent
-        assert (await runner.remove(JUST_IN_TIME))[0] is Removal.REMOVED
+        assert (await runner.remove(JUST_IN_TIME))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState(exit_code=0)
 
     async def test_an_agent_that_comes_after_the_job_knows_that_it_is_over(self, folder: Folder) -> None:
@@ -419,13 +419,13 @@ class TestJustInTime:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
         gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
-        assert (await runner.remove(gone))[0] is Removal.REMOVED
+        assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState()
         await runner.configure(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
-        assert (await runner.remove(gone))[0] is Removal.REMOVED
+        assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert (runner.state().listening, runner.state().configured_as) == (True, "")
         await runner.stop()
 
@@ -435,26 +435,26 @@ class TestRemove:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         folder.behave("rm .runner; echo removed with $ACTIONS_RUNNER_INPUT_TOKEN")
-        assert await runner.remove(ASSIGNMENT) == (Removal.REMOVED, "exit code 0: removed with ***")
+        assert await runner.remove(ASSIGNMENT) == (RemovalStatus.REMOVED, "exit code 0: removed with ***")
         assert folder.read("arguments") == "remove\n"
-        assert (await runner.remove(ASSIGNMENT))[0] is Removal.REMOVED
+        assert (await runner.remove(ASSIGNMENT))[0] is RemovalStatus.REMOVED
 
     @pytest.mark.parametrize(
         ("script", "expected"),
         [
-            ("echo 'Runner \"x\" is currently running a job and cannot be deleted.'; exit 1", Removal.BUSY),
-            ('echo \'Runner "x" is still running a job"\'; exit 1', Removal.BUSY),
-            ("echo Http response code: NotFound; exit 1", Removal.FAILED),
-            ("echo done, but the file stays", Removal.FAILED),
-            ("rm .runner; exit 1", Removal.FAILED),
-            ("rm .runner; echo Does not exist. Skipping Removing runner from the server", Removal.REMOVED),
+            ("echo 'Runner \"x\" is currently running a job and cannot be deleted.'; exit 1", RemovalStatus.BUSY),
+            ('echo \'Runner "x" is still running a job"\'; exit 1', RemovalStatus.BUSY),
+            ("echo Http response code: NotFound; exit 1", RemovalStatus.FAILED),
+            ("echo done, but the file stays", RemovalStatus.FAILED),
+            ("rm .runner; exit 1", RemovalStatus.FAILED),
+            ("rm .runner; echo Does not exist. Skipping Removing runner from the server", RemovalStatus.REMOVED),
             (
                 "rm .runner; echo Config files are missing. Skipping removing runner from the server.",
-                Removal.FAILED,
+                RemovalStatus.FAILED,
             ),
         ],
     )
-    async def test_what_it_says_counts(self, folder: Folder, script: str, expected: Removal) -> None:
+    async def test_what_it_says_counts(self, folder: Folder, script: str, expected: RemovalStatus) -> None:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         folder.behave(script)
@@ -464,7 +464,7 @@ class TestRemove:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         bare = Assignment(url="u", runner_name="n", labels=())
-        assert (await runner.remove(bare))[0] is Removal.FAILED
+        assert (await runner.remove(bare))[0] is RemovalStatus.FAILED
 
 
 class TestRegistrar:
@@ -513,7 +513,7 @@ class TestRegistrar:
         assert runner.state().configured_as == "remuda-p-1-i-1"
         (registrar / "behave").write_text("cat .runner >removed; rm .runner")
         removal, _ = await runner.remove(ASSIGNMENT)
-        assert removal is Removal.REMOVED
+        assert removal is RemovalStatus.REMOVED
         assert not (folder.runner / "stolen").exists()
         assert "evil" not in (registrar / "removed").read_text()
         assert not (folder.runner / ".runner").exists()
@@ -528,6 +528,6 @@ class TestRegistrar:
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)
-        assert (removal, "only the service" in detail) == (Removal.FAILED, True)
+        assert (removal, "only the service" in detail) == (RemovalStatus.FAILED, True)
         assert not (tmp_path / "registrar" / "arguments").exists()
         await runner.stop()

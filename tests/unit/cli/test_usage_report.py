@@ -20,15 +20,15 @@ from remuda.cli.rendering import plots
 from remuda.cli.rendering.report import MAX_ROWS, largest_first, report_document, report_tables
 from remuda.cli.rendering.report_page import report_page
 from remuda.domain.instance import State
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, Source
+from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.usage import Ledger, ledger
+from remuda.domain.reporting.usage import UsageReport, usage_report
 from tests.support.records import at, entry, instance, instance_id, provision
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>"
 
 
-def sample_usage(run_id: str = "41", why: str = "its time is up", error: str = "") -> Ledger:
+def sample_usage(run_id: str = "41", why: str = "its time is up", error: str = "") -> UsageReport:
     record = instance(state=State.TERMINATED, created_at=at(0), threshold=at(900), resource_class="large")
     history = [
         entry("create", at=at(0), source="", target="created", run_id=run_id),
@@ -36,12 +36,12 @@ def sample_usage(run_id: str = "41", why: str = "its time is up", error: str = "
         entry("end-running", at=at(900), source="running", target="terminating", run_id=run_id, why=why),
         entry("confirm", at=at(960), source="terminating", target="terminated", run_id=run_id),
     ]
-    runner = AcquiredRunner(instance_id=instance_id(1), source=Source.CREATED, seconds=60)
+    runner = AcquiredRunner(instance_id=instance_id(1), source=RunnerSource.CREATED, seconds=60)
     cold = ProvisionOutcome(ended_at=at(60), seconds=60.0, created=1, taken=(runner,), error=error)
-    warm = ProvisionOutcome(ended_at=at(60), seconds=0.5, reused=1, taken=(replace(runner, source=Source.POOL),))
+    warm = ProvisionOutcome(ended_at=at(60), seconds=0.5, reused=1, taken=(replace(runner, source=RunnerSource.POOL),))
     provisions = [provision(1, run_id=run_id, course=cold), provision(2, run_id=run_id, course=warm)]
     prices = PriceTable(region="us-east-1", dated="2026-10", on_demand={"c6i.large": 0.085})
-    return ledger(provisions, [record], {record.instance_id: history}, prices, since=at(-3_600), until=at(3_600))
+    return usage_report(provisions, [record], {record.instance_id: history}, prices, since=at(-3_600), until=at(3_600))
 
 
 class ReportParser(HTMLParser):
@@ -103,7 +103,7 @@ def test_page_supports_small_screens_and_dark_mode() -> None:
 
 
 def test_empty_period() -> None:
-    empty = ledger([], [], {}, PriceTable(), since=at(0), until=at(1))
+    empty = usage_report([], [], {}, PriceTable(), since=at(0), until=at(1))
     text = report_page(empty, pool="default")
     assert "No provisions in this period." in text
     assert "No instances in this period." in text

@@ -10,7 +10,14 @@ from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import CapacityError, Conflict, RemudaError
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import MAX_LAUNCHES, MAX_REASON, MAX_REFUSALS, MAX_TAKEN, ProvisionOutcome, Source
+from remuda.domain.provision_outcome import (
+    MAX_LAUNCHES,
+    MAX_REASON,
+    MAX_REFUSALS,
+    MAX_TAKEN,
+    ProvisionOutcome,
+    RunnerSource,
+)
 from remuda.domain.resources import TypePatterns, UsageClass
 from tests.support.records import instance_id, message
 from tests.support.world import World
@@ -33,7 +40,7 @@ async def test_a_commit_tells_where_each_runner_came_from(world: World) -> None:
     result = await world.provision(count=3)
     course = course_of(world)
     assert (course.reused, course.created, course.kind, course.error) == (2, 1, "mixed", "")
-    assert {item.instance_id for item in course.taken if item.source is Source.POOL} == set(warm)
+    assert {item.instance_id for item in course.taken if item.source is RunnerSource.POOL} == set(warm)
     assert [(item.count, item.launched) for item in course.launches] == [(1, 1)]
     assert list(course.phases) == ["intent", "instances", "commit"]
     assert max(item.seconds for item in course.taken) <= course.seconds <= result.seconds
@@ -85,7 +92,7 @@ async def test_a_provision_that_was_released_meanwhile_still_tells(world: World)
 async def test_what_is_told_is_bounded(world: World) -> None:
     recorder = OutcomeRecorder(VirtualClock())
     for number in range(2 * MAX_TAKEN):
-        recorder.take(instance_id(number), Source.POOL, None)
+        recorder.take(instance_id(number), RunnerSource.POOL, None)
         recorder.refuse("lost", "x" * 1_000, instance_id(number))
         recorder.launch(1, 0, ("y" * 1_000,) * 50)
     course = recorder.course(error="z" * 1_000)

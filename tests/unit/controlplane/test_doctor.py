@@ -17,7 +17,7 @@ from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.domain.skew import HTTP_DATE, skew_s
 from remuda.domain.thresholds import Lifetimes
-from remuda.ports.doctor import Check, Finding, Health, clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, CheckStatus, clocks, ok, problem, warning
 from tests.support.records import NOW
 
 
@@ -34,8 +34,8 @@ class At:
         raise NotImplementedError
 
 
-def check(name: str, finding: Finding | Exception, *needs: str) -> Check:
-    async def look() -> Finding:
+def check(name: str, finding: CheckResult | Exception, *needs: str) -> Check:
+    async def look() -> CheckResult:
         if isinstance(finding, Exception):
             raise finding
         return finding
@@ -71,7 +71,7 @@ async def test_errors_become_findings_and_the_others_go_on():
 async def test_they_run_at_the_same_time():
     both = asyncio.Barrier(2)
 
-    async def look() -> Finding:
+    async def look() -> CheckResult:
         await both.wait()
         return ok("met")
 
@@ -99,12 +99,12 @@ async def test_no_answer_from_one_does_not_keep_the_others_from_asking():
 async def test_one_that_never_answers_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "LIMIT_S", 0.01)
 
-    async def look() -> Finding:
+    async def look() -> CheckResult:
         await asyncio.Event().wait()
         raise AssertionError
 
     (item,) = await examine([Check(name="slow", look=look)])
-    assert (item.finding.health, item.finding.unreachable) == (Health.PROBLEM, True)
+    assert (item.finding.health, item.finding.unreachable) == (CheckStatus.PROBLEM, True)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ async def test_one_that_never_answers_ends(monkeypatch: pytest.MonkeyPatch):
         ([], 0),
         ([ok("a"), warning("b", "c")], 0),
         ([ok("a"), problem("b", "c")], 2),
-        ([Finding(health=Health.PROBLEM, found="b", fix="c", unreachable=True)], 4),
-        ([Finding(health=Health.PROBLEM, found="b", fix="c", unreachable=True), problem("b", "c")], 2),
+        ([CheckResult(health=CheckStatus.PROBLEM, found="b", fix="c", unreachable=True)], 4),
+        ([CheckResult(health=CheckStatus.PROBLEM, found="b", fix="c", unreachable=True), problem("b", "c")], 2),
     ],
 )
-def test_exit_codes(findings: list[Finding], code: int):
+def test_exit_codes(findings: list[CheckResult], code: int):
     assert exit_code([Checked(name=str(number), finding=each) for number, each in enumerate(findings)]) == code
 
 
@@ -182,4 +182,4 @@ def test_clocks(ahead_s: float, health: str):
 @pytest.mark.parametrize("date", ["", "yesterday", "2026-01-01T00:00:00Z"])
 def test_a_date_that_cannot_be_read_says_nothing(date: str):
     assert skew_s(date, NOW) is None
-    assert clocks("AWS", date, At()).health is Health.OK
+    assert clocks("AWS", date, At()).health is CheckStatus.OK

@@ -16,15 +16,15 @@ from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import status
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
-from remuda.domain.reporting.explanation import Story
+from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Signal
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.records import instance_id, message
 from tests.support.world import World
 
 
-async def tell(world: World, subject: str) -> Story:
+async def tell(world: World, subject: str) -> Explanation:
     story = await explain(world.process(), subject)
     times = [line.at for line in story.lines]
     assert times == sorted(times)
@@ -32,11 +32,11 @@ async def tell(world: World, subject: str) -> Story:
     return story
 
 
-def words(story: Story) -> list[str]:
+def words(story: Explanation) -> list[str]:
     return [line.what for line in story.lines]
 
 
-def shown(story: Story) -> str:
+def shown(story: Explanation) -> str:
     console = Console(file=StringIO(), width=200, highlight=False)
     for line in explanation_lines(story):
         console.print(line, soft_wrap=True)
@@ -139,7 +139,7 @@ async def test_an_instance_with_two_runs(world: World) -> None:
 async def test_an_end_says_why_it_came(world: World) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
-    world.behaviour.resets[machine] = Outcome(ok=False, detail="it would not go")
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     await world.release("7")
     await world.pass_time(20)
     story = await tell(world, machine)
@@ -178,7 +178,7 @@ def test_what_cannot_be_a_run_or_an_instance_is_refused_before_any_call(subject:
 async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
-    world.behaviour.resets[machine] = Outcome(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
     await world.release("7")
     text = shown(await tell(world, "7"))
     assert "[2J[bold]boo[/bold] next" in text
@@ -199,7 +199,7 @@ async def test_programs_get_the_same_story(world: World) -> None:
 async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
-    world.behaviour.resets[machine] = Outcome(ok=False, detail="it would not go")
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     text = shown(await tell(world, machine))
     assert "boots: launched for run warm-up (provision)" in text
     assert "announced to the pool (release)" in text

@@ -14,7 +14,7 @@ from remuda.controlplane.refresh import refresh
 from remuda.controlplane.release import Fate
 from remuda.domain.errors import Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
-from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth
@@ -25,7 +25,7 @@ from tests.support.world_time import Call
 
 async def stray(world: World) -> str:
     """A machine of this pool that nobody wrote down."""
-    request = Request(
+    request = RunnerRequest(
         resource_class=DEFAULT_CLASSES[0],
         usage_class=UsageClass.ON_DEMAND,
         patterns=TypePatterns(("*",)),

@@ -12,7 +12,7 @@ from remuda.controlplane.release import Fate, ReleaseResult
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.world import LIFETIMES, SCOPE, World
 from tests.support.world_time import Call, Hook
 from tests.unit.controlplane.cuts import Cut, How
@@ -233,7 +233,7 @@ async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
 
 async def test_a_failed_reset_ends_the_machine(world: World) -> None:
     instance = await one(world)
-    world.behaviour.resets[instance.instance_id] = Outcome(ok=False, detail="a process would not die")
+    world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
     assert fates(result) == ["retired"]
     assert "would not die" in world.database.histories[instance.instance_id][-1].why
@@ -295,7 +295,7 @@ async def test_what_a_reset_found_is_told_of_pooled_and_retired_ones(world: Worl
     for reuse, fate in ((Reuse.SAME_TRUST, Fate.RELEASED), (Reuse.NEVER, Fate.RETIRED)):
         await world.configure(reuse=reuse)
         instance_id = (await one(world, run_id=fate.value)).instance_id
-        world.behaviour.resets[instance_id] = Outcome(ok=True, detail="1 process (sleep 9)")
+        world.behaviour.resets[instance_id] = StepResult(ok=True, detail="1 process (sleep 9)")
         result = await world.release(fate.value)
         (outcome,) = result.outcomes
         assert (outcome.fate, outcome.detail) == (fate, "1 process (sleep 9)")

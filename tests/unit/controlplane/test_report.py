@@ -12,7 +12,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.read.report import report
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import PriceTable, SpotPoint
-from remuda.domain.reporting.usage import Ledger
+from remuda.domain.reporting.usage import UsageReport
 from remuda.domain.resources import UsageClass
 from tests.support.world import World
 
@@ -34,7 +34,7 @@ class Market:
         return [SpotPoint(instance_type=name, zone="a", at=since, price=self._price) for name in instance_types]
 
 
-async def told(world: World, process: Context | None = None, last_s: float = 86_400) -> Ledger:
+async def told(world: World, process: Context | None = None, last_s: float = 86_400) -> UsageReport:
     process = process or world.process()
     return await report(process, since=process.clock.now() - timedelta(seconds=last_s), prices=PRICES)
 

@@ -13,7 +13,7 @@ from remuda.domain.errors import CapacityError, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Signal
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.records import message
 from tests.support.world import World, number_of
 from tests.support.world_time import Call
@@ -22,7 +22,7 @@ MISFITS: dict[str, dict[str, Any]] = {
     "usage": {"usage_class": UsageClass.SPOT},
     "type": {"instance_type": "t3.large"},
     "cpu": {"cpu": 1},
-    "memory": {"mmem": 1_024},
+    "memory": {"memory_mib": 1_024},
     "tier": {"tier": Tier.UNTRUSTED},
     "class": {"resource_class": "xlarge"},
 }
@@ -197,7 +197,7 @@ async def test_a_store_out_of_reach_is_no_dead_heartbeat(world: World) -> None:
 
 async def test_a_failed_registration_ends_the_machine_and_goes_on(world: World) -> None:
     bad, _good = await world.warm(2)
-    world.behaviour.registration[bad] = Outcome(ok=False, detail="disk full")
+    world.behaviour.registration[bad] = StepResult(ok=False, detail="disk full")
     result = await world.provision(count=2)
     assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
     history = world.database.histories[bad]
@@ -224,7 +224,7 @@ async def test_a_slow_machine_is_given_up_and_another_taken(world: World) -> Non
 async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = Outcome(ok=False, detail=f"{CREDENTIAL_REFUSED}: 401")
+        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: 401")
     with pytest.raises(UserError, match="refused the registration") as error:
         await world.provision(count=3)
     assert error.value.field == "github-token"
@@ -237,7 +237,7 @@ async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) ->
 async def test_a_github_out_of_reach_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = Outcome(ok=False, detail=f"{FORGE_UNREACHABLE}: no route")
+        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{FORGE_UNREACHABLE}: no route")
     with pytest.raises(Unavailable, match="out of reach"):
         await world.provision(count=2)
     assert world.in_state(State.TERMINATING) == []
@@ -248,7 +248,7 @@ async def test_a_github_out_of_reach_burns_nothing(world: World) -> None:
 async def test_failures_of_ours_do_not_burn_the_whole_pool(world: World) -> None:
     ids = await world.warm(12)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = Outcome(ok=False, detail="no route to host")
+        world.behaviour.registration[instance_id] = StepResult(ok=False, detail="no route to host")
     with pytest.raises(Unavailable, match="no route to host"):
         await world.provision(count=1)
     world.check_holds_nothing("1")

@@ -42,7 +42,7 @@ async def test_a_pool_at_work(world: World) -> None:
     found = await look(world)
     assert found.by_state() == {"running": 1, "idle": 2}
     assert (found.pools["large"].idle, found.pools["large"].hints) == (2, 2)
-    assert not found.concerns
+    assert not found.warnings
     text = shown(found)
     assert all(instance_id in text for instance_id in idle)
     assert "Open provisions" not in text
@@ -74,7 +74,7 @@ async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
     world.hosts[instance_id].power_off()
     await asyncio.sleep(25)
     found = await look(world)
-    assert [(item.kind, item.subject) for item in found.concerns] == [("stale-heartbeat", instance_id)]
+    assert [(item.kind, item.subject) for item in found.warnings] == [("stale-heartbeat", instance_id)]
     assert "stale-heartbeat" in shown(found, width=80)
 
 
@@ -84,8 +84,8 @@ async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
     github = world.process(credentialed=True).github
     assert github is not None
     await github.jit_config(SCOPE, name=name, labels=["x"])
-    assert not (await look(world)).concerns
-    (ghost,) = (await look(world, credentialed=True)).concerns
+    assert not (await look(world)).warnings
+    (ghost,) = (await look(world, credentialed=True)).warnings
     assert (ghost.kind, ghost.subject) == ("ghost", name)
     assert "idle" in ghost.text
 
@@ -95,7 +95,7 @@ async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world
     good, world.token = world.token, "r3voked"
     found = await look(world, credentialed=True)
     world.token = good
-    assert [item.kind for item in found.concerns] == ["github"]
+    assert [item.kind for item in found.warnings] == ["github"]
     assert found.by_state() == {"idle": 1}
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, Source
+from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.timeline import Phase, clipped, levels, lifetime, spans_of
-from remuda.domain.reporting.usage import Ledger, bill, ledger, quantile, worth
+from remuda.domain.reporting.timeline import MachinePhase, clipped, levels, lifetime, spans_of
+from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
 from remuda.domain.resources import UsageClass
 from tests.support.records import at, entry, instance, instance_id, provision
 
@@ -54,13 +54,13 @@ def made(
     lives: Sequence[tuple[Instance, Sequence[HistoryEntry]]] = ((ENDED, LIFE),),
     since: datetime = BEFORE,
     until: datetime = AFTER,
-) -> Ledger:
+) -> UsageReport:
     histories = {item.instance_id: entries for item, entries in lives}
-    return ledger(provisions, [item for item, _ in lives], histories, PRICES, since=since, until=until)
+    return usage_report(provisions, [item for item, _ in lives], histories, PRICES, since=since, until=until)
 
 
 def course(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: Any) -> ProvisionOutcome:
-    sources = [Source.POOL] * reused + [Source.CREATED] * created
+    sources = [RunnerSource.POOL] * reused + [RunnerSource.CREATED] * created
     taken = tuple(AcquiredRunner(instance_id=instance_id(1), source=source, seconds=seconds) for source in sources)
     values: dict[str, Any] = {
         "ended_at": at(9),
@@ -74,13 +74,13 @@ def course(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: A
 
 def test_a_life_is_cut_into_what_was_paid_for() -> None:
     assert [(span.phase, span.seconds, span.run_id) for span in spans_of(ENDED, LIFE, now=at(4_000))] == [
-        (Phase.BOOTING, 60, "1"),
-        (Phase.RUNNING, 600, "1"),
-        (Phase.RELEASING, 30, "1"),
-        (Phase.IDLE, 600, ""),
-        (Phase.CLAIMED, 10, "2"),
-        (Phase.RUNNING, 600, "2"),
-        (Phase.ENDING, 60, ""),
+        (MachinePhase.BOOTING, 60, "1"),
+        (MachinePhase.RUNNING, 600, "1"),
+        (MachinePhase.RELEASING, 30, "1"),
+        (MachinePhase.IDLE, 600, ""),
+        (MachinePhase.CLAIMED, 10, "2"),
+        (MachinePhase.RUNNING, 600, "2"),
+        (MachinePhase.ENDING, 60, ""),
     ]
 
 
@@ -246,8 +246,8 @@ def test_what_fits_a_glance_is_what_the_ledger_says(
     lives = [(replace(record, instance_id=instance_id(number)), each) for number, (record, each) in enumerate(lives)]
     provisions = [provision(1, course=course(created=1, seconds=60.0)), provision(2, course=course(reused=reused))]
     told = made(provisions, lives)
-    bills = [bill(record, history, PRICES, since=BEFORE, until=AFTER) for record, history in lives]
-    found = worth(provisions, [record for record, _ in lives], bills, PRICES, since=BEFORE, until=AFTER)
+    bills = [instance_cost(record, history, PRICES, since=BEFORE, until=AFTER) for record, history in lives]
+    found = usage_summary(provisions, [record for record, _ in lives], bills, PRICES, since=BEFORE, until=AFTER)
     assert (found.reused, found.created, found.runs) == (told.reused, told.created, 2)
     assert found.cost == pytest.approx(told.costs.total)
     assert set(found.unpriced) == set(told.costs.unpriced_hours)

@@ -32,7 +32,7 @@ from tests.support.world_time import run_virtual
 
 FEW = 10
 #: Of an instance of another class.
-LIE = make_message(1, resource_class="xlarge", usage_class=UsageClass.ON_DEMAND, cpu=4, mmem=8_192)
+LIE = make_message(1, resource_class="xlarge", usage_class=UsageClass.ON_DEMAND, cpu=4, memory_mib=8_192)
 
 
 class SpoiledWorld(World):

@@ -24,7 +24,7 @@ from remuda.agent.runner import ActionsRunner, _JobLog, _story
 from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, took_s
-from remuda.ports.machine import Identity, Memory, Outcome, Script
+from remuda.ports.machine import AgentState, Identity, ScriptStatus, StepResult
 from tests.support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from tests.support.records import NOW
 from tests.support.world_time import VirtualClock
@@ -39,7 +39,7 @@ RECORD = MachineRecord(
     pool="p",
     instance_type="c6i.large",
     cpu=2,
-    mmem=4_096,
+    memory_mib=4_096,
     tags={"remuda:pool": "p"},
     launched_at=NOW,
     first_life_s=300.0,
@@ -65,8 +65,8 @@ class Machine:
     """The EC2 machine on metadata of ours, made once."""
 
     def __init__(self, folder: Path) -> None:
-        async def clean() -> Outcome:
-            return Outcome(ok=True)
+        async def clean() -> StepResult:
+            return StepResult(ok=True)
 
         self.folder = folder
         self.metadata = _Metadata()
@@ -138,7 +138,7 @@ def test_a_spot_notice(machine: Machine, action: bytes, advice: bytes) -> None:
 
 
 @fuzzed()
-@given(memory=spoiled_text(to_document(Memory(script=Script.OK, threshold=NOW))), timers=bodies)
+@given(memory=spoiled_text(to_document(AgentState(script=ScriptStatus.OK, threshold=NOW))), timers=bodies)
 @example(memory=b'{"threshold":"9999-12-31T23:59:59.999Z"}', timers=b"remuda-dead-man-1\nsshd\n")
 @example(memory=b'{"threshold":"0001-01-01T00:00:00.000Z"}', timers=b"")
 def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> None:
@@ -154,7 +154,7 @@ def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> No
     machine.agent._run = run
 
     async def start() -> bool:
-        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).is_over()
+        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).has_passed()
 
     assert machine.ask(start()) is not None
     assert all(name.startswith("remuda-dead-man-") for name in stopped)

@@ -18,7 +18,7 @@ from remuda.cli.output import ConsoleEventLog, Output, error_line, note_line
 from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.context import Context
 from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
-from remuda.domain.text import brief, printable, quoted
+from remuda.domain.text import quote, sanitize, truncate
 from remuda.web.dashboard.app import build_app
 from remuda.web.dashboard.auth import AccessToken, is_loopback_host
 from remuda.web.dashboard.change_log import ChangeLog
@@ -35,8 +35,8 @@ octets = texts.map(lambda text: text.encode(errors="replace")) | st.binary(max_s
 @example(LONE, 5)
 @example("\x9b2J\u2028\u202e", 50)
 def test_text(text: str, most: int) -> None:
-    check_shown(printable(text), 10 * len(text) + 10)
-    check_shown(brief(text, most), most)
+    check_shown(sanitize(text), 10 * len(text) + 10)
+    check_shown(truncate(text, most), most)
     for error in (UserError(text, fix=text), Unavailable(text * 500)):
         check_shown(error.message, MAX_MESSAGE)
         check_shown(error.fix, MAX_MESSAGE)
@@ -47,7 +47,7 @@ def test_text(text: str, most: int) -> None:
 @given(any_json, st.integers(0, 50))
 @example(10**5_000, 50)
 def test_a_value(value: Any, most: int) -> None:
-    check_shown(quoted(value, most), most)
+    check_shown(quote(value, most), most)
 
 
 @fuzzed()

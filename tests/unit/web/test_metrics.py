@@ -119,7 +119,7 @@ def test_heartbeats_open_provisions_and_warnings() -> None:
             instances=[instance(1), instance(2), instance(3, state=State.CREATED)],
             reports=beats,
             runs=[provision(1, created_at=at(-30)), provision(2, created_at=at(-70)), ended(3)],
-            concerns=[PoolWarning(kind="ghost", subject="x", text="x"), PoolWarning(kind="odd", subject="x", text="x")],
+            warnings=[PoolWarning(kind="ghost", subject="x", text="x"), PoolWarning(kind="odd", subject="x", text="x")],
         )
     )
     found = read(metrics)
@@ -254,8 +254,8 @@ def test_labels_do_not_grow_with_the_fleet() -> None:
     def series(count: int) -> int:
         metrics = fleet_metrics()
         fleet = [instance(n, run_id=str(n), resource_class=f"class-{n}") for n in range(count)]
-        concerns = [PoolWarning(kind=f"kind-{n}", subject=str(n), text=str(n)) for n in range(count)]
-        metrics.on_status(status(instances=fleet, concerns=concerns, runs=[ended(n, created=1) for n in range(count)]))
+        warnings = [PoolWarning(kind=f"kind-{n}", subject=str(n), text=str(n)) for n in range(count)]
+        metrics.on_status(status(instances=fleet, warnings=warnings, runs=[ended(n, created=1) for n in range(count)]))
         lines = [entry(f"row-{n}", at=at(n), target="terminating", cause=f"cause {n}") for n in range(count)]
         metrics.add_histories({instance_id(n): [line] for n, line in enumerate(lines)})
         return len(read(metrics))

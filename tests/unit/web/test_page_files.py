@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from remuda.domain.instance import State
-from remuda.domain.reporting.timeline import Phase
+from remuda.domain.reporting.timeline import MachinePhase
 from remuda.web.dashboard.serialize import PHASES
 
 PAGE = files("remuda.web.dashboard").joinpath("page")
@@ -48,9 +48,11 @@ def test_pages_use_no_external_resources() -> None:
 
 def test_phases_of_page_and_domain_are_equal() -> None:
     (listed,) = re.findall(r"export const PHASES = \[(.*?)\]", TEXTS["model.js"])
-    assert re.findall(r'"(\w+)"', listed) == [phase.value for phase in PHASES] == [phase.value for phase in Phase]
+    assert (
+        re.findall(r'"(\w+)"', listed) == [phase.value for phase in PHASES] == [phase.value for phase in MachinePhase]
+    )
     (renamed,) = re.findall(r"const PHASE_OF = \{(.*?)\}", TEXTS["model.js"])
-    words = {*re.findall(r"(\w+):", renamed), *(phase.value for phase in Phase)}
+    words = {*re.findall(r"(\w+):", renamed), *(phase.value for phase in MachinePhase)}
     assert {state.value for state in State} <= words
 
 

@@ -20,10 +20,10 @@ from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.errors import answered, code_of, said_by, translated
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
-from remuda.ports.doctor import Check, Finding, clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, clocks, ok, problem, warning
 
 REGION = "aws region"
 CREDENTIALS = "aws credentials"
@@ -93,10 +93,10 @@ class AwsDoctor:
 
     # Who we are -----------------------------------------------------------------------------------------------
 
-    async def _region(self) -> Finding:
+    async def _region(self) -> CheckResult:
         return ok(self._clients.region())
 
-    async def _credentials(self) -> Finding:
+    async def _credentials(self) -> CheckResult:
         return ok(str((await self._identity())["Arn"]))
 
     async def _identity(self) -> dict[str, Any]:
@@ -105,13 +105,13 @@ class AwsDoctor:
             answer: dict[str, Any] = await answered(client.get_caller_identity())
         return answer
 
-    async def _clocks(self) -> Finding:
+    async def _clocks(self) -> CheckResult:
         headers = (await self._identity())["ResponseMetadata"]["HTTPHeaders"]
         return clocks("AWS", str(headers.get("date", "")), self._clock)
 
     # What the pool has ----------------------------------------------------------------------------------------
 
-    async def _table(self) -> Finding:
+    async def _table(self) -> CheckResult:
         name = template_name(self._pool)
         found = await (await self._parts()).store.inspect()
         if not found.active:
@@ -122,7 +122,7 @@ class AwsDoctor:
             return warning(f"{name} has provisioned throughput", "switch it to on-demand: bursts would be throttled")
         return ok(f"{name}: keys, indexes and expiry as they should be, paid on demand")
 
-    async def _queues(self) -> Finding:
+    async def _queues(self) -> CheckResult:
         wrong = await (await self._parts()).pool.inspect([each.name for each in self._classes])
         if wrong:
             return problem("; ".join(f"{name} {what}" for name, what in wrong.items()), REFRESH_FIX)
@@ -130,7 +130,7 @@ class AwsDoctor:
 
     # What a launch needs --------------------------------------------------------------------------------------
 
-    async def _options(self) -> Finding:
+    async def _options(self) -> CheckResult:
         options = self._parsed()
         return ok(f"{options.ami}, {len(options.subnets)} subnets, profile {options.profile}")
 
@@ -143,7 +143,7 @@ class AwsDoctor:
         pages = calls.pages(operation, Filters=[{"Name": name, "Values": list(values)}])
         return [item async for page in pages for item in page.get(listed, ())]
 
-    async def _image(self) -> Finding:
+    async def _image(self) -> CheckResult:
         options = self._parsed()
         if not options.ami.startswith("ami-"):
             return ok(f"{options.ami}: EC2 looks it up at each launch")
@@ -155,7 +155,7 @@ class AwsDoctor:
             return problem(f"{options.ami} is {image.get('State')}", f"give another {AMI}, or wait")
         return _fits(options, str(image.get("Architecture", "")), str(image.get("Platform", "")))
 
-    async def _subnets(self) -> Finding:
+    async def _subnets(self) -> CheckResult:
         wanted = self._parsed().subnets
         found = {item["SubnetId"]: item for item in await self._described("DescribeSubnets", "subnet-id", wanted)}
         missing = [name for name in wanted if name not in found]
@@ -169,7 +169,7 @@ class AwsDoctor:
         zones = sorted({str(item.get("AvailabilityZone", "")) for item in found.values()})
         return ok(f"{', '.join(wanted)} in {', '.join(zones)}")
 
-    async def _groups(self) -> Finding:
+    async def _groups(self) -> CheckResult:
         options = self._parsed()
         wanted = options.security_groups
         if not wanted:
@@ -189,7 +189,7 @@ class AwsDoctor:
             return problem(f"{', '.join(stray)} and the subnets are of different networks", fix)
         return ok(", ".join(wanted))
 
-    async def _profile(self) -> Finding:
+    async def _profile(self) -> CheckResult:
         name = self._parsed().profile.rpartition("/")[2]
         client = await self._clients.client("iam", "IAM", config())
         with translated("IAM", name):
@@ -205,7 +205,7 @@ class AwsDoctor:
             return problem(f"instance profile {name} has no role", "add the agent's role to it")
         return ok(f"{name}, with role {roles[0]}")
 
-    async def _template(self) -> Finding:
+    async def _template(self) -> CheckResult:
         name = template_name(self._pool)
         current = await (await self._parts()).compute.has_template(self._launch)
         if current is None:
@@ -216,13 +216,13 @@ class AwsDoctor:
 
     # Rights ---------------------------------------------------------------------------------------------------
 
-    async def _may_launch(self) -> Finding:
+    async def _may_launch(self) -> CheckResult:
         """EC2 judges a fleet by the fleet and by each launch in it."""
         options = self._parsed()
         tags = {POOL_TAG: self._pool, PROVISION_TAG: "doctor"}
         fleet = fleet_request(
             template=template_name(self._pool),
-            request=Request(
+            request=RunnerRequest(
                 resource_class=min(self._classes, key=lambda each: each.cpu),
                 usage_class=UsageClass.ON_DEMAND,
                 patterns=TypePatterns(("*",)),
@@ -252,7 +252,7 @@ class AwsDoctor:
         images = await self._described("DescribeImages", "image-id", [options.ami])
         return _TYPES.get(str(images[0].get("Architecture", "")) if images else "", _TYPES["x86_64"])
 
-    async def _may_terminate(self) -> Finding:
+    async def _may_terminate(self) -> CheckResult:
         machines = await (await self._parts()).compute.list_pool()
         running = [item.instance_id for item in machines if item.state is MachineState.RUNNING]
         if not running:
@@ -278,7 +278,7 @@ class AwsDoctor:
         raise UserError(f"EC2 did {operation} though it was asked for a dry run", fix="see what it made")
 
 
-def _fits(options: Options, architecture: str, system: str) -> Finding:
+def _fits(options: Options, architecture: str, system: str) -> CheckResult:
     """The image and what is put on it must be of one kind."""
     if system.lower() == "windows":
         return problem(f"{options.ami} is a Windows image", "give a Linux image: machines are set up by a shell script")

@@ -23,10 +23,10 @@ from remuda.adapters.aws.user_data import Layout
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
 from remuda.domain.serialization import from_document, to_document
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
-from remuda.ports.machine import Identity, Memory, Outcome
+from remuda.ports.machine import AgentState, Identity, StepResult
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
@@ -146,7 +146,7 @@ class Ec2Machine:
         *,
         imds: Imds,
         clock: Clock,
-        reset: Callable[[], Awaitable[Outcome]],
+        reset: Callable[[], Awaitable[StepResult]],
         layout: Layout | None = None,
         run: RunCommand = run_command,
         terminate: Callable[[str], Awaitable[None]] | None = None,
@@ -181,19 +181,19 @@ class Ec2Machine:
             margin_s = math.nan
         if not 0 <= margin_s <= MAX_MARGIN_S:
             raise UserError(f"the machine's tag {MARGIN_TAG} is {margin[:40]!r}", field=MARGIN_TAG, fix=_TAG_FIX)
-        return Identity(instance_id=instance_id, pool=brief(await self._tag(POOL_TAG), MAX_TAG), margin_s=margin_s)
+        return Identity(instance_id=instance_id, pool=truncate(await self._tag(POOL_TAG), MAX_TAG), margin_s=margin_s)
 
-    def recall(self) -> Memory:
+    def load(self) -> AgentState:
         try:
             with (self._state / MEMORY).open("rb") as file:
-                return from_document(Memory, json.loads(file.read(MAX_MEMORY_BYTES)))
+                return from_document(AgentState, json.loads(file.read(MAX_MEMORY_BYTES)))
         except (OSError, ValueError, RecursionError):
-            return Memory()
+            return AgentState()
 
-    def remember(self, memory: Memory) -> None:
-        self._write(MEMORY, json.dumps(to_document(memory)).encode())
+    def save(self, state: AgentState) -> None:
+        self._write(MEMORY, json.dumps(to_document(state)).encode())
 
-    def arm(self, at: datetime) -> None:
+    def set_dead_man_timer(self, at: datetime) -> None:
         """The new timer first, then the old ones' end: at no moment there is none. Names are on disk before a timer is
         set, so that no agent ever leaves one that nobody stops.
         """
@@ -218,10 +218,10 @@ class Ec2Machine:
             self._notice = await self._look_for_notice() or self._notice
         return self._notice
 
-    async def run_script(self, timeout_s: float) -> Outcome:
+    async def run_script(self, timeout_s: float) -> StepResult:
         script = self._state / SCRIPT
         if not script.exists():
-            return Outcome(ok=True, detail="there is no pre-runner script")
+            return StepResult(ok=True, detail="there is no pre-runner script")
         step = f"script {self._state}"
         # One that an earlier agent began would run beside this one.
         await asyncio.to_thread(procfs.kill_step, step)
@@ -232,9 +232,9 @@ class Ec2Machine:
             environment={**self._script_environment, procfs.STEP: step},
             timeout_s=timeout_s,
         )
-        return Outcome(ok=ended.ok, detail=ended.story)
+        return StepResult(ok=ended.ok, detail=ended.story)
 
-    async def reset(self) -> Outcome:
+    async def reset(self) -> StepResult:
         return await self._reset()
 
     async def end(self, reason: str) -> None:  # noqa: ARG002 - the agent's event_log has it; EC2 takes none
@@ -310,4 +310,4 @@ def _lines(names: Sequence[str]) -> bytes:
 
 
 def _words(text: str) -> str:
-    return brief(" ".join(text.split()), MAX_NOTICE)
+    return truncate(" ".join(text.split()), MAX_NOTICE)

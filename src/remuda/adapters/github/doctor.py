@@ -10,7 +10,7 @@ from remuda.adapters.github import answers
 from remuda.adapters.github.client import GitHubClient
 from remuda.domain.errors import UserError
 from remuda.ports.clock import Clock
-from remuda.ports.doctor import Check, Finding, clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, clocks, ok, problem, warning
 
 ACCESS = "github access"
 #: Of the hour's calls: with less left a busy pool may run dry.
@@ -41,11 +41,11 @@ class GithubDoctor:
             Check(name="github clock", look=self._clocks, needs=(ACCESS,)),
         )
 
-    async def _credential(self) -> Finding:
+    async def _credential(self) -> CheckResult:
         github = await self._github()
         return ok(github.credential_kind)
 
-    async def _access(self) -> Finding:
+    async def _access(self) -> CheckResult:
         if not self._scope:
             raise UserError("nobody says which scope", fix="give --github-scope: an organisation or owner/repo")
         answer = await self._asked()
@@ -57,7 +57,7 @@ class GithubDoctor:
             self._answer = await (await self._github()).peek(self._scope)
         return self._answer
 
-    async def _rate_limit(self) -> Finding:
+    async def _rate_limit(self) -> CheckResult:
         headers = (await self._asked()).headers
         try:
             left, limit = int(headers["x-ratelimit-remaining"]), int(headers["x-ratelimit-limit"])
@@ -71,5 +71,5 @@ class GithubDoctor:
             return warning(found, "see who else uses this credential, or use a GitHub App: its limit is higher")
         return ok(found)
 
-    async def _clocks(self) -> Finding:
+    async def _clocks(self) -> CheckResult:
         return clocks("GitHub", (await self._asked()).headers.get("date", ""), self._clock)

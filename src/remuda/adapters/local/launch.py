@@ -228,7 +228,7 @@ class LocalLauncher:
             pool=self._pool,
             instance_type=machine_type.name,
             cpu=machine_type.cpu,
-            mmem=machine_type.mmem,
+            memory_mib=machine_type.memory_mib,
             tags={**request.tags, POOL_TAG: self._pool, PROVISION_TAG: request.provision_id},
             launched_at=self._clock.now(),
             launch=dict(request.launch),

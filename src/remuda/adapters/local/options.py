@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from remuda.domain.errors import CapacityError, UserError
-from remuda.domain.resources import Request
+from remuda.domain.resources import RunnerRequest
 
 BOOT_DELAY = "boot-delay-s"
 SCRIPT = "pre-runner-script"
@@ -92,7 +92,7 @@ class LocalMachineType:
     name: str
     cpu: int
     #: MiB.
-    mmem: int
+    memory_mib: int
 
 
 _SIZES = (
@@ -108,19 +108,23 @@ _SIZES = (
 _FAMILIES = (("c6i", 2), ("m6i", 4), ("r6i", 8), ("c7g", 2))
 #: Small ones first: the first that fits is the cheapest.
 CATALOGUE = tuple(
-    LocalMachineType(name=f"{family}.{size}", cpu=cpu, mmem=cpu * gib * 1024)
+    LocalMachineType(name=f"{family}.{size}", cpu=cpu, memory_mib=cpu * gib * 1024)
     for size, cpu in _SIZES
     for family, gib in _FAMILIES
 )
 
 
-def choose_type(request: Request) -> LocalMachineType:
+def choose_type(request: RunnerRequest) -> LocalMachineType:
     wanted = request.resource_class
     for candidate in CATALOGUE:
-        if candidate.cpu >= wanted.cpu and candidate.mmem >= wanted.mmem and request.patterns.matches(candidate.name):
+        if (
+            candidate.cpu >= wanted.cpu
+            and candidate.memory_mib >= wanted.memory_mib
+            and request.patterns.matches(candidate.name)
+        ):
             return candidate
     raise CapacityError(
-        f"no local machine type matches {request.patterns} with the {wanted.cpu} cpu and {wanted.mmem} MiB "
+        f"no local machine type matches {request.patterns} with the {wanted.cpu} cpu and {wanted.memory_mib} MiB "
         f"of class {wanted.name}",
         fix="allow more types: the local backend plays c6i, m6i, r6i and c7g, from large to 16xlarge",
     )

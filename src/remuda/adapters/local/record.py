@@ -19,7 +19,7 @@ class MachineRecord:
     pool: str
     instance_type: str
     cpu: int
-    mmem: int
+    memory_mib: int
     tags: Mapping[str, str]
     launched_at: datetime
     #: The launch options as they were given.

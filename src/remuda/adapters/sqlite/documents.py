@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def encode(record: Any) -> str:
-    return json.dumps(serialization.plain(record), separators=(",", ":"))
+    return json.dumps(serialization.to_jsonable(record), separators=(",", ":"))
 
 
 def decode(kind: type[T], text: str, name: str = "") -> T:

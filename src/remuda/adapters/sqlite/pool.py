@@ -16,7 +16,7 @@ from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.queues import DeliveryReceipt, NewMessage, ReceivedMessage
 from remuda.adapters.sqlite.watch import ChangePoller
 from remuda.domain.resources import PoolMessage
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
@@ -141,4 +141,4 @@ def _delivery(incoming: ReceivedMessage) -> Delivery:
     try:
         return Delivery(receipt=incoming.receipt, message=decode(PoolMessage, incoming.body))
     except ValueError as error:
-        return Delivery(receipt=incoming.receipt, message=None, malformed=brief(str(error), MAX_REASON))
+        return Delivery(receipt=incoming.receipt, message=None, malformed=truncate(str(error), MAX_REASON))

@@ -9,7 +9,7 @@ from typing import Any
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context, read_config
 from remuda.domain.errors import Unavailable
-from remuda.domain.resources import Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
@@ -62,7 +62,7 @@ async def launch_fleet(settings: Settings, scope: str) -> DemoFleet:
 async def _launch(context: Context, scope: str) -> list[str]:
     """Oldest first. One after the other: of those that are launched together, none is the oldest."""
     config = await read_config(context)
-    request = Request(
+    request = RunnerRequest(
         resource_class=config.classes[0],
         usage_class=UsageClass.ON_DEMAND,
         patterns=TypePatterns(("*",)),

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.cli.rendering.formatting import clean
 from remuda.cli.rendering.results import record_document
-from remuda.domain.reporting.explanation import Line, Story, Tone
-from remuda.domain.serialization import plain
+from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
+from remuda.domain.serialization import to_jsonable
 from remuda.domain.signals import Signal
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.BAD: "yellow", Tone.MINOR: "dim"}
+_STYLES = {Severity.PLAIN: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}
 #: Width of an instance id, to align the texts.
 _ID_WIDTH = 19
 
@@ -43,7 +43,7 @@ def describe_signals(text: str) -> str:
     return _SIGNAL.sub(lambda found: f"{_MEANING[Signal(found[1])]} ({', '.join(filter(None, found.groups()))})", text)
 
 
-def _simplified(explanation: Story) -> Story:
+def _simplified(explanation: Explanation) -> Explanation:
     """Describe signals and remove repetitions."""
     return replace(
         explanation,
@@ -53,7 +53,7 @@ def _simplified(explanation: Story) -> Story:
     )
 
 
-def _simplified_line(line: Line) -> Line:
+def _simplified_line(line: ExplainedEvent) -> ExplainedEvent:
     if known := _REDUNDANT_REASON.fullmatch(line.why):
         return replace(line, what=line.what + known[1], why="")
     run = _FOR_RUN.search(line.what)
@@ -62,18 +62,18 @@ def _simplified_line(line: Line) -> Line:
     return replace(line, what=what, why=describe_signals(line.why))
 
 
-def explanation_document(explanation: Story) -> dict[str, Any]:
+def explanation_document(explanation: Explanation) -> dict[str, Any]:
     explanation = _simplified(explanation)
     return {
         "kind": explanation.kind,
         "subject": explanation.subject,
         "title": explanation.title,
-        "lines": [{**record_document(line), "at": plain(line.at)} for line in explanation.lines],
+        "lines": [{**record_document(line), "at": to_jsonable(line.at)} for line in explanation.lines],
         "next": list(explanation.upcoming),
     }
 
 
-def explanation_lines(explanation: Story) -> list[Text]:
+def explanation_lines(explanation: Explanation) -> list[Text]:
     from rich.text import Text  # noqa: PLC0415 - slow to import
 
     explanation = _simplified(explanation)
@@ -89,7 +89,7 @@ def explanation_lines(explanation: Story) -> list[Text]:
     return lines
 
 
-def _event_line(line: Line, began: datetime, *, with_id: bool) -> Text:
+def _event_line(line: ExplainedEvent, began: datetime, *, with_id: bool) -> Text:
     from rich.text import Text  # noqa: PLC0415
 
     since_s = (line.at - began).total_seconds()

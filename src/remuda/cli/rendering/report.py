@@ -6,25 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from remuda.cli.rendering.formatting import format_duration, table
-from remuda.domain.reporting.timeline import Phase
-from remuda.domain.reporting.usage import Ledger, Times
-from remuda.domain.serialization import plain
+from remuda.domain.reporting.timeline import MachinePhase
+from remuda.domain.reporting.usage import DurationStats, UsageReport
+from remuda.domain.serialization import to_jsonable
 
 #: Maximum rows of a table; the rest is summed up.
 MAX_ROWS = 15
 KINDS = ("warm", "mixed", "cold", "failed")
-PHASES = tuple(phase.value for phase in Phase)
+PHASES = tuple(phase.value for phase in MachinePhase)
 NO_RUN = "(no run)"
 
 _NUMERIC = frozenset({"count", "p50", "p95", "time", "cost", "share"})
 
 
-def report_document(usage: Ledger, *, pool: str) -> dict[str, Any]:
+def report_document(usage: UsageReport, *, pool: str) -> dict[str, Any]:
     savings, costs = usage.savings, usage.costs
     return {
         "pool": pool,
-        "since": plain(usage.since),
-        "until": plain(usage.until),
+        "since": to_jsonable(usage.since),
+        "until": to_jsonable(usage.until),
         "instances": usage.instances,
         "provisions": {"count": usage.provisions, "kinds": dict(usage.kinds)},
         "reuse": {"reused": usage.reused, "created": usage.created, "rate": _rounded(usage.reuse_rate)},
@@ -56,7 +56,7 @@ def report_document(usage: Ledger, *, pool: str) -> dict[str, Any]:
     }
 
 
-def _times(times: Times) -> dict[str, Any]:
+def _times(times: DurationStats) -> dict[str, Any]:
     return {"count": times.count, "p50": _rounded(times.p50), "p95": _rounded(times.p95)}
 
 
@@ -91,7 +91,7 @@ def in_order(values: Mapping[str, Any], order: Sequence[str]) -> list[str]:
     return [name for name in order if name in values]
 
 
-def headlines(usage: Ledger) -> list[tuple[str, str]]:
+def headlines(usage: UsageReport) -> list[tuple[str, str]]:
     """Return the key figures, as pairs of label and value."""
     rate = usage.reuse_rate
     warm, cold = usage.times.get("warm"), usage.times.get("cold")
@@ -108,11 +108,11 @@ def headlines(usage: Ledger) -> list[tuple[str, str]]:
     ]
 
 
-def report_tables(usage: Ledger, *, pool: str) -> list[Any]:
+def report_tables(usage: UsageReport, *, pool: str) -> list[Any]:
     return list(_tables(usage, pool))
 
 
-def _tables(usage: Ledger, pool: str) -> Iterator[Any]:
+def _tables(usage: UsageReport, pool: str) -> Iterator[Any]:
     title = f"Pool {pool}, {usage.since:%Y-%m-%d %H:%M} to {usage.until:%Y-%m-%d %H:%M} UTC"
     yield table(title, ("figure", "value"), headlines(usage))
     times = [
@@ -145,7 +145,7 @@ def _tables(usage: Ledger, pool: str) -> Iterator[Any]:
         yield f"hourly prices: {usage.priced}; set your own with --prices"
 
 
-def cost_breakdowns(usage: Ledger) -> list[tuple[str, Mapping[str, float]]]:
+def cost_breakdowns(usage: UsageReport) -> list[tuple[str, Mapping[str, float]]]:
     costs = usage.costs
     by_run = {run or NO_RUN: value for run, value in costs.by_run.items()}
     breakdowns = [("class", costs.by_class), ("usage", costs.by_usage), ("run", by_run)]

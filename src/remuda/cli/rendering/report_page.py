@@ -18,7 +18,7 @@ from remuda.cli.rendering.report import (
     in_order,
     largest_first,
 )
-from remuda.domain.reporting.usage import Ledger
+from remuda.domain.reporting.usage import UsageReport
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4; --card: #f6f8fa;
@@ -53,7 +53,7 @@ th { color: var(--soft); font-weight: 500; font-size: .875rem; } .n { text-align
 """
 
 
-def report_page(usage: Ledger, *, pool: str) -> str:
+def report_page(usage: UsageReport, *, pool: str) -> str:
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     span = f"{usage.since:%Y-%m-%d %H:%M} to {usage.until:%Y-%m-%d %H:%M} UTC"
@@ -69,7 +69,7 @@ def report_page(usage: Ledger, *, pool: str) -> str:
     )
 
 
-def _sections(usage: Ledger) -> Iterator[str]:
+def _sections(usage: UsageReport) -> Iterator[str]:
     cards = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in headlines(usage))
     yield f"<dl>{cards}</dl>"
     yield from _provisions(usage)
@@ -89,7 +89,7 @@ def _sections(usage: Ledger) -> Iterator[str]:
     yield from (f'<p class="note">{escape(note)}</p>' for note in usage.notes)
 
 
-def _provisions(usage: Ledger) -> Iterator[str]:
+def _provisions(usage: UsageReport) -> Iterator[str]:
     yield "<h2>Provision times</h2>"
     if not usage.points:
         yield "<p>No provisions in this period.</p>"
@@ -114,7 +114,7 @@ def _provisions(usage: Ledger) -> Iterator[str]:
     yield _table(("kind", "count", "p50", "p95"), rows)
 
 
-def _instances(usage: Ledger) -> Iterator[str]:
+def _instances(usage: UsageReport) -> Iterator[str]:
     yield "<h2>Instances by state</h2>"
     if not usage.hours:
         yield "<p>No instances in this period.</p>"

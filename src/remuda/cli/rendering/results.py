@@ -16,7 +16,7 @@ from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.domain.instance import Instance
 from remuda.domain.resources import TypePatterns
 from remuda.domain.scale_down.idle_config import IdleWindow
-from remuda.domain.serialization import plain
+from remuda.domain.serialization import to_jsonable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def record_document(record: Any) -> dict[str, Any]:
     """Convert a dataclass to a JSON document with the same field names."""
-    return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
+    return {item.name: to_jsonable(getattr(record, item.name)) for item in fields(record)}
 
 
 def instance_document(instance: Instance) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
         "seconds": result.seconds,
         "phases": dict(result.phases),
         "refused": dict(result.refused),
-        "calls": plain(result.calls),
+        "calls": to_jsonable(result.calls),
     }
 
 
@@ -76,14 +76,14 @@ def release_document(result: ReleaseResult) -> dict[str, Any]:
         },
         "errors": list(result.errors),
         "seconds": result.seconds,
-        "calls": plain(result.calls),
+        "calls": to_jsonable(result.calls),
     }
 
 
 def refresh_document(result: RefreshResult) -> dict[str, Any]:
     return {
         "applied": list(result.applied),
-        "changes": plain(result.changes),
+        "changes": to_jsonable(result.changes),
         "retired": list(result.retired),
         "reasons": dict(result.retired),
         "terminated": list(result.terminated),
@@ -95,7 +95,7 @@ def refresh_document(result: RefreshResult) -> dict[str, Any]:
         "forgotten": result.forgotten,
         "errors": list(result.errors),
         "seconds": result.seconds,
-        "calls": plain(result.calls),
+        "calls": to_jsonable(result.calls),
     }
 
 
@@ -106,13 +106,13 @@ def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
         if isinstance(value, SecretStr):
             shown: Any = "(hidden)"
         elif name == "resource_class_config":
-            shown = {item.name: {"cpu": item.cpu, "mmem": item.mmem} for item in value}
+            shown = {item.name: {"cpu": item.cpu, "mmem": item.memory_mib} for item in value}
         elif name == "idle_config":
             shown = [_window_document(window) for window in value]
         elif isinstance(value, TypePatterns | Path):
             shown = str(value)
         else:
-            shown = plain(value)
+            shown = to_jsonable(value)
         rows[key(name)] = {"value": shown, "source": loaded.origins[name]}
     return rows
 

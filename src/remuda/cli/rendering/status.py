@@ -10,7 +10,7 @@ from remuda.cli.rendering.formatting import format_duration, table
 from remuda.cli.rendering.results import instance_document, record_document
 from remuda.controlplane.read.status import RECENT_PROVISIONS, Opening, Status
 from remuda.domain.instance import ABSORBING, Instance
-from remuda.domain.serialization import plain
+from remuda.domain.serialization import to_jsonable
 
 #: Terminal width from which all columns are shown.
 FULL_WIDTH = 120
@@ -23,7 +23,7 @@ _NO_WRAP = frozenset({"instance", "state", "run", "class", "tier", "warning"})
 
 def status_document(status: Status) -> dict[str, Any]:
     return {
-        "at": plain(status.at),
+        "at": to_jsonable(status.at),
         "pool": status.pool,
         "reuse": status.config.reuse.value if status.config else None,
         "instances": [_instance(status, instance) for instance in status.instances],
@@ -32,7 +32,7 @@ def status_document(status: Status) -> dict[str, Any]:
             {**record_document(run), "instances_terminated": run.provision_id in status.ended} for run in status.runs
         ],
         "open_provisions": [_opening(opening) for opening in status.openings],
-        "warnings": [record_document(concern) for concern in status.concerns],
+        "warnings": [record_document(warning) for warning in status.warnings],
         "unreadable": list(status.unreadable),
     }
 
@@ -58,8 +58,8 @@ def _opening(opening: Opening) -> dict[str, Any]:
         "resource_class": run.resource_class,
         "count": run.count,
         "instances": dict(opening.held),
-        "created_at": plain(run.created_at),
-        "deadline": plain(run.deadline),
+        "created_at": to_jsonable(run.created_at),
+        "deadline": to_jsonable(run.deadline),
     }
 
 
@@ -72,8 +72,8 @@ def status_tables(status: Status, *, width: int, rows: int | None = None) -> lis
 
 
 def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
-    if status.concerns:
-        found = [(item.kind, item.subject, item.text) for item in status.concerns]
+    if status.warnings:
+        found = [(item.kind, item.subject, item.text) for item in status.warnings]
         yield table("Warnings", ("warning", "subject", "meaning"), found, no_wrap=_NO_WRAP)
     if status.config:
         yield f"pool {status.pool}, reuse {status.config.reuse}"
@@ -167,7 +167,7 @@ def _left(threshold: datetime, now: datetime) -> str:
 def headline(status: Status) -> str:
     states = ", ".join(f"{count} {state}" for state, count in status.by_state().items())
     live = sum(status.by_state().values())
-    warnings = len(status.concerns)
+    warnings = len(status.warnings)
     text = f"pool {status.pool} at {status.at:%H:%M:%S} UTC: {live} live" + (f" ({states})" if states else "")
     return text + (f"; {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
 
@@ -199,7 +199,7 @@ def _instance_changes(before: Status | None, after: Status) -> Iterator[str]:
 
 def _new_warnings(before: Status | None, after: Status) -> Iterator[str]:
     """A warning is new if its kind or subject is: its text may contain a number of seconds."""
-    known = {(item.kind, item.subject) for item in before.concerns} if before else set()
-    for item in after.concerns:
+    known = {(item.kind, item.subject) for item in before.warnings} if before else set()
+    for item in after.warnings:
         if (item.kind, item.subject) not in known:
             yield f"warning: {item.kind} {item.subject}: {item.text}"

@@ -23,7 +23,7 @@ from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.provision_outcome import MAX_REASON, ProvisionOutcome
-from remuda.domain.resources import Request, Reuse, folded
+from remuda.domain.resources import Reuse, RunnerRequest, folded
 from remuda.domain.signals import took_s
 from remuda.domain.timestamps import to_milliseconds
 
@@ -130,7 +130,7 @@ async def _agree(context: Context, order: ProvisionRequest) -> ProvisionPlan:
             deadline=deadline,
             asked=_asked(order),
         ),
-        request=Request(
+        request=RunnerRequest(
             resource_class=resource_class,
             usage_class=order.usage_class,
             patterns=order.patterns,

@@ -19,7 +19,7 @@ from remuda.controlplane.provision.selection import (
 from remuda.controlplane.signal_waiter import Ended, SignalWaiter
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Instance, State
-from remuda.domain.provision_outcome import Source
+from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.resources import folded
 from remuda.domain.signals import Verdict, registration_verdict
 from remuda.domain.timestamps import to_milliseconds
@@ -158,7 +158,7 @@ class Creation:
             instance_type=launched.instance_type,
             usage_class=launched.usage_class,
             cpu=wanted.cpu,
-            mmem=wanted.mmem,
+            memory_mib=wanted.memory_mib,
             scope=terms.scope,
             tier=terms.request.tier,
             repository=folded(terms.repository),
@@ -187,7 +187,7 @@ class Creation:
         )
         waited = await wait.wait(until=self._terms.until)
         if waited.verdict is Verdict.OK:
-            return RegisteredInstance(instance=instance, source=Source.CREATED, report=waited.report)
+            return RegisteredInstance(instance=instance, source=RunnerSource.CREATED, report=waited.report)
         raise_if_hopeless(waited)
         why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
         if waited.ended is Ended.TIMEOUT:

@@ -12,8 +12,8 @@ from remuda.domain.provision_outcome import (
     AcquiredRunner,
     LaunchAttempt,
     ProvisionOutcome,
-    Refusal,
-    Source,
+    RejectedCandidate,
+    RunnerSource,
 )
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import Clock
@@ -23,9 +23,9 @@ class OutcomeRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began = self._last = clock.monotonic()
-        self._sources: Counter[Source] = Counter()
+        self._sources: Counter[RunnerSource] = Counter()
         self._taken: list[AcquiredRunner] = []
-        self._refusals: list[Refusal] = []
+        self._refusals: list[RejectedCandidate] = []
         self._launches: list[LaunchAttempt] = []
         self.phases: dict[str, float] = {}
         #: Hints that were not used, and why, counted.
@@ -45,7 +45,7 @@ class OutcomeRecorder:
         self.refused[kind] += 1
         if len(self._refusals) < MAX_REFUSALS:
             self._refusals.append(
-                Refusal(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
+                RejectedCandidate(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
             )
 
     def launch(self, count: int, launched: int, errors: tuple[str, ...], *, why: str = "") -> None:
@@ -55,7 +55,7 @@ class OutcomeRecorder:
                 LaunchAttempt(count=count, launched=launched, seconds=self.seconds, errors=cut, why=why[:MAX_REASON])
             )
 
-    def take(self, instance_id: str, source: Source, registration_s: float | None) -> None:
+    def take(self, instance_id: str, source: RunnerSource, registration_s: float | None) -> None:
         self._sources[source] += 1
         if len(self._taken) < MAX_TAKEN:
             self._taken.append(
@@ -68,8 +68,8 @@ class OutcomeRecorder:
         return ProvisionOutcome(
             ended_at=to_milliseconds(self._clock.now()),
             seconds=self.seconds,
-            reused=self._sources[Source.POOL],
-            created=self._sources[Source.CREATED],
+            reused=self._sources[RunnerSource.POOL],
+            created=self._sources[RunnerSource.CREATED],
             phases=dict(self.phases),
             taken=tuple(self._taken),
             refused=dict(self.refused),

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import NotFound, RemudaError, UserError
-from remuda.domain.resources import PoolMessage, Request, misfit
+from remuda.domain.resources import PoolMessage, RunnerRequest, misfit
 from remuda.ports.pool import BATCH, Delivery
 
 #: How long a message stays hidden while it is worked on.
@@ -25,7 +25,7 @@ MAX_SIGHTINGS = 5
 
 
 class PickupManager:
-    def __init__(self, context: Context, request: Request, recorder: OutcomeRecorder) -> None:
+    def __init__(self, context: Context, request: RunnerRequest, recorder: OutcomeRecorder) -> None:
         self._context = context
         self._recorder = recorder
         self._request = request

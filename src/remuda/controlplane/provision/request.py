@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Instance
-from remuda.domain.provision_outcome import Source
+from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 
 
@@ -44,7 +44,7 @@ def no_credential() -> UserError:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provisioned:
     instance: Instance
-    source: Source
+    source: RunnerSource
     #: What the runner's own registration took on the machine, where it said so.
     registration_s: float | None
 
@@ -66,7 +66,7 @@ class ProvisionResult:
 
     @property
     def reused(self) -> int:
-        return sum(1 for item in self.instances if item.source is Source.POOL)
+        return sum(1 for item in self.instances if item.source is RunnerSource.POOL)
 
     @property
     def created(self) -> int:

@@ -14,8 +14,8 @@ from remuda.domain.errors import Conflict, TimedOut, Unavailable, Unreadable, Us
 from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import Source
-from remuda.domain.resources import PoolMessage, Request, Reuse, folded
+from remuda.domain.provision_outcome import RunnerSource
+from remuda.domain.resources import PoolMessage, Reuse, RunnerRequest, folded
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Report, Signal, Verdict, registration_verdict
 from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
 from remuda.ports.pool import Delivery
@@ -36,7 +36,7 @@ class RegisteredInstance:
     """Registered, runner off: ready to be committed."""
 
     instance: Instance
-    source: Source
+    source: RunnerSource
     report: Report | None
 
 
@@ -46,7 +46,7 @@ class ProvisionPlan:
 
     config: PoolConfig
     provision: Provision
-    request: Request
+    request: RunnerRequest
     scope: str
     #: None where each instance is registered just in time.
     registration: Credential | None
@@ -185,7 +185,7 @@ class Selection:
         )
         waited = await wait.wait(until=min(self._terms.until, clock.monotonic() + CLAIM_WAIT_S))
         if waited.verdict is Verdict.OK:
-            return RegisteredInstance(instance=claimed, source=Source.POOL, report=waited.report)
+            return RegisteredInstance(instance=claimed, source=RunnerSource.POOL, report=waited.report)
         raise_if_hopeless(waited)
         if waited.ended is Ended.TIMEOUT:
             # Too slow for this run is not yet sick: it is given back.

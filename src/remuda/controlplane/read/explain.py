@@ -12,7 +12,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision
-from remuda.domain.reporting.explanation import Evidence, Story, instance_story, run_story
+from remuda.domain.reporting.explanation import Explanation, ExplanationInput, explain_instance, explain_run
 from remuda.domain.resources import check_run_id, is_instance_id
 
 FIELD = "RUN|INSTANCE"
@@ -26,7 +26,7 @@ def check_subject(subject: str) -> str:
     return subject if is_instance_id(subject) else check_run_id(subject, field=FIELD)
 
 
-async def explain(context: Context, subject: str) -> Story:
+async def explain(context: Context, subject: str) -> Explanation:
     config = await read_config(context)
     parsed = parse_runner_name(config.pool, subject)
     if parsed is not None:
@@ -36,7 +36,7 @@ async def explain(context: Context, subject: str) -> Story:
     provisions = await context.store.provisions_of_run(subject)
     if not provisions:
         raise await _unknown_run(context, subject)
-    return run_story(subject, provisions, await _evidence(context, config, await _ids(context, provisions)))
+    return explain_run(subject, provisions, await _evidence(context, config, await _ids(context, provisions)))
 
 
 async def _ids(context: Context, provisions: Sequence[Provision]) -> set[str]:
@@ -51,13 +51,13 @@ async def _ids(context: Context, provisions: Sequence[Provision]) -> set[str]:
     return ids
 
 
-async def _evidence(context: Context, config: PoolConfig, ids: Collection[str]) -> Evidence:
+async def _evidence(context: Context, config: PoolConfig, ids: Collection[str]) -> ExplanationInput:
     store = context.store
     tell = partial(context.event_log.record, "unreadable")
     (instances, _), histories, (reports, _) = await asyncio.gather(
         readable(store.get_many(ids), tell), store.histories(ids), readable(store.get_reports(ids), tell)
     )
-    return Evidence(
+    return ExplanationInput(
         now=context.clock.now(),
         lifetimes=config.lifetimes,
         instances=instances,
@@ -66,13 +66,13 @@ async def _evidence(context: Context, config: PoolConfig, ids: Collection[str]) 
     )
 
 
-async def _of_instance(context: Context, config: PoolConfig, instance_id: str) -> Story:
+async def _of_instance(context: Context, config: PoolConfig, instance_id: str) -> Explanation:
     evidence = await _evidence(context, config, [instance_id])
     if instance_id not in evidence.instances:
         known = await context.store.find(LIVE)
         newest = sorted(known, key=lambda item: item.created_at, reverse=True)
         raise _unknown("instance", instance_id, [item.instance_id for item in newest], config)
-    return instance_story(evidence.instances[instance_id], evidence)
+    return explain_instance(evidence.instances[instance_id], evidence)
 
 
 async def _unknown_run(context: Context, run_id: str) -> UserError:

@@ -9,7 +9,7 @@ from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.reporting.prices import PriceTable, mean_spot
-from remuda.domain.reporting.usage import Ledger, ledger
+from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.resources import UsageClass
 
 #: How many provisions a report looks at; the newest.
@@ -18,7 +18,7 @@ MAX_PROVISIONS = 50_000
 ENDING_LASTS_S = 3_600.0
 
 
-async def report(context: Context, *, since: datetime, prices: PriceTable) -> Ledger:
+async def report(context: Context, *, since: datetime, prices: PriceTable) -> UsageReport:
     store = context.store
     until = context.clock.now()
     provisions = await store.recent_provisions(MAX_PROVISIONS, since=since)
@@ -32,7 +32,7 @@ async def report(context: Context, *, since: datetime, prices: PriceTable) -> Le
         notes.append(f"only the newest {MAX_PROVISIONS} provisions are counted")
     if store.malformed_records:
         notes.append(f"{len(store.malformed_records)} records cannot be parsed and are left out")
-    made = ledger(provisions, instances, histories, prices, since=since, until=until)
+    made = usage_report(provisions, instances, histories, prices, since=since, until=until)
     notes += (f"no price is known for {name}: it counts as free" for name in sorted(made.costs.unpriced_hours))
     return replace(made, notes=tuple(notes))
 

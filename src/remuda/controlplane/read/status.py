@@ -13,7 +13,7 @@ from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, ProvisionStatus, machines_ended
-from remuda.domain.reporting.warnings import PoolWarning, concerns
+from remuda.domain.reporting.warnings import PoolWarning, find_warnings
 from remuda.domain.signals import Report
 from remuda.domain.stale_registrations import ghost_reason
 from remuda.ports.github import GitHubRunner
@@ -54,7 +54,7 @@ class Status:
     runs: Sequence[Provision]
     #: Of committed runs whose machines have all ended, by provision: that, in words.
     ended: Mapping[str, str] = field(default_factory=dict)
-    concerns: Sequence[PoolWarning] = ()
+    warnings: Sequence[PoolWarning] = ()
     #: Records that cannot be parsed, one sentence each.
     unreadable: Sequence[str] = ()
 
@@ -100,8 +100,8 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
         pools={name: PoolLevel(idle=idle[name], hints=hints) for name, hints in zip(classes, depths, strict=True)},
         runs=runs,
         ended=ended,
-        concerns=(
-            *concerns(config, instances, reports, runs, now=now),
+        warnings=(
+            *find_warnings(config, instances, reports, runs, now=now),
             *(await _ghosts(context, config, runners, instances) if config and runners else ()),
             *troubles,
             *(PoolWarning(kind="unreadable", subject="", text=sentence) for sentence in unreadable),
@@ -112,8 +112,8 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
 
 def with_ghosts(fresh: Status, before: Status | None) -> Status:
     """With what GitHub said at the last look that asked it."""
-    kept = [item for item in before.concerns if item.kind in FROM_GITHUB] if before else []
-    return replace(fresh, concerns=(*fresh.concerns, *kept))
+    kept = [item for item in before.warnings if item.kind in FROM_GITHUB] if before else []
+    return replace(fresh, warnings=(*fresh.warnings, *kept))
 
 
 async def _runs(context: Context) -> Sequence[Provision]:

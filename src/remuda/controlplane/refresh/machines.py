@@ -105,7 +105,7 @@ class MachineSweep:
             instance_type=view.instance_type,
             usage_class=UsageClass.ON_DEMAND,
             cpu=0,
-            mmem=0,
+            memory_mib=0,
             created_at=to_milliseconds(view.launched_at),
             provision_id=view.tags.get(PROVISION_TAG, ""),
             retire=Cause.UNRECORDED.value,

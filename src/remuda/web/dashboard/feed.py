@@ -16,7 +16,7 @@ from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import HistoryEntry
 from remuda.domain.provision import Provision
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.usage import bill, worth
+from remuda.domain.reporting.usage import instance_cost, usage_summary
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import EventLog, SilentEventLog
 from remuda.web.dashboard import serialize
@@ -233,13 +233,13 @@ class Feed:
         for begin in range(0, len(seen), USAGE_BATCH):
             began = self._clock.monotonic()
             costs += [
-                bill(item.instance, item.history or (), self._prices, since=since, until=until)
+                instance_cost(item.instance, item.history or (), self._prices, since=since, until=until)
                 for item in seen[begin : begin + USAGE_BATCH]
             ]
             used_s += self._clock.monotonic() - began
             await self._clock.sleep(0)
         instances = [item.instance for item in seen]
-        found = worth(list(self._provisions.values()), instances, costs, self._prices, since=since, until=until)
+        found = usage_summary(list(self._provisions.values()), instances, costs, self._prices, since=since, until=until)
         self._usage_due = self._clock.monotonic() + max(USAGE_INTERVAL_S[self._backend], used_s / MAX_USAGE_SHARE)
         self.change_log.put("facts", "usage", serialize.usage_text(found))
         self._commit()

@@ -12,13 +12,13 @@ from remuda.controlplane.read.feed import Seen
 from remuda.controlplane.read.status import Status
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
-from remuda.domain.reporting.explanation import entry_line
-from remuda.domain.reporting.timeline import Phase, spans_of
-from remuda.domain.reporting.usage import Worth, is_end, times_of
+from remuda.domain.reporting.explanation import explain_entry
+from remuda.domain.reporting.timeline import MachinePhase, spans_of
+from remuda.domain.reporting.usage import UsageSummary, duration_stats, is_end
 from remuda.domain.transitions import Actor
 
 #: Spans refer to phases by their index here.
-PHASES = tuple(Phase)
+PHASES = tuple(MachinePhase)
 #: Characters of a reason shown in lists; explanations show all of it.
 MAX_TEXT = 300
 #: Number of warnings shown; the total is given too.
@@ -55,7 +55,7 @@ def instance_text(seen: Seen, *, now: datetime, busy: bool) -> str:
             "uses": instance.uses,
             "epoch": instance.epoch,
             "retire_reason": instance.retire[:MAX_TEXT],
-            "quarantined_until": milliseconds(instance.quarantined_until) if instance.is_held(now) else 0,
+            "quarantined_until": milliseconds(instance.quarantined_until) if instance.is_quarantined(now) else 0,
             "busy": busy,
             "ended_at": ended_at,
             "spans": spans,
@@ -109,7 +109,7 @@ def provision_text(provision: Provision) -> str:
 
 def provision_times_text(provisions: Sequence[Provision]) -> str:
     """Count and percentiles of the provision times, by kind."""
-    times = times_of((item.course.kind, item.course.seconds) for item in provisions if item.course)
+    times = duration_stats((item.course.kind, item.course.seconds) for item in provisions if item.course)
     return encode(
         {
             kind: {"count": item.count, "p50": round(item.p50, 3), "p95": round(item.p95, 3)}
@@ -118,7 +118,7 @@ def provision_times_text(provisions: Sequence[Provision]) -> str:
     )
 
 
-def usage_text(found: Worth) -> str:
+def usage_text(found: UsageSummary) -> str:
     """Reuse rate, cost and savings."""
     savings = found.savings
     return encode(
@@ -160,7 +160,7 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
             "instance": instance.instance_id,
             "class": instance.resource_class,
             "run": entry.run_id,
-            "what": entry_line(instance.instance_id, entry).what,
+            "what": explain_entry(instance.instance_id, entry).what,
             "why": entry.why[:MAX_TEXT],
             "by": entry.by,
         }
@@ -169,9 +169,9 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
 
 def status_texts(status: Status) -> dict[str, str]:
     """Facts that come with a status: queues, warnings, and the instances of open provisions by state."""
-    warnings = [record_document(item) for item in status.concerns[:MAX_WARNINGS]]
+    warnings = [record_document(item) for item in status.warnings[:MAX_WARNINGS]]
     return {
         "pools": encode({name: {"idle": level.idle, "messages": level.hints} for name, level in status.pools.items()}),
-        "warnings": encode({"count": len(status.concerns), "shown": warnings}),
+        "warnings": encode({"count": len(status.warnings), "shown": warnings}),
         "open_provisions": encode({item.provision.provision_id: dict(item.held) for item in status.openings}),
     }

@@ -22,7 +22,7 @@ from remuda.domain import serialization, timestamps
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def value_of(found: Attribute) -> Any:
         raise ValueError("an attribute is not one value of one kind")
     kind, value = next(iter(found.items()))
     if not isinstance(value, _KINDS.get(kind, ())):
-        raise ValueError(f"an attribute of kind {brief(str(kind), 20)} is in no record")
+        raise ValueError(f"an attribute of kind {truncate(str(kind), 20)} is in no record")
     if kind == "NULL":
         return None
     if kind in {"S", "BOOL"}:
@@ -236,7 +236,7 @@ def provision_item(provision: Provision) -> Item:
 
 
 def sightings_item(sightings: Mapping[str, datetime]) -> Item:
-    return {**SIGHTINGS, "sightings": attribute(serialization.plain(sightings))}
+    return {**SIGHTINGS, "sightings": attribute(serialization.to_jsonable(sightings))}
 
 
 def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str, kept: timedelta = KEPT) -> Item:

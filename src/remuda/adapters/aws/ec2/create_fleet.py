@@ -28,7 +28,7 @@ from remuda.adapters.aws.tags import (
     MARGIN_TAG,
 )
 from remuda.domain.errors import CapacityError, RemudaError, Throttled, UserError
-from remuda.domain.resources import Request, UsageClass
+from remuda.domain.resources import RunnerRequest, UsageClass
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchRequest
 
 #: EC2's limits.
@@ -81,9 +81,9 @@ def machine_tags(request: LaunchRequest, options: Options, pool: str) -> dict[st
     }
 
 
-def requirements(request: Request) -> dict[str, Any]:
+def requirements(request: RunnerRequest) -> dict[str, Any]:
     wanted = request.resource_class
-    asked: dict[str, Any] = {"VCpuCount": {"Min": wanted.cpu}, "MemoryMiB": {"Min": wanted.mmem}}
+    asked: dict[str, Any] = {"VCpuCount": {"Min": wanted.cpu}, "MemoryMiB": {"Min": wanted.memory_mib}}
     words = request.patterns.words
     for word in words:
         if len(word) > MAX_TYPE_PATTERN:
@@ -106,7 +106,7 @@ def requirements(request: Request) -> dict[str, Any]:
 def fleet_request(
     *,
     template: str,
-    request: Request,
+    request: RunnerRequest,
     subnets: Sequence[str],
     count: int,
     usage: UsageClass,
@@ -180,14 +180,14 @@ def is_shortage(refusals: Sequence[Refusal]) -> bool:
     return not kinds & {*_REFUSED, Kind.INPUT} and kinds != {Kind.THROTTLED}
 
 
-def failure(request: Request, count: int, refusals: Sequence[Refusal]) -> RemudaError:
+def failure(request: RunnerRequest, count: int, refusals: Sequence[Refusal]) -> RemudaError:
     """Nothing was launched: what the caller can do about it."""
     wanted = request.resource_class
     kinds = {kind_of(refusal.code) for refusal in refusals}
     said = "; ".join(sentences(refusals)) or "no reason was given"
     story = (
         f"none of {count} {request.usage_class} instances of types {request.patterns} for class {wanted.name} "
-        f"({wanted.cpu} cpu, {wanted.mmem} MiB) could be launched: {said}"
+        f"({wanted.cpu} cpu, {wanted.memory_mib} MiB) could be launched: {said}"
     )
     if kinds & _REFUSED:
         return UserError(story, field="aws-permission", fix=PERMISSION_FIX)
