@@ -1,4 +1,4 @@
-"""Benchmark of the simulation: simulated seconds per second of one core, with twenty agents."""
+"""Speed of the simulation: simulated seconds per CPU second, with twenty agents."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def main() -> None:
             agents += result.stats["machines"]
         rate = simulated / (time.process_time() - started)
         sys.stdout.write(
-            f"{name}: {rate:.0f} simulated seconds per second of one core "
-            f"(at most {INSTANCES} agents at a time, {agents} machines, {SEEDS} seeds)\n"
+            f"{name}: {rate:.0f} simulated seconds per CPU second "
+            f"(at most {INSTANCES} agents at a time, {agents} machines in total, {SEEDS} seeds)\n"
         )
 
 

@@ -57,10 +57,10 @@ def main() -> int:
 
 def on_instances(run: Provision, names: Iterator[str]) -> Provision:
     """Replace the sample runners' instance ids by existing ones, so that their prices are known."""
-    if run.course is None:
+    if run.outcome is None:
         return run
-    acquired = tuple(replace(item, instance_id=next(names)) for item in run.course.taken)
-    return replace(run, course=replace(run.course, taken=acquired))
+    acquired = tuple(replace(item, instance_id=next(names)) for item in run.outcome.acquired)
+    return replace(run, outcome=replace(run.outcome, acquired=acquired))
 
 
 def take_screenshot(browser: Any, url: str, name: str, *, wait: str = "html[data-ready]", **options: Any) -> None:

@@ -30,12 +30,12 @@ _RESOURCES = "remuda.domain.resources"
 _POOL_CONFIG = "remuda.domain.pool_config"
 _STALE_REGISTRATIONS = "remuda.domain.stale_registrations"
 _CONTEXT = "remuda.controlplane.context"
-_PROVISION = "remuda.controlplane.provision"
+_PROVISION_PLAN = "remuda.controlplane.provision.plan"
+_PROVISION = "remuda.controlplane.provision.provisioning"
 _SELECTION = "remuda.controlplane.provision.selection"
 _PICKUP = "remuda.controlplane.provision.pickup"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
-_COMMIT = "remuda.controlplane.provision.commit"
-_RELEASE = "remuda.controlplane.release"
+_RELEASE = "remuda.controlplane.release.releasing"
 _ADVANCE = "remuda.controlplane.release.advance"
 _SWEEP = "remuda.controlplane.refresh.sweep"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
@@ -133,7 +133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "ephemeral-in-the-pool",
         "a machine for one job is not retired at creation, and is pooled",
-        statements(_SELECTION, "ProvisionPlan.retired_because", "return EPHEMERAL", "return ''"),
+        statements(_PROVISION_PLAN, "ProvisionPlan.retire_reason", "return EPHEMERAL", "return ''"),
     ),
     _mutant(
         "jit-kept-on-the-record",
@@ -148,29 +148,29 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "claim-under-the-old-name",
         "the runner's name carries the epoch before the claim",
-        expression(_SELECTION, "Selection._claim", "message.epoch + 1", "message.epoch"),
+        expression(_SELECTION, "Selection._try_claim", "message.epoch + 1", "message.epoch"),
     ),
     _mutant(
         "delete-before-claim",
         "a message is deleted whether or not its claim succeeds",
         statements(
             _SELECTION,
-            "Selection._claim",
-            "hoped_for = change.applied_to(hint)",
-            "self._pickup.used(delivery)\nhoped_for = change.applied_to(hint)",
+            "Selection._try_claim",
+            "expected = change.applied_to(idle)",
+            "self._pickup.mark_used(delivery)\nexpected = change.applied_to(idle)",
         ),
     ),
     _mutant(
         "delete-what-expires",
         "a message is deleted although its instance is idle and may be renewed",
-        expression(_SELECTION, "Selection._claim", "not _is_still_idle(conflict.current, message)", "True"),
+        expression(_SELECTION, "Selection._try_claim", "not _is_still_idle(conflict.current, message)", "True"),
     ),
     _mutant(
         "adopt-a-sibling",
         "after a failed condition a record with the expected state and epoch counts as our own write",
         expression(
             _CONTEXT,
-            "made_by",
+            "is_applied",
             "replace(current, **change.sets) == current",
             "(current.state, current.epoch) == (change.sets.get('state'), change.sets.get('epoch'))",
         ),
@@ -180,13 +180,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a worker that loses a race makes its provision forget what another worker claimed",
         expression(
             _ROLLBACK,
-            "AcquiredInstances.hold",
-            "self._held[instance.instance_id, instance.epoch]",
-            "self._held[instance.instance_id, 0]",
+            "AcquiredInstances.add",
+            "self._items[instance.instance_id, instance.epoch]",
+            "self._items[instance.instance_id, 0]",
         ),
         expression(
             _ROLLBACK,
-            "AcquiredInstances.drop",
+            "AcquiredInstances.remove",
             "(instance.instance_id, instance.epoch)",
             "(instance.instance_id, 0)",
         ),
@@ -195,12 +195,12 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "launch-before-intent",
         "machines are launched before the provision is recorded",
-        statements(_PROVISION, "provision", "await _intend(context, terms.provision)", ""),
+        statements(_PROVISION, "provision", "await _record_intent(context, plan.provision)", ""),
         statements(
             _PROVISION,
             "provision",
-            "recorder.done('instances')",
-            "recorder.done('instances')\nawait _intend(context, terms.provision)",
+            "recorder.end_phase('instances')",
+            "recorder.end_phase('instances')\nawait _record_intent(context, plan.provision)",
         ),
     ),
     _mutant(
@@ -211,28 +211,29 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "rollback-leaves-it-open",
         "a failed provision does not close its record",
-        statements(_ROLLBACK, "roll_back", "await _close(...)", ""),
+        statements(_ROLLBACK, "roll_back", "await _close_provision(...)", ""),
     ),
     _mutant(
         "success-after-release",
         "a provision that was released meanwhile reports success",
-        expression(_COMMIT, "_record", "conflict.current == after", "True"),
+        expression(_PROVISION, "_record_commit.write", "conflict.current != after", "False"),
     ),
     _mutant(
         "commit-point-first",
         "the provision is committed before its instances run",
         statements(
-            _COMMIT,
-            "commit",
+            _PROVISION,
+            "_commit",
             "running: list[Instance] = []",
-            "early = tuple(item.instance.instance_id for item in ready)\n"
-            "await _record(context, provision, committed(provision, early, deadline=provision.deadline))\n"
+            "early = tuple(item.instance.instance_id for item in registered)\n"
+            "await _record_commit(context, provision, committed(provision, early, deadline=provision.deadline))\n"
             "running: list[Instance] = []",
         ),
         statements(
-            _COMMIT,
-            "commit",
-            "await _record(context, provision, committed(provision, ids, deadline=deadline, course=recorder.course()))",
+            _PROVISION,
+            "_commit",
+            "await _record_commit("
+            "context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))",
             "",
         ),
     ),
@@ -244,14 +245,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "token-in-the-event-log",
         "a registration token is written to the event log",
-        expression(_SELECTION, "Selection._claim", "change.entry.why", "f'with {terms.registration.token}'"),
+        expression(_SELECTION, "Selection._try_claim", "change.entry.why", "f'with {plan.registration.token}'"),
     ),
     _mutant(
         "terminate-before-the-lock",
         "a rollback terminates a machine before its record is locked",
         statements(
             _ROLLBACK,
-            "_bury",
+            "_tombstone",
             "now = context.clock.now()",
             "await context.compute.terminate([instance.instance_id])\nnow = context.clock.now()",
         ),
@@ -283,21 +284,23 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "release-without-attempt",
         "a release also takes the machines of a later attempt",
-        expression(_RELEASE, "_mark", "item.attempt <= attempt", "True"),
+        expression(_RELEASE, "_mark_released", "item.attempt <= attempt", "True"),
     ),
     _mutant(
         "release-of-another-assignment",
         "a release takes an instance that has another assignment by now",
-        expression(_RELEASE, "_Releasing.run", "instance.provision_id not in provision_ids", "not provision_ids"),
+        expression(
+            _RELEASE, "_InstanceReleaser.run", "instance.provision_id not in provision_ids", "not provision_ids"
+        ),
     ),
     _mutant(
         "release-without-mark",
         "a release takes the machines and does not mark the provision",
         expression(
             _RELEASE,
-            "_mark.mark",
-            "context.store.replace_provision(provision, after)",
-            "context.store.get_provision(provision.run_id, provision.provision_id)",
+            "_replace",
+            "context.store.replace_provision(before, after)",
+            "context.store.get_provision(before.run_id, before.provision_id)",
         ),
     ),
     _mutant(
@@ -305,15 +308,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "an instance is marked as announced before the message is sent",
         statements(
             _ADVANCE,
-            "announce",
+            "publish_to_pool",
             "try:\n    await context.pool.send(...)\nexcept RemudaError as error:\n    ...",
             "",
         ),
         statements(
             _ADVANCE,
-            "announce",
-            "results = await each(idle, flag)",
-            "results = await each(idle, flag)\nawait context.pool.send([instance.message() for instance in idle])",
+            "publish_to_pool",
+            "results = await map_concurrently(idle, record_sent)",
+            "results = await map_concurrently(idle, record_sent)\n"
+            "await context.pool.send([instance.message() for instance in idle])",
         ),
     ),
     _mutant(
@@ -491,8 +495,8 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _REGISTRATION_SWEEP,
             "StaleRegistrationSweep.run",
-            "records, unreadable = await readable(read, self._tally.error)",
-            "records, (_, unreadable) = live, await readable(read, self._tally.error)",
+            "records, unreadable = await skip_unreadable(read, self._tally.error)",
+            "records, (_, unreadable) = live, await skip_unreadable(read, self._tally.error)",
         ),
         # A registration without a record is kept while its machine exists and when it is first seen.
         expression(
@@ -512,7 +516,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "current-registration-is-stale",
         "the registration of the current assignment counts as stale",
-        expression(_STALE_REGISTRATIONS, "ghost_reason", "epoch < record.epoch", "epoch <= record.epoch"),
+        expression(_STALE_REGISTRATIONS, "stale_registration_reason", "epoch < record.epoch", "epoch <= record.epoch"),
     ),
     _mutant(
         "registrations-of-other-pools",
@@ -557,8 +561,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a message that comes again while its claim takes long is dropped",
         statements(
             _PICKUP,
-            "PickupManager._offer",
-            "self._again.setdefault(...).append(delivery)",
+            "PickupManager._accept",
+            "self._copies.setdefault(...).append(delivery)",
             "self._drop_duplicate(delivery)",
         ),
     ),

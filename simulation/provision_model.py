@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
 
-from remuda.controlplane.context import made_by
+from remuda.controlplane.context import is_applied
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import ASSIGNED, Instance, State
 from remuda.domain.resources import Tier
@@ -170,7 +170,7 @@ class ProvisionModel:
             change = _claim(epoch, who)
             if change.guard.admits(state.record):
                 yield from self._claimed(state, change, "claims", Tier.TRUSTED, epoch)
-            elif made_by(change, state.record):
+            elif is_applied(change, state.record):
                 yield ProvisionStep(
                     "claims", state, ProvisionPhase.FREE, violation="S1: it takes another run's claim for its own"
                 )
@@ -214,7 +214,7 @@ class ProvisionModel:
         change = _claim(mine.epoch - 1, who)
         if change.guard.admits(state.record):
             yield from self._claimed(state, change, "claims again", Tier.TRUSTED, mine.epoch - 1)
-        elif state.record is not None and made_by(change, state.record):
+        elif state.record is not None and is_applied(change, state.record):
             if who is not OWN:
                 yield ProvisionStep(
                     "finds its claim", state, ProvisionPhase.HOLDS, violation="S1: it adopts another run's claim"
@@ -233,7 +233,7 @@ class ProvisionModel:
             yield ProvisionStep(
                 "records its launch, answer lost", after, ProvisionPhase.UNSURE_CREATE, cost=LOST_ANSWER
             )
-        elif again and state.record is not None and made_by(change, state.record):
+        elif again and state.record is not None and is_applied(change, state.record):
             yield ProvisionStep("finds its record", state, ProvisionPhase.HOLDS, known=state.record)
         else:
             yield ProvisionStep("finds a tombstone", state, ProvisionPhase.TOMBSTONE)
@@ -270,7 +270,7 @@ class ProvisionModel:
         if change.guard.admits(state.record):
             after = self._written(state, change, "commits again", mine.owner)
             yield ProvisionStep("commits again", after, ProvisionPhase.HOLDS, known=after.record)
-        elif state.record is not None and made_by(change, state.record):
+        elif state.record is not None and is_applied(change, state.record):
             if who is not OWN:
                 yield ProvisionStep(
                     "finds it committed", state, ProvisionPhase.HOLDS, violation="S1: it adopts another run's commit"

@@ -124,7 +124,7 @@ async def open_context(
             ids=basics.ids,
             event_log=event_log,
             calls=basics.calls,
-            spot=backend.spot,
+            spot_prices=backend.spot,
         )
 
 

@@ -170,7 +170,7 @@ async def test_misfits_stay_and_usage_classes_do_not_mix(backend: LocalBackend) 
     await backend.provision("spot", 3, "--usage-class", "spot")
     await backend.release("spot")
     on_demand = (await backend.provision("1", 1)).document
-    assert (on_demand["created"], on_demand["reused"], on_demand["refused"]) == (1, 0, {"misfit": 3})
+    assert (on_demand["created"], on_demand["reused"], on_demand["rejected"]) == (1, 0, {"mismatch": 3})
     assert on_demand["instances"][0]["usage_class"] == "on-demand"
     other_type = (await backend.provision("2", 1, "--usage-class", "spot", "--allowed-instance-types", "m6i*")).document
     assert (other_type["created"], other_type["instances"][0]["instance_type"]) == (1, "m6i.large")

@@ -217,7 +217,7 @@ def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None
     assert len(world.did.terminated) == (0 if dry_run else 3)
     *told, metrics = [json.loads(line) for line in done.stdout.splitlines()]
     check_emf(metrics)
-    assert (metrics["Command"], metrics["Machines"], metrics["Failed"]) == ("scale-down", 3, 0)
+    assert (metrics["Command"], metrics["InstancesExamined"], metrics["Failed"]) == ("scale-down", 3, 0)
     assert metrics["Terminated"] == (0 if dry_run else 3)
     assert metrics["GithubCalls"] == sum(document["calls"]["github"].values())
     assert sum(line["event"] == ("would-terminate" if dry_run else "scale-terminate") for line in told) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random  # noqa: TID251 - seeded: the same cases each time
+import random  # noqa: TID251 - seeded: the same cases map_concurrently time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from remuda.adapters.aws.dynamodb.poll_intervals import BUSY, BUSY_REPORT, CONTR
 from remuda.adapters.aws.dynamodb.store import ALONE_AT_ONCE, TOGETHER, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.controlplane.context import each
+from remuda.controlplane.context import map_concurrently
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
@@ -173,7 +173,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
         except Conflict as conflict:
             return bool(conflict.current != record)
 
-    verdicts = await each(zip(records, guards, strict=True), admitted)
+    verdicts = await map_concurrently(zip(records, guards, strict=True), admitted)
     assert verdicts == [guard.admits(record) for record, guard in zip(records, guards, strict=True)]
     assert {True, False} <= set(verdicts)
 

@@ -22,7 +22,7 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.controlplane.context import Context, each
+from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
@@ -98,7 +98,7 @@ async def test_one_of_them_loses_cleanly(place: str) -> None:
     async with open_store(place) as store:
         await store.prepare()
         await store.put_config(pool_config())
-        born = await each(range(ITEMS), lambda number: store.apply(birth(idle_record(number))))
+        born = await map_concurrently(range(ITEMS), lambda number: store.apply(birth(idle_record(number))))
         before = {record.instance_id: record for record in born if isinstance(record, Instance)}
         assert len(before) == ITEMS
         async with asyncio.timeout(4 * LONG_S):

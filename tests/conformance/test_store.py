@@ -18,6 +18,7 @@ from remuda.domain.provision_outcome import (
     LaunchAttempt,
     ProvisionOutcome,
     RejectedCandidate,
+    RejectionKind,
     RunnerSource,
 )
 from remuda.domain.resources import Tier
@@ -502,19 +503,21 @@ async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> No
 
 
 async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, other: InstanceStore) -> None:
-    opened = provision(asked="on-demand, types *")
+    opened = provision(request_summary="on-demand, types *")
     await store.put_provision(opened)
-    course = ProvisionOutcome(
+    outcome = ProvisionOutcome(
         ended_at=at(2),
         seconds=2.125,
         reused=1,
         phases={"intent": 0.1, "commit": 2.0},
-        taken=(AcquiredRunner(instance_id=ID, source=RunnerSource.POOL, seconds=1.5, registration_s=None),),
-        refused={"lost": 2},
-        refusals=(RejectedCandidate(kind="lost", why="stale", seconds=0.25, instance_id=instance_id(2)),),
+        acquired=(AcquiredRunner(instance_id=ID, source=RunnerSource.POOL, seconds=1.5, registration_s=None),),
+        rejected={"claim-lost": 2},
+        rejections=(
+            RejectedCandidate(kind=RejectionKind.CLAIM_LOST, why="stale", seconds=0.25, instance_id=instance_id(2)),
+        ),
         launches=(LaunchAttempt(count=2, launched=1, seconds=1.0, errors=("no room",), why="reuse is never"),),
     )
-    committed = provisions.committed(opened, (ID,), deadline=at(99), course=course)
+    committed = provisions.committed(opened, (ID,), deadline=at(99), outcome=outcome)
     await store.replace_provision(opened, committed)
     assert await conflict(other.replace_provision(opened, committed)) == committed
     released = provisions.released(committed, now=at(3), why="done")
@@ -522,7 +525,7 @@ async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, o
     found = await store.get_provision("1234", "p-1")
     assert found == released
     assert found is not None
-    assert found.course == course
+    assert found.outcome == outcome
 
 
 async def test_unsettled_provisions(store: InstanceStore) -> None:
@@ -555,7 +558,7 @@ async def test_configurations_follow_each_other(store: InstanceStore, other: Ins
 
 async def test_sightings_are_replaced_whole(store: InstanceStore, other: InstanceStore) -> None:
     assert await store.get_sightings() == {}
-    await store.put_sightings({"gone:i-1": at(1), "ghost:7": at(2)})
+    await store.put_sightings({"gone:i-1": at(1), "stale-registration:7": at(2)})
     await other.put_sightings({"gone:i-2": at(3)})
     assert await store.get_sightings() == {"gone:i-2": at(3)}
 

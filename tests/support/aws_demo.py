@@ -23,8 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli.demo.checks import foreign_jobs, histories, living, retirements
-from remuda.cli.demo.report import Claim, DemoReport, Provisioning, Releasing, Retired, show
+from remuda.cli.demo.report import (
+    DemoCheck,
+    DemoProvision,
+    DemoRelease,
+    DemoReport,
+    DemoRetirement,
+    foreign_jobs,
+    live_instances,
+    read_histories,
+    retirements,
+    show_report,
+)
 from remuda.cli.output import Output
 from remuda.config.settings import load
 from remuda.controlplane.context import Context
@@ -74,15 +84,15 @@ STEPS = (
 class Told:
     """What the story has gathered so far."""
 
-    provisions: list[Provisioning] = field(default_factory=list)
-    releases: list[Releasing] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
-    retired: list[Retired] = field(default_factory=list)
+    provisions: list[DemoProvision] = field(default_factory=list)
+    releases: list[DemoRelease] = field(default_factory=list)
+    claims: list[DemoCheck] = field(default_factory=list)
+    retired: list[DemoRetirement] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     def claim(self, text: str, *, holds: bool, detail: str = "") -> None:
-        self.claims.append(Claim(text=text, holds=holds, detail=detail))
+        self.claims.append(DemoCheck(text=text, passed=holds, detail=detail))
 
 
 class Story:
@@ -209,8 +219,8 @@ class Story:
         await self._remuda("refresh", "--max-age-sec", f"{OLD_S:g}")
         async with self._sweeping():
             await self._until(self._all_is_over, "the last machine to end")
-        known = await histories(self._context.store)
-        live = living(known)
+        known = await read_histories(self._context.store)
+        live = live_instances(known)
         on_ec2 = await self._live()
         hints = {name: await self._context.pool.depth(name) for name in (CLASS, OTHER_CLASS)}
         async with self._cloud.sim() as sim:
@@ -257,7 +267,7 @@ class Story:
 
     async def _provision(self, name: str, run_id: str, count: int, *more: str) -> dict[str, Any]:
         document = await self._remuda("provision", "--run-id", run_id, "--instance-count", str(count), *more)
-        self._told.provisions.append(Provisioning.parse(name, document))
+        self._told.provisions.append(DemoProvision.parse(name, document))
         return document
 
     async def _work(self, name: str, run_id: str, count: int) -> list[JobView]:
@@ -274,7 +284,7 @@ class Story:
         return list(jobs)
 
     async def _release(self, name: str, run_id: str) -> None:
-        self._told.releases.append(Releasing.parse(name, await self._remuda("release", "--run-id", run_id)))
+        self._told.releases.append(DemoRelease.parse(name, await self._remuda("release", "--run-id", run_id)))
 
     async def _finish(self, sim: FakeGitHubClient, job: JobView) -> JobView:
         try:
@@ -339,7 +349,7 @@ class Story:
         return report is not None and bool(report.notice)
 
     async def _all_is_over(self) -> bool:
-        if living(await histories(self._context.store)) or await self._live():
+        if live_instances(await read_histories(self._context.store)) or await self._live():
             return False
         return not any([await self._context.pool.depth(name) for name in (CLASS, OTHER_CLASS)])
 
@@ -415,14 +425,14 @@ def run(output: Output, folder: Path, *, short: bool) -> int:
         provisions=tuple(sorted(told.provisions, key=lambda item: item.run_id)),
         releases=tuple(sorted(told.releases, key=lambda item: item.run_id)),
         retired=tuple(told.retired),
-        claims=tuple(told.claims),
+        checks=tuple(told.claims),
         leaked_processes=len(left),
         foreign_jobs=len(told.foreign),
         seconds=round(clock.monotonic() - began, 1),
     )
-    show(output, report)
+    show_report(output, report)
     output.result(report.document())
-    return 0 if report.holds else 1
+    return 0 if report.passed else 1
 
 
 def main() -> int:

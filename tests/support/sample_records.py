@@ -39,8 +39,8 @@ _ENDS = (
 )
 #: By state: next transition, its target state, actor and reason.
 _NEXT = {
-    State.CREATED: ("commit", State.RUNNING, "provision", "all of the run are registered"),
-    State.CLAIMED: ("commit", State.RUNNING, "provision", "all of the run are registered"),
+    State.CREATED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
+    State.CLAIMED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
     State.RUNNING: ("release", State.RELEASING, "release", "the run is over"),
     State.RELEASING: ("pool", State.IDLE, "release", "deregistered and reset"),
     State.IDLE: ("claim", State.CLAIMED, "provision", "fits"),
@@ -202,7 +202,9 @@ def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> It
             seconds=seconds,
             reused=count_wanted - created,
             created=created,
-            taken=tuple(_acquired(number, created=number < created, seconds=seconds) for number in range(count_wanted)),
+            acquired=tuple(
+                _acquired(number, created=number < created, seconds=seconds) for number in range(count_wanted)
+            ),
             error="no capacity for c6i.large in any zone" if failed else "",
         )
         yield Provision(
@@ -215,7 +217,7 @@ def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> It
             deadline=began + timedelta(seconds=3_600),
             status=ProvisionStatus.RELEASED if failed or number < count - 12 else ProvisionStatus.COMMITTED,
             why="gave up" if failed else "all instances are running",
-            course=outcome,
+            outcome=outcome,
             released_at=began + timedelta(seconds=600) if number < count - 12 else None,
             settled=number < count - 12,
         )

@@ -130,7 +130,9 @@ async def _run_local(root: Path, event_log: EventLog) -> None:
                 log=folder / "logs" / "runner.log",
                 clock=clock,
                 environment=job_environment(folder),
-                hook=JobHook(folder=folder / "hook", pristine=pristine_runner(folder), notes=folder / "work" / REFUSED),
+                hook=JobHook(
+                    folder=folder / "hook", pristine=pristine_runner(folder), refused_file=folder / "work" / REFUSED
+                ),
             ),
             clock=clock,
             ids=ids,

@@ -77,7 +77,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         _check_pool(identity, environment)
         sts = await clients.client("sts", "STS", config())
         prefix = await _patiently(partial(own_key_prefix, sts, identity.instance_id), clock, event_log)
-        leftovers.prepare(anew=not folders.are_of(identity.instance_id))
+        leftovers.prepare(anew=not folders.belong_to(identity.instance_id))
         await _first_time(folders, identity.instance_id, machine, reset, leftovers)
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
@@ -97,7 +97,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
                 log=folders.log,
                 clock=clock,
                 environment=user.environment() | {"TMPDIR": str(folders.tmp)},
-                hook=JobHook(folder=folders.hook, pristine=folders.pristine, notes=folders.work / REFUSED),
+                hook=JobHook(folder=folders.hook, pristine=folders.pristine, refused_file=folders.work / REFUSED),
                 user=user,
                 registrar=folders.registrar,
             ),
@@ -111,7 +111,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
 async def _first_time(
     folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset, leftovers: Leftovers
 ) -> None:
-    if folders.are_of(instance_id):
+    if folders.belong_to(instance_id):
         return
     # An image that was made of a machine in use remembers what that one did.
     machine.save(AgentState())
@@ -120,7 +120,7 @@ async def _first_time(
     outcome = await reset.make()
     if not outcome.ok:
         raise Unavailable(f"the machine cannot be made ready for jobs: {outcome.detail}")
-    folders.are_now_of(instance_id)
+    folders.assign_to(instance_id)
 
 
 def _check_pool(identity: Identity, environment: Mapping[str, str]) -> None:

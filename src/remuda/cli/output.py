@@ -33,7 +33,7 @@ _STYLES = {
     "confirm": "dim",
 }
 _ENDING = "magenta"
-_TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
+_TROUBLE = ("failed", "lost", "refused", "incomplete", "unconfirmed")
 #: What a person does not need to see one by one.
 _QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
 #: What a dry run would do is shown as a table.
@@ -197,6 +197,6 @@ class ConsoleEventLog:
     def _style(action: str) -> str | None:
         if any(word in action for word in _TROUBLE):
             return "yellow"
-        if action.startswith(("end-", "tombstone", "retire", "ghost")):
+        if action.startswith(("end-", "tombstone", "retire", "stale-registration")):
             return _ENDING
         return _STYLES.get(action)

@@ -85,12 +85,12 @@ POOL_MESSAGES = _gauge(
 )
 OPEN_PROVISIONS = _gauge("remuda_open_provisions", "pool", "Provisions in progress.")
 OPEN_PROVISION_AGE = _gauge(
-    "remuda_open_provision_age_max_seconds", "pool", "Age of the oldest open provision; 0 if there is none."
+    "remuda_open_provision_age_max_seconds", "pool", "Age of the oldest open provision; 0 without open provisions."
 )
 HEARTBEAT_AGE = _gauge(
     "remuda_heartbeat_age_max_seconds",
     "pool state",
-    "Age of the oldest last heartbeat; 0 if there is none.",
+    "Age of the oldest last heartbeat; 0 without heartbeats.",
 )
 WITHOUT_HEARTBEAT = _gauge(
     "remuda_instances_without_heartbeat", "pool state", "Instances whose agent has not reported yet."
@@ -234,7 +234,7 @@ class FleetMetrics:
     def add_provisions(self, provisions: Iterable[Provision]) -> None:
         """Count the ended ones. The same provision may be passed again."""
         for provision in provisions:
-            outcome = provision.course
+            outcome = provision.outcome
             if outcome is None or not self._ended.accept(provision.provision_id, outcome.ended_at):
                 continue
             self._counts[PROVISIONS.name][outcome.kind,] += 1
@@ -332,9 +332,9 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     yield POOL_IDLE.name, _claimable(pool, status, classes)
     yield (
         POOL_MESSAGES.name,
-        {(pool, name): float(status.pools[name].hints) for name in classes if name in status.pools},
+        {(pool, name): float(status.pools[name].messages) for name in classes if name in status.pools},
     )
-    ages = [_seconds_since(item.provision.created_at, status.at) for item in status.openings]
+    ages = [_seconds_since(item.provision.created_at, status.at) for item in status.open_provisions]
     yield OPEN_PROVISIONS.name, {(pool,): float(len(ages))}
     yield OPEN_PROVISION_AGE.name, {(pool,): max(ages, default=0.0)}
     yield from _heartbeats(pool, status)

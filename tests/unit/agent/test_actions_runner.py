@@ -74,7 +74,7 @@ class Folder:
         # Held open: what is said before the listener listens waits for it.
         self.pipe = os.open(self.runner / "say", os.O_RDWR)
         self.log = root / "logs" / "listener.log"
-        self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", notes=root / "refused")
+        self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", refused_file=root / "refused")
         self.log.parent.mkdir()
         self.behave(REGISTER)
 
@@ -206,15 +206,15 @@ class TestConfigure:
 
     async def test_does_not_wait_for_ever(self, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.behave("echo hangs; sleep 1000")
-        detail, limit_s = "no end in time: ", 0.1
-        while detail == "no end in time: ":
+        detail, limit_s = "killed at the time limit: ", 0.1
+        while detail == "killed at the time limit: ":
             # Sooner or later that is enough for its first word.
             limit_s *= 2
             monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
             outcome = await folder.open().configure(ASSIGNMENT)
             assert not outcome.ok
             detail = outcome.detail
-        assert detail == "no end in time: hangs"
+        assert detail == "killed at the time limit: hangs"
 
     async def test_needs_a_token_and_software(self, folder: Folder) -> None:
         runner = folder.open()
@@ -528,6 +528,6 @@ class TestRegistrar:
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)
-        assert (removal, "only the service" in detail) == (RemovalStatus.FAILED, True)
+        assert (removal, "through the API" in detail) == (RemovalStatus.FAILED, True)
         assert not (tmp_path / "registrar" / "arguments").exists()
         await runner.stop()

@@ -168,7 +168,7 @@ def test_whose_a_process_is_can_be_told_while_it_becomes_another_program() -> No
     for _ in range(20):
         process = subprocess.Popen(["/bin/sh", "-c", "exec sleep 1000"], env={procfs.MARKER: "i-1"})
         try:
-            told |= {procfs._marker(f"/proc/{process.pid}") for _ in range(20)}
+            told |= {procfs._variable(f"/proc/{process.pid}", procfs.MARKER) for _ in range(20)}
         finally:
             process.kill()
             process.wait()

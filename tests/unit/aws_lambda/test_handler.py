@@ -1,4 +1,4 @@
-"""Events in, one result or one sentence out. What it does on servers is in acceptance/test_lambda.py."""
+"""Lambda handler: events, results, errors, timeouts and metrics. Runs against servers: acceptance/test_lambda.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.aws_lambda import handler as lambda_handler
-from remuda.aws_lambda.emf import Measure, emf_line
-from remuda.aws_lambda.handler import COMMANDS, RESERVE_S, Order, Outcome, handler, parse
+from remuda.aws_lambda.emf import Measurement, emf_line
+from remuda.aws_lambda.handler import COMMANDS, RESERVE_S, LambdaCommand, LambdaOutcome, handler, parse_event
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
 from tests.support.emf import check_emf
 
 
-class Invocation:
+class InvocationContext:
     aws_request_id = "r-1"
 
     def __init__(self, remaining_s: float = 60.0) -> None:
@@ -29,24 +29,24 @@ class Invocation:
 
 
 @pytest.fixture
-def does(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts something else in the place of refresh."""
+def replace_refresh(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace the refresh command by a test function."""
 
-    def plant(work: Any) -> None:
+    def replace(work: Any) -> None:
         monkeypatch.setattr(lambda_handler, "COMMANDS", {**COMMANDS, "refresh": work})
 
-    return plant
+    return replace
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """The log, without the line of metrics that ends it."""
+def log_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return the log lines without the last one, which contains the metrics."""
     *log, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     check_emf(last)
     return log
 
 
-def measured(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The metrics of the one invocation."""
+def metrics(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Return the metrics of the only invocation."""
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (line,) = [each for each in found if "_aws" in each]
     check_emf(line)
@@ -55,23 +55,23 @@ def measured(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("event", "order"),
+    ("event", "command"),
     [
-        ({"command": "refresh"}, Order(command="refresh")),
-        ({"command": "refresh", "sweep_only": True}, Order(command="refresh", sweep_only=True)),
-        ({"command": "scale-down", "dry_run": True}, Order(command="scale-down", dry_run=True)),
+        ({"command": "refresh"}, LambdaCommand(name="refresh")),
+        ({"command": "refresh", "sweep_only": True}, LambdaCommand(name="refresh", sweep_only=True)),
+        ({"command": "scale-down", "dry_run": True}, LambdaCommand(name="scale-down", dry_run=True)),
         (
             {"source": "aws.events", "detail-type": "Scheduled Event", "detail": {"command": "refresh"}},
-            Order(command="refresh"),
+            LambdaCommand(name="refresh"),
         ),
     ],
 )
-def test_events(event: Any, order: Order):
-    assert parse(event) == order
+def test_parse_event(event: Any, command: LambdaCommand):
+    assert parse_event(event) == command
 
 
 @pytest.mark.parametrize(
-    ("event", "says"),
+    ("event", "message"),
     [
         ({}, "the event has no command"),
         (None, "the event has no command"),
@@ -82,101 +82,105 @@ def test_events(event: Any, order: Order):
         ({"command": "refresh", "sweep_only": "yes"}, "sweep_only is 'yes'"),
     ],
 )
-def test_events_that_say_nothing_of_use(event: Any, says: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(UserError, match=says):
-        handler(event, Invocation())
-    (line,) = lines(capsys)
+def test_invalid_events_are_rejected_and_logged(event: Any, message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(UserError, match=message):
+        handler(event, InvocationContext())
+    (line,) = log_lines(capsys)
     assert (line["event"], line["level"], line["request"]) == ("failed", "warning", "r-1")
 
 
-def test_the_result_is_returned_and_logged(does: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(_loaded: Any, event_log: Any, *_: Any) -> Outcome:
+def test_result_is_returned_and_logged(replace_refresh: Any, capsys: pytest.CaptureFixture[str]):
+    async def work(_loaded: Any, event_log: Any, *_: Any) -> LambdaOutcome:
         event_log.record("end-expired", "its time is up", instance_id="i-1", facts=[1], nothing=None)
-        return Outcome(document={"at": datetime(2026, 1, 1, tzinfo=UTC), "terminated": ["i-1"]})
+        return LambdaOutcome(document={"at": datetime(2026, 1, 1, tzinfo=UTC), "terminated": ["i-1"]})
 
-    does(work)
-    document = handler({"command": "refresh"}, Invocation())
+    replace_refresh(work)
+    document = handler({"command": "refresh"}, InvocationContext())
     assert document == {"at": "2026-01-01 00:00:00+00:00", "terminated": ["i-1"]}
-    first, last = lines(capsys)
+    first, last = log_lines(capsys)
     assert (first["event"], first["reason"], first["instance_id"]) == ("end-expired", "its time is up", "i-1")
     assert (last["event"], last["result"]) == ("refresh-done", document)
 
 
-def test_what_was_not_done_fails_the_invocation_after_the_rest_is_logged(does: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(*_: Any) -> Outcome:
-        return Outcome(document={"errors": ["machines: no"]}, errors=("machines: no",))
+def test_errors_fail_the_invocation_after_the_result_is_logged(
+    replace_refresh: Any, capsys: pytest.CaptureFixture[str]
+):
+    async def work(*_: Any) -> LambdaOutcome:
+        return LambdaOutcome(document={"errors": ["machines: no"]}, errors=("machines: no",))
 
-    does(work)
-    with pytest.raises(Partial, match="1 parts were not done; the first: machines: no"):
-        handler({"command": "refresh"}, Invocation())
-    assert lines(capsys)[-1]["result"] == {"errors": ["machines: no"]}
+    replace_refresh(work)
+    with pytest.raises(Partial, match="1 errors; first: machines: no"):
+        handler({"command": "refresh"}, InvocationContext())
+    assert log_lines(capsys)[-1]["result"] == {"errors": ["machines: no"]}
 
 
-def test_work_is_cut_before_the_functions_time_is_up(does: Any):
+def test_work_is_cancelled_before_the_functions_timeout(replace_refresh: Any):
     closed = []
 
-    async def work(*_: Any) -> Outcome:
+    async def work(*_: Any) -> LambdaOutcome:
         try:
             await asyncio.Event().wait()
         finally:
             closed.append(True)
         raise AssertionError
 
-    does(work)
-    with pytest.raises(TimedOut, match="refresh was cut"):
-        handler({"command": "refresh"}, Invocation(RESERVE_S + 0.05))
+    replace_refresh(work)
+    with pytest.raises(TimedOut, match="refresh was cancelled"):
+        handler({"command": "refresh"}, InvocationContext(RESERVE_S + 0.05))
     assert closed
 
 
-def test_without_time_nothing_is_begun_for_long(does: Any):
-    async def work(*_: Any) -> Outcome:
+def test_work_is_cancelled_at_once_without_remaining_time(replace_refresh: Any):
+    async def work(*_: Any) -> LambdaOutcome:
         await asyncio.Event().wait()
         raise AssertionError
 
-    does(work)
+    replace_refresh(work)
     with pytest.raises(TimedOut):
-        handler({"command": "refresh"}, Invocation(1.0))
+        handler({"command": "refresh"}, InvocationContext(1.0))
 
 
-def test_a_time_out_of_the_work_itself_is_no_cut(does: Any):
-    async def work(*_: Any) -> Outcome:
+def test_timeout_error_of_the_work_is_a_bug(replace_refresh: Any):
+    async def work(*_: Any) -> LambdaOutcome:
         raise TimeoutError("theirs")
 
-    does(work)
+    replace_refresh(work)
     with pytest.raises(InvariantViolated, match="TimeoutError"):
-        handler({"command": "refresh"}, Invocation())
+        handler({"command": "refresh"}, InvocationContext())
 
 
-def test_bad_settings_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_invalid_settings_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("REMUDA_POOL", "No Such Pool!")
-    with pytest.raises(UserError, match="pool is") as refused:
-        handler({"command": "refresh"}, Invocation())
-    assert refused.value.__suppress_context__
-    assert len(lines(capsys)) == 1
+    with pytest.raises(UserError, match="pool is") as raised:
+        handler({"command": "refresh"}, InvocationContext())
+    assert raised.value.__suppress_context__
+    assert len(log_lines(capsys)) == 1
 
 
-def test_a_credential_shows_in_no_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_credentials_are_not_logged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("REMUDA_GITHUB_TOKEN", "arn:aws:s3:::ghp_s3cret")
-    with pytest.raises(UserError) as refused:
-        handler({"command": "refresh"}, Invocation())
-    assert "ghp_s3cret" not in str(refused.value) + capsys.readouterr().out
+    with pytest.raises(UserError) as raised:
+        handler({"command": "refresh"}, InvocationContext())
+    assert "ghp_s3cret" not in str(raised.value) + capsys.readouterr().out
 
 
 # Metrics
 
 
-def test_an_invocation_in_numbers(does: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    async def work(_loaded: Any, event_log: Any, _order: Order, calls: Any) -> Outcome:
+def test_metrics_of_an_invocation(
+    replace_refresh: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    async def work(_loaded: Any, event_log: Any, _command: LambdaCommand, calls: Any) -> LambdaOutcome:
         for cause in ("expired", "expired", "spot-notice", "i-0123 said so"):
             event_log.record("end-idle", "its time is up at 12:31", instance_id="i-0123", run_id="77", cause=cause)
         calls.add("github", "GET runners", 4)
         calls.fail("github", "GET runners")
         calls.add("dynamodb", "Query", 9)
-        return Outcome(document={}, counts={"InstancesIdle": 3})
+        return LambdaOutcome(document={}, counts={"InstancesIdle": 3})
 
     monkeypatch.setenv("REMUDA_POOL", "ci")
-    does(work)
-    handler({"command": "refresh"}, Invocation())
+    replace_refresh(work)
+    handler({"command": "refresh"}, InvocationContext())
     text = capsys.readouterr().out
     last = json.loads(text.splitlines()[-1])
     check_emf(last)
@@ -191,30 +195,30 @@ def test_an_invocation_in_numbers(does: Any, capsys: pytest.CaptureFixture[str],
     assert "i-0123" not in text.splitlines()[-1]
 
 
-def test_what_fails_is_measured_too(does: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(*_: Any) -> Outcome:
+def test_failed_invocations_are_measured(replace_refresh: Any, capsys: pytest.CaptureFixture[str]):
+    async def work(*_: Any) -> LambdaOutcome:
         raise ValueError("oh")
 
-    does(work)
+    replace_refresh(work)
     with pytest.raises(InvariantViolated):
-        handler({"command": "refresh"}, Invocation())
-    numbers = measured(capsys)
+        handler({"command": "refresh"}, InvocationContext())
+    numbers = metrics(capsys)
     assert (numbers["Failed"], numbers["Errors"]) == (1, 1)
     with pytest.raises(UserError):
-        handler({"command": "x" * 5_000}, Invocation())
+        handler({"command": "x" * 5_000}, InvocationContext())
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     check_emf(last)
     assert (last["Pool"], last["Command"], last["Failed"]) == ("unknown", "unknown", 1)
 
 
-def test_parts_that_were_not_done_are_counted(does: Any, capsys: pytest.CaptureFixture[str]):
-    async def work(*_: Any) -> Outcome:
-        return Outcome(document={}, errors=("a", "b"))
+def test_errors_are_counted(replace_refresh: Any, capsys: pytest.CaptureFixture[str]):
+    async def work(*_: Any) -> LambdaOutcome:
+        return LambdaOutcome(document={}, errors=("a", "b"))
 
-    does(work)
+    replace_refresh(work)
     with pytest.raises(Partial):
-        handler({"command": "refresh"}, Invocation())
-    numbers = measured(capsys)
+        handler({"command": "refresh"}, InvocationContext())
+    numbers = metrics(capsys)
     assert (numbers["Failed"], numbers["Errors"]) == (0, 2)
 
 
@@ -222,8 +226,8 @@ NAMES = st.text(st.characters(codec="utf-8"))
 
 
 @given(NAMES, NAMES, st.dictionaries(st.sampled_from(["Duration", "Retired"]), st.floats()), NAMES)
-def test_a_line_is_valid_whatever_it_is_given(pool: str, command: str, values: dict[str, float], fact: str):
-    measures = {name: Measure(value) for name, value in values.items()} | {"Errors": Measure(0)}
+def test_emf_line_is_valid_for_any_input(pool: str, command: str, values: dict[str, float], fact: str):
+    measures = {name: Measurement(value) for name, value in values.items()} | {"Errors": Measurement(0)}
     line = emf_line(measures, at=datetime(2026, 1, 1, tzinfo=UTC), pool=pool, command=command, facts={"request": fact})
     assert len(line.splitlines()) == 1
     check_emf(json.loads(line))

@@ -37,9 +37,11 @@ def sample_usage(run_id: str = "41", why: str = "its time is up", error: str = "
         entry("confirm", at=at(960), source="terminating", target="terminated", run_id=run_id),
     ]
     runner = AcquiredRunner(instance_id=instance_id(1), source=RunnerSource.CREATED, seconds=60)
-    cold = ProvisionOutcome(ended_at=at(60), seconds=60.0, created=1, taken=(runner,), error=error)
-    warm = ProvisionOutcome(ended_at=at(60), seconds=0.5, reused=1, taken=(replace(runner, source=RunnerSource.POOL),))
-    provisions = [provision(1, run_id=run_id, course=cold), provision(2, run_id=run_id, course=warm)]
+    cold = ProvisionOutcome(ended_at=at(60), seconds=60.0, created=1, acquired=(runner,), error=error)
+    warm = ProvisionOutcome(
+        ended_at=at(60), seconds=0.5, reused=1, acquired=(replace(runner, source=RunnerSource.POOL),)
+    )
+    provisions = [provision(1, run_id=run_id, outcome=cold), provision(2, run_id=run_id, outcome=warm)]
     prices = PriceTable(region="us-east-1", dated="2026-10", on_demand={"c6i.large": 0.085})
     return usage_report(provisions, [record], {record.instance_id: history}, prices, since=at(-3_600), until=at(3_600))
 

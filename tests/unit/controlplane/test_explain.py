@@ -70,9 +70,9 @@ async def test_a_warm_run_tells_of_candidates_and_claims(world: World) -> None:
     await world.provision("7", count=2)
     story = await tell(world, "7")
     told = {(line.instance_id, line.what): line.why for line in story.lines}
-    assert told[instance_id(7), "candidate refused: it does not fit"] == "spot, not on-demand"
-    assert told[instance_id(8), "claim lost"].startswith("the message is stale")
-    assert told[warm, "claimed from the pool"] == "fits run 7 (provision)"
+    assert told[instance_id(7), "candidate rejected: it does not match"] == "spot, not on-demand"
+    assert told[instance_id(8), "claim lost"].startswith("stale pool message")
+    assert told[warm, "claimed from the pool"] == "matches run 7 (provision)"
     assert "from the pool" in told[warm, "registered"]
     assert story.upcoming[0] == "the run keeps its runners until remuda release --run-id 7, or until their time is up"
     # The machine's life before this run is not part of it.
@@ -203,7 +203,7 @@ async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World)
     text = shown(await tell(world, machine))
     assert "boots: launched for run warm-up (provision)" in text
     assert "announced to the pool (release)" in text
-    assert "claimed from the pool: fits run 7 (provision)" in text
+    assert "claimed from the pool: matches run 7 (provision)" in text
     assert "last word: it is registered (UD_REG_OK, assignment 2): took " in text
     await world.release("7")
     assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED): took " in shown(await tell(world, "7"))

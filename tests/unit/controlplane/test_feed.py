@@ -40,32 +40,34 @@ class Page:
         self.histories: dict[str, Any] = {}
         self.runs: dict[str, Any] = {}
 
-    async def look(self, *, everything: bool = False, thorough: bool = False) -> set[str]:
-        found = await self.reader.look(self.context, thorough=thorough, everything=everything, ghosts=False)
+    async def poll(self, *, include_terminated: bool = False, with_status: bool = False) -> set[str]:
+        found = await self.reader.poll(
+            self.context, with_status=with_status, include_terminated=include_terminated, check_registrations=False
+        )
         for name, seen in found.instances.items():
             self.instances[name] = seen.instance
             self.histories[name] = seen.history
-        for name in found.gone:
+        for name in found.removed_instances:
             del self.instances[name]
         self.runs |= {item.provision_id: item for item in found.provisions}
-        for name in found.lapsed:
+        for name in found.removed_provisions:
             del self.runs[name]
-        return set(found.instances) | found.gone
+        return set(found.instances) | found.removed_instances
 
 
 async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
     context = world.process()
     page = Page(context)
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     await world.warm(2)
-    told = await page.look()
+    told = await page.poll()
     assert told == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
     await world.provision("7", count=3)
-    await page.look()
+    await page.poll()
     # Histories are read once more after a change, and then nothing is left to tell.
-    await page.look()
-    assert await page.look() == set()
-    everything = await read_status(context, everything=True)
+    await page.poll()
+    assert await page.poll() == set()
+    everything = await read_status(context, include_terminated=True)
     assert page.instances == {item.instance_id: item for item in everything.instances}
     assert page.runs == {item.provision_id: item for item in everything.runs}
     assert page.histories == dict(await context.store.histories(list(page.instances)))
@@ -75,22 +77,22 @@ async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
 async def test_ends_are_seen_and_go_out_of_sight_in_time(world: World) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     (instance_id,) = await world.warm(1)
-    await page.look()
+    await page.poll()
     world.hosts[instance_id].power_off()
     for _ in range(200):
         await world.sweep()
-        await page.look()
+        await page.poll()
         if page.instances[instance_id].state is State.TERMINATED:
             break
         await asyncio.sleep(10)
     history: list[HistoryEntry] = page.histories[instance_id]
     assert history[-1].target == "terminated"
     await asyncio.sleep(3_700)
-    assert instance_id in await page.look()
+    assert instance_id in await page.poll()
     assert instance_id not in page.instances
-    assert await page.look(everything=True) == set()
+    assert await page.poll(include_terminated=True) == set()
 
 
 async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
@@ -98,7 +100,7 @@ async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
 ) -> None:
     context = world.process()
     page = Page(context)
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     (instance_id,) = await world.warm(1)
 
     async def fail(_: object) -> NoReturn:
@@ -107,8 +109,8 @@ async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
     with monkeypatch.context() as cut:
         cut.setattr(context.store, "histories", fail)
         with pytest.raises(Unavailable):
-            await page.look()
-    assert await page.look() == {instance_id}
+            await page.poll()
+    assert await page.poll() == {instance_id}
     assert page.histories[instance_id]
 
 
@@ -138,8 +140,8 @@ async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: Worl
     for number in range(2, 2 + NEWEST_PROVISIONS):
         await context.store.put_provision(asked(world, number, status=ProvisionStatus.RELEASED))
     found = await read_status(context)
-    assert [item.provision.provision_id for item in found.openings] == ["p-1"]
-    await page.look(everything=True)
+    assert [item.provision.provision_id for item in found.open_provisions] == ["p-1"]
+    await page.poll(include_terminated=True)
     assert page.runs["p-1"].status is OPEN
     meters = FleetMetrics(started_at=context.clock.now())
     meters.on_status(found)
@@ -147,7 +149,7 @@ async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: Worl
     assert b'remuda_open_provision_age_max_seconds{pool="test"} 200.0' in meters.text(context.calls)[0]
     # And so is what became of it.
     await context.store.replace_provision(first, released(first, now=context.clock.now(), why="given up"))
-    await page.look(thorough=True)
+    await page.poll(with_status=True)
     assert page.runs["p-1"].status is ProvisionStatus.RELEASED
 
 
@@ -157,11 +159,11 @@ async def test_what_is_old_goes_out_of_sight(world: World) -> None:
     for number, age_s in enumerate((3_000, 100), start=1):
         await context.store.put_provision(asked(world, number, age_s=age_s, status=ProvisionStatus.RELEASED))
     await context.store.put_provision(asked(world, 3, age_s=3_000))
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     assert set(page.runs) == {"p-1", "p-2", "p-3"}
     await asyncio.sleep(1_000)
-    for thorough in (False, True):
-        await page.look(thorough=thorough)
+    for with_status in (False, True):
+        await page.poll(with_status=with_status)
         assert set(page.runs) == {"p-2", "p-3"}, "what is open stays"
 
 

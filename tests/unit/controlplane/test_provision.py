@@ -201,7 +201,7 @@ async def test_a_release_stops_a_provision_that_is_at_work(world: World) -> None
     provisioning = asyncio.create_task(world.provision(count=2))
     await asyncio.sleep(5)
     released = await world.release()
-    assert {outcome.fate.value for outcome in released.outcomes} == {"retired"}
+    assert {outcome.status.value for outcome in released.outcomes} == {"retired"}
     with pytest.raises((Conflict, Unavailable)):
         await provisioning
     world.check_holds_nothing("1")
@@ -258,7 +258,7 @@ async def test_the_same_run_id_may_provision_again(world: World) -> None:
     again = await world.provision(count=1, attempt=2)
     assert again.reused == 1
     late = await world.release(attempt=1)
-    assert [outcome.fate.value for outcome in late.outcomes] == ["skipped"]
+    assert [outcome.status.value for outcome in late.outcomes] == ["skipped"]
     assert world.in_state(State.RUNNING) == [again.instances[0].instance.instance_id]
 
 

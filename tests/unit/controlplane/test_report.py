@@ -75,7 +75,7 @@ async def test_spot_prices_are_asked_for_where_that_is_allowed(
 ) -> None:
     await world.provision("7", usage_class=UsageClass.SPOT)
     market = Market(price)
-    found = await told(world, replace(world.process(), spot=market))
+    found = await told(world, replace(world.process(), spot_prices=market))
     assert market.asked == ["c6i.large"]
     assert found.costs.total == pytest.approx(spent * sum(found.hours.values()) * 3_600)
     assert note in " ".join(found.notes)
@@ -85,5 +85,5 @@ async def test_spot_prices_are_asked_for_where_that_is_allowed(
 async def test_the_market_is_not_asked_without_need(world: World) -> None:
     await world.provision("7")
     market = Market(1.0)
-    await told(world, replace(world.process(), spot=market))
+    await told(world, replace(world.process(), spot_prices=market))
     assert not market.asked

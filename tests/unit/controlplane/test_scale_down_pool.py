@@ -12,7 +12,7 @@ import pytest
 
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.controlplane.context import Context
-from remuda.controlplane.read.feed import Seen
+from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
@@ -86,7 +86,7 @@ async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> No
     await pass_time(world, 180, keeping(2))
     histories = await world.process().store.histories(sorted(kept))
     for name in kept:
-        shown = decisions(Seen(instance=world.record(name), history=histories[name]))
+        shown = decisions(KnownInstance(instance=world.record(name), history=histories[name]))
         (told,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
         assert (told["by"], told["instance"], told["what"]) == ("scale-down", name, "stays longer in the pool")
         assert told["why"]

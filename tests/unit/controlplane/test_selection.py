@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.provision.selection import SPARE_FAILURES
+from remuda.controlplane.provision.selection import EXTRA_FAILURES_ALLOWED
 from remuda.domain.errors import CapacityError, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
@@ -41,7 +41,7 @@ async def test_a_misfit_is_handed_back_at_once(world: World, kind: str) -> None:
     hint = fitting(0xABC, **MISFITS[kind])
     put(world, hint)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
-    assert (result.created, dict(result.refused)) == (1, {"misfit": 1})
+    assert (result.created, dict(result.rejected)) == (1, {"mismatch": 1})
     (left,) = world.queues.named("large").messages
     assert (left.message, left.receipt) == (hint, "")
     assert left.visible_at <= world.clock.now()
@@ -87,7 +87,7 @@ async def test_malformed_messages_are_dropped_and_counted(world: World) -> None:
     for _ in range(3):
         put(world, None, malformed="not JSON")
     result = await world.provision()
-    assert (result.created, dict(result.refused)) == (1, {"malformed": 3})
+    assert (result.created, dict(result.rejected)) == (1, {"malformed": 3})
     assert not world.queues.named("large").messages
 
 
@@ -100,7 +100,7 @@ async def test_a_stale_message_is_deleted(world: World) -> None:
     put(world, fitting(number_of(ids[1]), epoch=1))
     put(world, fitting(0xDEAD))
     result = await world.provision("2")
-    assert (result.created, dict(result.refused)) == (1, {"lost": 3})
+    assert (result.created, dict(result.rejected)) == (1, {"claim-lost": 3})
     assert not world.queues.named("large").messages
     assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
 
@@ -134,7 +134,7 @@ async def test_a_duplicate_message_is_deleted(world: World) -> None:
         put(world, world.record(warm).message())
     result = await world.provision(count=2)
     assert (result.reused, result.created) == (1, 1)
-    assert result.refused["duplicate"] == 3
+    assert result.rejected["duplicate"] == 3
     assert not world.queues.named("large").messages
 
 
@@ -165,7 +165,7 @@ async def test_a_dead_heartbeat_gives_up_early(world: World) -> None:
     began = world.loop.time()
     result = await world.provision(count=2)
     assert world.loop.time() - began < 25
-    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejected["registration-failed"]) == (1, 1, 1)
     assert good in {item.instance.instance_id for item in result.instances}
     assert world.record(dead).state is State.TERMINATING
 
@@ -199,7 +199,7 @@ async def test_a_failed_registration_ends_the_machine_and_goes_on(world: World) 
     bad, _good = await world.warm(2)
     world.behaviour.registration[bad] = StepResult(ok=False, detail="disk full")
     result = await world.provision(count=2)
-    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejected["registration-failed"]) == (1, 1, 1)
     history = world.database.histories[bad]
     assert (history[-1].transition, "disk full" in history[-1].why) == ("end-claimed", True)
 
@@ -252,8 +252,8 @@ async def test_failures_of_ours_do_not_burn_the_whole_pool(world: World) -> None
     with pytest.raises(Unavailable, match="no route to host"):
         await world.provision(count=1)
     world.check_holds_nothing("1")
-    assert len(world.in_state(State.TERMINATING)) == 1 + SPARE_FAILURES + 1
-    assert len(world.in_state(State.IDLE)) == 12 - (1 + SPARE_FAILURES + 1)
+    assert len(world.in_state(State.TERMINATING)) == 1 + EXTRA_FAILURES_ALLOWED + 1
+    assert len(world.in_state(State.IDLE)) == 12 - (1 + EXTRA_FAILURES_ALLOWED + 1)
 
 
 async def test_a_late_signal_of_an_earlier_epoch_does_not_count(world: World) -> None:

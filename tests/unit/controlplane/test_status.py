@@ -41,7 +41,7 @@ async def test_a_pool_at_work(world: World) -> None:
     await world.provision("7", resource_class="xlarge")
     found = await look(world)
     assert found.by_state() == {"running": 1, "idle": 2}
-    assert (found.pools["large"].idle, found.pools["large"].hints) == (2, 2)
+    assert (found.pools["large"].idle, found.pools["large"].messages) == (2, 2)
     assert not found.warnings
     text = shown(found)
     assert all(instance_id in text for instance_id in idle)
@@ -62,11 +62,11 @@ async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
     provisioning = asyncio.create_task(world.provision("9", count=2))
     await asyncio.sleep(5)
     found = await look(world)
-    assert [(item.provision.run_id, item.held) for item in found.openings] == [("9", {"created": 2})]
+    assert [(item.provision.run_id, item.instances) for item in found.open_provisions] == [("9", {"created": 2})]
     assert "2 created" in shown(found)
     assert status_document(found)["open_provisions"][0]["instances"] == {"created": 2}
     await provisioning
-    assert (await look(world)).openings == ()
+    assert (await look(world)).open_provisions == ()
 
 
 async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
@@ -86,7 +86,7 @@ async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
     await github.jit_config(SCOPE, name=name, labels=["x"])
     assert not (await look(world)).warnings
     (ghost,) = (await look(world, credentialed=True)).warnings
-    assert (ghost.kind, ghost.subject) == ("ghost", name)
+    assert (ghost.kind, ghost.subject) == ("stale-registration", name)
     assert "idle" in ghost.text
 
 

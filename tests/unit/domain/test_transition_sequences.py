@@ -14,7 +14,7 @@ from remuda.domain.instance import ABSORBING, ASSIGNED, Instance, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
-from remuda.domain.stale_registrations import ghost_reason
+from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.domain.transitions import (
     Actor,
     Announce,
@@ -231,7 +231,7 @@ def test_once_a_ghost_always_a_ghost(moves: list[Move], epoch: int) -> None:
     name = runner_name("test", epoch, instance_id(1))
     known = [record for record, _ in tell(moves) if record.epoch >= epoch]
     verdicts = [
-        ghost_reason(name, record, pool="test", unrecorded_since=None, now=NOW, grace_s=900.0) is not None
+        stale_registration_reason(name, record, pool="test", unrecorded_since=None, now=NOW, grace_s=900.0) is not None
         for record in known
     ]
     assert verdicts == sorted(verdicts)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.fake_github.core import GitHubCore
 from remuda.fake_github.model import (
     ApiError,
     Conclusion,
@@ -18,6 +17,7 @@ from remuda.fake_github.model import (
     TokenKind,
     matches,
 )
+from remuda.fake_github.registry import GitHubCore
 
 REPO = "acme/widgets"
 

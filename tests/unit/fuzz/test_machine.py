@@ -20,7 +20,7 @@ from remuda.adapters.local.folder import supervisor
 from remuda.adapters.local.record import MachineRecord, read_record
 from remuda.agent.expiry import Expiry
 from remuda.agent.job_hook import JobHook
-from remuda.agent.runner import ActionsRunner, _JobLog, _story
+from remuda.agent.runner import ActionsRunner, _describe_result, _JobLog
 from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, took_s
@@ -189,7 +189,7 @@ def test_a_runners_folder(place: Path, settings: bytes, listener: bytes, jit: by
         log=place / "runner.log",
         clock=VirtualClock(),
         environment={},
-        hook=JobHook(folder=place / "hook", pristine=place, notes=place / "notes"),
+        hook=JobHook(folder=place / "hook", pristine=place, refused_file=place / "notes"),
     )
     state = runner.state()
     assert not state.listening, "nobody else's process is taken for the runner's"
@@ -214,7 +214,7 @@ def test_lines_of_the_listener(place: Path, parts: list[bytes]) -> None:
 @given(st.none() | st.integers(-5, 300), st.text(max_size=200) | texts)
 def test_the_story_of_a_program(code: int | None, output: str) -> None:
     """What a program printed becomes the detail of a report."""
-    detail = Report(instance_id=ONE, detail=_story(code, output)).detail
+    detail = Report(instance_id=ONE, detail=_describe_result(code, output)).detail
     check_shown(detail, 1_000)
 
 

@@ -67,7 +67,7 @@ def status(**changed: Any) -> Status:
         "config": pool_config(),
         "instances": (),
         "reports": {},
-        "pools": {"large": PoolLevel(idle=0, hints=0)},
+        "pools": {"large": PoolLevel(idle=0, messages=0)},
         "runs": (),
     }
     return Status(**{**values, **changed})
@@ -75,13 +75,13 @@ def status(**changed: Any) -> Status:
 
 def ended(number: int, seconds: float = 1.0, *, at_s: float = 5.0, **changed: Any) -> Provision:
     outcome = ProvisionOutcome(ended_at=at(at_s), seconds=seconds, **changed)
-    return provision(number, status=ProvisionStatus.COMMITTED, course=outcome)
+    return provision(number, status=ProvisionStatus.COMMITTED, outcome=outcome)
 
 
 def test_instances_by_state_class_and_usage_with_zeros_for_known_combinations() -> None:
     metrics = fleet_metrics()
     fleet = [instance(1), instance(2), in_state(State.RUNNING, instance_id=instance_id(3)), in_state(State.TERMINATED)]
-    metrics.on_status(status(instances=fleet, pools={"large": PoolLevel(idle=2, hints=3)}))
+    metrics.on_status(status(instances=fleet, pools={"large": PoolLevel(idle=2, messages=3)}))
     found = read(metrics)
     labels = {"pool": "test", "resource_class": "large", "usage_class": "on-demand"}
     assert one(found, "remuda_instances", state="idle", **labels) == 2
@@ -119,7 +119,10 @@ def test_heartbeats_open_provisions_and_warnings() -> None:
             instances=[instance(1), instance(2), instance(3, state=State.CREATED)],
             reports=beats,
             runs=[provision(1, created_at=at(-30)), provision(2, created_at=at(-70)), ended(3)],
-            warnings=[PoolWarning(kind="ghost", subject="x", text="x"), PoolWarning(kind="odd", subject="x", text="x")],
+            warnings=[
+                PoolWarning(kind="stale-registration", subject="x", text="x"),
+                PoolWarning(kind="odd", subject="x", text="x"),
+            ],
         )
     )
     found = read(metrics)
@@ -128,7 +131,7 @@ def test_heartbeats_open_provisions_and_warnings() -> None:
     assert one(found, "remuda_instances_without_heartbeat", state="idle") == 0
     assert one(found, "remuda_open_provisions") == 2
     assert one(found, "remuda_open_provision_age_max_seconds") == 70
-    assert one(found, "remuda_warnings", kind="ghost") == one(found, "remuda_warnings", kind="other") == 1
+    assert one(found, "remuda_warnings", kind="stale-registration") == one(found, "remuda_warnings", kind="other") == 1
     assert {dict(labels)["kind"] for name, labels in found if name == "remuda_warnings"} == {*KINDS, "other"}
     assert one(found, "remuda_last_poll_timestamp_seconds") == NOW.timestamp()
     assert one(found, "remuda_registration_token_expiry_timestamp_seconds") == at(3_600).timestamp()
@@ -269,7 +272,7 @@ def test_label_values_survive_encoding(pool: str, service: str, classes: list[st
     """No character of a name may start a new line or label."""
     config = pool_config()
     named = tuple(replace(config.classes[0], name=name) for name in dict.fromkeys(classes))
-    levels = {item.name: PoolLevel(idle=1, hints=2) for item in named}
+    levels = {item.name: PoolLevel(idle=1, messages=2) for item in named}
     metrics = fleet_metrics()
     metrics.on_status(status(pool=pool, config=replace(config, classes=named), pools=levels))
     calls = CallCounter()

@@ -232,7 +232,7 @@ class Ec2Machine:
             environment={**self._script_environment, procfs.STEP: step},
             timeout_s=timeout_s,
         )
-        return StepResult(ok=ended.ok, detail=ended.story)
+        return StepResult(ok=ended.ok, detail=ended.detail)
 
     async def reset(self) -> StepResult:
         return await self._reset()

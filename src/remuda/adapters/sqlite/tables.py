@@ -1,4 +1,4 @@
-"""The statements on the store's tables: plain functions of a connection, run in its thread.
+"""SQL statements on the store's tables: functions of a connection, called in its thread.
 
 Functions named `write_…` must be called inside a transaction.
 """
@@ -19,7 +19,7 @@ from remuda.ports.store import HISTORY_LIMIT
 
 
 class RecordKind(StrEnum):
-    """What can be waited for."""
+    """The kinds of records for which a process can wait."""
 
     CONTROL = "control"
     REPORT = "report"
@@ -62,7 +62,7 @@ def by_keys(connection: sqlite3.Connection, keys: Collection[Key]) -> dict[Key, 
 
 
 def write_instance(connection: sqlite3.Connection, record: Instance, entry: HistoryEntry) -> str:
-    """The record and its history entry. Returns the document."""
+    """Write the record and its history entry. Return the JSON document."""
     doc = encode(record)
     connection.execute(
         "INSERT OR REPLACE INTO instances (instance_id, state, epoch, threshold, provision_id, forget_at, doc)"
@@ -113,14 +113,14 @@ def in_states(
 
 
 def all_reports(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """One for each machine of this computer: few."""
+    """Return all reports: one per local machine, so there are few."""
     return _named(connection.execute("SELECT instance_id, doc FROM reports"))
 
 
 def of_provision(connection: sqlite3.Connection, provision_id: str) -> list[tuple[str, str]]:
     return _named(
         connection.execute(
-            # The second term lets the partial index serve.
+            # SQLite uses the partial index only with the second condition.
             "SELECT instance_id, doc FROM instances WHERE provision_id = ? AND provision_id <> '' ORDER BY instance_id",
             (provision_id,),
         )
@@ -190,7 +190,7 @@ def recent(connection: sqlite3.Connection, limit: int, since: datetime | None) -
     )
 
 
-# Single documents, and forgetting ---------------------------------------------------------------------------------
+# Single documents, and expired records ----------------------------------------------------------------------------
 
 
 def single(connection: sqlite3.Connection, name: str) -> str | None:
@@ -202,7 +202,7 @@ def write_single(connection: sqlite3.Connection, name: str, doc: str) -> None:
 
 
 def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
-    """Remove what is due; how many records and provisions went."""
+    """Delete records and provisions that are due. Return their number."""
     due = "SELECT instance_id FROM instances WHERE state = 'terminated' AND forget_at <= ?"
     connection.execute(f"DELETE FROM reports WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
     connection.execute(f"DELETE FROM history WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
@@ -214,7 +214,7 @@ def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
 
 
 def _named(cursor: sqlite3.Cursor) -> list[tuple[str, str]]:
-    """Names and documents."""
+    """Return names and documents."""
     return cursor.fetchall()
 
 

@@ -33,7 +33,7 @@ _MEANING = {
 }
 _SIGNAL = re.compile(rf"\b({'|'.join(Signal)})\b(?: of (assignment \d+))?", re.ASCII)
 #: Reasons that repeat the event, followed by the actor.
-_REDUNDANT_REASON = re.compile(r"told the pool( \([a-z-]+\))")
+_REDUNDANT_REASON = re.compile(r"sent to the pool( \([a-z-]+\))")
 _FOR_RUN = re.compile(r" for (run \S+)$")
 _REPEATED_WORD = re.compile(r"\b(\w+) \(\1 ")
 

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from remuda.config.settings import Loaded, Settings, key
 from remuda.controlplane.provision.request import ProvisionResult
 from remuda.controlplane.refresh.result import RefreshResult
-from remuda.controlplane.release import Fate, ReleaseResult
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus
 from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.domain.instance import Instance
 from remuda.domain.resources import TypePatterns
@@ -56,11 +56,11 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
         "reused": result.reused,
         "created": result.created,
         "tier": result.tier.value,
-        "tier_reason": result.tier_why,
+        "tier_reason": result.tier_reason,
         "ephemeral": result.ephemeral,
         "seconds": result.seconds,
         "phases": dict(result.phases),
-        "refused": dict(result.refused),
+        "rejected": dict(result.rejected),
         "calls": to_jsonable(result.calls),
     }
 
@@ -68,7 +68,7 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
 def release_document(result: ReleaseResult) -> dict[str, Any]:
     return {
         "run_id": result.run_id,
-        **{fate.value: [item.instance_id for item in result.of(fate)] for fate in Fate},
+        **{status.value: [item.instance_id for item in result.of(status)] for status in ReleaseStatus},
         "reasons": {item.instance_id: item.why for item in result.outcomes},
         "details": {item.instance_id: item.detail for item in result.outcomes if item.detail},
         "deregistration_seconds": {

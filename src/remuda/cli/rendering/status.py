@@ -8,7 +8,7 @@ from typing import Any
 
 from remuda.cli.rendering.formatting import format_duration, table
 from remuda.cli.rendering.results import instance_document, record_document
-from remuda.controlplane.read.status import RECENT_PROVISIONS, Opening, Status
+from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
 from remuda.domain.instance import ABSORBING, Instance
 from remuda.domain.serialization import to_jsonable
 
@@ -27,11 +27,11 @@ def status_document(status: Status) -> dict[str, Any]:
         "pool": status.pool,
         "reuse": status.config.reuse.value if status.config else None,
         "instances": [_instance(status, instance) for instance in status.instances],
-        "pools": {name: {"idle": level.idle, "messages": level.hints} for name, level in status.pools.items()},
+        "pools": {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()},
         "runs": [
             {**record_document(run), "instances_terminated": run.provision_id in status.ended} for run in status.runs
         ],
-        "open_provisions": [_opening(opening) for opening in status.openings],
+        "open_provisions": [_open_provision_document(item) for item in status.open_provisions],
         "warnings": [record_document(warning) for warning in status.warnings],
         "unreadable": list(status.unreadable),
     }
@@ -49,15 +49,15 @@ def _instance(status: Status, instance: Instance) -> dict[str, Any]:
     }
 
 
-def _opening(opening: Opening) -> dict[str, Any]:
-    run = opening.provision
+def _open_provision_document(item: OpenProvision) -> dict[str, Any]:
+    run = item.provision
     return {
         "run_id": run.run_id,
         "attempt": run.attempt,
         "provision_id": run.provision_id,
         "resource_class": run.resource_class,
         "count": run.count,
-        "instances": dict(opening.held),
+        "instances": dict(item.instances),
         "created_at": to_jsonable(run.created_at),
         "deadline": to_jsonable(run.deadline),
     }
@@ -81,11 +81,11 @@ def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
         yield "no instances, no runs"
         return
     yield from _instances(status, rows, wide=width >= FULL_WIDTH)
-    if status.openings:
-        provisions = [_opening_row(item, status.at) for item in status.openings]
+    if status.open_provisions:
+        provisions = [_open_provision_row(item, status.at) for item in status.open_provisions]
         columns = ("run", "attempt", "class", "runners", "acquired", "time left")
         yield table("Open provisions", columns, provisions, numeric=_NUMERIC, no_wrap=_NO_WRAP)
-    pools = [(name, str(level.idle), str(level.hints)) for name, level in status.pools.items() if _is_used(level)]
+    pools = [(name, str(level.idle), str(level.messages)) for name, level in status.pools.items() if _is_used(level)]
     if pools:
         yield table("Pools", ("class", "idle", "messages"), pools, numeric=_NUMERIC, no_wrap=_NO_WRAP)
     if status.runs:
@@ -109,12 +109,12 @@ def _runs(status: Status) -> Iterator[Any]:
 
 
 def _is_used(level: Any) -> bool:
-    return bool(level.idle or level.hints)
+    return bool(level.idle or level.messages)
 
 
-def _opening_row(opening: Opening, now: datetime) -> tuple[str, ...]:
-    run = opening.provision
-    acquired = ", ".join(f"{count} {state}" for state, count in opening.held.items())
+def _open_provision_row(item: OpenProvision, now: datetime) -> tuple[str, ...]:
+    run = item.provision
+    acquired = ", ".join(f"{count} {state}" for state, count in item.instances.items())
     left = _left(run.deadline, now)
     return run.run_id, str(run.attempt), run.resource_class, str(run.count), acquired or "none yet", left
 
@@ -128,15 +128,15 @@ def _instances(status: Status, rows: int | None, *, wide: bool) -> Iterator[Any]
         columns[4:4] = ["heartbeat"]
         columns[6:6] = ["type", "usage"]
     shown = status.instances if rows is None else status.instances[: max(rows, 1)]
-    cells = [_cells(status, instance) for instance in shown]
+    values = [_column_values(status, instance) for instance in shown]
     yield table(
-        "Instances", columns, [[row[name] for name in columns] for row in cells], numeric=_NUMERIC, no_wrap=_NO_WRAP
+        "Instances", columns, [[row[name] for name in columns] for row in values], numeric=_NUMERIC, no_wrap=_NO_WRAP
     )
     if len(shown) < len(status.instances):
         yield f"  and {len(status.instances) - len(shown)} more"
 
 
-def _cells(status: Status, instance: Instance) -> dict[str, str]:
+def _column_values(status: Status, instance: Instance) -> dict[str, str]:
     now = status.at
     report = status.reports.get(instance.instance_id)
     age_s = (now - report.beat_at).total_seconds() if report and report.beat_at else None

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from remuda.controlplane.context import Context, each
+from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down.pool import PoolRecords
 from remuda.controlplane.scale_down.removal import Deregistration, Pace, Removal, registration_of
 from remuda.controlplane.scale_down.result import Outcome, ScaleDownResult, Tally
@@ -110,7 +110,7 @@ class Cycle:
         async def read(orphans: bool) -> Sequence[FleetMachine]:  # noqa: FBT001 - one of two lists
             return await self._context.fleet.list_machines(orphans=orphans)
 
-        answers = await each((True, False), read)
+        answers = await map_concurrently((True, False), read)
         failures = [answer for answer in answers if isinstance(answer, RemudaError)]
         if len(failures) == len(answers) and isinstance(failures[0], UserError):
             raise failures[0]
@@ -144,7 +144,7 @@ class Cycle:
         async def read(scope: str) -> list[Registration]:
             return [registration_of(runner) for runner in await self._context.github.list_runners(scope)]
 
-        for scope, answer in zip(scopes, await each(scopes, read), strict=True):
+        for scope, answer in zip(scopes, await map_concurrently(scopes, read), strict=True):
             if isinstance(answer, RemudaError):
                 self._tally.error(f"owner {scope}: its runners could not be listed: {answer.message}")
             self._runners[scope] = None if isinstance(answer, RemudaError) else answer
@@ -165,7 +165,7 @@ class Cycle:
                 open_cases.append(machine)
             else:
                 decisions.append(ruled)
-        for machine, lookup in zip(open_cases, await each(open_cases, self._look_up), strict=True):
+        for machine, lookup in zip(open_cases, await map_concurrently(open_cases, self._look_up), strict=True):
             decisions.append(self._judge_orphan(machine, lookup))
         await self._carry_out(self._budgeted(decisions))
         return {
@@ -251,7 +251,7 @@ class Cycle:
         """Returns those that turned out to be busy and no orphans."""
         not_orphans: list[Decision] = []
         clear: list[Decision] = []
-        for result in await each(decisions, self._remove):
+        for result in await map_concurrently(decisions, self._remove):
             if isinstance(result, RemudaError):
                 raise result
             if result.clear:

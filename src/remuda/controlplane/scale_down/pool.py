@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from remuda.controlplane.context import Context, check_pool, each, transition
+from remuda.controlplane.context import Context, check_pool_name, map_concurrently, transition
 from remuda.controlplane.scale_down.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import LIVE, Instance, State
@@ -41,7 +41,7 @@ class PoolRecords:
         try:
             self._config = await self._context.store.get_config()
             if self._config is not None:
-                check_pool(self._context, self._config)
+                check_pool_name(self._context, self._config)
         except RemudaError as error:
             self._give_up(error)
 
@@ -106,7 +106,7 @@ class PoolRecords:
                 return
             self._tally.explain(_kept(renewal, renewal.reason))
 
-        for renewal, result in zip(due, await each(due, one), strict=True):
+        for renewal, result in zip(due, await map_concurrently(due, one), strict=True):
             if isinstance(result, RemudaError):
                 self._tally.error(f"{renewal.instance.instance_id}: it could not be renewed: {result.message}")
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus, machines_ended
-from remuda.domain.provision_outcome import ProvisionOutcome, RejectedCandidate, RunnerSource
+from remuda.domain.provision_outcome import ProvisionOutcome, RejectedCandidate, RejectionKind, RunnerSource
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes, expired
 
@@ -70,13 +70,13 @@ _WORDS: Mapping[str, tuple[str, Severity]] = {
     "quarantine": ("in quarantine, kept for a look", Severity.BAD),
     "confirm": ("terminated", Severity.PLAIN),
 }
-_REFUSED: Mapping[str, str] = {
-    "misfit": "candidate refused: it does not fit",
-    "lost": "claim lost",
-    "failed": "claimed, but it did not register",
-    "malformed": "a message of the pool could not be read",
-    "unreadable": "the record of an instance could not be read",
-    "duplicate": "a message of the pool came twice",
+_REJECTED: Mapping[RejectionKind, str] = {
+    RejectionKind.MISMATCH: "candidate rejected: it does not match",
+    RejectionKind.CLAIM_LOST: "claim lost",
+    RejectionKind.REGISTRATION_FAILED: "claimed, but it did not register",
+    RejectionKind.MALFORMED: "a pool message could not be parsed",
+    RejectionKind.UNREADABLE: "an instance's record could not be parsed",
+    RejectionKind.DUPLICATE: "a pool message was received twice",
 }
 _BIRTHS = frozenset({"create", "tombstone"})
 _TAKEN = frozenset({"create", "claim"})
@@ -155,50 +155,56 @@ def explain_entry(instance_id: str, entry: HistoryEntry, *, with_run: bool = Fal
 def _beginning(provision: Provision) -> Iterator[ExplainedEvent]:
     count, kind = provision.count, provision.resource_class
     asks = f"attempt {provision.attempt} asks for {count} {kind} runner{'' if count == 1 else 's'}"
-    yield ExplainedEvent(at=provision.created_at, what=asks, why=provision.asked)
-    course = provision.course
-    if course is None:
+    yield ExplainedEvent(at=provision.created_at, what=asks, why=provision.request_summary)
+    outcome = provision.outcome
+    if outcome is None:
         return
-    for refusal in course.refusals:
-        yield _refusal_line(refusal, _at(provision, course, refusal.seconds))
-    untold = sum(course.refused.values()) - len(course.refusals)
+    for rejection in outcome.rejections:
+        yield _rejection_line(rejection, _at(provision, outcome, rejection.seconds))
+    untold = sum(outcome.rejected.values()) - len(outcome.rejections)
     if untold > 0:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in course.refused.items())
-        yield ExplainedEvent(at=course.ended_at, what=f"{untold} more hints were not used", why=f"in all: {kinds}")
-    for launch in course.launches:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in outcome.rejected.items())
+        yield ExplainedEvent(
+            at=outcome.ended_at, what=f"{untold} more pool messages were rejected", why=f"in all: {kinds}"
+        )
+    for launch in outcome.launches:
         short = launch.launched < launch.count
         what = f"launch of {launch.count}: {launch.launched} came" if short else f"launched {launch.count}"
         alone = f"{launch.why}; nothing is taken from the pool" if launch.why else ""
         why = "; ".join(launch.errors) or alone or "the pool had no more that fit"
         tone = Severity.BAD if short else Severity.PLAIN
-        yield ExplainedEvent(at=_at(provision, course, launch.seconds), what=what, why=why, tone=tone)
+        yield ExplainedEvent(at=_at(provision, outcome, launch.seconds), what=what, why=why, tone=tone)
 
 
 def _registrations(provision: Provision) -> Iterator[ExplainedEvent]:
-    course = provision.course
-    if course is None:
+    outcome = provision.outcome
+    if outcome is None:
         return
-    for taken in course.taken:
-        came = "from the pool" if taken.source is RunnerSource.POOL else "newly created"
-        own = f"; its own registration took {taken.registration_s:.2f} s" if taken.registration_s is not None else ""
+    for acquired in outcome.acquired:
+        came = "from the pool" if acquired.source is RunnerSource.POOL else "newly created"
+        own = (
+            f"; its own registration took {acquired.registration_s:.2f} s"
+            if acquired.registration_s is not None
+            else ""
+        )
         yield ExplainedEvent(
-            at=_at(provision, course, taken.seconds),
-            instance_id=taken.instance_id,
+            at=_at(provision, outcome, acquired.seconds),
+            instance_id=acquired.instance_id,
             what="registered",
-            why=f"{came}, {taken.seconds:.2f} s after the run asked{own}",
+            why=f"{came}, {acquired.seconds:.2f} s after the run asked{own}",
             tone=Severity.GOOD,
         )
 
 
 def _ending(provision: Provision) -> Iterator[ExplainedEvent]:
-    course = provision.course
-    if course is not None and course.error:
-        what = f"gave up after {course.seconds:.2f} s"
-        yield ExplainedEvent(at=course.ended_at, what=what, why=course.error, tone=Severity.BAD)
-    elif course is not None:
-        what = f"complete after {course.seconds:.2f} s: {course.reused} reused, {course.created} created"
-        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in course.phases.items())
-        yield ExplainedEvent(at=course.ended_at, what=what, why=phases, tone=Severity.GOOD)
+    outcome = provision.outcome
+    if outcome is not None and outcome.error:
+        what = f"gave up after {outcome.seconds:.2f} s"
+        yield ExplainedEvent(at=outcome.ended_at, what=what, why=outcome.error, tone=Severity.BAD)
+    elif outcome is not None:
+        what = f"complete after {outcome.seconds:.2f} s: {outcome.reused} reused, {outcome.created} created"
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in outcome.phases.items())
+        yield ExplainedEvent(at=outcome.ended_at, what=what, why=phases, tone=Severity.GOOD)
     if provision.released_at is not None:
         gave_up = not provision.instance_ids
         what = "the provision is closed" if gave_up else "the run gives its runners back"
@@ -206,15 +212,15 @@ def _ending(provision: Provision) -> Iterator[ExplainedEvent]:
         yield ExplainedEvent(at=provision.released_at, what=what, why=provision.why, tone=tone)
 
 
-def _at(provision: Provision, course: ProvisionOutcome, seconds: float) -> datetime:
+def _at(provision: Provision, outcome: ProvisionOutcome, seconds: float) -> datetime:
     """Seconds count from before the record was written: the end is what both clocks know."""
-    return max(provision.created_at, course.ended_at - timedelta(seconds=course.seconds - seconds))
+    return max(provision.created_at, outcome.ended_at - timedelta(seconds=outcome.seconds - seconds))
 
 
-def _refusal_line(refusal: RejectedCandidate, at: datetime) -> ExplainedEvent:
-    what = _REFUSED.get(refusal.kind, refusal.kind)
-    tone = Severity.BAD if refusal.kind == "failed" else Severity.PLAIN
-    return ExplainedEvent(at=at, instance_id=refusal.instance_id, what=what, why=refusal.why, tone=tone)
+def _rejection_line(rejection: RejectedCandidate, at: datetime) -> ExplainedEvent:
+    what = _REJECTED[rejection.kind]
+    tone = Severity.BAD if rejection.kind is RejectionKind.REGISTRATION_FAILED else Severity.PLAIN
+    return ExplainedEvent(at=at, instance_id=rejection.instance_id, what=what, why=rejection.why, tone=tone)
 
 
 # What happens next ------------------------------------------------------------------------------------------------

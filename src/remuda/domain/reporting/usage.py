@@ -137,15 +137,15 @@ def usage_report(
         priced=_priced(prices),
         instances=len({span.instance_id for span in spans}),
         provisions=len(provisions),
-        kinds=dict(Counter(item.course.kind if item.course else "untold" for item in provisions)),
+        kinds=dict(Counter(item.outcome.kind if item.outcome else "untold" for item in provisions)),
         reused=_reused(told),
         created=_created(told),
-        times=duration_stats((item.course.kind, item.course.seconds) for item in told if item.course),
+        times=duration_stats((item.outcome.kind, item.outcome.seconds) for item in told if item.outcome),
         ready=ready,
         hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
         costs=costs,
         savings=_savings(told, instances, prices, ready, costs.by_phase.get(MachinePhase.IDLE.value, 0.0)),
-        failures=dict(Counter(item.course.error for item in told if item.course and item.course.error)),
+        failures=dict(Counter(item.outcome.error for item in told if item.outcome and item.outcome.error)),
         retirements=_retirements(histories, since, until),
         points=tuple(_point(item) for item in told),
         fleet=tuple(levels(spans, since=drawn_from, until=until, steps=STEPS)),
@@ -219,15 +219,15 @@ def usage_summary(
 
 
 def _told(provisions: Sequence[Provision], since: datetime, until: datetime) -> list[Provision]:
-    return [item for item in provisions if item.course is not None and since <= item.created_at <= until]
+    return [item for item in provisions if item.outcome is not None and since <= item.created_at <= until]
 
 
 def _reused(told: Sequence[Provision]) -> int:
-    return sum(item.course.reused for item in told if item.course and not item.course.error)
+    return sum(item.outcome.reused for item in told if item.outcome and not item.outcome.error)
 
 
 def _created(told: Sequence[Provision]) -> int:
-    return sum(item.course.created for item in told if item.course and not item.course.error)
+    return sum(item.outcome.created for item in told if item.outcome and not item.outcome.error)
 
 
 def _priced(prices: PriceTable) -> str:
@@ -255,7 +255,10 @@ def duration_stats(pairs: Iterable[tuple[str, float]]) -> dict[str, DurationStat
 
 def _ready(told: Sequence[Provision]) -> dict[str, DurationStats]:
     return duration_stats(
-        (taken.source.value, taken.seconds) for item in told if item.course is not None for taken in item.course.taken
+        (acquired.source.value, acquired.seconds)
+        for item in told
+        if item.outcome is not None
+        for acquired in item.outcome.acquired
     )
 
 
@@ -297,14 +300,14 @@ def _savings(
         return Savings(boot_s=None, waiting_s=0.0, boot_hours=0.0, boot_cost=0.0, idle_cost=idle_cost)
     known = {item.instance_id: item for item in instances}
     waiting_s = boot_hours = boot_cost = 0.0
-    for course in (item.course for item in told):
-        if course is None or course.error:
+    for outcome in (item.outcome for item in told):
+        if outcome is None or outcome.error:
             continue
-        if course.kind == "warm":
-            waiting_s += max(0.0, boots.p50 - course.seconds)
-        from_pool = [item for item in course.taken if item.source is RunnerSource.POOL]
+        if outcome.kind == "warm":
+            waiting_s += max(0.0, boots.p50 - outcome.seconds)
+        from_pool = [item for item in outcome.acquired if item.source is RunnerSource.POOL]
         # What is told one by one is bounded: it stands for the rest.
-        weight = course.reused / len(from_pool) if from_pool else 0.0
+        weight = outcome.reused / len(from_pool) if from_pool else 0.0
         for item in from_pool:
             instance = known.get(item.instance_id)
             price = prices.hourly(instance.instance_type, instance.usage_class) if instance else None
@@ -334,9 +337,9 @@ def _kind_of_end(why: str) -> str:
 
 
 def _point(item: Provision) -> ProvisionPoint:
-    course = item.course
-    if course is None:  # told ones only
-        raise ValueError(f"provision {item.provision_id} has no course")
+    outcome = item.outcome
+    if outcome is None:  # told ones only
+        raise ValueError(f"provision {item.provision_id} has no outcome")
     return ProvisionPoint(
-        at=item.created_at, run_id=item.run_id, kind=course.kind, seconds=course.seconds, count=item.count
+        at=item.created_at, run_id=item.run_id, kind=outcome.kind, seconds=outcome.seconds, count=item.count
     )

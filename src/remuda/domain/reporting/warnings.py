@@ -23,7 +23,7 @@ KINDS = (
     "stuck",
     "spot-notice",
     "overdue",
-    "ghost",
+    "stale-registration",
     "token",
     "unconfigured",
     "unreadable",

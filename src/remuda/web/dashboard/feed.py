@@ -10,8 +10,8 @@ from heapq import nlargest
 from typing import Protocol
 
 from remuda.controlplane.context import Context
-from remuda.controlplane.read.feed import Changes, FleetReader, Seen
-from remuda.controlplane.read.status import GHOSTS_EVERY_S, Status, with_ghosts
+from remuda.controlplane.read.feed import FleetChanges, FleetReader, KnownInstance
+from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import HistoryEntry
 from remuda.domain.provision import Provision
@@ -99,7 +99,7 @@ class Feed:
         self._first_poll_done = asyncio.Event()
         self._poll_done = asyncio.Event()
         self._busy: frozenset[str] = frozenset()
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, KnownInstance] = {}
         self._decided: dict[str, datetime] = {}
         self._usage_task: asyncio.Task[None] | None = None
         self._usage_due = self._status_due = self._full_due = self._stale_registrations_due = clock.monotonic()
@@ -195,19 +195,22 @@ class Feed:
 
     async def _poll(self, context: Context) -> None:
         began = self._clock.monotonic()
-        everything, thorough, registrations = (
+        everything, with_status, registrations = (
             began >= due for due in (self._full_due, self._status_due, self._stale_registrations_due)
         )
-        changes = await self._reader.look(
-            context, thorough=thorough, everything=everything, ghosts=thorough and registrations
+        changes = await self._reader.poll(
+            context,
+            with_status=with_status,
+            include_terminated=everything,
+            check_registrations=with_status and registrations,
         )
         # Intervals start at the end of the poll, so that a slow store gets a pause.
         ended = self._clock.monotonic()
         if changes.status is not None:
-            self.status = changes.status if registrations else with_ghosts(changes.status, self.status)
+            self.status = changes.status if registrations else keep_github_warnings(changes.status, self.status)
             self._status_due = ended + STATUS_INTERVAL_S[self._backend]
             if registrations:
-                self._stale_registrations_due = ended + GHOSTS_EVERY_S
+                self._stale_registrations_due = ended + REGISTRATION_CHECK_INTERVAL_S
         if everything:
             self._full_due = ended + FULL_INTERVAL_S[self._backend]
         self._notify_observers(changes)
@@ -244,7 +247,7 @@ class Feed:
         self.change_log.put("facts", "usage", serialize.usage_text(found))
         self._commit()
 
-    def _notify_observers(self, changes: Changes) -> None:
+    def _notify_observers(self, changes: FleetChanges) -> None:
         histories = {name: seen.history for name, seen in changes.instances.items() if seen.history is not None}
         for observer in self._observers:
             if changes.status is not None and self.status is not None:
@@ -252,17 +255,17 @@ class Feed:
             observer.add_provisions(changes.provisions)
             observer.add_histories(histories)
 
-    def _record(self, context: Context, changes: Changes) -> None:
+    def _record(self, context: Context, changes: FleetChanges) -> None:
         now = self._clock.now()
         log = self.change_log
         self._record_instances(changes, now)
         for provision in changes.provisions:
             self._provisions[provision.provision_id] = provision
             log.put("provisions", provision.provision_id, serialize.provision_text(provision))
-        for name in changes.lapsed:
+        for name in changes.removed_provisions:
             self._provisions.pop(name, None)
             log.drop("provisions", name)
-        if changes.provisions or changes.lapsed:
+        if changes.provisions or changes.removed_provisions:
             log.put("facts", "provision_times", serialize.provision_times_text(list(self._provisions.values())))
         if changes.status is not None and self.status is not None:
             for name, text in serialize.status_texts(self.status).items():
@@ -276,14 +279,14 @@ class Feed:
         self._commit()
         self._first_poll_done.set()
 
-    def _record_instances(self, changes: Changes, now: datetime) -> None:
+    def _record_instances(self, changes: FleetChanges, now: datetime) -> None:
         if changes.status is not None:
             busy = frozenset(name for name, report in changes.status.reports.items() if report.busy)
             toggled, self._busy = self._busy ^ busy, busy
         else:
             toggled = frozenset()
         self._seen |= changes.instances
-        for name in changes.gone:
+        for name in changes.removed_instances:
             self._seen.pop(name, None)
             self.change_log.drop("instances", name)
         for name in {*changes.instances, *(name for name in toggled if name in self._seen)}:
@@ -291,7 +294,7 @@ class Feed:
             self.change_log.put("instances", name, text)
         self._record_decisions(changes, horizon=now - timedelta(seconds=self._since_s))
 
-    def _record_decisions(self, changes: Changes, *, horizon: datetime) -> None:
+    def _record_decisions(self, changes: FleetChanges, *, horizon: datetime) -> None:
         """Record new decisions; drop those before `horizon` and those beyond the maximum numbers."""
         new = {name: (at, text) for seen in changes.instances.values() for at, name, text in serialize.decisions(seen)}
         known = self._decided | {name: at for name, (at, _) in new.items()}

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from remuda.cli.rendering.results import record_document
-from remuda.controlplane.read.feed import Seen
+from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.read.status import Status
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
@@ -39,7 +39,7 @@ def milliseconds(at: datetime | None) -> int:
     return 0 if at is None else round(at.timestamp() * 1_000)
 
 
-def instance_text(seen: Seen, *, now: datetime, busy: bool) -> str:
+def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
     instance = seen.instance
     spans, runs, ended_at = _spans(instance, seen.history, now)
     return encode(
@@ -88,7 +88,7 @@ def _spans(
 
 
 def provision_text(provision: Provision) -> str:
-    outcome = provision.course
+    outcome = provision.outcome
     return encode(
         {
             "run": provision.run_id,
@@ -109,7 +109,7 @@ def provision_text(provision: Provision) -> str:
 
 def provision_times_text(provisions: Sequence[Provision]) -> str:
     """Count and percentiles of the provision times, by kind."""
-    times = duration_stats((item.course.kind, item.course.seconds) for item in provisions if item.course)
+    times = duration_stats((item.outcome.kind, item.outcome.seconds) for item in provisions if item.outcome)
     return encode(
         {
             kind: {"count": item.count, "p50": round(item.p50, 3), "p95": round(item.p95, 3)}
@@ -140,7 +140,7 @@ def usage_text(found: UsageSummary) -> str:
     )
 
 
-def decisions(seen: Seen) -> list[tuple[datetime, str, str]]:
+def decisions(seen: KnownInstance) -> list[tuple[datetime, str, str]]:
     """Return time, name and text of each decision to retire, terminate or quarantine, and of the last one to keep."""
     name = seen.instance.instance_id
     history = seen.history or ()
@@ -171,7 +171,11 @@ def status_texts(status: Status) -> dict[str, str]:
     """Facts that come with a status: queues, warnings, and the instances of open provisions by state."""
     warnings = [record_document(item) for item in status.warnings[:MAX_WARNINGS]]
     return {
-        "pools": encode({name: {"idle": level.idle, "messages": level.hints} for name, level in status.pools.items()}),
+        "pools": encode(
+            {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()}
+        ),
         "warnings": encode({"count": len(status.warnings), "shown": warnings}),
-        "open_provisions": encode({item.provision.provision_id: dict(item.held) for item in status.openings}),
+        "open_provisions": encode(
+            {item.provision.provision_id: dict(item.instances) for item in status.open_provisions}
+        ),
     }

@@ -54,7 +54,7 @@ class Watch(Poller[_Paced[K, V]], Generic[K, V]):
         """The first value that `accepts` takes, be it the present one; `TimeoutError` where none came in time."""
         answer: asyncio.Future[V] = asyncio.get_running_loop().create_future()
         waiter = _Paced(key=key, accepts=accepts, pace=pace, answer=answer, due=self._clock.monotonic())
-        return cast("V", await self._answered(waiter, timeout_s))
+        return cast("V", await self._wait_for_answer(waiter, timeout_s))
 
     def nudge(self, key: K) -> None:
         """Look now, if somebody waits for it: this process wrote it."""
@@ -67,13 +67,13 @@ class Watch(Poller[_Paced[K, V]], Generic[K, V]):
 
     async def _poll(self) -> None:
         while self._waiters:
-            self._nudged = False
+            self._woken = False
             now = self._clock.monotonic()
             if any(waiter.due <= now for waiter in self._waiters):
                 await self._look_once([each for each in self._waiters if each.due <= now + self._shared_s(each)])
             waiting = [waiter for waiter in self._waiters if not waiter.answer.done()]
-            if waiting and not self._nudged:
-                await self._rest(min(waiter.due for waiter in waiting) - self._clock.monotonic())
+            if waiting and not self._woken:
+                await self._sleep(min(waiter.due for waiter in waiting) - self._clock.monotonic())
             elif not waiting:
                 # Those who were answered have yet to run: they take themselves off the list.
                 await asyncio.sleep(0)

@@ -1,18 +1,18 @@
-"""What every benchmark runs on: the servers, the real control plane with adapters for AWS, and agents beside it."""
+"""Benchmark environment: AWS and GitHub servers, the real control plane with AWS adapters, and an agent host."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.agents import AgentsProcess, Following, agents_process
-from benchmarks.wire import WireCount
+from benchmarks.agents import AgentGroup, AgentHostProcess, agent_host
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.items import Item, Keys
@@ -28,7 +28,7 @@ from remuda.config.settings import Settings, load
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
-from remuda.controlplane.release import Fate, ReleaseResult, release
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Report
@@ -43,37 +43,37 @@ from tests.support.records import instance, instance_id
 SCOPE = "octo/repo"
 CLASS = "large"
 WRITE_BATCH = 25
-#: How many batches are under way while a table is filled.
+#: Number of concurrent batch writes while a table is filled.
 WRITERS = 8
-#: More agents than these share a store, and so their looks: one server on one core could not serve them otherwise.
-OWN_STORES = 10
-#: Long enough for every benchmark; nothing expires that is not meant to.
+#: Larger groups of agents share a store and its polling; a single test server could not serve them otherwise.
+MAX_SEPARATE_STORES = 10
+#: Long enough that nothing expires unintentionally.
 SETTINGS: dict[str, Any] = {"idle_time_sec": 3_000, "margin_sec": 1, "max_instances": 10_000}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much is measured: all of it, less of it, or just enough to see that it runs."""
+    """Numbers of samples, instances and records that the benchmarks use."""
 
-    #: Of each timing.
+    #: Samples of each time.
     samples: int = 5
-    #: Machines asked for at once.
+    #: Numbers of instances per provision.
     counts: tuple[int, ...] = (1, 10, 50)
     registration_s: float = 2.5
-    #: When the agent of a new machine is there.
+    #: Seconds until the agent of a new instance is ready.
     boots_s: tuple[float, ...] = (2.0, 7.3)
-    reaped: int = 50
-    misfits: int = 100
+    expired: int = 50
+    mismatches: int = 100
     claims: int = 256
     warm: int = 300
     busy_runners: int = 1_000
     reactions: int = 120
-    #: Of an idle agent's life, in a time that runs faster.
+    #: Simulated minutes of an idle agent.
     idle_min: float = 13.0
     live: tuple[int, ...] = (10, 100, 1_000, 5_000)
     old: int = 100_000
     starts: int = 9
-    #: What the dashboard shows, and how long updates come.
+    #: Instances and transitions on the dashboard, and seconds of updates.
     shown: int = 2_000
     shown_transitions: int = 50_000
     shown_s: float = 10.0
@@ -87,8 +87,8 @@ TINY = Size(
     counts=(1,),
     registration_s=0.1,
     boots_s=(0.1,),
-    reaped=2,
-    misfits=12,
+    expired=2,
+    mismatches=12,
     claims=3,
     warm=4,
     busy_runners=120,
@@ -104,29 +104,67 @@ TINY = Size(
 )
 
 
-class BootingCompute(Ec2Compute):
-    """EC2, and somebody who hears of new machines as soon as it has them."""
+class RequestCounter:
+    """Counts every request that a client sends, retries included, by service and operation."""
 
-    heard: Callable[[Sequence[str]], Awaitable[None]]
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[str, str]] = Counter()
+
+    def watch(self, client: Any) -> None:
+        """Count the client's requests from now on."""
+        client.meta.events.register("before-send", self._sent)
+
+    def _sent(self, event_name: str, **_: Any) -> None:
+        service, operation = event_name.split(".")[1:]
+        self._seen[service.lower(), operation] += 1
+
+    @contextmanager
+    def during(self) -> Iterator[RequestCounts]:
+        """Count the requests of the block. The result is complete when the block ends."""
+        before = Counter(self._seen)
+        counted = RequestCounts()
+        try:
+            yield counted
+        finally:
+            for (service, operation), count in (self._seen - before).items():
+                counted.by_operation[service, operation] = count
+
+
+class RequestCounts:
+    def __init__(self) -> None:
+        self.by_operation: Counter[tuple[str, str]] = Counter()
+
+    def of(self, service: str) -> int:
+        return sum(count for (name, _), count in self.by_operation.items() if name == service)
+
+    def describe(self) -> str:
+        """Return operations with counts, the most frequent first."""
+        return ", ".join(f"{count} {operation}" for (_, operation), count in self.by_operation.most_common())
+
+
+class BootingCompute(Ec2Compute):
+    """EC2 adapter that calls `on_launch` with the ids of new instances."""
+
+    on_launch: Callable[[Sequence[str]], Awaitable[None]]
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         result = await super().launch(request)
-        await self.heard([launched.instance_id for launched in result.instances])
+        await self.on_launch([launched.instance_id for launched in result.instances])
         return result
 
 
 @dataclass(kw_only=True)
-class Pool:
-    """A pool of its own for each benchmark: a table, queues, a launch template."""
+class BenchmarkPool:
+    """A pool with its own table, queues and launch template."""
 
     name: str
-    world: World
+    environment: BenchmarkEnvironment
     settings: Settings
     prefix: str = ""
-    #: How new machines behave.
+    #: Behaviour of new instances.
     boot_s: float = 0.0
     registration_s: float = 0.0
-    #: In place of the world's.
+    #: Replacements for the environment's clients.
     ec2: Any = None
     github: Callable[[CallCounter], GitHubClient] | None = None
 
@@ -136,17 +174,17 @@ class Pool:
 
     @asynccontextmanager
     async def context(self, *, credentialed: bool = False) -> AsyncIterator[Context]:
-        """As a new process has it: nothing is known yet, but the clients exist."""
-        clock, ids, calls, world = SystemClock(), SystemIds(), CallCounter(), self.world
+        """Open a context without cached state, like in a new process, but with existing clients."""
+        clock, ids, calls, environment = SystemClock(), SystemIds(), CallCounter(), self.environment
         store = self.store(calls)
-        compute = BootingCompute(client=self.ec2 or world.ec2, pool=self.name, clock=clock, ids=ids, calls=calls)
-        compute.heard = self.follow
-        github = (self.github or world.github)(calls) if credentialed else None
+        compute = BootingCompute(client=self.ec2 or environment.ec2, pool=self.name, clock=clock, ids=ids, calls=calls)
+        compute.on_launch = self.start_agents
+        github = (self.github or environment.github)(calls) if credentialed else None
         try:
             yield Context(
                 pool_name=self.name,
                 store=store,
-                pool=SqsResourcePool(client=world.sqs, prefix=self.table, clock=clock, ids=ids, calls=calls),
+                pool=SqsResourcePool(client=environment.sqs, prefix=self.table, clock=clock, ids=ids, calls=calls),
                 compute=compute,
                 github=github,
                 clock=clock,
@@ -161,10 +199,10 @@ class Pool:
 
     def store(self, calls: CallCounter) -> DynamoInstanceStore:
         async def newest_prefix() -> str:
-            return await key_prefix_of(self.world.iam, self.settings.launch_options(), calls)
+            return await key_prefix_of(self.environment.iam, self.settings.launch_options(), calls)
 
         return DynamoInstanceStore(
-            client=self.world.dynamodb,
+            client=self.environment.dynamodb,
             table=self.table,
             clock=SystemClock(),
             ids=SystemIds(),
@@ -176,14 +214,14 @@ class Pool:
         async with self.context(credentialed=True) as context:
             done = await refresh(context, None if sweep_only else desired(self.settings, pool=self.name))
         if done.errors:
-            raise RuntimeError(f"a refresh went wrong: {done.errors}")
+            raise RuntimeError(f"refresh failed: {done.errors}")
         if not self.prefix:
-            self.prefix = await key_prefix_of(self.world.iam, self.settings.launch_options(), CallCounter())
+            self.prefix = await key_prefix_of(self.environment.iam, self.settings.launch_options(), CallCounter())
         return done
 
-    def order(self, number: int, **changed: Any) -> ProvisionRequest:
+    def request(self, number: int, **changed: Any) -> ProvisionRequest:
         values: dict[str, Any] = {
-            "run_id": self.world.next_run(),
+            "run_id": self.environment.next_run(),
             "attempt": 1,
             "count": number,
             "resource_class": CLASS,
@@ -196,50 +234,52 @@ class Pool:
 
     async def provision(self, number: int, **changed: Any) -> ProvisionResult:
         async with self.context() as context:
-            return await provision(context, self.order(number, **changed))
+            return await provision(context, self.request(number, **changed))
 
     async def release(self, run_id: str) -> ReleaseResult:
         async with self.context() as context:
             done = await release(context, run_id=run_id, attempt=1)
-        if done.errors or len(done.of(Fate.RELEASED)) != len(done.outcomes):
-            raise RuntimeError(f"a release went wrong: {done.errors or done.outcomes}")
+        if done.errors or len(done.of(ReleaseStatus.RELEASED)) != len(done.outcomes):
+            raise RuntimeError(f"release failed: {done.errors or done.outcomes}")
         return done
 
     async def fill(self, number: int) -> list[Instance]:
-        """So many warm machines, by the way that they all come: created, used, released."""
+        """Create, use and release `number` instances, so that they are warm."""
         made = await self.provision(number)
         await self.release(made.run_id)
         return [item.instance for item in made.instances]
 
-    async def follow(self, instance_ids: Sequence[str]) -> None:
-        await self.world.agents.follow(
-            Following(
+    async def start_agents(self, instance_ids: Sequence[str]) -> None:
+        await self.environment.agents.start(
+            AgentGroup(
                 pool=self.name,
                 prefix=self.prefix,
                 instance_ids=instance_ids,
                 ready_after_s=self.boot_s,
                 registration_s=self.registration_s,
-                shared=len(instance_ids) > OWN_STORES,
+                shared=len(instance_ids) > MAX_SEPARATE_STORES,
             )
         )
 
     async def write(self, records: Collection[Instance], reports: Collection[Report] = ()) -> None:
-        """Many records at once, as changes one by one would have left them."""
+        """Write records directly, in the form that regular changes leave behind."""
         keys = Keys(prefix=self.prefix)
         await self.put([control_item(keys, record) for record in records])
         await self.put(
             [items.document_item(keys.report(report.instance_id), report) for report in reports],
         )
 
-    async def put(self, made: Sequence[Item]) -> None:
-        requests: list[Any] = [{"PutRequest": {"Item": present(item)}} for item in made]
+    async def put(self, new: Sequence[Item]) -> None:
+        requests: list[Any] = [{"PutRequest": {"Item": without_nulls(item)}} for item in new]
         batches = list(chunks(requests, WRITE_BATCH))
         for part in chunks(batches, WRITERS):
-            await gathered(self.world.dynamodb.batch_write_item(RequestItems={self.table: batch}) for batch in part)
+            await gathered(
+                self.environment.dynamodb.batch_write_item(RequestItems={self.table: batch}) for batch in part
+            )
 
 
-def present(item: Item) -> Item:
-    """An attribute that a record does not have is absent."""
+def without_nulls(item: Item) -> Item:
+    """Remove attributes without a value; the store omits them."""
     return {name: value for name, value in item.items() if "NULL" not in value}
 
 
@@ -257,24 +297,24 @@ def control_item(keys: Keys, record: Instance) -> Item:
 
 
 def idle(number: int, **changed: Any) -> Instance:
-    """A warm machine whose time is not up, and that the pool was told of."""
+    """An idle instance that is published and has time left."""
     now = to_milliseconds(SystemClock().now())
     warm = instance(number, created_at=now, threshold=now + timedelta(hours=1), announced_at=now, scope=SCOPE)
     return replace(warm, **changed)
 
 
-def beating(record: Instance) -> Report:
+def fresh_report(record: Instance) -> Report:
     now = to_milliseconds(SystemClock().now())
     return Report(instance_id=record.instance_id, beat=1, beat_at=now)
 
 
 @dataclass(kw_only=True)
-class World:
+class BenchmarkEnvironment:
     servers: AwsServers
     size: Size
     clients: AwsClients
-    agents: AgentsProcess
-    wire: WireCount
+    agents: AgentHostProcess
+    requests: RequestCounter
     dynamodb: Any
     sqs: Any
     ec2: Any
@@ -289,14 +329,16 @@ class World:
     def next_run(self) -> str:
         return str(next(self._runs))
 
-    def new_pool(self, **changed: Any) -> Pool:
-        """Nothing is there of it yet."""
+    def new_pool(self, **changed: Any) -> BenchmarkPool:
+        """Configure a pool without creating its resources."""
         name = f"bench{next(self._pools)}"
         flags = {"backend": "aws", "pool": name, "github_scope": SCOPE, **SETTINGS, **changed}
         flags |= {key.replace("-", "_"): value for key, value in self.servers.launch.items()}
-        return Pool(name=name, world=self, settings=load(flags, environ=self.servers.environment()).settings)
+        return BenchmarkPool(
+            name=name, environment=self, settings=load(flags, environ=self.servers.environment()).settings
+        )
 
-    async def pool(self, **changed: Any) -> Pool:
+    async def pool(self, **changed: Any) -> BenchmarkPool:
         made = self.new_pool(**changed)
         await made.refresh()
         return made
@@ -311,32 +353,44 @@ class World:
         )
 
     async def clear(self) -> None:
-        """Nobody polls any more. Machines of the benchmark before are of another pool."""
-        await self.agents.end()
+        """Stop all agents. Instances of earlier benchmarks belong to other pools."""
+        await self.agents.stop()
 
 
 @asynccontextmanager
-async def open_world(servers: AwsServers, size: Size) -> AsyncIterator[World]:
+async def open_environment(servers: AwsServers, size: Size) -> AsyncIterator[BenchmarkEnvironment]:
     os.environ.update(servers.environment())
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(AwsClients())
-        agents = await stack.enter_async_context(agents_process())
-        wire = WireCount()
-        world = World(
+        agents = await stack.enter_async_context(agent_host())
+        requests = RequestCounter()
+        environment = BenchmarkEnvironment(
             servers=servers,
             size=size,
             clients=clients,
             agents=agents,
-            wire=wire,
+            requests=requests,
             dynamodb=await clients.dynamodb(),
             sqs=await clients.sqs(),
             ec2=await clients.client("ec2", "EC2", client_config()),
             iam=await clients.client("iam", "IAM", config()),
         )
-        for client in (world.dynamodb, world.sqs, world.ec2, world.iam):
-            wire.watch(client)
-        yield world
+        for client in (environment.dynamodb, environment.sqs, environment.ec2, environment.iam):
+            requests.watch(client)
+        yield environment
 
 
 ROOT = Path(__file__).parents[1]
-__all__ = ["CLASS", "FULL", "QUICK", "ROOT", "SCOPE", "TINY", "Pool", "Size", "World", "idle", "instance_id"]
+__all__ = [
+    "CLASS",
+    "FULL",
+    "QUICK",
+    "ROOT",
+    "SCOPE",
+    "TINY",
+    "BenchmarkEnvironment",
+    "BenchmarkPool",
+    "Size",
+    "idle",
+    "instance_id",
+]

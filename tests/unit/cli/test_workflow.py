@@ -1,28 +1,32 @@
-"""Small workflows: what is understood, and what is refused by name."""
+"""Workflows of `run-workflow`: parsing, and the cancellation of an interrupted run."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from remuda.cli.workflow_file import Job, parse_workflow
+from remuda.adapters.system.clock import SystemClock
+from remuda.cli.run_workflow import WorkflowRun
+from remuda.cli.workflow_file import WorkflowJob, WorkflowStep, parse_workflow
 from remuda.domain.errors import UserError
+from remuda.fake_github.client import JobView
 
 GITHUB = {"run_id": "77", "run_attempt": "2", "repository": "owner/repo"}
 STEPS = [{"run": "true"}]
 
 
-def parse(jobs: Any, **workflow: Any) -> list[Job]:
+def parse(jobs: Any, **workflow: Any) -> list[WorkflowJob]:
     return parse_workflow({"name": "w", **workflow, "jobs": jobs}, GITHUB)
 
 
-def one(**job: Any) -> Job:
+def one(**job: Any) -> WorkflowJob:
     (parsed,) = parse({"a": {"runs-on": "x", "steps": STEPS, **job}})
     return parsed
 
 
-def test_a_matrix_makes_a_job_for_each_cell() -> None:
+def test_matrix_expands_to_one_job_per_combination() -> None:
     jobs = parse(
         {
             "test": {
@@ -37,7 +41,7 @@ def test_a_matrix_makes_a_job_for_each_cell() -> None:
     assert jobs[3].steps[0].run == "echo 2 2"
 
 
-def test_env_of_step_lies_over_job_lies_over_workflow() -> None:
+def test_env_of_step_overrides_job_and_workflow() -> None:
     (job,) = parse(
         {
             "a": {
@@ -52,7 +56,7 @@ def test_env_of_step_lies_over_job_lies_over_workflow() -> None:
     assert job.steps[0].run == "echo step workflow-job c"
 
 
-def test_ubuntu_labels_run_here_and_others_are_queued() -> None:
+def test_ubuntu_jobs_run_locally_and_others_are_queued() -> None:
     assert one(**{"runs-on": "ubuntu-latest"}).hosted
     assert not one(**{"runs-on": "${{ github.run_id }}"}).hosted
 
@@ -97,14 +101,78 @@ def test_conditions(condition: str | None, after_success: bool, after_failure: b
         ({str(n): {"runs-on": "x", "steps": STEPS} for n in range(300)}, "jobs"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(jobs: Any, where: str):
-    with pytest.raises(UserError) as refused:
+def test_unsupported_keys_are_rejected_by_name(jobs: Any, where: str):
+    with pytest.raises(UserError) as raised:
         parse(jobs)
-    assert refused.value.field == where
-    assert refused.value.fix
+    assert raised.value.field == where
+    assert raised.value.fix
 
 
-def test_a_circle_of_needs_is_refused() -> None:
+def test_cyclic_needs_are_rejected() -> None:
     job = {"runs-on": "x", "steps": STEPS}
     with pytest.raises(UserError, match="wait for each other: a, b"):
         parse({"a": {**job, "needs": "b"}, "b": {**job, "needs": ["a"]}, "c": job})
+
+
+# Interrupted runs -----------------------------------------------------------------------------------------------------
+
+#: Event loop iterations that the cancellation of each job takes. The first must not interrupt the others.
+ITERATIONS = {"one": 20, "two": 60}
+
+
+class SilentOutput:
+    def say(self, *_texts: Any, **_style: Any) -> None:
+        """Discard the text."""
+
+
+class SlowGitHub:
+    """A GitHub whose jobs only end when they are cancelled."""
+
+    def __init__(self) -> None:
+        self.followed: asyncio.Queue[str] = asyncio.Queue()
+        self.cancelled: set[str] = set()
+
+    async def queue_job(self, *, name: str, **_given: Any) -> JobView:
+        return _job(name)
+
+    async def job(self, name: str, **_given: Any) -> JobView:
+        self.followed.put_nowait(name)
+        await asyncio.Event().wait()
+        return _job(name)
+
+    async def cancel_job(self, name: str) -> JobView:
+        for _ in range(ITERATIONS[name]):
+            await asyncio.sleep(0)
+        self.cancelled.add(name)
+        return _job(name)
+
+
+def _job(name: str) -> JobView:
+    known = dict.fromkeys(JobView.__dataclass_fields__)
+    return JobView(**{**known, "id": name, "name": name, "status": "queued"})  # type: ignore[arg-type]
+
+
+def job(key: str, *needs: str, on: str = "1") -> WorkflowJob:
+    return WorkflowJob(
+        key=key,
+        name=key,
+        needs=needs,
+        labels=(on,),
+        condition="",
+        steps=(WorkflowStep(run="true"),),
+        env={},
+        timeout_s=600,
+    )
+
+
+@pytest.mark.parametrize("without_dependent", [True, False])
+async def test_an_interrupted_run_cancels_all_its_jobs(*, without_dependent: bool) -> None:
+    github = SlowGitHub()
+    run = WorkflowRun(None, SilentOutput(), github, SystemClock(), GITHUB)  # type: ignore[arg-type]
+    jobs = [job("one"), job("two"), *([] if without_dependent else [job("after", "one", "two", on="ubuntu-latest")])]
+    running = asyncio.create_task(run.run(jobs))
+    assert {await github.followed.get() for _ in ITERATIONS} == set(ITERATIONS)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert github.cancelled == set(ITERATIONS)

@@ -1,12 +1,12 @@
-"""Scale-down of a fleet whose runners are all busy: lists, and nothing else."""
+"""Scale-down of a fleet of busy runners: only list calls are needed."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from benchmarks.figures import Figure, Kind, Results
+from benchmarks.environment import BenchmarkEnvironment
+from benchmarks.figures import Figure, FigureKind, Results
 from benchmarks.floor import Floor
-from benchmarks.world import World
 from remuda.adapters.aws.clients import open_session
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
@@ -20,22 +20,22 @@ from tests.support.fleet_world import TOKEN, FleetWorld, Machine, serve
 from tests.support.fleets import ENVIRONMENT, ORG, tags
 from tests.support.records import instance_id
 
-GITHUB_CALLS_MOST = 13
+GITHUB_CALLS_LIMIT = 13
 
 
 def busy_fleet(number: int) -> FleetWorld:
-    world = FleetWorld()
-    world.owners.add(ORG)
+    fleet = FleetWorld()
+    fleet.owners.add(ORG)
     launched_at = SystemClock().now() - timedelta(hours=1)
     for each in range(number):
         name = instance_id(each)
-        world.add_machine(Machine(name, launched_at, "running", tags()))
-        world.add_runner({"id": each + 1, "name": f"runner-{name}", "owner": ORG, "busy": True})
-    return world
+        fleet.add_machine(Machine(name, launched_at, "running", tags()))
+        fleet.add_runner({"id": each + 1, "name": f"runner-{name}", "owner": ORG, "busy": True})
+    return fleet
 
 
-async def run(world: World, _floor: Floor) -> Results:
-    number = world.size.busy_runners
+async def run(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
+    number = environment.size.busy_runners
     fleet = busy_fleet(number)
     clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
     with serve(fleet) as served:
@@ -52,16 +52,16 @@ async def run(world: World, _floor: Floor) -> Results:
             done = await scale_down(context, Settings().scale_down_policy)
             await github.close()
     if done.errors or fleet.did.terminated:
-        raise RuntimeError(f"a scale-down went wrong: {done.errors}")
+        raise RuntimeError(f"scale-down failed: {done.errors}")
     return Results(
         figures=(
             Figure(
                 name=f"scale-down of {number:,} busy runners: GitHub calls",
                 unit="calls",
-                before="1,012, in 23 s",
-                most=GITHUB_CALLS_MOST,
-                ours=fleet.did.of_github(),
-                kind=Kind.COUNT,
+                predecessor="1,012, in 23 s",
+                limit=GITHUB_CALLS_LIMIT,
+                measured=fleet.did.of_github(),
+                kind=FigureKind.COUNT,
                 note=f"{done.seconds:.2f} s",
             ),
         )
