@@ -15,9 +15,9 @@ import pytest
 
 from remuda.ports.machine import StepResult
 from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
-from tests.support.aws_cloud import SCOPE, aws_cloud
+from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
+from tests.support.aws.stack import SCOPE, aws_stack
 from tests.support.registry import answered
-from tests.support.store_agents import Herd, herd
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-for-this-test"
@@ -38,7 +38,7 @@ class ActionRunner:
     environment: dict[str, str]
     token: str
     launch: dict[str, str]
-    agents: Herd
+    agents: ThreadedAgents
 
     def __post_init__(self) -> None:
         self._numbers = count(1)
@@ -71,9 +71,9 @@ class ActionRunner:
 @pytest.fixture(scope="module")
 def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
     folder = tmp_path_factory.mktemp("action")
-    with aws_cloud(folder) as cloud:
+    with aws_stack(folder) as stack:
         variables = {
-            **cloud.environment,
+            **stack.environment(),
             # The credential is passed as an input.
             "REMUDA_GITHUB_TOKEN": "",
             "REMUDA_CONFIG": "",
@@ -87,21 +87,21 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
             **answered(folder),
         }
-        with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
+        with agents_in_thread(stack, POOL) as agents:
             yield ActionRunner(
                 action=copy_action(folder / "remuda"),
                 folder=folder,
                 environment=variables,
-                token=cloud.environment["REMUDA_GITHUB_TOKEN"],
-                launch=cloud.launch,
+                token=stack.github.token,
+                launch=stack.launch,
                 agents=agents,
             )
 
 
 @pytest.fixture(autouse=True)
 def agents_run(github: ActionRunner) -> None:
-    github.agents.awake = True
-    github.agents.registration = StepResult(ok=True)
+    github.agents.resume()
+    github.agents.pool_agents.registration = StepResult(ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
     assert warm.code == 0, warm.log
     assert github.use("release", run_id="200").code == 0
     (pooled,) = json.loads(warm.outputs["instance-ids"])
-    github.agents.fall_asleep()
+    github.agents.pause()
     before = github.agents.states()
 
     job = github.job("201")
@@ -271,7 +271,7 @@ def test_invalid_input_is_one_annotation_with_the_fix(
 
 def test_text_from_an_instance_is_not_executed_as_a_command(github: ActionRunner, refreshed: ActionResult):
     hostile = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
-    github.agents.registration = StepResult(ok=False, detail=hostile)
+    github.agents.pool_agents.registration = StepResult(ok=False, detail=hostile)
     done = github.use("provision", run_id="400", instance_count="1", resource_class="2xlarge")
     assert done.code == 4, done.log
     (error,) = done.annotations("error")
