@@ -69,7 +69,7 @@ def faults_table() -> str:
 
 
 def planted_table() -> str:
-    lines = ["| planted bug | what it is |", "|---|---|"]
+    lines = ["| planted bug | description |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 

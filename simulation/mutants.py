@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulation.campaign import Settings
+from simulation.campaign import CampaignSettings
 from simulation.faults import Fault
 from simulation.mutation import NodeKind, Replacement
 
@@ -19,9 +19,8 @@ class Mutant:
     #: The bug, in one sentence.
     bug: str
     replacements: tuple[Replacement, ...]
-    #: Settings to simulate it with, if the usual ones need too many seeds: a bug that needs a few faults in sequence is
-    #: rare among many faults.
-    settings: Settings | None = None
+    #: Settings to simulate it with, if the usual ones need too many seeds.
+    settings: CampaignSettings | None = None
 
 
 _TRANSITIONS = "remuda.domain.transitions.apply"
@@ -49,7 +48,7 @@ _EXPIRY = "remuda.agent.expiry"
 _LOOP = "remuda.agent.loop"
 
 #: Operator commands while other commands are paused or slow.
-_OPERATED = Settings(
+_OPERATED = CampaignSettings(
     hours=0.25, instances=5, faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE, Fault.SLOW_CALL})
 )
 
@@ -70,7 +69,7 @@ def entry(module: str, function: str, old: str, new: str) -> Replacement:
     return Replacement(module=module, function=function, kind=NodeKind.ENTRY, old=old, new=new)
 
 
-def _mutant(name: str, bug: str, *replacements: Replacement, settings: Settings | None = None) -> Mutant:
+def _mutant(name: str, bug: str, *replacements: Replacement, settings: CampaignSettings | None = None) -> Mutant:
     return Mutant(name=name, bug=bug, replacements=replacements, settings=settings)
 
 

@@ -28,8 +28,8 @@ T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
 
 
-class Changes:
-    """Who waits for a change of which key. All are woken, in the order in which they came."""
+class ChangeNotifier:
+    """Waiters for changes by key. A change wakes all of them, in the order in which they came."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[type, str], dict[asyncio.Future[None], None]] = {}
@@ -45,7 +45,7 @@ class Changes:
             if not waiting:
                 self._waiting.pop(key, None)
 
-    def tell(self, key: tuple[type, str]) -> None:
+    def notify(self, key: tuple[type, str]) -> None:
         for woken in self._waiting.pop(key, {}):
             if not woken.done():
                 woken.set_result(None)
@@ -63,7 +63,7 @@ class MemoryDatabase:
     config: PoolConfig | None = None
     sightings: dict[str, datetime] = field(default_factory=dict)
     prepared: bool = False
-    changes: Changes = field(default_factory=Changes)
+    changes: ChangeNotifier = field(default_factory=ChangeNotifier)
 
 
 class MemoryInstanceStore:
@@ -101,7 +101,7 @@ class MemoryInstanceStore:
         entries = (*self._database.histories.get(change.instance_id, ()), _kept(change.entry))
         self._database.instances[change.instance_id] = record
         self._database.histories[change.instance_id] = entries[-HISTORY_LIMIT:]
-        self._database.changes.tell((Instance, change.instance_id))
+        self._database.changes.notify((Instance, change.instance_id))
         return record
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
@@ -169,8 +169,8 @@ class MemoryInstanceStore:
             del database.instances[instance_id]
             database.histories.pop(instance_id, None)
             database.reports.pop(instance_id, None)
-            database.changes.tell((Instance, instance_id))
-            database.changes.tell((Report, instance_id))
+            database.changes.notify((Instance, instance_id))
+            database.changes.notify((Report, instance_id))
         old = [
             key
             for key, provision in database.provisions.items()
@@ -288,7 +288,7 @@ class MemoryInstanceStore:
 
     def _keep_report(self, report: Report) -> None:
         self._database.reports[report.instance_id] = report
-        self._database.changes.tell((Report, report.instance_id))
+        self._database.changes.notify((Report, report.instance_id))
 
     async def _wait(
         self, kind: type[R], records: Mapping[str, R], instance_id: str, since: R | None, timeout_s: float

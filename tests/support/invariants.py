@@ -10,13 +10,13 @@ from remuda.domain.signals import Verdict, registration_verdict, removal_verdict
 from remuda.domain.thresholds import expired
 from remuda.ports.compute import MachineState
 from simulation.memory.github import MemoryJob
-from simulation.memory.store import Changes
+from simulation.memory.store import ChangeNotifier
 
 if TYPE_CHECKING:
     from tests.support.world import World
 
 
-class Law(Changes):
+class Law(ChangeNotifier):
     """Sees every write of a record as it happens, and notes what must not be (lifecycle, section 6)."""
 
     def __init__(self, world: World) -> None:
@@ -25,14 +25,14 @@ class Law(Changes):
         self._known: dict[str, Instance] = {}
         self.broken: list[str] = []
 
-    def tell(self, key: tuple[type, str]) -> None:
+    def notify(self, key: tuple[type, str]) -> None:
         if key[0] is Instance:
             after = self._world.database.instances.get(key[1])
             before = self._known.get(key[1])
             if after is not None:
                 self._known[key[1]] = after
                 self.broken += [f"{key[1]}: {what}" for what in self._judge(before, after)]
-        super().tell(key)
+        super().notify(key)
 
     def job_starts(self, job: MemoryJob, instance_id: str) -> None:
         record = self._world.database.instances[instance_id]

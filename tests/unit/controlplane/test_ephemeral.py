@@ -100,7 +100,7 @@ async def test_released_before_it_has_booted(world: World) -> None:
 
 async def test_the_configuration_is_on_the_record_for_its_step_alone(world: World) -> None:
     seen: set[tuple[State, bool]] = set()
-    tell = world.law.tell
+    tell = world.law.notify
 
     def watch(key: tuple[type, str]) -> None:
         record = world.database.instances.get(key[1])
@@ -108,7 +108,7 @@ async def test_the_configuration_is_on_the_record_for_its_step_alone(world: Worl
             seen.add((record.state, bool(record.assignment.jit_config)))
         tell(key)
 
-    world.law.tell = watch  # type: ignore[method-assign]
+    world.law.notify = watch  # type: ignore[method-assign]
     await provisioned(world)
     await world.release("1", process=world.process(credentialed=True))
     assert seen == {(State.CREATED, True), (State.RUNNING, False), (State.RELEASING, False)}
