@@ -1,11 +1,11 @@
-"""The pool's side of scale-down: whose record rules a machine, and which idle ones are kept."""
+"""Pool records in scale-down: machines with a live record are left to their pool, and idle ones are renewed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from remuda.controlplane.context import Context, check_pool_name, map_concurrently, transition
-from remuda.controlplane.scale_down.result import Tally
+from remuda.controlplane.scale_down.result import ScaleDownResultBuilder
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -26,13 +26,14 @@ from remuda.ports.compute import POOL_TAG
 
 
 class PoolRecords:
-    """What the records say. Without a pool, or with a store that cannot be read, only the tags are known."""
+    """The records of one pool. If there is no pool, or its store cannot be read, only the machines' tags count."""
 
-    def __init__(self, context: Context | None, tally: Tally) -> None:
+    def __init__(self, context: Context | None, result: ScaleDownResultBuilder) -> None:
         self._context = context
-        self._tally = tally
+        self._result = result
         self._config: PoolConfig | None = None
-        self._unreadable = "" if context is not None else "its pool is not looked after here"
+        #: Why no record can be read; empty if they can.
+        self._unreadable = "" if context is not None else "this scale-down does not manage its pool"
         self._live: dict[str, Instance] = {}
 
     async def open(self) -> None:
@@ -43,22 +44,22 @@ class PoolRecords:
             if self._config is not None:
                 check_pool_name(self._context, self._config)
         except RemudaError as error:
-            self._give_up(error)
+            self._mark_unreadable(error)
 
     async def read(self, machines: Iterable[FleetMachine]) -> None:
-        """The records of these machines, as they are now. One that was live at any look is not for the table."""
-        wanted = [machine.instance_id for machine in machines]
-        if self._context is None or self._unreadable or not wanted:
+        """Read the machines' records. An instance that was live in any read counts as live for the whole cycle."""
+        ids = [machine.instance_id for machine in machines]
+        if self._context is None or self._unreadable or not ids:
             return
         try:
-            found: Mapping[str, Instance] = await self._context.store.get_many(wanted)
+            found: Mapping[str, Instance] = await self._context.store.get_many(ids)
         except RemudaError as error:
-            self._give_up(error)
+            self._mark_unreadable(error)
             return
         self._live |= {key: record for key, record in found.items() if record.state in LIVE}
 
-    def judge(self, machine: FleetMachine, phase: ScaleDownPhase) -> Decision | None:
-        """For machines that the table does not concern."""
+    def decide(self, machine: FleetMachine, phase: ScaleDownPhase) -> Decision | None:
+        """The decision for a machine of a pool; None if its registrations decide."""
         record = self._live.get(machine.instance_id)
         if record is not None:
             return decide_recorded(machine, record, phase)
@@ -72,17 +73,17 @@ class PoolRecords:
         return None
 
     async def renew(self, quota: Quota, *, dry_run: bool) -> None:
-        """Keep idle instances warm, up to the quota. Those beyond it end with their idle time."""
+        """Extend the threshold of idle instances up to the quota. The others end with their idle time."""
         context, config = self._context, self._config
         if context is None or config is None or self._unreadable or not quota.idle_count:
             return
         if config.reuse is Reuse.NEVER:
-            # Nobody will be given them: refresh ends those that an earlier policy left.
+            # No run will get them. Refresh ends instances that an earlier policy left in the pool.
             return
         try:
             idle = await context.store.find({State.IDLE})
         except RemudaError as error:
-            self._tally.error(f"pool {context.pool_name}: idle instances could not be found: {error.message}")
+            self._result.error(f"pool {context.pool_name}: idle instances could not be found: {error.message}")
             return
         lifetimes = config.lifetimes
         due = renewals(
@@ -95,25 +96,25 @@ class PoolRecords:
 
         async def one(renewal: Renewal) -> None:
             if dry_run:
-                self._tally.explain(_kept(renewal, f"would be {renewal.reason}"))
+                self._result.set_keep_reason(_kept(renewal, f"would be {renewal.reason}"))
                 return
             event = Renew(until=renewal.until)
             try:
                 await transition(context, renewal.instance, event, by=Actor.SCALE_DOWN, why=renewal.reason)
             except Conflict:
-                # A claim was first, or its time is up: whoever moved it rules it now.
-                self._tally.explain(_kept(renewal, "its record moved on meanwhile: not renewed"))
+                # It was claimed, or its time is up.
+                self._result.set_keep_reason(_kept(renewal, "not renewed: its record changed meanwhile"))
                 return
-            self._tally.explain(_kept(renewal, renewal.reason))
+            self._result.set_keep_reason(_kept(renewal, renewal.reason))
 
-        for renewal, result in zip(due, await map_concurrently(due, one), strict=True):
-            if isinstance(result, RemudaError):
-                self._tally.error(f"{renewal.instance.instance_id}: it could not be renewed: {result.message}")
+        for renewal, outcome in zip(due, await map_concurrently(due, one), strict=True):
+            if isinstance(outcome, RemudaError):
+                self._result.error(f"{renewal.instance.instance_id}: it could not be renewed: {outcome.message}")
 
-    def _give_up(self, error: RemudaError) -> None:
+    def _mark_unreadable(self, error: RemudaError) -> None:
         self._unreadable = "its records cannot be read"
         name = self._context.pool_name if self._context is not None else ""
-        self._tally.error(f"pool {name}: {error.message}")
+        self._result.error(f"pool {name}: {error.message}")
 
 
 def _kept(renewal: Renewal, reason: str) -> Decision:
