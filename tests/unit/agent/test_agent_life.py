@@ -13,7 +13,7 @@ from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
-from tests.support.agents import ID, MARGIN_S, Stable
+from tests.support.agents import ID, MARGIN_S, AgentFixture
 from tests.support.clock import run, until
 from tests.support.records import assignment, at
 
@@ -35,7 +35,7 @@ LIFE = [
 ]
 
 
-async def use(stable: Stable, epoch: int) -> None:
+async def use(stable: AgentFixture, epoch: int) -> None:
     """Register, commit, run a job, release, return to the pool."""
     await until(lambda: stable.signalled(Signal.UD_REG_OK, epoch))
     assert not stable.runner.current.listening
@@ -49,7 +49,7 @@ async def use(stable: Stable, epoch: int) -> None:
     await stable.pool()
 
 
-async def life(stable: Stable) -> None:
+async def life(stable: AgentFixture) -> None:
     await stable.create()
     await use(stable, 1)
     await asyncio.sleep(60)
@@ -59,7 +59,7 @@ async def life(stable: Stable) -> None:
 
 def test_machine_serves_two_runs_and_ends() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         task = stable.start()
         await life(stable)
         assert stable.log == LIFE
@@ -75,7 +75,7 @@ def test_machine_serves_two_runs_and_ends() -> None:
 
 def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.start()
         await stable.create()
         stable.runner.turned_away = "refused 1 foreign job: run 9 of evil/corp"
@@ -93,7 +93,7 @@ def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> N
 
 def test_events_carry_instance_run_and_epoch() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.start()
         await life(stable)
         noted = stable.event_log.notes
@@ -119,7 +119,7 @@ def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  #
     """Each store call of the agent fails once: before it is applied, or after (the response is lost)."""
 
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         seen = 0
 
         def cut(_name: str) -> bool:
@@ -147,7 +147,7 @@ def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
     """The step is done, but not signalled: the new process decides from the disk and the record."""
 
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         died = asyncio.Event()
 
         class Log(list[str]):
@@ -184,7 +184,7 @@ def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> 
     """A run may release a machine without a job at any time, and waits for the release."""
 
     async def story() -> None:
-        stable, urgent = Stable(), [False]
+        stable, urgent = AgentFixture(), [False]
         wait = stable.control.wait_for_control
 
         async def noted(*given: Any, **named: Any) -> Any:
@@ -213,7 +213,7 @@ def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("state", ["created", "registered", "listening", "busy", "clean"])
 def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.start()
         await stable.create()
         await until(lambda: stable.signalled(Signal.UD_REG_OK))
@@ -244,7 +244,7 @@ def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
 
 def test_signal_contains_the_duration_of_the_machines_work() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.machine.reset_s = 2.5
         stable.start()
         await stable.create()
@@ -262,7 +262,7 @@ def test_signal_contains_the_duration_of_the_machines_work() -> None:
 
 def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.machine.script = StepResult(ok=False, detail="no such package")
         await stable.create()
         stable.start()
@@ -278,7 +278,7 @@ def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
 @pytest.mark.parametrize("restart", [False, True])
 def test_script_failure_before_the_record_is_signalled_with_its_output(restart: bool) -> None:  # noqa: FBT001
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.machine.script = StepResult(ok=False, detail="no such package")
         stable.start()
         await until(lambda: stable.machine.memory.script is ScriptStatus.FAILED)
@@ -294,7 +294,7 @@ def test_script_failure_before_the_record_is_signalled_with_its_output(restart: 
 
 def test_script_runs_once_per_machine() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.start()
         await life(stable)
         await stable.restart()
@@ -307,7 +307,7 @@ def test_script_runs_once_per_machine() -> None:
 
 def test_failed_registration_is_signalled_immediately() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
         stable.start()
         await stable.create()
@@ -322,7 +322,7 @@ def test_failed_registration_is_signalled_immediately() -> None:
 
 def test_failed_reset_is_signalled_and_not_repeated() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
         stable.start()
         await stable.create()
@@ -341,7 +341,7 @@ def test_failed_reset_is_signalled_and_not_repeated() -> None:
 
 def test_machine_waits_for_a_late_record() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.start()
         await asyncio.sleep(200)
         assert stable.log == ["script"]
@@ -355,7 +355,7 @@ def test_machine_waits_for_a_late_record() -> None:
 
 def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.start()
         await stable.create()
         await until(lambda: stable.signalled(Signal.UD_REG_OK))

@@ -16,14 +16,14 @@ from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
 from remuda.ports.machine import AgentState, ScriptStatus
 from remuda.ports.runner import RemovalStatus
-from tests.support.agents import ID, MARGIN_S, Stable
+from tests.support.agents import ID, MARGIN_S, AgentFixture
 from tests.support.clock import VirtualClock, run, until
 from tests.support.records import at
 
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
 
-async def running(stable: Stable, max_runtime_s: float = 1_800.0) -> None:
+async def running(stable: AgentFixture, max_runtime_s: float = 1_800.0) -> None:
     stable.start()
     await stable.create()
     await until(lambda: stable.signalled(Signal.UD_REG_OK))
@@ -36,7 +36,7 @@ async def running(stable: Stable, max_runtime_s: float = 1_800.0) -> None:
 
 def test_unreachable_store_last_threshold_applies() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable, max_runtime_s=100)
         threshold = stable.record.threshold
         stable.store.down = True
@@ -51,7 +51,7 @@ def test_unreachable_store_last_threshold_applies() -> None:
 
 def test_last_threshold_applies_after_a_restart() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
         stable.store.down = True
         why = await stable.start()
@@ -64,7 +64,7 @@ def test_last_threshold_applies_after_a_restart() -> None:
 
 def test_without_threshold_the_agent_waits_for_the_store() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.store.down = True
         task = stable.start()
         await asyncio.sleep(7_200)
@@ -79,7 +79,7 @@ def test_without_threshold_the_agent_waits_for_the_store() -> None:
 
 def test_job_continues_while_the_store_is_unreachable() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         stable.runner.become(busy=True)
         stable.store.down = True
@@ -96,7 +96,7 @@ def test_job_continues_while_the_store_is_unreachable() -> None:
 
 def test_requests_to_an_unreachable_store_back_off() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.store.down = True
         stable.start()
         await asyncio.sleep(600)
@@ -114,7 +114,7 @@ def test_record_is_read_again_before_the_end() -> None:
     """The threshold was extended after the agent's last read, so the agent continues."""
 
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable, max_runtime_s=100)
         await stable.release(release_time_s=20)
         await until(lambda: stable.signalled(CLEAN))
@@ -138,7 +138,7 @@ def test_record_is_read_again_before_the_end() -> None:
 
 def test_renewed_threshold_applies() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         await stable.release()
         await until(lambda: stable.signalled(CLEAN))
@@ -157,7 +157,7 @@ def test_renewed_threshold_applies() -> None:
 
 def test_machine_without_record_ends_at_its_last_threshold() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable, max_runtime_s=100)
         threshold = stable.record.threshold
         del stable.database.instances[ID]
@@ -171,7 +171,7 @@ def test_machine_without_record_ends_at_its_last_threshold() -> None:
 @pytest.mark.parametrize("skew_s", [-30.0, 30.0])
 def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.clock = VirtualClock(skew_s)
         await running(stable)
         await stable.release()
@@ -187,7 +187,7 @@ def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
 
 def test_heartbeat_is_regular_and_reports_the_runner() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         await asyncio.sleep(1)
         before = stable.report.beat
@@ -204,7 +204,7 @@ def test_heartbeat_is_regular_and_reports_the_runner() -> None:
 
 def test_spot_notice_is_reported_and_the_job_continues() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         stable.runner.become(busy=True)
         stable.machine.notice = "terminate at noon"
@@ -219,7 +219,7 @@ def test_spot_notice_is_reported_and_the_job_continues() -> None:
 
 def test_heartbeat_of_a_hung_agent_stops() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.machine.reset_s = 100_000
         await running(stable)
         await stable.release(release_time_s=200_000)
@@ -238,7 +238,7 @@ def test_heartbeat_of_a_hung_agent_stops() -> None:
 
 def test_heartbeats_continue_after_a_failed_one() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         stable.store.fails = lambda name: name == "beat"
         await asyncio.sleep(30)
@@ -256,7 +256,7 @@ def test_heartbeats_continue_after_a_failed_one() -> None:
 
 def test_release_waits_for_a_running_job() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         stable.runner.become(busy=True)
         await stable.release(release_time_s=60)
@@ -273,7 +273,7 @@ def test_release_waits_for_a_running_job() -> None:
 
 def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         refusals = 3 * MAX_REMOVALS
         stable.runner.removals = [RemovalStatus.BUSY] * refusals
@@ -290,7 +290,7 @@ def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
 
 def test_failed_removal_is_retried_with_backoff() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         stable.runner.removals = [RemovalStatus.FAILED] * (MAX_REMOVALS - 1)
         await stable.release()
@@ -305,7 +305,7 @@ def test_failed_removal_is_retried_with_backoff() -> None:
 
 def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         stable.runner.removals = [RemovalStatus.FAILED] * 100
         await stable.release()
@@ -321,7 +321,7 @@ def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -
 
 def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         stable.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_REMOVALS + 3)
         await stable.release()
@@ -334,7 +334,7 @@ def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
 
 def test_exited_listener_is_restarted_with_backoff() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.runner.exits = [2] * (MAX_STARTS - 1)
         started = stable.clock.monotonic()
         await running(stable)
@@ -348,7 +348,7 @@ def test_exited_listener_is_restarted_with_backoff() -> None:
 @pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
 def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.runner.exits = [code] * 100
         stable.start()
         await stable.create()
@@ -366,7 +366,7 @@ def test_release_during_registration_leaves_no_registration() -> None:
     """The claim was rolled back before the agent read it: the agent cleans up."""
 
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         await running(stable)
         await stable.release()
         await until(lambda: stable.signalled(CLEAN))
@@ -385,7 +385,7 @@ def test_release_during_registration_leaves_no_registration() -> None:
 
 def test_attempt_counters_restart_with_each_assignment() -> None:
     async def story() -> None:
-        stable = Stable()
+        stable = AgentFixture()
         stable.runner.exits = [2] * (MAX_STARTS - 1)
         await running(stable)
         await stable.release()
