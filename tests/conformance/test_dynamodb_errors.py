@@ -32,7 +32,7 @@ from tests.support.aws.fault_proxy import (
 )
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
-from tests.support.world_time import Notes
+from tests.support.virtual_time import EventRecorder
 
 ID = instance_id(1)
 
@@ -389,7 +389,7 @@ async def test_a_history_that_cannot_be_written_holds_up_nothing(
 async def test_a_store_closes_though_its_history_is_refused(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
-    notes = Notes()
+    notes = EventRecorder()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
     between.always["BatchWriteItem"] = fail(400, "AccessDeniedException")
     await other.apply(birth(instance()))
@@ -400,7 +400,7 @@ async def test_a_store_closes_though_its_history_is_refused(
 async def test_a_history_that_is_late_is_told_of(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
-    notes = Notes()
+    notes = EventRecorder()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
     between.then("BatchWriteItem", fail(400, "AccessDeniedException"))
     record = await other.apply(birth(instance()))

@@ -20,10 +20,10 @@ from remuda.ports.fleet import TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, RecordingClock, shared_ec2_server
-from tests.support.clock import FixedClock
 from tests.support.fleet_world import FleetWorld, Machine, serve
 from tests.support.fleets import ENVIRONMENT, tags
 from tests.support.records import NOW
+from tests.support.virtual_time import FixedClock
 
 ORPHAN = "ghr:orphan"
 

@@ -24,7 +24,7 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, StepResult
 from remuda.ports.runner import RemovalStatus
 from remuda.ports.store import InstanceStore
-from tests.support.agents import FakeMachine, FakeRunner
+from tests.support.agents import RecordingMachine, RecordingRunner
 from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import AwsStack
 
@@ -42,7 +42,7 @@ LIVE = ("pending", "running")
 Tags = Mapping[str, str]
 
 
-class TerminatingMachine(FakeMachine):
+class TerminatingMachine(RecordingMachine):
     def __init__(self, identity: Identity, terminate: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         super().__init__([], identity)
         self._terminate = terminate
@@ -53,7 +53,7 @@ class TerminatingMachine(FakeMachine):
         await super().end(reason)
 
 
-class RegisteringRunner(FakeRunner):
+class RegisteringRunner(RecordingRunner):
     def __init__(self, http: httpx.AsyncClient) -> None:
         super().__init__([])
         self._http = http
