@@ -21,7 +21,7 @@ from benchmarks.figures import Figure, Kind, Results, percentile
 from benchmarks.floor import Floor
 from benchmarks.world import SCOPE, Pool, World, beating, idle
 from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.dynamodb.poll_intervals import CONTROL, WARM_FOR_S
+from remuda.adapters.aws.dynamodb.polling import CONTROL, WARM_FOR_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.errors import DYNAMODB
 from remuda.adapters.system.clock import SystemClock, SystemIds

@@ -13,14 +13,14 @@ from typing import Any
 
 from benchmarks.agents import AgentsProcess, Following, agents_process
 from benchmarks.wire import WireCount
+from remuda.adapters.aws.calls import chunks, gather
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.items import Item, Keys
+from remuda.adapters.aws.dynamodb.items import Item, ItemKeys
+from remuda.adapters.aws.dynamodb.keys import role_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.gather import chunks, gathered
-from remuda.adapters.aws.identity import key_prefix_of
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -161,7 +161,7 @@ class Pool:
 
     def store(self, calls: CallCounter) -> DynamoInstanceStore:
         async def newest_prefix() -> str:
-            return await key_prefix_of(self.world.iam, self.settings.launch_options(), calls)
+            return await role_key_prefix(self.world.iam, self.settings.launch_options(), calls)
 
         return DynamoInstanceStore(
             client=self.world.dynamodb,
@@ -178,7 +178,7 @@ class Pool:
         if done.errors:
             raise RuntimeError(f"a refresh went wrong: {done.errors}")
         if not self.prefix:
-            self.prefix = await key_prefix_of(self.world.iam, self.settings.launch_options(), CallCounter())
+            self.prefix = await role_key_prefix(self.world.iam, self.settings.launch_options(), CallCounter())
         return done
 
     def order(self, number: int, **changed: Any) -> ProvisionRequest:
@@ -225,7 +225,7 @@ class Pool:
 
     async def write(self, records: Collection[Instance], reports: Collection[Report] = ()) -> None:
         """Many records at once, as changes one by one would have left them."""
-        keys = Keys(prefix=self.prefix)
+        keys = ItemKeys(prefix=self.prefix)
         await self.put([control_item(keys, record) for record in records])
         await self.put(
             [items.document_item(keys.report(report.instance_id), report) for report in reports],
@@ -235,7 +235,7 @@ class Pool:
         requests: list[Any] = [{"PutRequest": {"Item": present(item)}} for item in made]
         batches = list(chunks(requests, WRITE_BATCH))
         for part in chunks(batches, WRITERS):
-            await gathered(self.world.dynamodb.batch_write_item(RequestItems={self.table: batch}) for batch in part)
+            await gather(self.world.dynamodb.batch_write_item(RequestItems={self.table: batch}) for batch in part)
 
 
 def present(item: Item) -> Item:
@@ -243,7 +243,7 @@ def present(item: Item) -> Item:
     return {name: value for name, value in item.items() if "NULL" not in value}
 
 
-def control_item(keys: Keys, record: Instance) -> Item:
+def control_item(keys: ItemKeys, record: Instance) -> Item:
     item = {**items.document_item(keys.control(record.instance_id), record)}
     if record.provision_id:
         item[items.PROVISION_PK] = items.attribute(items.provision_partition(record.provision_id))

@@ -244,7 +244,7 @@ async def _open_aws_fleet(settings: Settings, event_log: EventLog, calls: CallCo
     with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for AWS's libraries
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.ec2.tagged_fleet import READ_TIMEOUT_S, Ec2RunnerFleet  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.tagged_fleet import READ_TIMEOUT_S, Ec2Fleet  # noqa: PLC0415 - as above
     async with AsyncExitStack() as stack:
         clock, ids = SystemClock(), SystemIds()
         clients = await stack.enter_async_context(AwsClients())
@@ -255,7 +255,7 @@ async def _open_aws_fleet(settings: Settings, event_log: EventLog, calls: CallCo
         environment = _fleet_name(settings, settings.pool)
         yield FleetContext(
             environment=environment,
-            fleet=Ec2RunnerFleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),
+            fleet=Ec2Fleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),
             github=github,
             clock=clock,
             event_log=event_log,
@@ -285,14 +285,14 @@ async def _open_aws(
     with aws_libraries():
         from remuda.adapters.aws.clients import (  # noqa: PLC0415 - only this backend pays for AWS's libraries
             AwsClients,
+            agent_environment_from,
             config,
-            passed_to_agents,
         )
+        from remuda.adapters.aws.dynamodb.keys import role_key_prefix  # noqa: PLC0415 - as above
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - as above
         from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - as above
-        from remuda.adapters.aws.identity import key_prefix_of  # noqa: PLC0415 - as above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - as above
     clock, ids, calls = basics
     async with AsyncExitStack() as stack:
@@ -300,7 +300,7 @@ async def _open_aws(
         name = f"remuda-{settings.pool}"
 
         async def newest_prefix() -> str:
-            return await key_prefix_of(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
+            return await role_key_prefix(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
 
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
@@ -315,14 +315,14 @@ async def _open_aws(
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
         # A warm provision, a release or a look at the pool never asks EC2.
-        ec2 = clients.later("ec2", "EC2", client_config())
+        ec2 = clients.lazy_client("ec2", "EC2", client_config())
         compute = Ec2Compute(
             client=ec2,
             pool=settings.pool,
             clock=clock,
             ids=ids,
             calls=calls,
-            agent_environment=passed_to_agents(os.environ) | agent_logs(settings),
+            agent_environment=agent_environment_from(os.environ) | agent_logs(settings),
         )
         stack.push_async_callback(compute.close)
         credential = await github_credential(settings, clients, needed=credentialed)
@@ -418,9 +418,9 @@ def desired(settings: Settings, *, pool: str) -> Desired:
         )
     launch = settings.launch_options()
     if settings.backend == "aws":
-        from remuda.adapters.aws.ec2.options import Options  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.ec2.options import Ec2LaunchOptions  # noqa: PLC0415 - as above
 
-        Options.parse(launch)  # before any call is made
+        Ec2LaunchOptions.parse(launch)  # before any call is made
     return Desired(
         pool=pool,
         classes=settings.resource_class_config,

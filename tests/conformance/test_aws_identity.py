@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiobotocore.session import get_session
 
-from remuda.adapters.aws.identity import key_prefix_of, own_key_prefix
+from remuda.adapters.aws.dynamodb.keys import own_key_prefix, role_key_prefix
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
 from tests.support.moto_server import PROFILE, REGION, MotoServer, shared_server
@@ -25,7 +25,7 @@ class Account:
     iam: Any
 
     async def prefix_of(self, profile: str) -> str:
-        return await key_prefix_of(self.iam, {**LAUNCH, "iam-instance-profile": profile}, CallCounter())
+        return await role_key_prefix(self.iam, {**LAUNCH, "iam-instance-profile": profile}, CallCounter())
 
 
 @pytest.fixture

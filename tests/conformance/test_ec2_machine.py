@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from remuda.adapters.aws import imds as metadata
-from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_LIFE_S, Ec2Machine, Imds, imds_endpoint
-from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_TTL_S, Ec2Machine, Imds, imds_endpoint
+from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.machine import Identity, Machine, Memory, Outcome, Script
@@ -88,7 +88,7 @@ async def machine(imds: FakeImds, clock: Clock, commands: Commands, tmp_path: Pa
         imds=Imds(endpoint=imds_endpoint({"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}), clock=clock),
         clock=clock,
         reset=clean,
-        layout=Layout(state=str(tmp_path)),
+        layout=MachineLayout(state=str(tmp_path)),
         run=commands,
     )
     yield made
@@ -121,7 +121,7 @@ async def test_the_token_is_renewed_before_it_ends_and_when_refused(
     machine: Ec2Machine, imds: FakeImds, clock: Clock
 ) -> None:
     await machine.identity()
-    clock.passed_s = TOKEN_LIFE_S - 30
+    clock.passed_s = TOKEN_TTL_S - 30
     await machine.identity()
     assert len(imds.tokens) == 2
     imds.tokens.append("another")  # what the machine holds is not valid any more

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
@@ -93,7 +93,7 @@ class MotoStage:
         self._client = client
 
     def open(self) -> Fleet:
-        return Ec2RunnerFleet(
+        return Ec2Fleet(
             client=self._client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
         )
 
@@ -182,12 +182,12 @@ async def test_what_this_fleet_has_not_listed_is_refused(stage: Stage) -> None:
 
 
 @asynccontextmanager
-async def scripted(world: FleetWorld) -> AsyncIterator[Ec2RunnerFleet]:
+async def scripted(world: FleetWorld) -> AsyncIterator[Ec2Fleet]:
     from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - beside this file
 
     with serve(world) as served:
         async with ec2_client(served) as client:
-            yield Ec2RunnerFleet(
+            yield Ec2Fleet(
                 client=client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
             )
 

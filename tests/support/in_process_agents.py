@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from remuda.adapters.aws.tags import MARGIN_TAG
+from remuda.adapters.aws.user_data import MARGIN_TAG
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment

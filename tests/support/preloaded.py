@@ -5,7 +5,7 @@ from importlib import import_module
 from remuda.adapters.aws.clients import open_session
 
 IMPORTED = {
-    "remuda.adapters.aws": ("dynamodb.store", "identity", "secrets", "sqs"),
+    "remuda.adapters.aws": ("dynamodb.store", "secrets", "sqs"),
     "remuda.adapters.aws.ec2": ("compute", "options", "prices", "tagged_fleet"),
     "remuda.adapters.github": ("auth", "client"),
     "remuda.cli": (

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.adapters.aws.imds import MEMORY, TIMERS, Ec2Machine, Imds
-from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
 from remuda.adapters.local.record import Record, read_record
@@ -74,7 +74,7 @@ class Machine:
         self.imds._client._transport = self.metadata
         self.imds._client._mounts = {}
         self.agent = Ec2Machine(
-            imds=self.imds, clock=VirtualClock(), reset=clean, layout=Layout(state=str(folder)), run=lambda _: 0
+            imds=self.imds, clock=VirtualClock(), reset=clean, layout=MachineLayout(state=str(folder)), run=lambda _: 0
         )
 
     def answers(self, **changed: bytes) -> None:
