@@ -51,7 +51,7 @@ async def test_machine_and_control_plane_agree(account: Account) -> None:
         aws_session_token=given["Token"],
     ) as sts:
         assert await own_key_prefix(sts, INSTANCE) == prefix
-        with pytest.raises(UserError, match="not those of machine i-0"):
+        with pytest.raises(UserError, match="not to instance i-0"):
             await own_key_prefix(sts, "i-0" + "1" * 16)
 
 
@@ -63,12 +63,12 @@ async def test_credentials_of_somebody_else_are_refused(account: Account) -> Non
         aws_access_key_id="test",
         aws_secret_access_key="test",
     ) as sts:
-        with pytest.raises(UserError, match="not those of machine"):
+        with pytest.raises(UserError, match="not to instance"):
             await own_key_prefix(sts, INSTANCE)
 
 
 async def test_a_profile_that_there_is_not_or_that_has_no_role(account: Account) -> None:
-    with pytest.raises(UserError, match="no instance profile 'nobody'") as caught:
+    with pytest.raises(UserError, match="instance profile 'nobody' does not exist") as caught:
         await account.prefix_of("nobody")
     assert caught.value.field == "iam-instance-profile"
     await account.iam.create_instance_profile(InstanceProfileName="empty")

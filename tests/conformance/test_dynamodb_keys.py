@@ -184,5 +184,5 @@ async def test_a_table_that_was_never_refreshed_says_so(
 async def test_what_cannot_be_read_is_told(pool: Pool) -> None:
     await pool.control_plane().prepare()
     await pool.spoil()
-    with pytest.raises(Unavailable, match="keys"):
+    with pytest.raises(Unavailable, match="key prefixes"):
         await pool.control_plane().get(FIRST)

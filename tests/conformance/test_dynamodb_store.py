@@ -588,7 +588,7 @@ async def test_all_who_wait_share_one_call_a_look(
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         waits = [group.create_task(store.wait_for_report(key, report, 2 * LONG_S)) for key, report in reports.items()]
         await store.wait_for_report(ID, None, LONG_S)
-        assert between.requests["BatchGetItem"] <= 4, "two batches for the first read, two for the read after the new waiter"
+        assert between.requests["BatchGetItem"] <= 4, "two batches per read, two reads"
         await asyncio.gather(*(other.beat(key, **BEAT) for key in reports))
         for wait in waits:
             report = await wait

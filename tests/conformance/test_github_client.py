@@ -231,7 +231,7 @@ async def test_a_token_from_outside_is_not_logged(
 
 async def test_a_scope_that_was_renamed_is_told_and_not_followed(github: GitHubClient, sim: httpx.Client) -> None:
     plant(sim, "status", "list", status=301)
-    with pytest.raises(UserError, match="another name") as caught:
+    with pytest.raises(UserError, match="was probably renamed") as caught:
         await github.list_runners(REPO)
     assert caught.value.field == "github-scope"
 

@@ -51,9 +51,9 @@ async def test_a_secret_is_text_or_an_object(clients: AwsClients, content: dict[
     ("content", "says"),
     [
         ({"SecretString": " "}, "is empty"),
-        ({"SecretString": '{"tokens": "ghp_x"}'}, "has no 'token'"),
-        ({"SecretString": '{"token": 7}'}, "has no 'token'"),
-        ({"SecretString": "{ghp_x"}, "is none"),
+        ({"SecretString": '{"tokens": "ghp_x"}'}, "has no key 'token'"),
+        ({"SecretString": '{"token": 7}'}, "has no key 'token'"),
+        ({"SecretString": "{ghp_x"}, "is not valid JSON"),
         ({"SecretBinary": b"\xff\xfe"}, "is not text"),
     ],
     ids=["empty", "other key", "number", "not json", "bytes"],

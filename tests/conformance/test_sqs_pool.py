@@ -179,7 +179,7 @@ async def test_what_a_batch_refused_is_tried_once_more(pool: SqsResourcePool, be
     await call()
     assert [entry["Id"] for entry in between.sent[wire_name][-1]["Entries"]] == ["1"], "only what was refused"
     between.always[wire_name] = answers({"Successful": [], "Failed": [FAILED]})
-    with pytest.raises(Unavailable, match=r"refused 1 of 3 entries.*InternalError"):
+    with pytest.raises(Unavailable, match=r"rejected 1 of 3 entries.*InternalError"):
         await call()
     assert between.requests[wire_name] == 4
 

@@ -179,7 +179,7 @@ def test_pages_without_end_are_not_followed() -> None:
         200, {"link": '<x>; rel="next"'}, json.dumps({"total_count": 500, "runners": [RUNNER]}).encode()
     )
     error = run(github_on(transport).list_runners("octo"))
-    assert "not complete: 1 of 500" in str(error)
+    assert "incomplete: 1 of 500" in str(error)
     assert transport.asked <= 2 * LIST_ATTEMPTS
 
 

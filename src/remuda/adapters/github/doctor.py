@@ -13,8 +13,8 @@ from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, Finding, clocks, ok, problem, warning
 
 ACCESS = "github access"
-#: Fraction of the hourly rate limit below which the doctor warns.
-LOW_FRACTION = 0.1
+#: The doctor warns if less than one part in this many of the hourly rate limit is left.
+LOW_DIVISOR = 10
 
 
 class GitHubDoctor:
@@ -66,7 +66,7 @@ class GitHubDoctor:
         found = f"{left} of {limit} calls left this hour"
         if left == 0:
             return problem(found, "wait for the next hour, or use a GitHub App, which has a higher limit")
-        if left < LOW_FRACTION * limit:
+        if left * LOW_DIVISOR < limit:
             return warning(found, "check what else uses this credential, or use a GitHub App, which has a higher limit")
         return ok(found)
 
