@@ -1,1 +1,1 @@
-"""What Remuda costs, against the floor of the same servers: `python -m benchmarks`, or `make bench`."""
+"""Benchmarks of time and API calls, run by `python -m benchmarks` or `make bench`."""

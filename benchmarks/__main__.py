@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: all of them, or those named; tables, JSON, and what the docs show."""
+"""Entry point of the benchmarks: runs all or the named ones and writes tables, JSON and the docs page."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import claims, cold, dashboard, fleet, footprint, growth, idle_agent, sweeps, warm
+from benchmarks import claims, cold, dashboard, footprint, growth, idle_agent, refresh, scale_down, warm
+from benchmarks.environment import FULL, QUICK, ROOT, TINY, BenchmarkEnvironment, Size, open_environment
 from benchmarks.figures import Results
-from benchmarks.floor import Floor, floor
-from benchmarks.report import Run, show, write_docs
-from benchmarks.world import FULL, QUICK, ROOT, TINY, Size, World, open_world
+from benchmarks.floor import Floor, open_floor
+from benchmarks.report import BenchmarkRun, show, write_docs
 from remuda.adapters.system.clock import SystemClock
 from tests.support.aws_servers import AwsServers, aws_servers
 
-Measure = Callable[[World, Floor], Awaitable[Results]]
+Benchmark = Callable[[BenchmarkEnvironment, Floor], Awaitable[Results]]
 
-#: In the order in which they run: what is small first, while the servers hold little.
-MEASURES: Mapping[str, Measure] = {
+#: In the order in which they run: small ones first, while the servers hold little data.
+BENCHMARKS: Mapping[str, Benchmark] = {
     "footprint": footprint.run,
     "dashboard": dashboard.run,
-    "sweeps": sweeps.run,
+    "refresh": refresh.run,
     "warm": warm.run,
     "cold": cold.run,
     "idle": idle_agent.run,
     "claims": claims.run,
-    "fleet": fleet.run,
+    "scale-down": scale_down.run,
     "growth": growth.run,
 }
 SIZES = {"full": FULL, "quick": QUICK, "tiny": TINY}
-#: Of tables that no terminal shows.
+#: Width of tables that are not written to a terminal.
 WIDTH = 170
 RESULTS = ROOT / "build" / "benchmarks.json"
 
 
 async def measure(names: Sequence[str], servers: AwsServers, size: Size, console: Console) -> Results:
     results, clock = Results(), SystemClock()
-    async with open_world(servers, size) as world, floor(world) as least:
+    async with open_environment(servers, size) as environment, open_floor(environment) as floor:
         for name in names:
             started = clock.monotonic()
-            results += await MEASURES[name](world, least)
+            results += await BENCHMARKS[name](environment, floor)
             console.print(f"{name}: {clock.monotonic() - started:.1f} s", style="dim")
-        await world.clear()
+        await environment.clear()
     return results
 
 
@@ -56,9 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     console, clock = Console(stderr=True), SystemClock()
     at, started = clock.now(), clock.monotonic()
     with tempfile.TemporaryDirectory(prefix="remuda-bench-") as folder, aws_servers(Path(folder)) as servers:
-        results = asyncio.run(measure(parsed.measures, servers, SIZES[parsed.size], console))
-    run = Run(at=at, seconds=clock.monotonic() - started, results=results)
-    # A file or a pipe has no width: as wide as the table.
+        results = asyncio.run(measure(parsed.benchmarks, servers, SIZES[parsed.size], console))
+    run = BenchmarkRun(at=at, seconds=clock.monotonic() - started, results=results)
+    # Files and pipes have no width.
     show(results, Console() if sys.stdout.isatty() else Console(width=WIDTH))
     parsed.json.parent.mkdir(parents=True, exist_ok=True)
     parsed.json.write_text(json.dumps(run.document(), indent=1) + "\n", encoding="utf-8")
@@ -66,25 +66,31 @@ def main(arguments: Sequence[str]) -> int:
         write_docs(run, ROOT / "docs")
     missed = results.missed(strict=parsed.strict)
     for figure in missed:
-        console.print(f"not met: {figure.name}", style="bold red")
+        console.print(f"limit missed: {figure.name}", style="bold red")
     return 1 if missed else 0
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What Remuda costs.")
-    parser.add_argument("measures", nargs="*", metavar="measure", help=f"of {', '.join(MEASURES)}; all by default")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure the time and the API calls of Remuda's operations."
+    )
+    parser.add_argument(
+        "benchmarks", nargs="*", metavar="benchmark", help=f"one of {', '.join(BENCHMARKS)} (default: all)"
+    )
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", dest="size", action="store_const", const="quick", help="less of everything")
-    sizes.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="just to see that it runs")
-    parser.add_argument("--strict", action="store_true", help="times that are not met fail the run, too")
-    parser.add_argument("--docs", action="store_true", help="write what the docs show")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the figures (default: %(default)s)")
+    sizes.add_argument("--quick", dest="size", action="store_const", const="quick", help="fewer and smaller samples")
+    sizes.add_argument(
+        "--tiny", dest="size", action="store_const", const="tiny", help="smallest possible size, as a smoke test"
+    )
+    parser.add_argument("--strict", action="store_true", help="fail if a limit on a time is missed")
+    parser.add_argument("--docs", action="store_true", help="update the docs page")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="file for the figures (default: %(default)s)")
     parser.set_defaults(size="full")
     parsed = parser.parse_args(arguments)
-    parsed.measures = parsed.measures or list(MEASURES)
-    for name in parsed.measures:
-        if name not in MEASURES:
-            parser.error(f"there is no measure {name!r}; choose of {', '.join(MEASURES)}")
+    parsed.benchmarks = parsed.benchmarks or list(BENCHMARKS)
+    for name in parsed.benchmarks:
+        if name not in BENCHMARKS:
+            parser.error(f"unknown benchmark {name!r}; choose from {', '.join(BENCHMARKS)}")
     return parsed
 
 

@@ -1,6 +1,6 @@
-"""All agents of a benchmark as coroutines in one process: the real agent loop, on machines that do nothing.
+"""Agent host: runs the agents of a benchmark as coroutines in one process, with the real agent loop on fake machines.
 
-Told what to do by one JSON document a line on its standard input; answers with one a line.
+It reads one JSON request per line from standard input and writes one JSON response per line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.lines import answered, ask
+from benchmarks.json_lines import read_response, send_request
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -22,31 +22,31 @@ from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.machine import Identity, Outcome
+from remuda.ports.machine import Identity, StepResult
 from tests.support.agents import FakeMachine, FakeRunner
 
-WHOSE = "the agents'"
+PROCESS_NAME = "agent host"
 MARGIN_S = 1.0
-#: A line of either side names every machine of a pool.
+#: Maximum length of a line, which may name every instance of a pool.
 MAX_LINE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Following:
-    """Machines that get an agent."""
+class AgentGroup:
+    """Instances to start agents for."""
 
     pool: str
     prefix: str
     instance_ids: Sequence[str]
-    #: How long after now the agents are there.
+    #: Seconds until the agents are ready.
     ready_after_s: float = 0.0
-    #: What a registration takes.
+    #: Seconds that a registration takes.
     registration_s: float = 0.0
-    #: One store for all, so that they share calls: for herds that one computer could not carry otherwise.
+    #: Whether the agents share one store and its polling, to reduce the load of large groups.
     shared: bool = False
 
 
-class IdleMachine(FakeMachine):
+class BenchmarkMachine(FakeMachine):
     def __init__(self, instance_id: str, pool: str) -> None:
         super().__init__([])
         self._identity = Identity(instance_id=instance_id, pool=pool, margin_s=MARGIN_S)
@@ -56,45 +56,45 @@ class IdleMachine(FakeMachine):
 
 
 class TimedRunner(FakeRunner):
-    """Registers nowhere, in the time that it is told; remembers when it was asked to."""
+    """Runner whose registration takes a fixed time. Records when each registration began."""
 
-    def __init__(self, registration_s: float, asked: dict[str, float]) -> None:
+    def __init__(self, registration_s: float, began: dict[str, float]) -> None:
         super().__init__([])
         self._registration_s = registration_s
-        self._asked = asked
+        self._began = began
 
-    async def configure(self, assignment: Assignment) -> Outcome:
-        self._asked[assignment.runner_name] = SystemClock().monotonic()
+    async def configure(self, assignment: Assignment) -> StepResult:
+        self._began[assignment.runner_name] = SystemClock().monotonic()
         await asyncio.sleep(self._registration_s)
         return await super().configure(assignment)
 
 
-class Agents:
+class AgentHost:
     def __init__(self, clients: AwsClients) -> None:
         self._clients = clients
         self._tasks: list[asyncio.Task[str]] = []
         self._stores: dict[str, DynamoInstanceStore] = {}
         self._all_stores: list[DynamoInstanceStore] = []
-        #: When registrations began, by runner: all processes of one computer have the same monotonic clock.
-        self._asked: dict[str, float] = {}
+        #: Monotonic time at which each registration began, by runner. All processes of a machine share this clock.
+        self._began: dict[str, float] = {}
 
-    async def do(self, document: dict[str, Any]) -> dict[str, Any]:
-        what = document.pop("do")
-        if what == "follow":
-            await self.follow(Following(**document))
-        elif what == "asked":
-            asked, self._asked = dict(self._asked), {}
-            return {"asked": asked}
-        elif what == "end":
-            await self.end()
+    async def handle(self, document: dict[str, Any]) -> dict[str, Any]:
+        command = document.pop("command")
+        if command == "start":
+            await self.start(AgentGroup(**document))
+        elif command == "registrations":
+            began, self._began = dict(self._began), {}
+            return {"began": began}
+        elif command == "stop":
+            await self.stop()
         return {}
 
-    async def follow(self, following: Following) -> None:
-        for instance_id in following.instance_ids:
-            store = await self._store(following)
-            self._tasks.append(asyncio.create_task(self._live(instance_id, following, store)))
+    async def start(self, group: AgentGroup) -> None:
+        for instance_id in group.instance_ids:
+            store = await self._store(group)
+            self._tasks.append(asyncio.create_task(self._run_agent(instance_id, group, store)))
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -102,31 +102,31 @@ class Agents:
             await store.close()
         self._tasks, self._stores, self._all_stores = [], {}, []
 
-    async def _live(self, instance_id: str, following: Following, store: DynamoInstanceStore) -> str:
-        await asyncio.sleep(following.ready_after_s)
+    async def _run_agent(self, instance_id: str, group: AgentGroup, store: DynamoInstanceStore) -> str:
+        await asyncio.sleep(group.ready_after_s)
         return await Agent(
             store=store,
-            machine=IdleMachine(instance_id, following.pool),
-            runner=TimedRunner(following.registration_s, self._asked),
+            machine=BenchmarkMachine(instance_id, group.pool),
+            runner=TimedRunner(group.registration_s, self._began),
             clock=SystemClock(),
             ids=SystemIds(),
             event_log=SilentEventLog(),
             version="1",
         ).run()
 
-    async def _store(self, following: Following) -> DynamoInstanceStore:
-        if following.shared and following.pool in self._stores:
-            return self._stores[following.pool]
+    async def _store(self, group: AgentGroup) -> DynamoInstanceStore:
+        if group.shared and group.pool in self._stores:
+            return self._stores[group.pool]
         store = DynamoInstanceStore(
             client=await self._clients.dynamodb(),
-            table=f"remuda-{following.pool}",
+            table=f"remuda-{group.pool}",
             clock=SystemClock(),
             ids=SystemIds(),
             calls=CallCounter(),
-            key_prefix=following.prefix,
+            key_prefix=group.prefix,
         )
         self._all_stores.append(store)
-        self._stores[following.pool] = store
+        self._stores[group.pool] = store
         return store
 
 
@@ -135,63 +135,63 @@ async def serve() -> None:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with AwsClients() as clients:
-        agents = Agents(clients)
+        host = AgentHost(clients)
         await clients.dynamodb()
-        answer({})
+        respond({})
         while line := await reader.readline():
-            answer(await agents.do(json.loads(line)))
-        await agents.end()
+            respond(await host.handle(json.loads(line)))
+        await host.stop()
 
 
-def answer(document: dict[str, Any]) -> None:
+def respond(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document) + "\n")
     sys.stdout.flush()
 
 
-class AgentsProcess:
-    """The other end."""
+class AgentHostProcess:
+    """Client of the agent host's process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def follow(self, following: Following) -> None:
-        await self.ask("follow", **{**vars(following), "instance_ids": list(following.instance_ids)})
+    async def start(self, group: AgentGroup) -> None:
+        await self._request("start", **{**vars(group), "instance_ids": list(group.instance_ids)})
 
-    async def asked(self) -> dict[str, float]:
-        """When registrations began since the last time this was asked for, by runner."""
-        found: dict[str, float] = (await self.ask("asked"))["asked"]
+    async def registrations(self) -> dict[str, float]:
+        """Return when registrations began since the last call, by runner."""
+        found: dict[str, float] = (await self._request("registrations"))["began"]
         return found
 
-    async def end(self) -> None:
-        await self.ask("end")
+    async def stop(self) -> None:
+        await self._request("stop")
 
-    async def ask(self, what: str, **more: Any) -> dict[str, Any]:
-        async with self._turn:
-            return await ask(self._process, {"do": what, **more}, whose=WHOSE)
+    async def _request(self, command: str, **arguments: Any) -> dict[str, Any]:
+        async with self._lock:
+            return await send_request(self._process, {"command": command, **arguments}, name=PROCESS_NAME)
 
-    async def answered(self) -> dict[str, Any]:
-        return await answered(self._process, whose=WHOSE)
+    async def wait_until_ready(self) -> None:
+        await read_response(self._process, name=PROCESS_NAME)
 
 
 @asynccontextmanager
-async def agents_process() -> AsyncIterator[AgentsProcess]:
-    """The environment leads it to the same servers."""
+async def agent_host() -> AsyncIterator[AgentHostProcess]:
+    """Start the process. The environment variables name the servers."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.agents"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ),
         limit=MAX_LINE,
-        # Ctrl-C is for whoever started it.
+        # So that Ctrl-C reaches only the benchmark.
         start_new_session=True,
     )
     try:
-        made = AgentsProcess(process)
-        await made.answered()
+        made = AgentHostProcess(process)
+        await made.wait_until_ready()
         yield made
     finally:
-        assert process.stdin is not None  # noqa: S101 - it was started with one
+        assert process.stdin is not None  # noqa: S101 - started with a pipe
         process.stdin.close()
         try:
             async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""Plots as SVG files that stand alone: in light and in dark, and where colours cannot be told apart."""
+"""Standalone SVG plots for light and dark mode. Lines differ by dashes as well as by colour."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from html import escape
 
 from remuda.cli.rendering.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 
-#: Room for the names of the lines.
-NAMES = 150.0
-BAR, GAP = 12.0, 26.0
-TITLE = 22.0
-#: On a scale of powers of ten there is nothing below.
-LEAST = 0.01
+#: Width of the column with the names of the lines.
+NAMES_WIDTH = 150.0
+BAR_HEIGHT, ROW_HEIGHT = 12.0, 26.0
+TITLE_HEIGHT = 22.0
+#: Smallest value on the logarithmic scale.
+MIN_VALUE = 0.01
 
 _COLOURS = ("#0072b2", "#c2500a", "#00805c", "#a6598a", "#b57a00")
 _DARK = ("#4aa3df", "#f0763a", "#2fbf93", "#cc79a7", "#e69f00")
@@ -32,10 +32,10 @@ _STYLE = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
     name: str
-    ours: float
+    measured: float
     limit: float
-    #: None where nothing was measured.
-    before: float | None = None
+    #: None if the predecessor was not measured.
+    predecessor: float | None = None
 
 
 def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
@@ -46,16 +46,16 @@ def _svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
     )
 
 
-def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, unit: str) -> str:
-    """Each curve over a common scale; ten times as much is one step, on both axes."""
+def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_label: str, unit: str) -> str:
+    """Draw curves with logarithmic axes."""
     points = [point for curve in curves.values() for point in curve]
     x_low, x_high = _decades([x for x, _ in points])
     y_low, y_high = _decades([y for _, y in points])
-    right, top = WIDTH - RIGHT - NAMES, TOP + TITLE
+    right, top = WIDTH - RIGHT - NAMES_WIDTH, TOP + TITLE_HEIGHT
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across_part = (math.log10(max(x, LEAST)) - x_low) / (x_high - x_low)
-        up_part = (math.log10(max(y, LEAST)) - y_low) / (y_high - y_low)
+        across_part = (math.log10(max(x, MIN_VALUE)) - x_low) / (x_high - x_low)
+        up_part = (math.log10(max(y, MIN_VALUE)) - y_low) / (y_high - y_low)
         return LEFT + (right - LEFT) * across_part, HEIGHT - BOTTOM - (HEIGHT - BOTTOM - top) * up_part
 
     parts = []
@@ -66,7 +66,7 @@ def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, ac
     for x in sorted({x for x, _ in points}):
         at, _ = place(x, 10.0**y_low)
         parts.append(f'<text class="m" x="{at:.1f}" y="{HEIGHT - BOTTOM + 18:g}">{x:,.10g}</text>')
-    parts.append(f'<text class="e" x="{right:g}" y="{HEIGHT - 2:g}">{escape(across)}</text>')
+    parts.append(f'<text class="e" x="{right:g}" y="{HEIGHT - 2:g}">{escape(x_label)}</text>')
     heights = _apart({name: place(*curve[-1])[1] for name, curve in curves.items()})
     for number, (name, curve) in enumerate(curves.items()):
         kind = number % len(_COLOURS)
@@ -78,11 +78,11 @@ def lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, ac
 
 
 def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
-    """Ours, the limit as a mark, and its predecessor behind; ten times as much is one step."""
-    values = [value for bar in shown for value in (bar.ours, bar.limit, bar.before) if value]
+    """Draw one bar per figure on a logarithmic scale, with its limit as a line and its predecessor below."""
+    values = [value for bar in shown for value in (bar.measured, bar.limit, bar.predecessor) if value]
     low, high = _decades(values)
-    left, right, top = 350.0, WIDTH - 60.0, TITLE + 12.0
-    height = top + GAP * len(shown) + 26.0
+    left, right, top = 350.0, WIDTH - 60.0, TITLE_HEIGHT + 12.0
+    height = top + ROW_HEIGHT * len(shown) + 26.0
 
     def x(value: float) -> float:
         return left + (right - left) * (math.log10(max(value, 10.0**low)) - low) / (high - low)
@@ -93,16 +93,16 @@ def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
         parts.append(f'<line class="g" x1="{at:.1f}" x2="{at:.1f}" y1="{top:g}" y2="{height - 22:g}"/>')
         parts.append(f'<text class="m" x="{at:.1f}" y="{height - 6:g}">{10.0**power:g}{unit}</text>')
     for number, bar in enumerate(shown):
-        y = top + GAP * number
+        y = top + ROW_HEIGHT * number
         parts.append(f'<text class="e" x="{left - 8:g}" y="{y + 12:.1f}">{escape(bar.name)}</text>')
-        if bar.before:
-            wide = x(bar.before) - left
+        if bar.predecessor:
+            wide = x(bar.predecessor) - left
             parts.append(f'<rect class="past" x="{left:g}" y="{y + 13:.1f}" width="{wide:.1f}" height="5"/>')
-        kind = "f0" if bar.ours <= bar.limit else "miss"
-        wide = max(1.0, x(bar.ours) - left)
+        kind = "f0" if bar.measured <= bar.limit else "miss"
+        wide = max(1.0, x(bar.measured) - left)
         parts.append(
-            f'<rect class="{kind}" x="{left:g}" y="{y + 1:.1f}" width="{wide:.1f}" height="{BAR:g}">'
-            f"<title>{bar.ours:g}{unit}</title></rect>"
+            f'<rect class="{kind}" x="{left:g}" y="{y + 1:.1f}" width="{wide:.1f}" height="{BAR_HEIGHT:g}">'
+            f"<title>{bar.measured:g}{unit}</title></rect>"
         )
         at = x(bar.limit)
         parts.append(f'<line class="lim" x1="{at:.1f}" x2="{at:.1f}" y1="{y:.1f}" y2="{y + 19:.1f}"/>')
@@ -110,15 +110,15 @@ def bars(shown: Sequence[Bar], *, title: str, unit: str) -> str:
 
 
 def _decades(values: Sequence[float]) -> tuple[int, int]:
-    shown = [max(value, LEAST) for value in values] or [1.0]
+    shown = [max(value, MIN_VALUE) for value in values] or [1.0]
     low = math.floor(math.log10(min(shown)))
     return low, max(math.ceil(math.log10(max(shown))), low + 1)
 
 
-def _apart(heights: Mapping[str, float], least: float = 15.0) -> dict[str, float]:
-    """Names beside the ends of their lines, none on another."""
+def _apart(heights: Mapping[str, float], distance: float = 15.0) -> dict[str, float]:
+    """Spread the labels at the ends of the lines so that they do not overlap."""
     placed: dict[str, float] = {}
     last = -math.inf
     for name, height in sorted(heights.items(), key=lambda item: item[1]):
-        last = placed[name] = max(height, last + least)
+        last = placed[name] = max(height, last + distance)
     return placed

@@ -1,4 +1,4 @@
-"""A figure, its limit, and whether it is met. A count that is not met fails a run; a time only where it must."""
+"""Figures with their limits. A missed limit on a count fails the run, one on a time only in strict mode."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from enum import Enum
 from typing import Any
 
 
-class Kind(Enum):
-    #: Calls, machines, megabytes: the same on a slow computer.
+class FigureKind(Enum):
+    #: Calls, instances or megabytes, which do not depend on the machine's speed.
     COUNT = "count"
-    #: Seconds: they hang on what else the computer does.
+    #: Seconds, which depend on the machine's load.
     TIME = "time"
 
 
@@ -20,46 +20,46 @@ class Kind(Enum):
 class Figure:
     name: str
     unit: str
-    #: What was measured for its predecessor, on two cores.
-    before: str
-    #: What ours may be at most.
-    most: float
-    ours: float
-    kind: Kind
-    #: The least that the operation's calls take, one after the other, at the same servers in the same run.
+    #: Result of the predecessor on two cores, as text.
+    predecessor: str
+    #: Maximum for the measured value.
+    limit: float
+    measured: float
+    kind: FigureKind
+    #: Seconds of the operation's unavoidable calls, one after the other, on the same servers in the same run.
     floor: float | None = None
-    #: The floor, and what waiting for agents costs that may not read more often.
+    #: The floor plus the wait for agents, whose polling interval is limited.
     floor_with_waits: float | None = None
-    #: How many times that floor ours may be.
-    most_floors: float | None = None
+    #: Maximum ratio of the measured value to that floor.
+    max_floors: float | None = None
     samples: int = 1
     note: str = ""
 
     @property
     def met(self) -> bool:
-        return self.ours <= self.most and self.within_floors
+        return self.measured <= self.limit and self.within_floors
 
     @property
     def within_floors(self) -> bool:
-        if self.most_floors is None or self.floor_with_waits is None:
+        if self.max_floors is None or self.floor_with_waits is None:
             return True
-        return self.ours <= self.most_floors * self.floor_with_waits
+        return self.measured <= self.max_floors * self.floor_with_waits
 
     @property
     def ratio(self) -> float | None:
-        return self.ours / self.floor if self.floor else None
+        return self.measured / self.floor if self.floor else None
 
     @property
     def ratio_with_waits(self) -> float | None:
-        return self.ours / self.floor_with_waits if self.floor_with_waits else None
+        return self.measured / self.floor_with_waits if self.floor_with_waits else None
 
     def document(self) -> dict[str, Any]:
         return {**asdict(self), "kind": self.kind.value, "met": self.met, "ratio": self.ratio}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One operation at one size of the herd."""
+class GrowthPoint:
+    """Time and calls of one operation at one number of live instances and old records."""
 
     operation: str
     live: int
@@ -75,8 +75,8 @@ class Point:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
     figures: tuple[Figure, ...] = ()
-    points: tuple[Point, ...] = ()
-    #: Sentences that belong to the tables.
+    points: tuple[GrowthPoint, ...] = ()
+    #: Remarks below the tables.
     notes: tuple[str, ...] = ()
 
     def __add__(self, other: Results) -> Results:
@@ -85,15 +85,15 @@ class Results:
         )
 
     def missed(self, *, strict: bool) -> list[Figure]:
-        """What fails the run."""
-        return [each for each in self.figures if not each.met and (strict or each.kind is Kind.COUNT)]
+        """Return the figures that fail the run."""
+        return [each for each in self.figures if not each.met and (strict or each.kind is FigureKind.COUNT)]
 
 
-def middle(samples: Sequence[float]) -> float:
+def median(samples: Sequence[float]) -> float:
     return round(statistics.median(samples), 4)
 
 
-def percentile(samples: Sequence[float], part: float) -> float:
-    """The smallest sample that this part of all does not exceed."""
+def percentile(samples: Sequence[float], share: float) -> float:
+    """Return the smallest sample that is not exceeded by the given share of all samples."""
     ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

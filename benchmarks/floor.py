@@ -1,4 +1,4 @@
-"""The floor of an operation: its unavoidable calls, one after the other, bare, at the same servers in the same run."""
+"""Floor of an operation: the time of its unavoidable calls in sequence, on the same servers in the same run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from benchmarks.figures import middle
-from benchmarks.world import CLASS, SCOPE, Pool, World, control_item, idle, present
+from benchmarks.environment import CLASS, SCOPE, BenchmarkEnvironment, BenchmarkPool, control_item, idle, without_nulls
+from benchmarks.figures import median
 from remuda.adapters.aws.dynamodb import items, schema
 from remuda.adapters.aws.dynamodb.items import ItemKeys
 from remuda.adapters.aws.dynamodb.polling import CONTROL
@@ -18,70 +18,70 @@ from remuda.domain.resources import DEFAULT_CLASSES
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 
-#: How often the calls of a small operation are timed.
+#: Number of times that the calls of a small operation are measured.
 REPEATS = 3
-#: A call of this much machines is timed once.
-MANY = 20
+#: Operations with more than `REPEATS` times this number of calls are measured once.
+MANY_CALLS = 20
 BATCH = 10
 
-#: A queue each.
+#: Each class has one queue.
 CLASSES = len(DEFAULT_CLASSES)
 
 Calls = Mapping[str, int]
 
 
-def warm_provision(machines: int) -> Calls:
-    """Configuration, intent, hints; a claim, its reading, the signal and the commit of each machine; the reports."""
-    batches = math.ceil(machines / BATCH)
+def warm_provision(instances: int) -> Calls:
+    """Configuration, intent and messages; claim, read, signal and commit per instance; reports."""
+    batches = math.ceil(instances / BATCH)
     return {
-        "get": 1 + machines,
+        "get": 1 + instances,
         "put": 2,
         "receive": batches,
-        "update": 3 * machines,
+        "update": 3 * instances,
         "batch_get": 1,
         "delete": batches,
     }
 
 
-def cold_provision(machines: int) -> Calls:
+def cold_provision(instances: int) -> Calls:
     return {
-        "get": 1 + machines,
+        "get": 1 + instances,
         "put": 2,
         "receive": 1,
         "query": 1,
-        "create_fleet": machines,
-        "update": 3 * machines,
+        "create_fleet": instances,
+        "update": 3 * instances,
         "batch_get": 1,
     }
 
 
-def release(machines: int) -> Calls:
-    """Releasing, signal, idle and announced: four writes for each machine."""
-    batches = math.ceil(machines / BATCH)
+def release(instances: int) -> Calls:
+    """Four writes per instance: releasing, signal, idle, published."""
+    batches = math.ceil(instances / BATCH)
     return {
-        "get": 1 + machines,
+        "get": 1 + instances,
         "query": 1,
         "put": 1,
         "batch_get": 2,
-        "update": 4 * machines,
+        "update": 4 * instances,
         "send": batches,
     }
 
 
-def misfits(machines: int) -> Calls:
-    """All of them are looked at and handed back; then one is created."""
-    batches = math.ceil(machines / BATCH)
-    return {**cold_provision(1), "receive": batches + 1, "hand_back": batches}
+def mismatches(instances: int) -> Calls:
+    """All messages are received and returned; then one instance is created."""
+    batches = math.ceil(instances / BATCH)
+    return {**cold_provision(1), "receive": batches + 1, "return_messages": batches}
 
 
-def claims(provisions: int, machines: int) -> Calls:
-    """Up to the claims themselves."""
-    receives = provisions * math.ceil(machines / BATCH)
-    return {"get": provisions, "put": provisions, "receive": receives, "update": provisions * machines}
+def claims(provisions: int, instances: int) -> Calls:
+    """The calls up to the claims."""
+    receives = provisions * math.ceil(instances / BATCH)
+    return {"get": provisions, "put": provisions, "receive": receives, "update": provisions * instances}
 
 
 def first_refresh() -> Calls:
-    """A table, seven queues, a template, two tokens; and what the next ones do, too."""
+    """Create a table, seven queues, a template and two tokens, and do what every refresh does."""
     return {
         "create_table": 1,
         "create_queue": CLASSES,
@@ -95,52 +95,52 @@ def first_refresh() -> Calls:
 
 
 def next_refresh() -> Calls:
-    """What tells that all is as it should be."""
+    """Reads of a refresh that changes nothing."""
     return {"get": 2, "query": 5, "describe": 1, "runners": 1, "describe_table": 1, "template": 1, "depth": CLASSES}
 
 
-def reaping(machines: int) -> Calls:
+def terminating_refresh(instances: int) -> Calls:
     return {
         "get": 2,
         "query": 5,
         "describe": 2,
         "runners": 1,
-        "update": 2 * machines,
+        "update": 2 * instances,
         "tags": 1,
         "terminate": 1,
         "depth": CLASSES,
     }
 
 
-def poll_wait_s(machines: int) -> float:
-    """How long it takes on average until the last of so many idle agents has looked: their reads are limited."""
-    return CONTROL.first_s * machines / (machines + 1)
+def poll_wait_s(instances: int) -> float:
+    """Average seconds until the last of `instances` idle agents has polled."""
+    return CONTROL.first_s * instances / (instances + 1)
 
 
 class Floor:
-    def __init__(self, world: World, pool: Pool) -> None:
-        self._world = world
+    def __init__(self, environment: BenchmarkEnvironment, pool: BenchmarkPool) -> None:
+        self._world = environment
         self._pool = pool
         self._clock = SystemClock()
         self._record = idle(1)
         self._key = ItemKeys(prefix=pool.prefix).control(self._record.instance_id)
         self._queue = ""
-        self._github = world.github(CallCounter())
-        self._ended: list[str] = []
+        self._github = environment.github(CallCounter())
+        self._terminated: list[str] = []
 
     async def prepare(self) -> None:
         await self._pool.write([self._record])
         answer = await self._world.sqs.get_queue_url(QueueName=f"{self._pool.table}-{CLASS}")
         self._queue = answer["QueueUrl"]
-        self._ended = await self._create_fleet(1)
+        self._terminated = await self._create_fleet(1)
 
     async def close(self) -> None:
         await self._github.close()
 
     async def seconds(self, calls: Calls) -> float:
-        """All of them, one after the other: the middle of several tries where they are few."""
-        repeats = 1 if sum(calls.values()) > MANY * REPEATS else REPEATS
-        return middle([await self._once(calls) for _ in range(repeats)])
+        """Measure the calls, one after the other. Small operations are repeated; the median counts."""
+        repeats = 1 if sum(calls.values()) > MANY_CALLS * REPEATS else REPEATS
+        return median([await self._once(calls) for _ in range(repeats)])
 
     async def _once(self, calls: Calls) -> float:
         started = self._clock.monotonic()
@@ -157,7 +157,7 @@ class Floor:
         await self._world.dynamodb.get_item(TableName=self._pool.table, Key=self._key, ConsistentRead=True)
 
     async def _put(self) -> None:
-        item = present(control_item(ItemKeys(prefix="floor:"), self._record))
+        item = without_nulls(control_item(ItemKeys(prefix="floor:"), self._record))
         await self._world.dynamodb.put_item(TableName=self._pool.table, Item=item)
 
     async def _update(self) -> None:
@@ -172,8 +172,8 @@ class Floor:
         )
 
     async def _batch_get(self) -> None:
-        wanted = {self._pool.table: {"Keys": [self._key], "ConsistentRead": True}}
-        await self._world.dynamodb.batch_get_item(RequestItems=wanted)
+        keys = {self._pool.table: {"Keys": [self._key], "ConsistentRead": True}}
+        await self._world.dynamodb.batch_get_item(RequestItems=keys)
 
     async def _query(self) -> None:
         await self._world.dynamodb.query(
@@ -198,7 +198,7 @@ class Floor:
         entries = [{"Id": str(number), "ReceiptHandle": f"gone-{number}"} for number in range(BATCH)]
         await self._world.sqs.delete_message_batch(QueueUrl=self._queue, Entries=entries)
 
-    async def _hand_back(self) -> None:
+    async def _return_messages(self) -> None:
         entries = [
             {"Id": str(number), "ReceiptHandle": f"gone-{number}", "VisibilityTimeout": 0} for number in range(BATCH)
         ]
@@ -208,7 +208,7 @@ class Floor:
         await self._world.sqs.create_queue(QueueName=SystemIds().new("floor-"), Attributes=ATTRIBUTES)
 
     async def _create_table(self) -> None:
-        """With an index for the sweeps alone, and its expiry."""
+        """With the index of the sweeps and a time to live."""
         name = SystemIds().new("floor-")
         keys = [*schema.KEYS, items.LIVE_PK, items.LIVE_SK]
         await self._world.dynamodb.create_table(
@@ -240,8 +240,8 @@ class Floor:
     async def _depth(self) -> None:
         await self._world.sqs.get_queue_attributes(QueueUrl=self._queue, AttributeNames=["ApproximateNumberOfMessages"])
 
-    async def _create_fleet(self, machines: int) -> list[str]:
-        """One call for all of them."""
+    async def _create_fleet(self, instances: int) -> list[str]:
+        """One call for all instances."""
         needs = {"VCpuCount": {"Min": 2}, "MemoryMiB": {"Min": 4_096}}
         subnet = self._world.servers.launch["subnet-ids"].split(",")[0]
         template = {"LaunchTemplateName": self._pool.table, "Version": "$Default"}
@@ -255,7 +255,7 @@ class Floor:
                 }
             ],
             TargetCapacitySpecification={
-                "TotalTargetCapacity": machines,
+                "TotalTargetCapacity": instances,
                 "DefaultTargetCapacityType": "on-demand",
             },
         )
@@ -265,12 +265,12 @@ class Floor:
         await self._world.ec2.describe_instances(MaxResults=1_000)
 
     async def _tags(self) -> None:
-        filters = [{"Name": "resource-id", "Values": self._ended}, {"Name": "key", "Values": [POOL_TAG]}]
+        filters = [{"Name": "resource-id", "Values": self._terminated}, {"Name": "key", "Values": [POOL_TAG]}]
         await self._world.ec2.describe_tags(Filters=filters)
 
     async def _terminate(self) -> None:
-        """Of one that has ended: EC2 takes it again."""
-        await self._world.ec2.terminate_instances(InstanceIds=self._ended)
+        """EC2 accepts the call for a terminated instance."""
+        await self._world.ec2.terminate_instances(InstanceIds=self._terminated)
 
     async def _template(self) -> None:
         await self._world.ec2.describe_launch_templates(LaunchTemplateNames=[self._pool.table])
@@ -284,8 +284,8 @@ def _schema(keys: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 @asynccontextmanager
-async def floor(world: World) -> AsyncIterator[Floor]:
-    made = Floor(world, await world.pool())
+async def open_floor(environment: BenchmarkEnvironment) -> AsyncIterator[Floor]:
+    made = Floor(environment, await environment.pool())
     await made.prepare()
     try:
         yield made

@@ -1,4 +1,4 @@
-"""What starting the command costs, and what an agent holds in memory."""
+"""Start-up time of the command line, and memory of an agent."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.agents import IdleMachine, TimedRunner
-from benchmarks.figures import Figure, Kind, Results, middle
+from benchmarks.agents import BenchmarkMachine, TimedRunner
+from benchmarks.environment import BenchmarkEnvironment, fresh_report, idle
+from benchmarks.figures import Figure, FigureKind, Results, median
 from benchmarks.floor import Floor
-from benchmarks.world import World, beating, idle
 from remuda.adapters.system.clock import SystemClock
 
-HELP_MOST_S = 0.25
-AGENT_MOST_MB = 90.0
-#: How long an agent lives before its memory is looked at.
+HELP_LIMIT_S = 0.25
+AGENT_LIMIT_MB = 90.0
+#: Seconds before an agent's memory is measured.
 SETTLED_S = 4.0
 COMMAND = Path(sys.executable).with_name("remuda")
 
 
-async def run(world: World, _floor: Floor) -> Results:
-    await world.clear()
-    return Results(figures=(*starts(world.size.starts), await memory(world)))
+async def run(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
+    await environment.clear()
+    return Results(figures=(*starts(environment.size.starts), await memory(environment)))
 
 
 def starts(times: int) -> list[Figure]:
-    bare = middle([_seconds([sys.executable, "-c", "pass"]) for _ in range(times)])
+    bare = median([_seconds([sys.executable, "-c", "pass"]) for _ in range(times)])
     figures = []
     for arguments in (["--help"], ["provision", "--help"]):
         name = f"remuda {' '.join(arguments)}"
@@ -36,22 +36,22 @@ def starts(times: int) -> list[Figure]:
             Figure(
                 name=name,
                 unit="s",
-                before="—",
-                most=HELP_MOST_S,
-                ours=middle([_seconds([str(COMMAND), *arguments]) for _ in range(times)]),
-                kind=Kind.TIME,
+                predecessor="—",
+                limit=HELP_LIMIT_S,
+                measured=median([_seconds([str(COMMAND), *arguments]) for _ in range(times)]),
+                kind=FigureKind.TIME,
                 floor=bare,
                 floor_with_waits=bare,
                 samples=times,
-                note="the floor is an interpreter that does nothing",
+                note="the floor is a Python interpreter without a program",
             ),
             Figure(
                 name=f"{name}: AWS modules imported",
                 unit="modules",
-                before="—",
-                most=0,
-                ours=_aws_modules(arguments),
-                kind=Kind.COUNT,
+                predecessor="—",
+                limit=0,
+                measured=_aws_modules(arguments),
+                kind=FigureKind.COUNT,
             ),
         ]
     return figures
@@ -78,11 +78,11 @@ def _aws_modules(arguments: Sequence[str]) -> int:
 # Memory -----------------------------------------------------------------------------------------------------------
 
 
-async def memory(world: World) -> Figure:
-    """A process that has opened what the agent of a machine on EC2 opens, and lives in the pool."""
-    pool = await world.pool()
+async def memory(environment: BenchmarkEnvironment) -> Figure:
+    """Memory of a process with the clients of an EC2 agent and an idle instance."""
+    pool = await environment.pool()
     record = idle(1)
-    await pool.write([record], [beating(record)])
+    await pool.write([record], [fresh_report(record)])
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.footprint", pool.name, pool.prefix, record.instance_id),
         stdin=asyncio.subprocess.DEVNULL,
@@ -90,43 +90,43 @@ async def memory(world: World) -> Figure:
         env=dict(os.environ),
     )
     try:
-        assert process.stdout is not None  # noqa: S101 - it was started with one
+        assert process.stdout is not None  # noqa: S101 - started with a pipe
         if not await process.stdout.readline():
             raise RuntimeError("the agent did not start")
-        await asyncio.sleep(min(SETTLED_S, 2 * world.size.starts))
-        held = resident_mb(process.pid)
+        await asyncio.sleep(min(SETTLED_S, 2 * environment.size.starts))
+        used = resident_mb(process.pid)
     finally:
         process.kill()
         await process.wait()
     return Figure(
         name="memory of an agent process",
         unit="MB",
-        before="—",
-        most=AGENT_MOST_MB,
-        ours=held,
-        kind=Kind.COUNT,
-        note="resident, in the pool, with its clients for DynamoDB and STS and its metadata service",
+        predecessor="—",
+        limit=AGENT_LIMIT_MB,
+        measured=used,
+        kind=FigureKind.COUNT,
+        note="resident memory of an idle agent with clients for DynamoDB, STS and the metadata service",
     )
 
 
 def resident_mb(pid: int) -> float:
-    """The most that it has ever held."""
+    """Return the peak resident memory."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     return round(int(line.split()[1]) * 1024 / 1e6, 1)
 
 
-async def live(pool: str, prefix: str, instance_id: str) -> None:
-    """As `remuda agent` on EC2, but for the machine and its runner."""
-    # Imported here: this is what the process is weighed for.
-    from remuda.adapters.aws.clients import AwsClients, config  # noqa: PLC0415 - as above
-    from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - as above
-    from remuda.adapters.aws.imds import Imds, imds_endpoint  # noqa: PLC0415 - as above
-    from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415 - as above
-    from remuda.agent.loop import Agent  # noqa: PLC0415 - as above
-    from remuda.cli import agent_ec2  # noqa: PLC0415 - as above
-    from remuda.ports.calls import CallCounter  # noqa: PLC0415 - as above
-    from remuda.ports.event_log import SilentEventLog  # noqa: PLC0415 - as above
+async def run_agent(pool: str, prefix: str, instance_id: str) -> None:
+    """Run an agent like `remuda agent` on EC2, with a fake machine and runner."""
+    # Imported here, because the memory of these modules is measured.
+    from remuda.adapters.aws.clients import AwsClients, config  # noqa: PLC0415
+    from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415
+    from remuda.adapters.aws.imds import Imds, imds_endpoint  # noqa: PLC0415
+    from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415
+    from remuda.agent.loop import Agent  # noqa: PLC0415
+    from remuda.cli import agent_ec2  # noqa: PLC0415
+    from remuda.ports.calls import CallCounter  # noqa: PLC0415
+    from remuda.ports.event_log import SilentEventLog  # noqa: PLC0415
 
     clock = SystemClock()
     async with AwsClients() as clients:
@@ -144,7 +144,7 @@ async def live(pool: str, prefix: str, instance_id: str) -> None:
         sys.stdout.flush()
         await Agent(
             store=store,
-            machine=IdleMachine(instance_id, pool),
+            machine=BenchmarkMachine(instance_id, pool),
             runner=TimedRunner(0.0, {}),
             clock=clock,
             ids=SystemIds(),
@@ -154,4 +154,4 @@ async def live(pool: str, prefix: str, instance_id: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(live(*sys.argv[1:]))
+    asyncio.run(run_agent(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""How calls and times grow with what lives, and that they do not with what is over."""
+"""Growth of calls and times with live instances, and their independence of old records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from datetime import datetime, timedelta
 from itertools import count
 from typing import Any
 
-from benchmarks.figures import Figure, Kind, Point, Results
+from benchmarks.environment import BenchmarkEnvironment, BenchmarkPool, control_item, fresh_report, idle
+from benchmarks.external_servers import ExternalServers, external_servers
+from benchmarks.figures import Figure, FigureKind, GrowthPoint, Results
 from benchmarks.floor import Floor
-from benchmarks.outside import Outside, outside
 from benchmarks.warm import polls
-from benchmarks.world import Pool, World, beating, control_item, idle
 from remuda.adapters.aws.calls import chunks
 from remuda.adapters.aws.clients import open_session
 from remuda.adapters.aws.dynamodb import items
@@ -34,44 +34,43 @@ from remuda.ports.event_log import SilentEventLog
 from tests.support.fleet_world import TOKEN
 from tests.support.records import entry, instance_id
 
-#: Machines that a provision asks for.
-ASKED = 10
-#: What has expired at each refresh.
+#: Instances per provision.
+PROVISION_COUNT = 10
+#: Expired instances at each refresh.
 EXPIRED = 10
-#: Of the old records, so many are instances, and as many lines of history; the rest are provisions. Few: to find the
-#: newest ones, the test server sorts them all, which DynamoDB does not.
-OLD_INSTANCES_PART = 0.495
-#: Records that are written before the next are made.
-PART = 2_000
-#: What calls more may be: a second page of each of the four shards that hold what lives, and where history goes in
-#: one batch more.
-SLACK_CALLS = 5
+#: Share of instances among the old records; history entries have the same share, the rest are provisions. Those are
+#: few, because the test server sorts all of them to find the newest.
+OLD_INSTANCES_SHARE = 0.495
+#: Number of records generated and written at a time.
+CHUNK = 2_000
+#: Allowed additional calls: a second page of each of the four shards of live records, and one more batch of history.
+ADDITIONAL_CALLS_LIMIT = 5
 
 
-async def run(world: World, _floor: Floor) -> Results:
-    points: list[Point] = []
-    for old in (0, world.size.old):
-        points += await series(world, old)
-    return Results(points=tuple(points), figures=tuple(verdicts(points)))
+async def run(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
+    points: list[GrowthPoint] = []
+    for old in (0, environment.size.old):
+        points += await series(environment, old)
+    return Results(points=tuple(points), figures=tuple(limits_on_growth(points)))
 
 
-async def series(world: World, old: int) -> list[Point]:
-    """With a world around it that knows of nothing else."""
-    await world.clear()
-    async with outside() as around, herd(world, around) as grown:
-        await grown.bury(old)
+async def series(environment: BenchmarkEnvironment, old: int) -> list[GrowthPoint]:
+    """Measure all operations at each number of live instances, with `old` old records."""
+    await environment.clear()
+    async with external_servers() as servers, growing_pool(environment, servers) as grown:
+        await grown.write_old_records(old)
         points = []
-        for live in world.size.live:
+        for live in environment.size.live:
             await grown.grow(live)
             points += [await grown.measure(name, work, old) for name, work in grown.operations()]
         return points
 
 
 @dataclass(kw_only=True)
-class GrowingHerd:
-    world: World
-    pool: Pool
-    around: Outside
+class GrowingPool:
+    environment: BenchmarkEnvironment
+    pool: BenchmarkPool
+    servers: ExternalServers
     numbers: Any = field(default_factory=count)
     live: int = 0
     warm: int = 0
@@ -88,17 +87,17 @@ class GrowingHerd:
             ("status", self._status),
         )
 
-    async def measure(self, name: str, work: Callable[[], Awaitable[float]], old: int) -> Point:
+    async def measure(self, name: str, work: Callable[[], Awaitable[float]], old: int) -> GrowthPoint:
         if name == "refresh":
             await self._settle()
             await self._expire(EXPIRED)
-        with self.world.wire.during() as counted:
+        with self.environment.requests.during() as counted:
             self._github = self._polls = 0
             seconds = await work()
         calls = {service: counted.of(service) for service in ("dynamodb", "sqs", "ec2")}
-        # Looks while it waited hang on how quick this computer is.
+        # The number of polls depends on the machine's speed.
         calls["dynamodb"] -= self._polls
-        return Point(
+        return GrowthPoint(
             operation=name,
             live=self.live,
             old=old,
@@ -106,38 +105,38 @@ class GrowingHerd:
             calls={name: number for name, number in {**calls, "github": self._github}.items() if number},
         )
 
-    # What there is ----------------------------------------------------------------------------------------------
+    # Records ----------------------------------------------------------------------------------------------------
 
-    async def bury(self, old: int) -> None:
-        """What has been: instances, their histories, provisions."""
+    async def write_old_records(self, old: int) -> None:
+        """Write terminated instances with their histories, and settled provisions."""
         keys, now = ItemKeys(prefix=self.pool.prefix), to_milliseconds(SystemClock().now())
-        instances = int(old * OLD_INSTANCES_PART)
-        for part in chunks(range(instances), PART):
-            await self.pool.put([item for number in part for item in _ended(keys, 10_000_000 + number, now)])
-        for part in chunks(range(old - 2 * instances), PART):
+        instances = int(old * OLD_INSTANCES_SHARE)
+        for part in chunks(range(instances), CHUNK):
+            await self.pool.put([item for number in part for item in _terminated(keys, 10_000_000 + number, now)])
+        for part in chunks(range(old - 2 * instances), CHUNK):
             await self.pool.put([items.provision_item(_settled(number, now)) for number in part])
 
     async def grow(self, live: int) -> None:
-        """A few are idle and have agents; a run has the others."""
+        """Add instances: the first ones are idle and have agents, the others belong to a run."""
         new = [idle(next(self.numbers)) for _ in range(live - self.live)]
-        warm = [] if self.warm else new[:ASKED]
+        warm = [] if self.warm else new[:PROVISION_COUNT]
         self.warm += len(warm)
         running = [_running(record) for record in new[len(warm) :]]
-        herd = [*warm, *running]
-        await self.pool.write(herd, [replace(beating(record), busy=True) for record in herd])
-        await self.around.add(
+        records = [*warm, *running]
+        await self.pool.write(records, [replace(fresh_report(record), busy=True) for record in records])
+        await self.servers.add(
             self.pool.name,
-            [record.instance_id for record in herd],
+            [record.instance_id for record in records],
             [record.instance_id for record in running],
         )
         if warm:
-            await self.pool.follow([record.instance_id for record in warm])
+            await self.pool.start_agents([record.instance_id for record in warm])
             async with self.pool.context() as context:
                 await context.pool.send([record.message() for record in warm])
         self.live = live
 
     async def _settle(self) -> None:
-        """As a minute later: else each refresh would look after the run that was released a moment ago, too."""
+        """Settle the released run, so that the refresh does not examine it again."""
         forget_at = to_milliseconds(SystemClock().now() + timedelta(days=1))
         async with self.pool.context() as context:
             for item in await context.store.provisions_of_run(self.run_id):
@@ -145,16 +144,16 @@ class GrowingHerd:
 
     async def _expire(self, number: int) -> None:
         past = to_milliseconds(SystemClock().now() - timedelta(hours=1))
-        gone = [idle(next(self.numbers), threshold=past) for _ in range(number)]
-        await self.pool.write(gone, [beating(record) for record in gone])
-        await self.around.add(self.pool.name, [record.instance_id for record in gone])
+        expired = [idle(next(self.numbers), threshold=past) for _ in range(number)]
+        await self.pool.write(expired, [fresh_report(record) for record in expired])
+        await self.servers.add(self.pool.name, [record.instance_id for record in expired])
 
-    # What is done -----------------------------------------------------------------------------------------------
+    # Operations -------------------------------------------------------------------------------------------------
 
     async def _provision(self) -> float:
         made = await self.pool.provision(self.warm)
         if made.created:
-            raise RuntimeError(f"{made.created} machines were created")
+            raise RuntimeError(f"{made.created} instances were created")
         self.run_id = made.run_id
         self._polls = polls(made.calls)
         return made.seconds
@@ -169,7 +168,7 @@ class GrowingHerd:
             done = await refresh(context, None)
             self._github = sum(context.calls.by_service().get("github", {}).values())
         if done.errors or len(done.terminated) != EXPIRED:
-            raise RuntimeError(f"a refresh went wrong: {done}")
+            raise RuntimeError(f"refresh failed: {done}")
         return done.seconds
 
     async def _status(self) -> float:
@@ -177,15 +176,15 @@ class GrowingHerd:
         async with self.pool.context(credentialed=True) as context:
             started = clock.monotonic()
             seen = await status(context)
-            spent = clock.monotonic() - started
+            seconds = clock.monotonic() - started
             self._github = sum(context.calls.by_service().get("github", {}).values())
         if len(seen.instances) != self.live:
-            raise RuntimeError(f"a status shows {len(seen.instances)} of {self.live}")
-        return spent
+            raise RuntimeError(f"status shows {len(seen.instances)} of {self.live} instances")
+        return seconds
 
     async def _scale_down(self) -> float:
         clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
-        github = _github(self.around.github_url, calls)
+        github = _github(self.servers.github_url, calls)
         context = FleetContext(
             environment=self.pool.name,
             fleet=Ec2Fleet(client=self.pool.ec2, environment=self.pool.name, clock=clock, ids=ids, calls=calls),
@@ -200,7 +199,7 @@ class GrowingHerd:
         await github.close()
         self._github = sum(calls.by_service().get("github", {}).values())
         if done.errors:
-            raise RuntimeError(f"a scale-down went wrong: {done.errors}")
+            raise RuntimeError(f"scale-down failed: {done.errors}")
         return done.seconds
 
 
@@ -209,25 +208,25 @@ def _github(url: str, calls: CallCounter) -> GitHubClient:
 
 
 @asynccontextmanager
-async def herd(world: World, around: Outside) -> AsyncIterator[GrowingHerd]:
-    pool = await world.pool()
-    async with open_session().create_client("ec2", config=client_config(), endpoint_url=around.ec2_url) as client:
-        world.wire.watch(client)
+async def growing_pool(environment: BenchmarkEnvironment, servers: ExternalServers) -> AsyncIterator[GrowingPool]:
+    pool = await environment.pool()
+    async with open_session().create_client("ec2", config=client_config(), endpoint_url=servers.ec2_url) as client:
+        environment.requests.watch(client)
         pool.ec2 = client
-        pool.github = lambda calls: _github(around.github_url, calls)
-        yield GrowingHerd(world=world, pool=pool, around=around)
+        pool.github = lambda calls: _github(servers.github_url, calls)
+        yield GrowingPool(environment=environment, pool=pool, servers=servers)
 
 
 def _running(record: Instance) -> Instance:
     return replace(record, state=State.RUNNING, run_id="1", owner="p-1/w-1", provision_id="p-1", announced_at=None)
 
 
-def _ended(keys: ItemKeys, number: int, now: datetime) -> list[Item]:
-    over = replace(
+def _terminated(keys: ItemKeys, number: int, now: datetime) -> list[Item]:
+    terminated = replace(
         idle(number), state=State.TERMINATED, provision_id=f"p-{number % 997}", forget_at=now + timedelta(days=30)
     )
-    line = items.history_item(instance_id(number), entry(at=now), sequence=1, writer="w")
-    return [control_item(keys, over), line]
+    history = items.history_item(instance_id(number), entry(at=now), sequence=1, writer="w")
+    return [control_item(keys, terminated), history]
 
 
 def _settled(number: int, now: datetime) -> Provision:
@@ -245,35 +244,35 @@ def _settled(number: int, now: datetime) -> Provision:
     )
 
 
-# What must hold ---------------------------------------------------------------------------------------------------
+# Limits -----------------------------------------------------------------------------------------------------------
 
 
-def verdicts(points: Sequence[Point]) -> list[Figure]:
-    """Calls may not grow with what is over; those of a refresh to the store not with what lives either."""
+def limits_on_growth(points: Sequence[GrowthPoint]) -> list[Figure]:
+    """Calls must not grow with old records; a refresh's DynamoDB calls must not grow with live instances either."""
     old = max(point.old for point in points)
     few, many = min(point.live for point in points), max(point.live for point in points)
     calls = {(point.operation, point.live, point.old): sum(point.calls.values()) for point in points}
     figures = [
         Figure(
-            name=f"{name}: calls more with {old:,} old records, {many:,} live",
+            name=f"{name}: additional calls with {old:,} old records, {many:,} live",
             unit="calls",
-            before="—",
-            most=SLACK_CALLS,
-            ours=calls[name, many, old] - calls[name, many, 0],
-            kind=Kind.COUNT,
+            predecessor="—",
+            limit=ADDITIONAL_CALLS_LIMIT,
+            measured=calls[name, many, old] - calls[name, many, 0],
+            kind=FigureKind.COUNT,
         )
         for name in dict.fromkeys(point.operation for point in points)
     ]
     store = {point.live: point.calls.get("dynamodb", 0) for point in points if point.operation == "refresh"}
     figures.append(
         Figure(
-            name=f"refresh: DynamoDB calls more with {many:,} live than with {few:,}",
+            name=f"refresh: additional DynamoDB calls with {many:,} live instead of {few:,}",
             unit="calls",
-            before="—",
-            most=SLACK_CALLS,
-            ours=store[many] - store[few],
-            kind=Kind.COUNT,
-            note=f"{EXPIRED} have expired each time",
+            predecessor="—",
+            limit=ADDITIONAL_CALLS_LIMIT,
+            measured=store[many] - store[few],
+            kind=FigureKind.COUNT,
+            note=f"{EXPIRED} expired instances each time",
         )
     )
     return figures

@@ -1,7 +1,6 @@
-"""An agent in the pool that nobody asks for anything: what it reads and writes in a minute, and how soon it notices.
+"""An idle agent: reads and writes per minute, and reaction time to a claim.
 
-The counts are of the real agent at a real server, in a process whose time runs faster: all timers of its event loop do,
-and its clock with them.
+The real agent runs against a real server in a process whose clock and event loop timers are accelerated.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from benchmarks.agents import IdleMachine, TimedRunner
-from benchmarks.figures import Figure, Kind, Results, percentile
+from benchmarks.agents import BenchmarkMachine, TimedRunner
+from benchmarks.environment import SCOPE, BenchmarkEnvironment, BenchmarkPool, fresh_report, idle
+from benchmarks.figures import Figure, FigureKind, Results, percentile
 from benchmarks.floor import Floor
-from benchmarks.world import SCOPE, Pool, World, beating, idle
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.polling import CONTROL, WARM_FOR_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
@@ -31,61 +30,61 @@ from remuda.domain.transitions import Actor, Change, Claim, advance
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 
-#: In a minute, while it is fresh in the pool and later.
-READS_MOST = 250
-LATE_READS_MOST = 130
-WRITES_MOST = 12
-REACTION_MOST_S = 0.3
+#: Limits per minute, for the first ten minutes in the pool and later.
+READS_LIMIT = 250
+LATER_READS_LIMIT = 130
+WRITES_LIMIT = 12
+REACTION_LIMIT_S = 0.3
 
-#: How much faster than the real time it lives.
+#: Acceleration of the clock.
 SPEED = 20.0
 MINUTE_S = 60.0
-#: Agents that are watched at the same time for their reactions, and how long they wait at most for a claim.
+#: Agents measured at the same time, and their maximum wait in seconds for a claim.
 GROUP = 10
 WAIT_S = 0.6
 READS = frozenset({"GetItem", "BatchGetItem"})
 WRITES = frozenset({"UpdateItem", "PutItem"})
 
 
-async def run(world: World, floor: Floor) -> Results:
-    return await minutes(world) + await reactions(world, floor)
+async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+    return await minutes(environment) + await reactions(environment, floor)
 
 
-# A life in minutes ------------------------------------------------------------------------------------------------
+# Calls per minute -------------------------------------------------------------------------------------------------
 
 
-async def minutes(world: World) -> Results:
-    await world.clear()
-    pool = await world.pool()
+async def minutes(environment: BenchmarkEnvironment) -> Results:
+    await environment.clear()
+    pool = await environment.pool()
     record = idle(1)
-    await pool.write([record], [beating(record)])
-    counted = await _fast_life(pool, record.instance_id, world.size.idle_min)
-    fresh_for = WARM_FOR_S / MINUTE_S
-    # The first minute after ten is still partly fresh.
-    fresh = [each for minute, each in enumerate(counted) if minute < fresh_for]
-    late = [each for minute, each in enumerate(counted) if minute > fresh_for]
+    await pool.write([record], [fresh_report(record)])
+    counted = await _count_calls(pool, record.instance_id, environment.size.idle_min)
+    boundary = WARM_FOR_S / MINUTE_S
+    # The minute at the boundary belongs to neither.
+    first = [each for minute, each in enumerate(counted) if minute < boundary]
+    later = [each for minute, each in enumerate(counted) if minute > boundary]
     figures = [
-        _figure("reads in a minute, first ten minutes", "86", READS_MOST, [each["reads"] for each in fresh]),
-        _figure("writes in a minute", "10", WRITES_MOST, [each["writes"] for each in counted]),
+        _figure("reads per minute, first ten minutes", "86", READS_LIMIT, [each["reads"] for each in first]),
+        _figure("writes per minute", "10", WRITES_LIMIT, [each["writes"] for each in counted]),
     ]
-    if late:
-        figures.append(_figure("reads in a minute, later", "86", LATE_READS_MOST, [each["reads"] for each in late]))
+    if later:
+        figures.append(_figure("reads per minute, later", "86", LATER_READS_LIMIT, [each["reads"] for each in later]))
     return Results(figures=tuple(figures))
 
 
-def _figure(what: str, before: str, most: float, counts: list[int]) -> Figure:
+def _figure(label: str, predecessor: str, limit: float, counts: list[int]) -> Figure:
     return Figure(
-        name=f"idle agent: {what}",
+        name=f"idle agent: {label}",
         unit="calls",
-        before=before,
-        most=most,
-        ours=max(counts),
-        kind=Kind.COUNT,
+        predecessor=predecessor,
+        limit=limit,
+        measured=max(counts),
+        kind=FigureKind.COUNT,
         samples=len(counts),
     )
 
 
-async def _fast_life(pool: Pool, instance_id: str, minutes: float) -> list[dict[str, int]]:
+async def _count_calls(pool: BenchmarkPool, instance_id: str, minutes: float) -> list[dict[str, int]]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.idle_agent", pool.name, pool.prefix, instance_id, f"{minutes:g}"),
         stdin=asyncio.subprocess.DEVNULL,
@@ -93,19 +92,19 @@ async def _fast_life(pool: Pool, instance_id: str, minutes: float) -> list[dict[
         env=dict(os.environ),
     )
     try:
-        said, _ = await process.communicate()
+        stdout, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
-        raise RuntimeError("the agent whose time runs faster has failed")
-    found: list[dict[str, int]] = json.loads(said)
+        raise RuntimeError("the accelerated agent failed")
+    found: list[dict[str, int]] = json.loads(stdout)
     return found
 
 
 class FastSelector(selectors.DefaultSelector):
-    """Waits a part of the time."""
+    """Selector with shortened timeouts."""
 
     def select(self, timeout: float | None = None) -> Any:
         return super().select(None if timeout is None else timeout / SPEED)
@@ -121,7 +120,7 @@ class FastLoop(asyncio.SelectorEventLoop):
 
 class FastClock(SystemClock):
     def __init__(self) -> None:
-        self._began, self._began_at = time.monotonic(), datetime.now(UTC)  # noqa: TID251 - the clock's own
+        self._began, self._began_at = time.monotonic(), datetime.now(UTC)  # noqa: TID251 - implements a clock
 
     def now(self) -> datetime:
         return self._began_at + timedelta(seconds=(time.monotonic() - self._began) * SPEED)
@@ -130,11 +129,11 @@ class FastClock(SystemClock):
         return time.monotonic() * SPEED
 
 
-async def live(pool: str, prefix: str, instance_id: str, minutes: float) -> list[dict[str, int]]:
-    """Reads and writes, minute by minute."""
+async def count_calls(pool: str, prefix: str, instance_id: str, minutes: float) -> list[dict[str, int]]:
+    """Run an agent and count its reads and writes, minute by minute."""
     clock, seen = FastClock(), Counter[tuple[int, str]]()
     settings = config(read_timeout_s=30 * SPEED)
-    settings.connect_timeout = 10 * SPEED  # type: ignore[attr-defined]  # botocore makes it from its options
+    settings.connect_timeout = 10 * SPEED  # type: ignore[attr-defined]  # set dynamically by botocore
     async with AwsClients() as clients:
         client = await clients.client("dynamodb", DYNAMODB, settings)
         store = DynamoInstanceStore(
@@ -147,7 +146,7 @@ async def live(pool: str, prefix: str, instance_id: str, minutes: float) -> list
         )
         agent = Agent(
             store=store,
-            machine=IdleMachine(instance_id, pool),
+            machine=BenchmarkMachine(instance_id, pool),
             runner=TimedRunner(0.0, {}),
             clock=clock,
             ids=SystemIds(),
@@ -156,17 +155,17 @@ async def live(pool: str, prefix: str, instance_id: str, minutes: float) -> list
         )
         began = clock.monotonic()
 
-        def sent(event_name: str, **_: Any) -> None:
+        def count(event_name: str, **_: Any) -> None:
             operation = event_name.rpartition(".")[2]
             minute = int((clock.monotonic() - began) // MINUTE_S)
             if operation in READS | WRITES:
                 seen[minute, "reads" if operation in READS else "writes"] += 1
 
-        client.meta.events.register("before-send", sent)
-        living = asyncio.create_task(agent.run())
+        client.meta.events.register("before-send", count)
+        running = asyncio.create_task(agent.run())
         await asyncio.sleep(minutes * MINUTE_S)
-        living.cancel()
-        await asyncio.gather(living, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         await store.close()
     whole = max(1, int(minutes))
     return [{kind: seen[minute, kind] for kind in ("reads", "writes")} for minute in range(whole)]
@@ -175,56 +174,56 @@ async def live(pool: str, prefix: str, instance_id: str, minutes: float) -> list
 # Reactions --------------------------------------------------------------------------------------------------------
 
 
-async def reactions(world: World, floor: Floor) -> Results:
-    """From a claim that is written to an agent that begins with it."""
-    await world.clear()
-    least = await floor.seconds({"get": 1})
-    pool = await world.pool()
+async def reactions(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+    """Measure the time from a written claim until its agent starts the registration."""
+    await environment.clear()
+    floor_s = await floor.seconds({"get": 1})
+    pool = await environment.pool()
     samples: list[float] = []
-    while len(samples) < world.size.reactions:
-        samples += await _group(world, pool, len(samples))
+    while len(samples) < environment.size.reactions:
+        samples += await _group(environment, pool, len(samples))
     return Results(
         figures=(
             Figure(
                 name="idle agent: reaction to a claim, p95",
                 unit="s",
-                before="~1 s",
-                most=REACTION_MOST_S,
-                ours=round(percentile(samples, 0.95), 4),
-                kind=Kind.TIME,
-                floor=least,
-                floor_with_waits=least + CONTROL.first_s,
+                predecessor="~1 s",
+                limit=REACTION_LIMIT_S,
+                measured=round(percentile(samples, 0.95), 4),
+                kind=FigureKind.TIME,
+                floor=floor_s,
+                floor_with_waits=floor_s + CONTROL.first_s,
                 samples=len(samples),
             ),
         )
     )
 
 
-async def _group(world: World, pool: Pool, first: int) -> list[float]:
-    herd = [idle(first + number) for number in range(min(GROUP, world.size.reactions))]
-    await pool.write(herd, [beating(record) for record in herd])
-    await pool.follow([record.instance_id for record in herd])
+async def _group(environment: BenchmarkEnvironment, pool: BenchmarkPool, first: int) -> list[float]:
+    records = [idle(first + number) for number in range(min(GROUP, environment.size.reactions))]
+    await pool.write(records, [fresh_report(record) for record in records])
+    await pool.start_agents([record.instance_id for record in records])
     clock, ids, written = SystemClock(), SystemIds(), {}
     async with pool.context() as context:
         await clock.sleep(WAIT_S)
 
-        async def take(number: int) -> None:
+        async def claim(number: int) -> None:
             await clock.sleep(WAIT_S * ids.jitter())
-            claimed = await context.store.apply(_claim(herd[number]))
-            assert claimed.assignment is not None  # noqa: S101 - it was given one
+            claimed = await context.store.apply(_claim(records[number]))
+            assert claimed.assignment is not None  # noqa: S101 - set by the claim
             written[claimed.assignment.runner_name] = clock.monotonic()
 
-        await asyncio.gather(*(take(number) for number in range(len(herd))))
+        await asyncio.gather(*(claim(number) for number in range(len(records))))
         await clock.sleep(WAIT_S)
-    asked = await world.agents.asked()
-    await world.clear()
-    # An agent may have read it before the answer was here.
-    return [max(0.0, asked[name] - written[name]) for name in written if name in asked]
+    began = await environment.agents.registrations()
+    await environment.clear()
+    # An agent may read the claim before the response arrives here.
+    return [max(0.0, began[name] - written[name]) for name in written if name in began]
 
 
 def _claim(record: Instance) -> Change:
     now = SystemClock().now()
-    credential = Credential(token="none", expires_at=now + timedelta(hours=1))  # noqa: S106 - nobody asks for it
+    credential = Credential(token="none", expires_at=now + timedelta(hours=1))  # noqa: S106 - never used
     event = Claim(
         run_id="1",
         owner="p-1/w-1",
@@ -235,11 +234,11 @@ def _claim(record: Instance) -> Change:
         assignment=Assignment(url="", runner_name=record.instance_id, labels=(), credential=credential),
         margin_s=1.0,
     )
-    return advance(record, event, by=Actor.PROVISION, now=now, why="a benchmark")
+    return advance(record, event, by=Actor.PROVISION, now=now, why="benchmark")
 
 
 if __name__ == "__main__":
-    name, key_prefix, machine, lived = sys.argv[1:]
+    name, key_prefix, instance_id, minutes_text = sys.argv[1:]
     with asyncio.Runner(loop_factory=FastLoop) as runner:
-        counted = runner.run(live(name, key_prefix, machine, float(lived)))
+        counted = runner.run(count_calls(name, key_prefix, instance_id, float(minutes_text)))
     sys.stdout.write(json.dumps(counted))

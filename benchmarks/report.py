@@ -1,4 +1,4 @@
-"""What a run found, for people, for programs and for the docs."""
+"""Results of a benchmark run as tables, JSON, plots and docs page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from benchmarks import curves
 from benchmarks.curves import Bar
-from benchmarks.figures import Figure, Kind, Point, Results
+from benchmarks.figures import Figure, FigureKind, GrowthPoint, Results
 
 BEGIN = "<!-- generated: figures -->"
 END = "<!-- end of figures -->"
@@ -27,8 +27,8 @@ _NUMBER = re.compile(r"[\d.,]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One run of all benchmarks."""
+class BenchmarkRun:
+    """One run of the benchmarks."""
 
     at: datetime
     seconds: float
@@ -59,13 +59,13 @@ def machine() -> dict[str, Any]:
 
 def show(results: Results, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, title="Figures", title_justify="left")
-    for name in ("figure", "its predecessor"):
+    for name in ("figure", "predecessor"):
         table.add_column(name, overflow="fold")
-    for name in ("limit", "ours", "floor", "× floor", "× with waits"):
+    for name in ("limit", "measured", "floor", "× floor", "× with waits"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for figure in results.figures:
-        verdict = Text("met", style="green") if figure.met else Text("not met", style="bold red")
+        verdict = Text("met", style="green") if figure.met else Text("missed", style="bold red")
         table.add_row(*_cells(figure), verdict)
     if results.figures:
         console.print(table)
@@ -73,7 +73,7 @@ def show(results: Results, console: Console) -> None:
         console.print(_growth_table(results.points))
 
 
-def _growth_table(points: Sequence[Point]) -> Table:
+def _growth_table(points: Sequence[GrowthPoint]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Growth", title_justify="left")
     table.add_column("operation")
     for name in ("live", "old records", "seconds", "calls"):
@@ -89,14 +89,14 @@ def _growth_table(points: Sequence[Point]) -> Table:
 
 
 def _cells(figure: Figure) -> tuple[str, ...]:
-    limit = f"≤ {_shown(figure.most, figure)}"
-    if figure.most_floors is not None:
-        limit += f", {figure.most_floors:g} ×"
+    limit = f"≤ {_shown(figure.limit, figure)}"
+    if figure.max_floors is not None:
+        limit += f", {figure.max_floors:g} ×"
     return (
         figure.name,
-        figure.before,
+        figure.predecessor,
         limit,
-        _shown(figure.ours, figure),
+        _shown(figure.measured, figure),
         "" if figure.floor is None else _shown(figure.floor, figure),
         "" if figure.ratio is None else f"{figure.ratio:.1f}",
         "" if figure.ratio_with_waits is None else f"{figure.ratio_with_waits:.1f}",
@@ -110,10 +110,10 @@ def _shown(value: float, figure: Figure) -> str:
     return f"{number} {figure.unit}" if figure.unit in {"MB", "%"} else number
 
 
-# The docs ---------------------------------------------------------------------------------------------------------
+# Docs page --------------------------------------------------------------------------------------------------------
 
 
-def write_docs(run: Run, docs: Path) -> None:
+def write_docs(run: BenchmarkRun, docs: Path) -> None:
     folder = docs / "benchmarks"
     folder.mkdir(exist_ok=True)
     (folder / "figures.json").write_text(json.dumps(run.document(), indent=1) + "\n", encoding="utf-8")
@@ -125,20 +125,20 @@ def write_docs(run: Run, docs: Path) -> None:
     page.write_text(f"{before}{BEGIN}\n{markdown(run)}\n{END}{after}", encoding="utf-8")
 
 
-def markdown(run: Run) -> str:
-    kind = machine()
+def markdown(run: BenchmarkRun) -> str:
+    host = machine()
     found = run.results.figures
     met = sum(figure.met for figure in found)
     lines = [
         (
-            f"Measured on {run.at:%d %B %Y}, {kind['system']} {kind['processor']} with {kind['cores']} cores, Python "
-            f"{kind['python']}, in {run.seconds / 60:.0f} minutes: {met} of {len(found)} limits are met."
+            f"Measured on {run.at:%d %B %Y}, {host['system']} {host['processor']} with {host['cores']} cores, Python "
+            f"{host['python']}, in {run.seconds / 60:.0f} minutes: {met} of {len(found)} limits are met."
         ),
         "",
-        "| figure | its predecessor | limit | ours | floor | × floor | × with waits | |",
+        "| figure | predecessor | limit | measured | floor | × floor | × with waits | |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**not met**'} |" for figure in found]
+    lines += [f"| {' | '.join(_cells(figure))} | {'met' if figure.met else '**missed**'} |" for figure in found]
     lines += ["", *(f"- {figure.name}: {figure.note}." for figure in found if figure.note)]
     if run.results.points:
         lines += ["", "| operation | live | old records | seconds | calls | by service |", "|---|--:|--:|--:|--:|---|"]
@@ -146,47 +146,51 @@ def markdown(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _growth_line(point: Point) -> str:
+def _growth_line(point: GrowthPoint) -> str:
     by_service = ", ".join(f"{service} {number}" for service, number in point.calls.items())
     total = sum(point.calls.values())
     return f"| {point.operation} | {point.live:,} | {point.old:,} | {point.seconds:.2f} | {total:,} | {by_service} |"
 
 
 def plots(results: Results) -> dict[str, str]:
-    """By file name."""
-    timed = [figure for figure in results.figures if figure.kind is Kind.TIME and first_number(figure.before)]
+    """Return the plots by file name."""
+    timed = [
+        figure for figure in results.figures if figure.kind is FigureKind.TIME and first_number(figure.predecessor)
+    ]
     drawn: dict[str, str] = {}
     if timed:
         shown = [_bar(figure) for figure in timed]
-        drawn["against.svg"] = curves.bars(
-            shown, title="Seconds: ours, the limit (line), its predecessor (grey)", unit=" s"
+        drawn["predecessor.svg"] = curves.bars(
+            shown, title="Seconds: measured, limit (line), predecessor (grey)", unit=" s"
         )
     old = max((point.old for point in results.points), default=0)
-    for file, what, unit, value in (
+    for file, quantity, unit, value in (
         ("growth-calls.svg", "Calls", "", lambda point: float(sum(point.calls.values()))),
         ("growth-seconds.svg", "Seconds", " s", lambda point: point.seconds),
     ):
         for number in (0, old) if old else ():
             suffix = "" if number == 0 else "-old"
             chosen = [point for point in results.points if point.old == number]
-            title = f"{what} by live instances, {number:,} old records"
+            title = f"{quantity} by live instances, {number:,} old records"
             drawn[file.replace(".svg", f"{suffix}.svg")] = curves.lines(
                 {
                     name: [(float(point.live), value(point)) for point in chosen if point.operation == name]
                     for name in dict.fromkeys(point.operation for point in chosen)
                 },
                 title=title,
-                across="live instances",
+                x_label="live instances",
                 unit=unit,
             )
     return drawn
 
 
 def _bar(figure: Figure) -> Bar:
-    return Bar(name=figure.name, ours=figure.ours, limit=figure.most, before=first_number(figure.before))
+    return Bar(
+        name=figure.name, measured=figure.measured, limit=figure.limit, predecessor=first_number(figure.predecessor)
+    )
 
 
 def first_number(text: str) -> float | None:
-    """Of what was measured for its predecessor: the smaller, where there is a range."""
+    """Return the first number of a predecessor's result, which is the smaller one of a range."""
     found = _NUMBER.search(text)
     return float(found[0].replace(",", "")) if found and "·" not in text else None

@@ -1,4 +1,4 @@
-"""How fast a simulated world is: simulated seconds for each second of one core, with twenty agents."""
+"""Speed of the simulation: simulated seconds per CPU second, with twenty agents."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def main() -> None:
             agents += outcome.stats["lives"]
         rate = simulated / (time.process_time() - started)
         sys.stdout.write(
-            f"{name}: {rate:.0f} simulated seconds a second of one core "
-            f"(at most {INSTANCES} agents at a time, {agents} lives, {SEEDS} seeds)\n"
+            f"{name}: {rate:.0f} simulated seconds per CPU second "
+            f"(at most {INSTANCES} agents at a time, {agents} instances in total, {SEEDS} seeds)\n"
         )
 
 

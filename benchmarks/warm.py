@@ -1,4 +1,4 @@
-"""Warm provisions and releases: machines that are there, and how soon they are a run's and the pool's again."""
+"""Warm provisions, and releases."""
 
 from __future__ import annotations
 
@@ -6,143 +6,143 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks import floor as floors
-from benchmarks.figures import Figure, Kind, Results, middle
+from benchmarks.environment import BenchmarkEnvironment, BenchmarkPool
+from benchmarks.figures import Figure, FigureKind, Results, median
 from benchmarks.floor import Floor
-from benchmarks.world import Pool, World
 
-#: By how many machines are asked for.
-PROVISION_MOST_S = {1: 0.35, 10: 0.5, 50: 0.9}
-RELEASE_MOST_S = {1: 0.5, 10: 0.6, 50: 1.2}
-PROVISION_BEFORE = {1: "0.9 s", 10: "1.15 s", 50: "2.0 s"}
-MOST_FLOORS = 3.0
-#: On top of the registration itself.
+#: By number of instances.
+PROVISION_LIMIT_S = {1: 0.35, 10: 0.5, 50: 0.9}
+RELEASE_LIMIT_S = {1: 0.5, 10: 0.6, 50: 1.2}
+PROVISION_PREDECESSOR = {1: "0.9 s", 10: "1.15 s", 50: "2.0 s"}
+MAX_FLOORS = 3.0
+#: Allowed seconds in addition to the registration.
 REGISTRATION_OVERHEAD_S = 0.4
-DYNAMODB_MOST = 160
-DYNAMODB_MACHINES = 50
+DYNAMODB_LIMIT = 160
+DYNAMODB_COUNT = 50
 
 
 @dataclass
-class Rounds:
+class WarmRounds:
     provisions: list[float] = field(default_factory=list)
     releases: list[float] = field(default_factory=list)
-    #: DynamoDB calls of each provision: all, and those while it waited.
+    #: DynamoDB calls of each provision: all, and those of polling.
     calls: list[int] = field(default_factory=list)
     polls: list[int] = field(default_factory=list)
-    told: str = ""
-    #: Machines that were not claimable the moment that a release had ended.
+    requests: str = ""
+    #: Instances that were not claimable immediately after a release.
     missing: int = 0
 
 
-async def run(world: World, floor: Floor) -> Results:
+async def run(environment: BenchmarkEnvironment, floor: Floor) -> Results:
     results = Results()
-    for machines in world.size.counts:
-        await world.clear()
-        # Nobody else is at the servers.
-        provision_floor = await floor.seconds(floors.warm_provision(machines))
-        release_floor = await floor.seconds(floors.release(machines))
-        pool = await world.pool()
-        await pool.fill(machines)
-        rounds = await play(world, pool, machines, world.size.samples)
-        made = figures(rounds, machines, provision_floor=provision_floor, release_floor=release_floor)
+    for count in environment.size.counts:
+        await environment.clear()
+        # Measured while nothing else uses the servers.
+        provision_floor = await floor.seconds(floors.warm_provision(count))
+        release_floor = await floor.seconds(floors.release(count))
+        pool = await environment.pool()
+        await pool.fill(count)
+        rounds = await run_rounds(environment, pool, count, environment.size.samples)
+        made = figures(rounds, count, provision_floor=provision_floor, release_floor=release_floor)
         results += Results(figures=tuple(made))
-    return results + await registering(world, floor)
+    return results + await registering(environment, floor)
 
 
-async def play(world: World, pool: Pool, machines: int, times: int) -> Rounds:
-    """The same machines again and again: each release must leave them all claimable."""
-    rounds = Rounds()
+async def run_rounds(environment: BenchmarkEnvironment, pool: BenchmarkPool, count: int, times: int) -> WarmRounds:
+    """Provision and release the same instances repeatedly; each release must leave all of them claimable."""
+    rounds = WarmRounds()
     for _ in range(times):
-        with world.wire.during() as counted:
-            made = await pool.provision(machines)
+        with environment.requests.during() as counted:
+            made = await pool.provision(count)
         rounds.missing += made.created
         rounds.provisions.append(made.seconds)
         rounds.calls.append(counted.of("dynamodb"))
         rounds.polls.append(polls(made.calls))
-        rounds.told = counted.told()
+        rounds.requests = counted.describe()
         rounds.releases.append((await pool.release(made.run_id)).seconds)
     return rounds
 
 
 def polls(calls: Mapping[str, Mapping[str, int]]) -> int:
-    """Looks while it waited."""
+    """Number of polling calls."""
     return sum(count for name, count in calls["dynamodb"].items() if name.startswith("poll:"))
 
 
-def figures(rounds: Rounds, machines: int, *, provision_floor: float, release_floor: float) -> Sequence[Figure]:
-    wait_s = floors.poll_wait_s(machines)
+def figures(rounds: WarmRounds, count: int, *, provision_floor: float, release_floor: float) -> Sequence[Figure]:
+    wait_s = floors.poll_wait_s(count)
     made = [
         Figure(
-            name=f"warm provision, N = {machines}, registration 0",
+            name=f"warm provision, N = {count}, registration 0",
             unit="s",
-            before=PROVISION_BEFORE.get(machines, ""),
-            most=_limit(PROVISION_MOST_S, machines),
-            ours=middle(rounds.provisions),
-            kind=Kind.TIME,
+            predecessor=PROVISION_PREDECESSOR.get(count, ""),
+            limit=_limit(PROVISION_LIMIT_S, count),
+            measured=median(rounds.provisions),
+            kind=FigureKind.TIME,
             floor=provision_floor,
             floor_with_waits=provision_floor + wait_s,
-            most_floors=MOST_FLOORS,
+            max_floors=MAX_FLOORS,
             samples=len(rounds.provisions),
         ),
         Figure(
-            name=f"release, N = {machines}, deregistration 0",
+            name=f"release, N = {count}, deregistration 0",
             unit="s",
-            before="10–11 s",
-            most=_limit(RELEASE_MOST_S, machines),
-            ours=middle(rounds.releases),
-            kind=Kind.TIME,
+            predecessor="10–11 s",
+            limit=_limit(RELEASE_LIMIT_S, count),
+            measured=median(rounds.releases),
+            kind=FigureKind.TIME,
             floor=release_floor,
             floor_with_waits=release_floor + wait_s,
             samples=len(rounds.releases),
         ),
         Figure(
-            name=f"not claimable right after a release, N = {machines}",
-            unit="machines",
-            before="all, for 3 s",
-            most=0,
-            ours=rounds.missing,
-            kind=Kind.COUNT,
+            name=f"not claimable right after a release, N = {count}",
+            unit="instances",
+            predecessor="all, for 3 s",
+            limit=0,
+            measured=rounds.missing,
+            kind=FigureKind.COUNT,
         ),
     ]
-    if machines == DYNAMODB_MACHINES:
+    if count == DYNAMODB_COUNT:
         made.append(
             Figure(
-                name=f"DynamoDB calls, warm provision, N = {machines}",
+                name=f"DynamoDB calls, warm provision, N = {count}",
                 unit="calls",
-                before="227–585",
-                most=DYNAMODB_MOST,
-                ours=max(rounds.calls),
-                kind=Kind.COUNT,
+                predecessor="227–585",
+                limit=DYNAMODB_LIMIT,
+                measured=max(rounds.calls),
+                kind=FigureKind.COUNT,
                 samples=len(rounds.calls),
-                note=f"of these {max(rounds.polls)} while it waited; {rounds.told}",
+                note=f"{max(rounds.polls)} of them for polling; {rounds.requests}",
             )
         )
     return made
 
 
-def _limit(limits: dict[int, float], machines: int) -> float:
-    """That of the next larger number."""
-    return min((most for number, most in limits.items() if number >= machines), default=max(limits.values()))
+def _limit(limits: dict[int, float], count: int) -> float:
+    """Return the limit of the next larger number."""
+    return min((limit for number, limit in limits.items() if number >= count), default=max(limits.values()))
 
 
-async def registering(world: World, floor: Floor) -> Results:
-    machines, registration_s = min(10, max(world.size.counts)), world.size.registration_s
-    await world.clear()
-    least = registration_s + await floor.seconds(floors.warm_provision(machines))
-    pool = await world.pool()
+async def registering(environment: BenchmarkEnvironment, floor: Floor) -> Results:
+    count, registration_s = min(10, max(environment.size.counts)), environment.size.registration_s
+    await environment.clear()
+    floor_s = registration_s + await floor.seconds(floors.warm_provision(count))
+    pool = await environment.pool()
     pool.registration_s = registration_s
-    await pool.fill(machines)
-    rounds = await play(world, pool, machines, min(3, world.size.samples))
+    await pool.fill(count)
+    rounds = await run_rounds(environment, pool, count, min(3, environment.size.samples))
     return Results(
         figures=(
             Figure(
-                name=f"warm provision, N = {machines}, registration {registration_s:g} s",
+                name=f"warm provision, N = {count}, registration {registration_s:g} s",
                 unit="s",
-                before="3.6 s (5.0 s with its real agent)",
-                most=registration_s + REGISTRATION_OVERHEAD_S,
-                ours=middle(rounds.provisions),
-                kind=Kind.TIME,
-                floor=round(least, 4),
-                floor_with_waits=round(least + floors.poll_wait_s(machines), 4),
+                predecessor="3.6 s (5.0 s with its real agent)",
+                limit=registration_s + REGISTRATION_OVERHEAD_S,
+                measured=median(rounds.provisions),
+                kind=FigureKind.TIME,
+                floor=round(floor_s, 4),
+                floor_with_waits=round(floor_s + floors.poll_wait_s(count), 4),
                 samples=len(rounds.provisions),
             ),
         )

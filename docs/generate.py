@@ -99,7 +99,7 @@ def metrics_table() -> str:
     lines = ["| metric | type | labels | what |", "|---|---|---|---|"]
     for item in METRICS:
         labels = ", ".join(f"`{label}`" for label in item.labels) or "(none)"
-        lines.append(f"| `{item.name}` | {item.kind} | {labels} | {item.what} |")
+        lines.append(f"| `{item.name}` | {item.kind} | {labels} | {item.help} |")
     return "\n".join(lines)
 
 

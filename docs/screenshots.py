@@ -1,4 +1,4 @@
-"""Takes the pictures of the dashboard and the report that the docs show, from a fleet that is always the same."""
+"""Take the screenshots of the dashboard and the report for the docs, from seeded sample records."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support import sample_records
 from tests.support.dashboard import Dashboard, chromium, environment
 
 PICTURES = Path(__file__).parent / "pictures"
-MOST_BYTES = 200_000
-MACHINES, TRANSITIONS = 90, 1_900
+MAX_BYTES = 200_000
+INSTANCES, TRANSITIONS = 90, 1_900
 WIDE = {"viewport": {"width": 1280, "height": 880}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 
@@ -31,46 +31,52 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="remuda-pictures-") as name:
         folder = Path(name) / "state"
         file = sample_records.prepare(folder, pool="ci")
-        lives = list(sample_records.fleet(MACHINES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
-        names = cycle(record.instance_id for record, _ in lives)
-        runs = [on_machines(run, names) for run in sample_records.provisions(120, now=now, span_s=5_000)]
-        sample_records.write(file, lives, runs, now=now)
+        samples = list(sample_records.fleet(INSTANCES, TRANSITIONS, now=now + timedelta(seconds=5), seed=7, ended=0.35))
+        names = cycle(record.instance_id for record, _ in samples)
+        runs = [on_instances(run, names) for run in sample_records.provisions(120, now=now, span_s=5_000)]
+        sample_records.write(file, samples, runs, now=now)
         with Dashboard(folder) as dashboard, chromium() as browser:
-            shoot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
-            shoot(browser, dashboard.url, "dashboard-dark", color_scheme="dark", **WIDE)
-            shoot(browser, dashboard.url, "dashboard-phone", color_scheme="light", **PHONE)
-            ended = next(record for record, _ in lives if record.retire)
-            story = f"{dashboard.url}#of={ended.instance_id}"
-            shoot(browser, story, "dashboard-story", color_scheme="light", viewport={"width": 1080, "height": 720})
+            take_screenshot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
+            take_screenshot(browser, dashboard.url, "dashboard-dark", color_scheme="dark", **WIDE)
+            take_screenshot(browser, dashboard.url, "dashboard-phone", color_scheme="light", **PHONE)
+            ended = next(record for record, _ in samples if record.retire)
+            explanation = f"{dashboard.url}#explain={ended.instance_id}"
+            take_screenshot(
+                browser,
+                explanation,
+                "dashboard-explanation",
+                color_scheme="light",
+                viewport={"width": 1080, "height": 720},
+            )
             report = Path(name) / "report.html"
             command = [sys.executable, "-m", "remuda", "report", "--dir", str(folder), "--html", str(report), "--quiet"]
             subprocess.run(command, check=True, env={**environment(), "PATH": os.environ["PATH"]})
-            shoot(browser, report.as_uri(), "report", wait="main", color_scheme="light", **WIDE)
+            take_screenshot(browser, report.as_uri(), "report", wait="main", color_scheme="light", **WIDE)
     return 0
 
 
-def on_machines(run: Provision, names: Iterator[str]) -> Provision:
-    """Runs and machines are made apart: so that the price of what was reused is known, they are brought together."""
-    if run.course is None:
+def on_instances(run: Provision, names: Iterator[str]) -> Provision:
+    """Replace the sample runners' instance ids by existing ones, so that their prices are known."""
+    if run.outcome is None:
         return run
-    taken = tuple(replace(item, instance_id=next(names)) for item in run.course.taken)
-    return replace(run, course=replace(run.course, taken=taken))
+    acquired = tuple(replace(item, instance_id=next(names)) for item in run.outcome.acquired)
+    return replace(run, outcome=replace(run.outcome, acquired=acquired))
 
 
-def shoot(browser: Any, url: str, name: str, *, wait: str = "html[data-ready]", **options: Any) -> None:
+def take_screenshot(browser: Any, url: str, name: str, *, wait: str = "html[data-ready]", **options: Any) -> None:
     context = browser.new_context(**options)
     page = context.new_page()
     page.goto(url)
     page.wait_for_selector(wait)
-    # Until every lane is there and drawn.
+    # Wait until every lane is drawn.
     page.wait_for_timeout(2_500)
     file = PICTURES / f"{name}.png"
     page.screenshot(path=file)
     context.close()
     size = file.stat().st_size
     sys.stdout.write(f"{file.name}: {size} bytes\n")
-    if size > MOST_BYTES:
-        raise SystemExit(f"{file.name} is larger than {MOST_BYTES} bytes")
+    if size > MAX_BYTES:
+        raise SystemExit(f"{file.name} is larger than {MAX_BYTES} bytes")
 
 
 if __name__ == "__main__":

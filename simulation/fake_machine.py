@@ -16,8 +16,8 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Assignment
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
 from remuda.ports.github import Deletion
-from remuda.ports.machine import Identity, Memory, Outcome
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.machine import AgentState, Identity, StepResult
+from remuda.ports.runner import RemovalStatus, RunnerState
 from simulation.faults import Fault
 from simulation.loop import START
 from simulation.memory.compute import MemoryMachine
@@ -47,7 +47,7 @@ class Host:
         #: Something of a job may be left on it.
         self.dirty = False
         self.job: MemoryJob | None = None
-        self.memory = Memory()
+        self.memory = AgentState()
         self.notice = ""
         self.agent: SimulatedProcess | None = None
         #: When its agent was last disturbed by a fault.
@@ -61,7 +61,7 @@ class Host:
         self._dead_man = self._later(machine.request.first_life_s, self._dead_man_fires)
         sick = world.faults.strikes_now
         about = [self.instance_id]
-        self._script = Outcome(ok=not sick(Fault.SCRIPT_FAILED, 0.03, about), detail="exit 1")
+        self._script = StepResult(ok=not sick(Fault.SCRIPT_FAILED, 0.03, about), detail="exit 1")
         if sick(Fault.NEVER_BOOTS, 0.04, about):
             # Its timer is set by what never ran.
             self._dead_man.cancel()
@@ -119,13 +119,13 @@ class Host:
     async def identity(self) -> Identity:
         return Identity(instance_id=self.instance_id, pool=self._world.pool_name, margin_s=self._margin_s)
 
-    def recall(self) -> Memory:
+    def load(self) -> AgentState:
         return self.memory
 
-    def remember(self, memory: Memory) -> None:
-        self.memory = memory
+    def save(self, state: AgentState) -> None:
+        self.memory = state
 
-    def arm(self, at: datetime) -> None:
+    def set_dead_man_timer(self, at: datetime) -> None:
         """By the machine's own clock."""
         if not self.alive:
             return
@@ -138,21 +138,21 @@ class Host:
     async def spot_notice(self) -> str:
         return self.notice
 
-    async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002 - none takes so long
+    async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - none takes so long
         await self._loop.rest(self._chance.uniform(0.5, 5.0))
         if not self._script.ok:
             self._world.faults.cover(Fault.SCRIPT_FAILED, self.instance_id)
         return self._script
 
-    async def reset(self) -> Outcome:
+    async def reset(self) -> StepResult:
         self._world.safety.job_cut_short(self, "reset")
         await self._loop.rest(self._chance.uniform(0.5, 5.0))
         if self.agent is not None:
             await self._world.called(self.agent, "reset")
         if self._world.faults.strikes_now(Fault.RESET_FAILED, 0.05, [self.instance_id]):
-            return Outcome(ok=False, detail="a process of the job is still there")
+            return StepResult(ok=False, detail="a process of the job is still there")
         self.dirty = False
-        return Outcome(ok=True)
+        return StepResult(ok=True)
 
     async def end(self, reason: str) -> None:
         self._world.safety.ends_itself(self, reason)
@@ -163,20 +163,20 @@ class Host:
     def state(self) -> RunnerState:
         return self._state
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         await self._loop.rest(self._chance.uniform(0.5, 6.0))
         about = [self.instance_id]
         faults = self._world.faults
         if faults.strikes_now(Fault.REGISTRATION_FAILED, 0.04, about):
-            return Outcome(ok=False, detail="config.sh: exit 1")
+            return StepResult(ok=False, detail="config.sh: exit 1")
         self._is_jit = bool(assignment.jit_config)
         if self._is_jit:
             # The listener brings it with it: nobody is asked before its start.
             self._runner_id = assignment.runner_id
             self._set(RunnerState(configured_as=assignment.runner_name))
-            return Outcome(ok=True)
+            return StepResult(ok=True)
         if assignment.credential is None:
-            return Outcome(ok=False, detail="there is no registration token in the assignment")
+            return StepResult(ok=False, detail="there is no registration token in the assignment")
         try:
             self._github_answers()
             runner = self._world.github.register(
@@ -184,13 +184,13 @@ class Host:
             )
             self._answer_comes()
         except UserError as error:
-            return Outcome(ok=False, detail=f"{CREDENTIAL_REFUSED}: {error.message}")
+            return StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: {error.message}")
         except Unavailable as error:
-            return Outcome(ok=False, detail=f"{FORGE_UNREACHABLE}: {error.message}")
+            return StepResult(ok=False, detail=f"{FORGE_UNREACHABLE}: {error.message}")
         self._runner_id = runner.runner_id
         self._set(RunnerState(configured_as=assignment.runner_name))
         await self._loop.rest(self._chance.random())
-        return Outcome(ok=True)
+        return StepResult(ok=True)
 
     async def start(self, _assignment: Assignment) -> None:
         if self._state.listening:
@@ -211,32 +211,32 @@ class Host:
     def refused(self) -> str:
         return ""
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         await self._loop.rest(self._chance.uniform(0.3, 4.0))
         if self._is_jit:
             return self._remove_jit(assignment)
         if assignment.credential is None:
-            return Removal.FAILED, "there is no removal token in the assignment"
+            return RemovalStatus.FAILED, "there is no removal token in the assignment"
         try:
             self._github_answers()
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
             self._answer_comes()
             if self._world.faults.strikes_now(Fault.GITHUB_422, 0.04, [self.instance_id]):
-                return Removal.BUSY, "GitHub says that it runs a job"
+                return RemovalStatus.BUSY, "GitHub says that it runs a job"
         except UserError as error:
-            return Removal.FAILED, error.message
+            return RemovalStatus.FAILED, error.message
         except Unavailable as error:
-            return Removal.UNREACHABLE, error.message
+            return RemovalStatus.UNREACHABLE, error.message
         if deletion is Deletion.BUSY:
-            return Removal.BUSY, "runs a job"
+            return RemovalStatus.BUSY, "runs a job"
         self._set(replace(self._state, configured_as=""))
-        return Removal.REMOVED, ""
+        return RemovalStatus.REMOVED, ""
 
-    def _remove_jit(self, assignment: Assignment) -> tuple[Removal, str]:
+    def _remove_jit(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
-            return Removal.FAILED, "it was registered just in time: only the service can remove it"
+            return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
         self._set(replace(self._state, configured_as=""))
-        return Removal.REMOVED, ""
+        return RemovalStatus.REMOVED, ""
 
     async def stop(self) -> None:
         self._world.safety.job_cut_short(self, "stop")

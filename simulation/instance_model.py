@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from remuda.agent.decide import MAX_REMOVALS, Do, View, next_step
+from remuda.agent.decide import MAX_REMOVALS, AgentAction, Observation, next_step
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Credential, Instance, State, retirement
 from remuda.domain.pool_config import parse_runner_name, runner_name
@@ -28,15 +28,15 @@ from remuda.domain.transitions import (
     Confirm,
     End,
     Event,
-    Guard,
     Quarantine,
     Release,
     Renew,
     Retire,
+    WriteCondition,
     advance,
     tombstone,
 )
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 
 NOW = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)
@@ -88,14 +88,14 @@ class Broken(Exception):
 class Doing(NamedTuple):
     """A step that an agent has decided on."""
 
-    do: Do
+    do: AgentAction
     #: The assignment that it is for, and that of the name it registers.
     epoch: int
     named: int
     signal: Signal | None
 
 
-_NOTHING = Doing(do=Do.WAIT, epoch=0, named=0, signal=None)
+_NOTHING = Doing(do=AgentAction.WAIT, epoch=0, named=0, signal=None)
 
 
 class Agent(NamedTuple):
@@ -123,7 +123,7 @@ class Write(NamedTuple):
 
     text: str
     by: Actor
-    guard: Guard
+    guard: WriteCondition
     sets: tuple[tuple[str, Any], ...]
     told: tuple[int, Signal | None]
     cost: int = 0
@@ -192,7 +192,7 @@ def born(who: str) -> Instance:
         instance_type="c6i.large",
         usage_class=UsageClass.ON_DEMAND,
         cpu=2,
-        mmem=4_096,
+        memory_mib=4_096,
         created_at=NOW,
         run_id=who,
         owner=f"{who}/w1",
@@ -224,7 +224,7 @@ class Lives:
         self._decisions: dict[Life, Doing] = {}
         self._judged: set[Life] = set()
         self._futures: dict[Instance, tuple[Instance, ...]] = {}
-        self._hopes: dict[tuple[Guard, Instance], bool] = {}
+        self._hopes: dict[tuple[WriteCondition, Instance], bool] = {}
 
     def steps(self, life: Life, *, released: bool) -> list[Step]:
         """All but those of runs. `released`: the run that it belongs to was."""
@@ -366,7 +366,7 @@ class Lives:
         """Whether the real guard may ever admit it: asked with all that the record can still become."""
         if record is None:
             return write.guard.admits(None)
-        if write.guard.expired_at is not None and not write.guard.admits(record):
+        if write.guard.threshold_at_or_before is not None and not write.guard.admits(record):
             # Its time was moved, and moves no further back.
             return False
         key = (write.guard, record)
@@ -390,11 +390,11 @@ class Lives:
         yield from _done(life, self._decision(life))
         if life.late:
             step = next_step(_view(life, now=_late(record)))
-            if step.do is Do.END:
+            if step.action is AgentAction.END:
                 yield Step("its agent ends it: its time is up", life._replace(agent=DEAD))
-        if self._decision(life).do is Do.REMOVE:
+        if self._decision(life).do is AgentAction.REMOVE:
             given_up = next_step(_view(life, removals=MAX_REMOVALS))
-            if given_up.do is Do.SIGNAL and given_up.signal is not None:
+            if given_up.action is AgentAction.SIGNAL and given_up.signal is not None:
                 text = f"its agent cannot deregister: {given_up.signal}"
                 yield Step(text, _signalled(life, record.epoch, given_up.signal))
 
@@ -415,7 +415,7 @@ class Lives:
         if before.record == after.record or before.state in ABSORBING:
             return None
         doing = self._decision(before)
-        if doing.do in {Do.WAIT, Do.END} or self._decision(after) == doing:
+        if doing.do in {AgentAction.WAIT, AgentAction.END} or self._decision(after) == doing:
             return None
         return doing
 
@@ -463,7 +463,7 @@ class Lives:
     def _ended(life: Life, record: Instance) -> Life:
         """Nobody reads its report any more, and its agent does nothing but end it: that is asked here."""
         agent = life.agent._replace(doing=None)
-        if agent.alive and next_step(_view(life._replace(agent=agent))).do is not Do.END:
+        if agent.alive and next_step(_view(life._replace(agent=agent))).action is not AgentAction.END:
             raise Broken(f"L1: its agent lives on while it is {record.state}")
         if record.assignment is not None:
             raise Broken(f"S12: {record.state}, and it has a credential")
@@ -511,10 +511,10 @@ def _futures(record: Instance) -> Iterator[Instance]:
                 yield replace(later, owner=f"{OTHER}/w{epoch}", provision_id=OTHER, threshold=LATER)
 
 
-def _view(life: Life, *, now: datetime = NOW, removals: int = 0) -> View:
+def _view(life: Life, *, now: datetime = NOW, removals: int = 0) -> Observation:
     agent, record = life.agent, life.record
     memory = agent.memory
-    return View(
+    return Observation(
         record=record,
         runner=RunnerState(
             configured_as=runner_name(POOL, agent.configured, ID) if agent.configured else "",
@@ -522,7 +522,7 @@ def _view(life: Life, *, now: datetime = NOW, removals: int = 0) -> View:
             busy=agent.job,
             exit_code=1 if agent.ended else None,
         ),
-        script=Script.OK,
+        script=ScriptStatus.OK,
         now=now,
         margin_s=LIFETIMES.margin_s,
         signalled=memory[1] if memory is not None and record is not None and memory[0] == record.epoch else None,
@@ -535,12 +535,12 @@ def _decided(life: Life) -> Doing:
     step = next_step(_view(life))
     if record is None:
         return _NOTHING
-    if step.do is Do.START and (record.state is not State.RUNNING or agent.configured != record.epoch):
+    if step.action is AgentAction.START and (record.state is not State.RUNNING or agent.configured != record.epoch):
         raise Broken(f"S2: its runner starts at epoch {agent.configured} while it is {record.state} at {record.epoch}")
-    if step.do is Do.END:
+    if step.action is AgentAction.END:
         raise Broken(f"S6: its agent ends it while it is {record.state}, before its time")
     parsed = parse_runner_name(POOL, record.assignment.runner_name) if record.assignment else None
-    return Doing(do=step.do, epoch=record.epoch, named=parsed[0] if parsed else 0, signal=step.signal)
+    return Doing(do=step.action, epoch=record.epoch, named=parsed[0] if parsed else 0, signal=step.signal)
 
 
 def _done(life: Life, doing: Doing) -> Iterator[Step]:
@@ -548,20 +548,20 @@ def _done(life: Life, doing: Doing) -> Iterator[Step]:
     agent = life.agent
     text = f"its agent: {doing.do.value}"
     match doing.do:
-        case Do.CONFIGURE:
+        case AgentAction.CONFIGURE:
             made = life._replace(agent=agent._replace(configured=doing.named))
             yield Step(text, _signalled(made, doing.epoch, Signal.UD_REG_OK))
             yield Step(f"{text}, in vain", _signalled(life, doing.epoch, Signal.UD_REG_FAILED))
             yield Step(f"{text}, and dies", _forgetful(made), CRASH)
-        case Do.START:
+        case AgentAction.START:
             yield Step(text, life._replace(agent=agent._replace(listening=True, ended=False)))
-        case Do.REMOVE:
+        case AgentAction.REMOVE:
             yield Step(text, life if agent.job else life._replace(agent=agent._replace(configured=0)))
-        case Do.STOP:
+        case AgentAction.STOP:
             if agent.job:
                 raise Broken("S6: its runner is stopped while a job runs")
             yield Step(text, life._replace(agent=agent._replace(listening=False)))
-        case Do.RESET:
+        case AgentAction.RESET:
             if agent.job:
                 raise Broken("S6: it is reset while a job runs")
             clean = life._replace(agent=agent._replace(dirty=False, ended=False))
@@ -569,7 +569,7 @@ def _done(life: Life, doing: Doing) -> Iterator[Step]:
             failed = _signalled(life, doing.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED)
             yield Step(f"{text}, in vain", failed)
             yield Step(f"{text}, and dies", _forgetful(clean), CRASH)
-        case Do.SIGNAL if doing.signal is not None:
+        case AgentAction.SIGNAL if doing.signal is not None:
             yield Step(f"{text} {doing.signal}", _signalled(life, doing.epoch, doing.signal))
         case _:
             return
@@ -593,7 +593,7 @@ def _judge(life: Life, record: Instance) -> None:
     if agent.alive and record.state is State.IDLE:
         if agent.listening or agent.configured or agent.dirty or agent.job:
             raise Broken(f"S3: it is idle, and {agent}")
-        if agent.doing is not None and agent.doing.do in {Do.CONFIGURE, Do.START}:
+        if agent.doing is not None and agent.doing.do in {AgentAction.CONFIGURE, AgentAction.START}:
             raise Broken(f"S3: it is idle, and its agent is about to {agent.doing.do.value}")
     if agent.listening and record.state in {State.CREATED, State.CLAIMED}:
         raise Broken(f"S2: it listens while it is {record.state}")

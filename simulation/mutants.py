@@ -1,625 +1,620 @@
-"""The bugs that are planted, one mutant each."""
+"""Planted bugs: one mutant per bug, each of which the simulation must catch.
+
+Each mutant names the code that it replaces: module, function, and the expression, statements or argument in it. If that
+code was renamed or moved, `tests/unit/simulation/test_mutants.py` fails and says where; update the names here.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from simulation.campaign import Settings
 from simulation.faults import Fault
-from simulation.run_mutant import Mutant, Patch
+from simulation.mutation import NodeKind, Replacement
 
-_TRANSITIONS = "domain/transitions.py"
-_SIGNALS = "domain/signals.py"
-_RESOURCES = "domain/resources.py"
-_SELECTION = "controlplane/provision/selection.py"
-_PICKUP = "controlplane/provision/pickup.py"
-_HOLDINGS = "controlplane/provision/rollback.py"
-_COMMIT = "controlplane/provision/commit.py"
-_PROVISION = "controlplane/provision/__init__.py"
-_CONTEXT = "controlplane/context.py"
-_RELEASE = "controlplane/release/__init__.py"
-_HANDSHAKE = "controlplane/release/advance.py"
-_SWEEP = "controlplane/refresh/sweep.py"
-_MACHINES = "controlplane/refresh/machines.py"
-_PROVISIONS = "controlplane/refresh/provisions.py"
-_GHOSTS = "controlplane/refresh/stale_registrations.py"
-_HINTS = "controlplane/refresh/pool_messages.py"
-_SCALE_DOWN = "controlplane/scale_down/pool.py"
-_LIFECYCLE = "agent/decide.py"
-_LIFETIME = "agent/expiry.py"
-_LOOP = "agent/loop.py"
 
-#: Operators at work beside commands that stand still.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    name: str
+    #: The bug, in one sentence.
+    bug: str
+    replacements: tuple[Replacement, ...]
+    #: Settings to simulate it with, if the usual ones need too many seeds: a bug that needs a few faults in sequence is
+    #: rare among many faults.
+    settings: Settings | None = None
+
+
+_TRANSITIONS = "remuda.domain.transitions"
+_INSTANCE = "remuda.domain.instance"
+_SIGNALS = "remuda.domain.signals"
+_RESOURCES = "remuda.domain.resources"
+_POOL_CONFIG = "remuda.domain.pool_config"
+_STALE_REGISTRATIONS = "remuda.domain.stale_registrations"
+_CONTEXT = "remuda.controlplane.context"
+_PROVISION_PLAN = "remuda.controlplane.provision.plan"
+_PROVISION = "remuda.controlplane.provision.provisioning"
+_SELECTION = "remuda.controlplane.provision.selection"
+_PICKUP = "remuda.controlplane.provision.pickup"
+_ROLLBACK = "remuda.controlplane.provision.rollback"
+_RELEASE = "remuda.controlplane.release.releasing"
+_ADVANCE = "remuda.controlplane.release.advance"
+_SWEEP = "remuda.controlplane.refresh.sweep"
+_MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
+_PROVISION_SWEEP = "remuda.controlplane.refresh.provisions"
+_REGISTRATION_SWEEP = "remuda.controlplane.refresh.stale_registrations"
+_MESSAGE_SWEEP = "remuda.controlplane.refresh.pool_messages"
+_SCALE_DOWN = "remuda.controlplane.scale_down.pool"
+_DECIDE = "remuda.agent.decide"
+_EXPIRY = "remuda.agent.expiry"
+_LOOP = "remuda.agent.loop"
+
+#: Operator commands while other commands are paused or slow.
 _OPERATED = Settings(
     hours=0.25, instances=5, faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE, Fault.SLOW_CALL})
 )
 
 
-def _mutant(name: str, bug: str, *patches: tuple[str, str, str], world: Settings | None = None) -> Mutant:
-    return Mutant(name=name, bug=bug, patches=tuple(Patch(*patch) for patch in patches), world=world)
+def expression(module: str, function: str, old: str, new: str) -> Replacement:
+    return Replacement(module=module, function=function, kind=NodeKind.EXPRESSION, old=old, new=new)
+
+
+def statements(module: str, function: str, old: str, new: str) -> Replacement:
+    return Replacement(module=module, function=function, kind=NodeKind.STATEMENTS, old=old, new=new)
+
+
+def argument(module: str, function: str, old: str, new: str) -> Replacement:
+    return Replacement(module=module, function=function, kind=NodeKind.ARGUMENT, old=old, new=new)
+
+
+def entry(module: str, function: str, old: str, new: str) -> Replacement:
+    return Replacement(module=module, function=function, kind=NodeKind.ENTRY, old=old, new=new)
+
+
+def _mutant(name: str, bug: str, *replacements: Replacement, settings: Settings | None = None) -> Mutant:
+    return Mutant(name=name, bug=bug, replacements=replacements, settings=settings)
 
 
 MUTANTS: tuple[Mutant, ...] = (
     # Claims
     _mutant(
         "claim-without-epoch",
-        "a claim does not look at the epoch: a stale message claims",
-        (
+        "a claim does not compare the epoch: a stale message claims",
+        expression(
             _TRANSITIONS,
-            "            and record.epoch == self.epoch\n",
-            "            and (record.epoch == self.epoch or self.state is State.IDLE)\n",
+            "Guard.admits",
+            "record.epoch == self.epoch",
+            "record.epoch == self.epoch or self.state is State.IDLE",
         ),
     ),
     _mutant(
         "claim-keeps-epoch",
         "a claim does not raise the epoch",
-        (_TRANSITIONS, '        "epoch": instance.epoch + 1,\n', '        "epoch": instance.epoch,\n'),
+        entry(_TRANSITIONS, "_claim", "'epoch': instance.epoch + 1", "'epoch': instance.epoch"),
     ),
     _mutant(
         "claim-of-the-expiring",
-        "a claim does not look at the threshold",
-        (_TRANSITIONS, "        unexpired_at=now + timedelta(seconds=event.margin_s),\n", ""),
+        "a claim does not check the threshold",
+        argument(_TRANSITIONS, "_claim", "threshold_after=...", ""),
     ),
     _mutant(
         "claim-of-the-retired",
         "a claim takes an instance that is to be retired",
-        (
-            _TRANSITIONS,
-            "        not_retired=True,\n        tiers=tiers,\n",
-            "        tiers=tiers,\n",
-        ),
+        argument(_TRANSITIONS, "_claim", "not_retired=True", ""),
     ),
     _mutant(
         "claim-across-tiers",
         "a run gets an instance of another trust tier",
-        (_RESOURCES, "    if message.tier not in request.reuse.tiers(request.tier):\n", "    if not request.tier:\n"),
-        (_TRANSITIONS, "    if instance.tier not in tiers:\n", "    if not event.tier:\n"),
-        (_TRANSITIONS, "        tiers=tiers,\n", ""),
+        expression(_RESOURCES, "misfit", "message.tier not in request.reuse.tiers(request.tier)", "not request.tier"),
+        expression(_TRANSITIONS, "_claim", "instance.tier not in tiers", "not event.tier"),
+        argument(_TRANSITIONS, "_claim", "tiers=tiers", ""),
     ),
     _mutant(
         "claim-across-repositories",
-        "a claim forgets to look at the repository that a machine has served",
-        (_RESOURCES, "    if request.reuse is Reuse.SAME_REPO and message", "    if request.reuse is None and message"),
-        (_TRANSITIONS, "    if event.reuse is Reuse.SAME_REPO and not alone:\n", "    if event.reuse is None:\n"),
+        "a claim ignores the repository that a machine has served",
+        expression(_RESOURCES, "misfit", "request.reuse is Reuse.SAME_REPO", "request.reuse is None"),
+        expression(_TRANSITIONS, "_claim", "event.reuse is Reuse.SAME_REPO and not alone", "event.reuse is None"),
     ),
     _mutant(
         "repository-of-the-last-run",
-        "a claim writes down the run's repository as the only one, whatever the machine has served before",
-        (_TRANSITIONS, '        "repository": alone,\n', '        "repository": event.repository,\n'),
+        "a claim records the run's repository as the only one, whatever the machine served before",
+        entry(_TRANSITIONS, "_claim", "'repository': alone", "'repository': event.repository"),
     ),
     _mutant(
         "tier-that-rises",
         "with reuse `always` a machine of the lower tier is given to a run of the higher one",
-        (
-            _RESOURCES,
-            "        if self is Reuse.ALWAYS and tier is Tier.UNTRUSTED:\n",
-            "        if self is Reuse.ALWAYS:\n",
+        expression(
+            _RESOURCES, "Reuse.tiers", "self is Reuse.ALWAYS and tier is Tier.UNTRUSTED", "self is Reuse.ALWAYS"
         ),
     ),
     _mutant(
         "tier-that-stays",
-        "a machine that served an untrusted run is trusted as before",
-        (_TRANSITIONS, '        "tier": event.tier,\n', '        "tier": instance.tier,\n'),
+        "a machine that served an untrusted run keeps its trusted tier",
+        entry(_TRANSITIONS, "_claim", "'tier': event.tier", "'tier': instance.tier"),
     ),
     _mutant(
         "ephemeral-in-the-pool",
-        "a machine for one job is not retired from its birth on, and is pooled",
-        (_SELECTION, "            return EPHEMERAL\n", '            return ""\n'),
+        "a machine for one job is not retired at creation, and is pooled",
+        statements(_PROVISION_PLAN, "ProvisionPlan.retire_reason", "return EPHEMERAL", "return ''"),
     ),
     _mutant(
         "jit-kept-on-the-record",
-        "a configuration made just in time stays on the record after its step",
-        (_TRANSITIONS, 'credential=credential, jit_config="")', "credential=credential)"),
+        "a just-in-time configuration stays on the record after it was used",
+        argument(_TRANSITIONS, "_with_credential", "jit_config=''", ""),
     ),
     _mutant(
         "spent-is-failed",
-        "a listener that served its one job is started again, and counts as one that failed",
-        (_LIFECYCLE, "    if view.runner.spent:\n", "    if view.runner.spent is None:\n"),
+        "a listener that served its one job is started again and counts as failed",
+        statements(_DECIDE, "_when_running", "if seen.runner.spent:\n    ...", ""),
     ),
     _mutant(
         "claim-under-the-old-name",
         "the runner's name carries the epoch before the claim",
-        (
-            _SELECTION,
-            "assignment=terms.assignment(message.id, message.epoch + 1),",
-            "assignment=terms.assignment(message.id, message.epoch),",
-        ),
+        expression(_SELECTION, "Selection._try_claim", "message.epoch + 1", "message.epoch"),
     ),
     _mutant(
         "delete-before-claim",
-        "a message is deleted whatever becomes of its claim",
-        (_SELECTION, "        hoped_for = change", "        self._pickup.used(delivery)\n        hoped_for = change"),
+        "a message is deleted whether or not its claim succeeds",
+        statements(
+            _SELECTION,
+            "Selection._try_claim",
+            "expected = change.applied_to(idle)",
+            "self._pickup.mark_used(delivery)\nexpected = change.applied_to(idle)",
+        ),
     ),
     _mutant(
         "delete-what-expires",
         "a message is deleted although its instance is idle and may be renewed",
-        (
-            _SELECTION,
-            (
-                "            if not _is_still_idle(conflict.current, message):\n"
-                "                self._pickup.used(delivery)\n"
-            ),
-            "            self._pickup.used(delivery)\n",
-        ),
+        expression(_SELECTION, "Selection._try_claim", "not _is_still_idle(conflict.current, message)", "True"),
     ),
     _mutant(
         "adopt-a-sibling",
-        "after a refused write the record counts as ours when state and epoch look so",
-        (
+        "after a failed condition a record with the expected state and epoch counts as our own write",
+        expression(
             _CONTEXT,
-            "    return replace(current, **change.sets) == current\n",
-            '    return (current.state, current.epoch) == (change.sets.get("state"), change.sets.get("epoch"))\n',
+            "is_applied",
+            "replace(current, **change.sets) == current",
+            "(current.state, current.epoch) == (change.sets.get('state'), change.sets.get('epoch'))",
         ),
     ),
     _mutant(
-        "holdings-by-instance",
+        "acquired-by-instance",
         "a worker that loses a race makes its provision forget what another worker claimed",
-        (
-            _HOLDINGS,
-            "        self._held[instance.instance_id, instance.epoch] = Held(",
-            "        self._held[instance.instance_id, 0] = Held(",
+        expression(
+            _ROLLBACK,
+            "AcquiredInstances.add",
+            "self._items[instance.instance_id, instance.epoch]",
+            "self._items[instance.instance_id, 0]",
         ),
-        (
-            _HOLDINGS,
-            "        self._held.pop((instance.instance_id, instance.epoch), None)\n",
-            "        self._held.pop((instance.instance_id, 0), None)\n",
+        expression(
+            _ROLLBACK,
+            "AcquiredInstances.remove",
+            "(instance.instance_id, instance.epoch)",
+            "(instance.instance_id, 0)",
         ),
     ),
     # Provision
     _mutant(
         "launch-before-intent",
-        "machines are launched before the provision is written",
-        (_PROVISION, "    await _intend(context, terms.provision)\n", ""),
-        (
+        "machines are launched before the provision is recorded",
+        statements(_PROVISION, "provision", "await _record_intent(context, plan.provision)", ""),
+        statements(
             _PROVISION,
-            '        recorder.done("instances")\n',
-            '        recorder.done("instances")\n        await _intend(context, terms.provision)\n',
+            "provision",
+            "recorder.end_phase('instances')",
+            "recorder.end_phase('instances')\nawait _record_intent(context, plan.provision)",
         ),
     ),
     _mutant(
         "no-rollback",
-        "a provision that fails gives nothing back",
-        (
-            _PROVISION,
-            "        await _undo(context, terms, holdings, why=why, course=recorder.course(error=why))\n",
-            "",
-        ),
+        "a failed provision gives nothing back",
+        statements(_PROVISION, "provision", "await _undo(...)", ""),
     ),
     _mutant(
         "rollback-leaves-it-open",
-        "a provision that fails does not close its record",
-        (_HOLDINGS, "            await _close(context, provision, why=why, course=course)\n", ""),
+        "a failed provision does not close its record",
+        statements(_ROLLBACK, "roll_back", "await _close_provision(...)", ""),
     ),
     _mutant(
         "success-after-release",
-        "a provision that was released meanwhile says that it succeeded",
-        (_COMMIT, "            if conflict.current == after:\n                break\n", "            break\n"),
+        "a provision that was released meanwhile reports success",
+        expression(_PROVISION, "_record_commit.write", "conflict.current != after", "False"),
     ),
     _mutant(
         "commit-point-first",
         "the provision is committed before its instances run",
-        (
-            _COMMIT,
-            "    running: list[Instance] = []\n",
-            (
-                "    early = tuple(item.instance.instance_id for item in ready)\n"
-                "    await _record(context, provision, committed(provision, early, deadline=provision.deadline))\n"
-                "    running: list[Instance] = []\n"
-            ),
+        statements(
+            _PROVISION,
+            "_commit",
+            "running: list[Instance] = []",
+            "early = tuple(item.instance.instance_id for item in registered)\n"
+            "await _record_commit(context, provision, committed(provision, early, deadline=provision.deadline))\n"
+            "running: list[Instance] = []",
         ),
-        (
-            _COMMIT,
-            (
-                "    await _record(context, provision, "
-                "committed(provision, ids, deadline=deadline, course=recorder.course()))\n"
-            ),
+        statements(
+            _PROVISION,
+            "_commit",
+            "await _record_commit("
+            "context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))",
             "",
         ),
     ),
     _mutant(
         "commit-keeps-the-credential",
         "the registration token stays on the record while jobs run",
-        (
-            _TRANSITIONS,
-            (
-                '        "threshold": after(now, event.max_runtime_s),\n'
-                '        "assignment": _with_credential(instance, None),\n'
-            ),
-            '        "threshold": after(now, event.max_runtime_s),\n',
-        ),
+        expression(_TRANSITIONS, "_commit", "_with_credential(...)", "instance.assignment"),
     ),
     _mutant(
-        "token-in-the-event_log",
-        "a registration token is told to the event_log",
-        (
-            _SELECTION,
-            "            change.entry.why,\n",
-            '            f"with {terms.registration.token}",\n',
-        ),
+        "token-in-the-event-log",
+        "a registration token is written to the event log",
+        expression(_SELECTION, "Selection._try_claim", "change.entry.why", "f'with {plan.registration.token}'"),
     ),
     _mutant(
         "terminate-before-the-lock",
-        "a rollback ends a machine before its record is locked",
-        (
-            _HOLDINGS,
-            "    now = context.clock.now()\n    stone = replace(",
-            (
-                "    await context.compute.terminate([instance.instance_id])\n"
-                "    now = context.clock.now()\n    stone = replace("
-            ),
+        "a rollback terminates a machine before its record is locked",
+        statements(
+            _ROLLBACK,
+            "_tombstone",
+            "now = context.clock.now()",
+            "await context.compute.terminate([instance.instance_id])\nnow = context.clock.now()",
         ),
     ),
     _mutant(
-        "birth-over-a-tombstone",
+        "create-over-a-tombstone",
         "a record is created although there is one",
-        (
-            _TRANSITIONS,
-            "            return record is None and self.state is None\n",
-            "            return self.state is None\n",
-        ),
+        expression(_TRANSITIONS, "Guard.admits", "record is None and self.state is None", "self.state is None"),
     ),
     # Signals
     _mutant(
         "signals-of-any-epoch",
         "a signal of an earlier epoch counts",
-        (_SIGNALS, " or report.epoch != epoch:", " or report.epoch > epoch:"),
+        expression(_SIGNALS, "_verdict", "report.epoch != epoch", "report.epoch > epoch"),
     ),
     _mutant(
         "pool-before-the-reset",
         "an instance is pooled when it is deregistered, before it is reset",
-        (
-            _SIGNALS,
-            "    return _verdict(report, epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, _REMOVAL_FAILURES)\n",
-            "    return _verdict(report, epoch, Signal.UD_REMOVE_REG_OK, _REMOVAL_FAILURES)\n",
-        ),
+        expression(_SIGNALS, "removal_verdict", "Signal.UD_REMOVE_REG_REMOVE_RUN_OK", "Signal.UD_REMOVE_REG_OK"),
     ),
     _mutant(
         "signals-fall-back",
         "a late signal overwrites a later one",
-        (_SIGNALS, "        return (epoch, signal.rank) >= (self.epoch, self.rank)\n", "        return True\n"),
+        expression(_SIGNALS, "Report.may_become", "(epoch, signal.rank) >= (self.epoch, self.rank)", "True"),
     ),
     # Release
     _mutant(
         "release-without-attempt",
-        "a release takes the machines of a later attempt too",
-        (_RELEASE, " if item.attempt <= attempt]", "]"),
+        "a release also takes the machines of a later attempt",
+        expression(_RELEASE, "_mark_released", "item.attempt <= attempt", "True"),
     ),
     _mutant(
         "release-of-another-assignment",
         "a release takes an instance that has another assignment by now",
-        (
-            _RELEASE,
-            "            if instance.provision_id not in provision_ids:\n",
-            "            if not provision_ids:\n",
+        expression(
+            _RELEASE, "_InstanceReleaser.run", "instance.provision_id not in provision_ids", "not provision_ids"
         ),
     ),
     _mutant(
         "release-without-mark",
         "a release takes the machines and does not mark the provision",
-        (
+        expression(
             _RELEASE,
-            "                await context.store.replace_provision(provision, after)\n",
-            "                await context.store.get_provision(provision.run_id, provision.provision_id)\n",
+            "_replace",
+            "context.store.replace_provision(before, after)",
+            "context.store.get_provision(before.run_id, before.provision_id)",
         ),
     ),
     _mutant(
         "flag-before-message",
-        "an instance counts as announced before the pool is told",
-        (
-            _HANDSHAKE,
-            (
-                "    try:\n        await context.pool.send([instance.message() for instance in idle])\n"
-                "    except RemudaError as error:\n        return [error]\n\n"
-            ),
+        "an instance is marked as announced before the message is sent",
+        statements(
+            _ADVANCE,
+            "publish_to_pool",
+            "try:\n    await context.pool.send(...)\nexcept RemudaError as error:\n    ...",
             "",
         ),
-        (
-            _HANDSHAKE,
-            "    results = await each(idle, flag)\n",
-            (
-                "    results = await each(idle, flag)\n"
-                "    await context.pool.send([instance.message() for instance in idle])\n"
-            ),
+        statements(
+            _ADVANCE,
+            "publish_to_pool",
+            "results = await map_concurrently(idle, record_sent)",
+            "results = await map_concurrently(idle, record_sent)\n"
+            "await context.pool.send([instance.message() for instance in idle])",
         ),
     ),
     _mutant(
         "credential-with-a-new-epoch",
         "the renewal of a credential raises the epoch",
-        (
+        expression(
             _TRANSITIONS,
-            '            return alive, {"assignment": _with_credential(instance, event.credential)}\n',
-            (
-                '            return alive, {"assignment": _with_credential(instance, event.credential), '
-                '"epoch": instance.epoch + 1}\n'
-            ),
+            "_effect",
+            "{'assignment': _with_credential(instance, event.credential)}",
+            "{'assignment': _with_credential(instance, event.credential), 'epoch': instance.epoch + 1}",
         ),
     ),
     _mutant(
         "extension-without-end",
         "a release is extended beyond its run's deadline",
-        (
-            _TRANSITIONS,
-            '    return {"threshold": max(instance.threshold, min(wanted, latest))}\n',
-            '    return {"threshold": max(instance.threshold, wanted)}\n',
-        ),
+        expression(_TRANSITIONS, "_extend", "min(wanted, latest)", "wanted"),
     ),
     # Scale-down and operators
     _mutant(
         "renew-with-a-new-epoch",
         "the renewal of an idle instance raises its epoch",
-        (
+        expression(
             _TRANSITIONS,
-            'expired_at=event.until), {"threshold": event.until}\n',
-            'expired_at=event.until), {"threshold": event.until, "epoch": instance.epoch + 1}\n',
+            "_effect",
+            "{'threshold': event.until}",
+            "{'threshold': event.until, 'epoch': instance.epoch + 1}",
         ),
     ),
     _mutant(
         "renewal-that-comes-late",
-        "a renewal that was held up cuts a later one short",
-        (_TRANSITIONS, "replace(alive, not_retired=True, expired_at=event.until)", "replace(alive, not_retired=True)"),
+        "a delayed renewal cuts a later one short",
+        argument(_TRANSITIONS, "_effect", "threshold_at_or_before=event.until", ""),
     ),
     _mutant(
         "renewal-that-lasts-longer",
-        "a renewal that was held up lasts as much longer, beyond the machine's greatest age",
-        (
+        "a delayed renewal lasts longer by its delay, beyond the machine's maximum age",
+        statements(
             _SCALE_DOWN,
-            "        due = renewals(\n",
-            "        decided_at = context.clock.now()\n        due = renewals(\n",
+            "PoolRecords.renew",
+            "due = renewals(...)",
+            "decided_at = context.clock.now()\n"
+            "due = renewals(idle, quota, now=decided_at, idle_time_s=lifetimes.idle_time_s, "
+            "max_age_s=lifetimes.max_age_s)",
         ),
-        (_SCALE_DOWN, "until=renewal.until", "until=renewal.until + (context.clock.now() - decided_at)"),
-        world=_OPERATED,
+        argument(
+            _SCALE_DOWN,
+            "PoolRecords.renew.one",
+            "until=renewal.until",
+            "until=renewal.until + (context.clock.now() - decided_at)",
+        ),
+        settings=_OPERATED,
     ),
     _mutant(
         "quarantine-without-patience",
         "a short quarantine cuts the time of a release whose job still runs",
-        (_TRANSITIONS, '"threshold": max(instance.threshold, until)}', '"threshold": until}'),
+        expression(_TRANSITIONS, "_quarantine", "max(instance.threshold, until)", "until"),
     ),
     _mutant(
         "quarantined-and-retired",
-        "a machine in quarantine is ended before anybody had a look",
-        ("domain/instance.py", '    if instance.is_held(now):\n        return ""\n', ""),
-        # The write that ends it looks once more.
-        (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
+        "a machine in quarantine is terminated before the quarantine ends",
+        statements(_INSTANCE, "retirement", "if instance.is_quarantined(now):\n    ...", ""),
+        # The condition of the write checks it once more.
+        argument(_TRANSITIONS, "_end", "max_quarantined_until=...", ""),
     ),
     _mutant(
         "drained-and-pooled",
         "a drained instance goes back to the pool after its run",
-        ("domain/instance.py", "    if instance.retire:\n        return instance.retire\n", ""),
-        (_TRANSITIONS, "    if instance.retire and not instance.is_held(now):\n", "    if not instance.epoch:\n"),
+        statements(_INSTANCE, "retirement", "if instance.retire:\n    ...", ""),
+        expression(_TRANSITIONS, "_pool", "instance.retire and not instance.is_quarantined(now)", "not instance.epoch"),
     ),
     # Sweeps
     _mutant(
         "sweep-without-created",
-        "sweeps do not look at created instances",
-        (
-            _SWEEP,
-            "for item in await context.store.find(LIVE)}",
-            "for item in await context.store.find(LIVE - {State.CREATED})}",
-        ),
-        (
-            _PROVISIONS,
-            "provision.provision_id and instance.state in ASSIGNED\n",
-            "provision.provision_id and instance.state in ASSIGNED - {State.CREATED}\n",
+        "sweeps skip created instances",
+        expression(_SWEEP, "Sweep.run", "context.store.find(LIVE)", "context.store.find(LIVE - {State.CREATED})"),
+        expression(
+            _PROVISION_SWEEP,
+            "ProvisionSweep._one",
+            "instance.state in ASSIGNED",
+            "instance.state in ASSIGNED and instance.state != 'created'",
         ),
     ),
     _mutant(
         "expiry-without-margin",
-        "what expires is ended as soon as this process's clock says so",
-        (
+        "an instance is terminated as soon as this process's clock passes its threshold",
+        expression(
             _SWEEP,
-            "if expired(item.threshold, now=now, margin_s=margin_s)]",
-            "if expired(item.threshold, now=now, margin_s=0.0)]",
+            "Sweep._end_overdue",
+            "expired(item.threshold, now=now, margin_s=margin_s)",
+            "expired(item.threshold, now=now, margin_s=0.0)",
         ),
-        (_SWEEP, "End(cause=Cause.EXPIRED, margin_s=margin_s)", "End(cause=Cause.EXPIRED)"),
+        expression(
+            _SWEEP,
+            "Sweep._end_overdue",
+            "End(cause=Cause.EXPIRED, margin_s=margin_s)",
+            "End(cause=Cause.EXPIRED)",
+        ),
     ),
     _mutant(
         "gone-at-first-sight",
-        "a machine that a list does not show is gone",
-        (_MACHINES, "        if view is None and not self._is_missing(instance, listed_at):\n            return\n", ""),
-    ),
-    _mutant(
-        "gone-by-an-old-list",
-        "a list that was made long ago decides on a machine that was launched since",
-        (
-            _MACHINES,
-            "        grace = timedelta(seconds=self._config.lifetimes.missing_after_s)\n",
-            (
-                "        listed_at = self._context.clock.now()\n"
-                "        grace = timedelta(seconds=self._config.lifetimes.missing_after_s)\n"
-            ),
+        "a machine that is missing from one list counts as gone",
+        statements(
+            _MACHINE_SWEEP,
+            "MachineSweep._close_if_gone",
+            "if view is None and not self._is_missing(...):\n    ...",
+            "",
         ),
     ),
     _mutant(
-        "buried-without-grace",
-        "a machine without a record is buried at once",
-        (
-            _MACHINES,
-            "        if view.state in OVER or now - view.launched_at < grace:\n",
-            "        if view.state in OVER or now - view.launched_at < 0 * grace:\n",
+        "gone-by-an-old-list",
+        "an old list decides on a machine that was launched later",
+        statements(
+            _MACHINE_SWEEP,
+            "MachineSweep._is_missing",
+            "grace = ...",
+            "listed_at = self._context.clock.now()\ngrace = timedelta(seconds=self._config.lifetimes.missing_after_s)",
+        ),
+    ),
+    _mutant(
+        "tombstone-without-grace",
+        "a machine without a record gets a tombstone at once",
+        expression(
+            _MACHINE_SWEEP,
+            "MachineSweep._bury_if_stray",
+            "now - view.launched_at < grace",
+            "now - view.launched_at < 0 * grace",
         ),
     ),
     _mutant(
         "confirmed-unseen",
-        "an end that was asked for counts as confirmed",
-        (
-            _MACHINES,
-            "        if view is not None and view.state is not MachineState.TERMINATED:\n            return False\n",
+        "a requested termination counts as confirmed",
+        statements(
+            _MACHINE_SWEEP,
+            "MachineSweep._ended",
+            "if view is not None and view.state is not MachineState.TERMINATED:\n    ...",
             "",
         ),
     ),
     _mutant(
         "closed-before-the-deadline",
-        "a sweep releases provisions that are still at work",
-        (
-            _PROVISIONS,
-            "unsettled_provisions(self._context.clock.now() - margin)",
-            "unsettled_provisions(self._context.clock.now() + 10 * margin)",
+        "a sweep releases provisions that are still running",
+        expression(
+            _PROVISION_SWEEP,
+            "ProvisionSweep.run",
+            "self._context.clock.now() - margin",
+            "self._context.clock.now() + 10 * margin",
         ),
     ),
     _mutant(
         "taken-back-unreleased",
         "a sweep takes instances back and leaves their provision as it is",
-        (
-            _PROVISIONS,
-            "            provision = await self._release(provision)\n",
-            "            pass\n",
-        ),
+        statements(_PROVISION_SWEEP, "ProvisionSweep._one", "provision = await self._release(provision)", ""),
     ),
     _mutant(
         "taken-back-from-another",
         "a sweep takes back an instance that another provision has claimed since",
-        (
-            _PROVISIONS,
-            "            if instance.provision_id == provision.provision_id and instance.state in ASSIGNED\n",
-            "            if instance.state in ASSIGNED\n",
+        expression(
+            _PROVISION_SWEEP,
+            "ProvisionSweep._one",
+            "instance.provision_id == provision.provision_id",
+            "True",
         ),
     ),
     _mutant(
-        "ghosts-by-old-records",
-        "the ghost sweep reads the records first, then lists the runners",
-        (
+        "stale-registrations-by-old-records",
+        "the sweep of stale registrations reads the records first, then lists the runners",
+        statements(
             _SWEEP,
-            "        outside = await self._look_outside()\n",
-            (
-                "        early = {item.instance_id: item for item in await context.store.find(frozenset(State))}\n"
-                "        outside = await self._look_outside()\n"
-            ),
+            "Sweep.run",
+            "outside = await self._look_outside()",
+            "early = {item.instance_id: item for item in await context.store.find(frozenset(State))}\n"
+            "outside = await self._look_outside()",
         ),
-        (_SWEEP, "lambda: ghosts.run(outside.runners, untouched))", "lambda: ghosts.run(outside.runners, early))"),
-        (
-            _GHOSTS,
-            "        records, unreadable = await readable(read, self._tally.error)\n",
-            "        records, (_, unreadable) = live, await readable(read, self._tally.error)\n",
+        expression(_SWEEP, "Sweep.run", "ghosts.run(outside.runners, untouched)", "ghosts.run(outside.runners, early)"),
+        statements(
+            _REGISTRATION_SWEEP,
+            "StaleRegistrationSweep.run",
+            "records, unreadable = await skip_unreadable(read, self._tally.error)",
+            "records, (_, unreadable) = live, await skip_unreadable(read, self._tally.error)",
         ),
-        # One without a record is no ghost while its machine stands there, nor at first sight.
-        (_GHOSTS, "        if parsed is None or parsed[1] in self._standing:\n", "        if parsed is None:\n"),
-        (_GHOSTS, "            now=self._listed_at,\n", "            now=self._context.clock.now(),\n"),
-        (_GHOSTS, "lifetimes.ghost_after_s", "lifetimes.ghost_grace_s"),
+        # A registration without a record is kept while its machine exists and when it is first seen.
+        expression(
+            _REGISTRATION_SWEEP,
+            "StaleRegistrationSweep._unrecorded_since",
+            "parsed is None or parsed[1] in self._standing",
+            "parsed is None",
+        ),
+        expression(_REGISTRATION_SWEEP, "StaleRegistrationSweep._why", "self._listed_at", "self._context.clock.now()"),
+        argument(
+            _REGISTRATION_SWEEP,
+            "StaleRegistrationSweep._why",
+            "grace_s=self._config.lifetimes.ghost_after_s",
+            "grace_s=self._config.lifetimes.ghost_grace_s",
+        ),
     ),
     _mutant(
-        "ghosts-of-the-present",
-        "the registration of the present assignment counts as a ghost",
-        ("domain/ghosts.py", "    if epoch < record.epoch:\n", "    if epoch <= record.epoch:\n"),
+        "current-registration-is-stale",
+        "the registration of the current assignment counts as stale",
+        expression(_STALE_REGISTRATIONS, "stale_registration_reason", "epoch < record.epoch", "epoch <= record.epoch"),
     ),
     _mutant(
-        "ghosts-of-other-pools",
-        "a runner of another pool whose name begins alike counts as a ghost",
-        (
-            "domain/pool_config.py",
-            "    if not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id):\n",
-            "    if not _EPOCH.fullmatch(epoch):\n",
+        "registrations-of-other-pools",
+        "a runner of another pool whose name begins alike counts as stale",
+        expression(
+            _POOL_CONFIG,
+            "parse_runner_name",
+            "not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id)",
+            "not _EPOCH.fullmatch(epoch)",
         ),
-        (_GHOSTS, "            and is_instance_id(parsed[1])\n", ""),
+        expression(_REGISTRATION_SWEEP, "StaleRegistrationSweep.run", "is_instance_id(parsed[1])", "True"),
     ),
     _mutant(
-        "ghosts-stay",
-        "ghost registrations are found and not removed",
-        (
-            _GHOSTS,
-            "        deletion = await github.delete_runner(scope, runner.runner_id)\n",
-            "        deletion = Deletion.GONE\n",
+        "stale-registrations-stay",
+        "stale registrations are found and not removed",
+        statements(
+            _REGISTRATION_SWEEP, "StaleRegistrationSweep._remove", "deletion = await ...", "deletion = Deletion.GONE"
         ),
     ),
     _mutant(
         "announced-once",
-        "an announcement that the queue lost is never repeated",
-        (
-            _SWEEP,
-            "        return age >= timedelta(seconds=self._config.lifetimes.reannounce_s)\n",
-            "        return False\n",
-        ),
+        "a message that the queue lost is never sent again",
+        statements(_SWEEP, "Sweep._is_due", "return age >= ...", "return False"),
     ),
     _mutant(
-        "good-hints-dropped",
-        "the sweep of hints drops those of idle instances too",
-        (
-            _HINTS,
-            "                or record.state is not State.IDLE\n",
-            "                or True\n",
-        ),
+        "good-messages-dropped",
+        "the sweep of pool messages also drops those of idle instances",
+        expression(_MESSAGE_SWEEP, "PoolMessageSweep._stale", "record.state is not State.IDLE", "True"),
     ),
     _mutant(
-        "hints-that-came-back",
-        "a hint that came back after its visibility counts as its own duplicate",
-        (
-            _HINTS,
-            "                seen[message.id, message.epoch] = asked_at\n",
-            "                seen[message.id, message.epoch] = inf\n",
+        "messages-that-came-back",
+        "a message that returned after its visibility timeout counts as its own duplicate",
+        statements(
+            _MESSAGE_SWEEP,
+            "PoolMessageSweep._stale",
+            "seen[message.id, message.epoch] = asked_at",
+            "seen[message.id, message.epoch] = inf",
         ),
     ),
     _mutant(
         "duplicates-of-the-unclaimed",
         "a message that comes again while its claim takes long is dropped",
-        (
+        statements(
             _PICKUP,
-            "            self._again.setdefault((message.id, message.epoch), []).append(delivery)\n",
-            "            self._drop_duplicate(delivery)\n",
+            "PickupManager._accept",
+            "self._copies.setdefault(...).append(delivery)",
+            "self._drop_duplicate(delivery)",
         ),
     ),
     # Agent
     _mutant(
         "start-before-running",
         "the runner is started as soon as it is registered",
-        (
-            _LIFECYCLE,
-            '        return _wait("registered; the runner starts when the record says running")\n',
-            "        return _run(view, record)\n",
-        ),
+        statements(_DECIDE, "_when_assigned", "return _wait(...)", "return _when_running(seen, record)"),
     ),
     _mutant(
         "signal-before-configure",
         "the agent signals the registration before it is made",
-        (
+        statements(
             _LOOP,
-            "            started = self._clock.monotonic()\n            outcome = await self._runner.configure",
-            (
-                "            started = self._clock.monotonic()\n"
-                '            await self._signal(record, Signal.UD_REG_OK, "soon")\n'
-                "            outcome = await self._runner.configure"
-            ),
+            "Agent._act",
+            "outcome = await self._runner.configure(record.assignment)",
+            "await self._signal(record, Signal.UD_REG_OK, 'soon')\n"
+            "outcome = await self._runner.configure(record.assignment)",
         ),
     ),
     _mutant(
         "stop-before-removal",
-        "the runner is stopped while it is registered, whatever it does",
-        (
-            _LIFECYCLE,
-            "    if view.runner.busy:\n        return _wait(",
-            (
-                "    if view.runner.listening:\n"
-                '        return Step(do=Do.STOP, why="released")\n'
-                "    if view.runner.busy:\n        return _wait("
-            ),
+        "the runner is stopped while it is registered, even if it runs a job",
+        statements(
+            _DECIDE,
+            "_when_releasing",
+            "if seen.runner.busy:\n    ...",
+            "if seen.runner.listening:\n    return AgentStep(action=AgentAction.STOP, reason='released')",
         ),
     ),
     _mutant(
         "failed-reset-is-fine",
-        "a machine that could not be reset says that it is clean",
-        (
+        "a machine that could not be reset reports that it is clean",
+        statements(
             _LOOP,
-            "            signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed\n",
-            "            signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome else failed\n",
+            "Agent._act",
+            "signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed",
+            "signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK",
         ),
     ),
     _mutant(
         "quarantine-unseen",
-        "a release that read the record before an operator's quarantine ends it all the same",
-        (_TRANSITIONS, "held_up_to=now if _spares_quarantine(instance, event) else None", "held_up_to=None"),
+        "a release that read the record before an operator's quarantine still terminates the instance",
+        argument(_TRANSITIONS, "_end", "max_quarantined_until=...", ""),
     ),
     _mutant(
         "agent-without-margin",
-        "an agent ends its machine as soon as its own clock says so",
-        (
-            _LIFECYCLE,
-            "    if expired(record.threshold, now=view.now, margin_s=view.margin_s):\n",
-            "    if expired(record.threshold, now=view.now, margin_s=0.0):\n",
-        ),
+        "an agent terminates its machine as soon as its own clock passes the threshold",
+        argument(_DECIDE, "next_step", "margin_s=seen.margin_s", "margin_s=0.0"),
     ),
     _mutant(
         "dead-man-not-rearmed",
         "the dead-man timer stays at the first threshold",
-        (
-            _LIFETIME,
-            "        self._arm(record.threshold)\n        self._machine.remember",
-            "        self._machine.remember",
-        ),
+        statements(_EXPIRY, "Expiry.observe", "self._set_dead_man_timer(record.threshold)", ""),
     ),
 )

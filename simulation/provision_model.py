@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
 
-from remuda.controlplane.context import made_by
+from remuda.controlplane.context import is_applied
 from remuda.domain.errors import IllegalTransition
 from remuda.domain.instance import ASSIGNED, Instance, State
 from remuda.domain.resources import Tier
@@ -159,7 +159,7 @@ class Claims:
             change = _claim(epoch, who)
             if change.guard.admits(life.record):
                 yield from self._claimed(life, change, "claims", Tier.TRUSTED, epoch)
-            elif made_by(change, life.record):
+            elif is_applied(change, life.record):
                 yield Move("claims", life, Phase.FREE, broken="S1: it takes another's claim for its own")
             hoped_for = change.applied_to(_hinted(epoch))
             yield Move("claims in vain, answer lost", life, Phase.UNSURE_CLAIM, known=hoped_for, cost=LOST)
@@ -184,7 +184,7 @@ class Claims:
         change = _claim(mine.epoch - 1, who)
         if change.guard.admits(life.record):
             yield from self._claimed(life, change, "claims again", Tier.TRUSTED, mine.epoch - 1)
-        elif life.record is not None and made_by(change, life.record):
+        elif life.record is not None and is_applied(change, life.record):
             if who is not OWN:
                 yield Move("finds its claim", life, Phase.HOLDS, broken="S1: it adopts another's claim")
             yield Move("finds its claim", life, Phase.HOLDS, known=life.record)
@@ -199,7 +199,7 @@ class Claims:
             after = self._written(life, change, "records its launch", first.owner)
             yield Move("records its launch", after, Phase.HOLDS, known=first)
             yield Move("records its launch, answer lost", after, Phase.UNSURE_CREATE, cost=LOST)
-        elif again and life.record is not None and made_by(change, life.record):
+        elif again and life.record is not None and is_applied(change, life.record):
             yield Move("finds its record", life, Phase.HOLDS, known=life.record)
         else:
             yield Move("finds its machine buried", life, Phase.BURY)
@@ -232,7 +232,7 @@ class Claims:
         if change.guard.admits(life.record):
             after = self._written(life, change, "commits again", mine.owner)
             yield Move("commits again", after, Phase.HOLDS, known=after.record)
-        elif life.record is not None and made_by(change, life.record):
+        elif life.record is not None and is_applied(change, life.record):
             if who is not OWN:
                 yield Move("finds it committed", life, Phase.HOLDS, broken="S1: it adopts another's commit")
             yield Move("finds it committed", life, Phase.HOLDS, known=life.record)

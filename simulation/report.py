@@ -11,8 +11,8 @@ from pathlib import Path
 from simulation.campaign import Settings
 from simulation.exhaustive import Bounds, told
 from simulation.faults import spelled
-from simulation.mutants import MUTANTS
-from simulation.run_mutant import Catch, Mutant, hunt
+from simulation.mutants import MUTANTS, Mutant
+from simulation.run_mutant import MutantResult, run_mutant
 
 #: Within so many seeds each must be caught.
 MOST_SEEDS = 10_000
@@ -28,18 +28,20 @@ WORLDS = (
 )
 
 
-def hunt_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[tuple[Mutant, Catch]]:
+def run_all(mutants: Sequence[Mutant], *, seeds: int, workers: int) -> Iterator[tuple[Mutant, MutantResult]]:
     """One after the other, as they are caught."""
     with ThreadPoolExecutor(workers) as pool:
-        catches = pool.map(lambda mutant: hunt(mutant, first=0, seeds=seeds, settings=SETTINGS), mutants)
-        yield from zip(mutants, catches, strict=True)
+        results = pool.map(lambda mutant: run_mutant(mutant, first=0, seeds=seeds, settings=SETTINGS), mutants)
+        yield from zip(mutants, results, strict=True)
 
 
-def table(found: Sequence[tuple[Mutant, Catch]]) -> str:
+def table(found: Sequence[tuple[Mutant, MutantResult]]) -> str:
     lines = ["| planted bug | what it is | caught by | after seeds |", "|---|---|---|---|"]
-    for mutant, catch in found:
-        after = f"{catch.tried}" if catch.seed is not None else f"not within {catch.tried}"
-        lines.append(f"| `{mutant.name}` | {mutant.bug} | {catch.invariant or '-'} | {after}{_where(mutant.world)} |")
+    for mutant, result in found:
+        after = f"{result.tried}" if result.seed is not None else f"not within {result.tried}"
+        lines.append(
+            f"| `{mutant.name}` | {mutant.bug} | {result.invariant or '-'} | {after}{_where(mutant.settings)} |"
+        )
     return "\n".join(lines)
 
 
@@ -58,15 +60,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, help="a file to write the table to")
     given = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if not given.only or mutant.name in given.only]
-    found: list[tuple[Mutant, Catch]] = []
-    for mutant, catch in hunt_all(chosen, seeds=given.seeds, workers=given.workers):
-        found.append((mutant, catch))
-        said = f"caught after {catch.tried}: {catch.violation}" if catch.seed is not None else "MISSED"
+    found: list[tuple[Mutant, MutantResult]] = []
+    for mutant, result in run_all(chosen, seeds=given.seeds, workers=given.workers):
+        found.append((mutant, result))
+        said = f"caught after {result.tried}: {result.violation}" if result.seed is not None else "MISSED"
         sys.stdout.write(f"{mutant.name:<32} {said[:140]}\n")
         sys.stdout.flush()
     if given.write:
         given.write.write_text(f"# Planted bugs\n\n{table(found)}\n", encoding="utf-8")
-    missed = [mutant.name for mutant, catch in found if catch.seed is None]
+    missed = [mutant.name for mutant, result in found if result.seed is None]
     sys.stdout.write(f"{len(found) - len(missed)} of {len(found)} planted bugs were caught\n")
     broken = _search(given.states)
     return 1 if missed or broken else 0

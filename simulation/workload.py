@@ -15,9 +15,9 @@ from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
 from remuda.controlplane.release import release
 from remuda.controlplane.scale_down import FleetContext, scale_down
-from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.cron import parse_cron
-from remuda.domain.scale_down.decisions import Policy
+from remuda.domain.scale_down.decisions import ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.ports.compute import LaunchRequest
 from simulation.faults import Fault
@@ -86,7 +86,7 @@ class Workload:
         world.faults.active = False
         for name in STRANGERS:
             world.github.add(SCOPE, name)
-        anything = Request(
+        anything = RunnerRequest(
             resource_class=DEFAULT_CLASSES[0],
             usage_class=UsageClass.ON_DEMAND,
             patterns=TypePatterns(("*",)),
@@ -239,7 +239,7 @@ class Workload:
         if self._ending.is_set():
             return
         window = IdleWindow(cron=_ALWAYS, zone=UTC, zone_name="UTC", idle_count=item.idle_count)
-        policy = Policy(windows=(window,), boot_min=BOOT_MIN)
+        policy = ScaleDownPolicy(windows=(window,), boot_min=BOOT_MIN)
 
         async def work(context: Context) -> Any:
             return await scale_down(_fleet_context(context), policy)

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from remuda.domain.errors import CapacityError, NotFound
-from remuda.domain.resources import Request
+from remuda.domain.resources import RunnerRequest
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.compute import (
@@ -34,12 +34,12 @@ class MachineType:
     name: str
     cpu: int
     #: MiB.
-    mmem: int
+    memory_mib: int
 
 
 #: Small ones first: the first that fits and has capacity is taken.
 TYPES = tuple(
-    MachineType(name=f"{family}.{size}", cpu=cpu, mmem=cpu * gib * 1024)
+    MachineType(name=f"{family}.{size}", cpu=cpu, memory_mib=cpu * gib * 1024)
     for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8), ("4xlarge", 16), ("8xlarge", 32), ("16xlarge", 64))
     for family, gib in (("c6i", 2), ("m6i", 4), ("r6i", 8))
 )
@@ -171,13 +171,13 @@ class MemoryCloud:
         self.machines[instance_id] = replace(machine, tags=dict(change(machine.tags)))
         return True
 
-    def _choose(self, request: Request, count: int) -> tuple[list[MachineType], list[str]]:
+    def _choose(self, request: RunnerRequest, count: int) -> tuple[list[MachineType], list[str]]:
         """A type for each machine, and who could not give enough."""
         wanted = request.resource_class
         fitting = [
             kind
             for kind in self.types
-            if kind.cpu >= wanted.cpu and kind.mmem >= wanted.mmem and request.patterns.matches(kind.name)
+            if kind.cpu >= wanted.cpu and kind.memory_mib >= wanted.memory_mib and request.patterns.matches(kind.name)
         ]
         if not fitting:
             return [], [f"no type matches {request.patterns} with the cpu and memory of class {wanted.name}"]

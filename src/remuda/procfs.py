@@ -1,6 +1,6 @@
-"""Processes as the kernel tells of them, and their end. Linux: it reads /proc.
+"""Process information from /proc, and signals to exactly one process. Linux only.
 
-Standard library only, and below everything else: the supervisor of a local machine starts with it alone.
+Uses the standard library only, because the supervisor of a local machine imports little else.
 """
 
 from __future__ import annotations
@@ -12,62 +12,69 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-#: In the environment of everything that runs on a machine; its value is the instance id.
+#: Environment variable of all processes of a local machine; its value is the instance id.
 MARKER = "REMUDA_MACHINE"
-#: In the environment of a step that must not outlive its agent: what it is and where.
+#: Environment variable of a step that must not outlive its agent; its value names the step and its folder.
 STEP = "REMUDA_STEP"
-STEP_LOOKS = 20
+#: Attempts to kill such a step, and seconds to wait in each.
+STEP_KILL_ATTEMPTS = 20
 STEP_PAUSE_S = 0.1
-#: Looks at a process that is between two programs, and the wait after each.
-EXEC_LOOKS = 100
+#: Reads of the environment of a process that is executing a new program, and seconds between them.
+EXEC_READS = 100
 EXEC_PAUSE_S = 0.01
-#: Processes that are there but do nothing any more: they wait for their parent to look.
+#: Kernel states of processes that have ended but were not reaped by their parent yet.
 _ENDED = frozenset({"Z", "X"})
 
 
 class Process(NamedTuple):
     pid: int
     ppid: int
-    #: Clock ticks since the computer's start: with the pid it names one process for ever.
+    #: Start time in clock ticks since boot. Together with the pid it identifies one process uniquely.
     started: int
-    #: Device number of its terminal; 0 where it has none.
+    #: Device number of its terminal, or 0 if it has none.
     terminal: int = 0
-    #: Its first thread has ended, others run on.
-    headless: bool = False
+    #: Whether its first thread has ended while others still run.
+    first_thread_ended: bool = False
 
 
-def look(pid: int) -> Process | None:
-    """One process, or None where it has ended."""
+def read_process(pid: int) -> Process | None:
+    """Return the process, or None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  # pathlib would slow each supervisor's start
             text = file.read()
     except OSError:
         return None
-    # The name stands in brackets and may hold anything, brackets too.
+    # The program name is in parentheses and may itself contain parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
-    headless = fields[0].decode() in _ENDED
-    # The first thread may end before the others: then it looks like an end, but is a way to hide.
-    if headless and int(fields[17]) <= 1:
+    first_thread_ended = fields[0].decode() in _ENDED
+    # A process whose first thread has ended looks like a zombie, but still runs if it has more threads.
+    if first_thread_ended and int(fields[17]) <= 1:
         return None
-    return Process(pid=pid, ppid=int(fields[1]), started=int(fields[19]), terminal=int(fields[4]), headless=headless)
+    return Process(
+        pid=pid,
+        ppid=int(fields[1]),
+        started=int(fields[19]),
+        terminal=int(fields[4]),
+        first_thread_ended=first_thread_ended,
+    )
 
 
 def is_alive(pid: int, started: int) -> bool:
-    process = look(pid)
+    process = read_process(pid)
     return process is not None and process.started == started
 
 
-def table() -> dict[int, Process]:
-    """Everyone, by pid."""
+def all_processes() -> dict[int, Process]:
+    """Return all processes by pid."""
     names = os.listdir("/proc")  # noqa: PTH208  # see above
-    found = (look(int(name)) for name in names if name.isdecimal())
+    found = (read_process(int(name)) for name in names if name.isdecimal())
     return {process.pid: process for process in found if process is not None}
 
 
 def descendants(root: int, processes: Mapping[int, Process] | None = None) -> list[Process]:
-    """All below `root`, nearest first."""
+    """Return all descendants of `root`, nearest first."""
     children: dict[int, list[Process]] = {}
-    for process in (table() if processes is None else processes).values():
+    for process in (all_processes() if processes is None else processes).values():
         children.setdefault(process.ppid, []).append(process)
     found: list[Process] = []
     level = [root]
@@ -78,9 +85,10 @@ def descendants(root: int, processes: Mapping[int, Process] | None = None) -> li
     return found
 
 
-def send(pid: int, started: int, number: signal.Signals) -> int | None:
-    """Signal exactly this process. Returns a descriptor that becomes readable when it has ended, or None where it is
-    gone already. The descriptor pins the process: its number may be given anew, but is never hit.
+def send_signal(pid: int, started: int, number: signal.Signals) -> int | None:
+    """Signal exactly this process. Return a pidfd that becomes readable when it ends, or None if it has ended already.
+
+    The pidfd refers to the process itself, so a reused pid is never signalled.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -95,10 +103,11 @@ def send(pid: int, started: int, number: signal.Signals) -> int | None:
 
 
 def kill(processes: Iterable[Process], wait_s: float) -> None:
-    """SIGKILL them and wait until they have ended, each `wait_s` at most. First all signals: what is killed together
-    cannot replace each other.
+    """Kill the processes and wait up to `wait_s` seconds for the end of each.
+
+    All signals are sent before the first wait, so that the processes cannot restart each other.
     """
-    descriptors = [send(process.pid, process.started, signal.SIGKILL) for process in processes]
+    descriptors = [send_signal(process.pid, process.started, signal.SIGKILL) for process in processes]
     for descriptor in descriptors:
         if descriptor is not None:
             wait_for(descriptor, wait_s)
@@ -111,34 +120,35 @@ def wait_for(descriptor: int, timeout_s: float) -> bool:
     return bool(poll.poll(max(0, round(timeout_s * 1000))))
 
 
-def leftovers(machine: str, folder: str, since: int) -> list[Process]:
-    """What still runs of a machine whose supervisor is dead.
+def machine_processes(machine: str, folder: str, since: int) -> list[Process]:
+    """Find the remaining processes of a machine whose supervisor is dead.
 
-    Sure signs are the marker in the environment, or that it lives in the machine's folder. The second alone is not
-    enough against a person who looks around in there: so not what has a terminal, is older than the machine, belongs
-    to another machine, or is an ancestor of ours.
+    A process belongs to the machine if its environment has the machine's marker, or if its working directory, program
+    or root lies in the machine's folder. A shell that a person opened in the folder must not match, so the second rule
+    excludes processes that have a terminal, are older than the machine, or carry the marker of another machine.
+    Ancestors of this process are always excluded.
     """
     user = os.getuid()
-    spared = _ancestors()
+    excluded = _ancestors()
     found = []
-    for process in table().values():
-        if process.pid in spared or _owner(process.pid) != user:
+    for process in all_processes().values():
+        if process.pid in excluded or _owner(process.pid) != user:
             continue
-        place = _place(process)
-        marker = _marker(place)
-        may_live_here = marker is None and process.terminal == 0 and process.started >= since
-        if marker == machine or (may_live_here and _lives_in(place, folder)):
+        proc_path = _proc_path(process)
+        marker = _variable(proc_path, MARKER)
+        may_match_folder = marker is None and process.terminal == 0 and process.started >= since
+        if marker == machine or (may_match_folder and _runs_in(proc_path, folder)):
             found.append(process)
     return found
 
 
 def _ancestors() -> set[int]:
-    """The present process and those above it."""
+    """Return the pids of this process and its ancestors."""
     found: set[int] = set()
     pid = os.getpid()
     while pid > 0 and pid not in found:
         found.add(pid)
-        process = look(pid)
+        process = read_process(pid)
         pid = 0 if process is None else process.ppid
     return found
 
@@ -150,9 +160,9 @@ def _owner(pid: int) -> int | None:
         return None
 
 
-def _place(process: Process) -> str:
-    """Where the kernel tells about it: where its first thread has ended, another one has to tell."""
-    if process.headless:
+def _proc_path(process: Process) -> str:
+    """Return the /proc folder of a live thread: the kernel shows no details for a thread that has ended."""
+    if process.first_thread_ended:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208  # see above
                 if int(thread) != process.pid:
@@ -161,7 +171,7 @@ def _place(process: Process) -> str:
 
 
 def users(pid: int) -> frozenset[int]:
-    """All that a process is: its real, effective, saved and file system's user. Empty where it has ended."""
+    """Return its real, effective, saved and file system user ids, or an empty set if it has ended."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123  # see above
             text = file.read()
@@ -173,61 +183,57 @@ def users(pid: int) -> frozenset[int]:
     return frozenset()
 
 
-def end_step(value: str) -> None:
-    """End what is left of a step that an earlier agent began and did not live to see the end of. Blocks."""
+def kill_step(value: str) -> None:
+    """Kill the remaining processes of a step that an earlier agent started before it was killed. Blocks."""
     user = os.getuid()
-    for _ in range(STEP_LOOKS):
+    for _ in range(STEP_KILL_ATTEMPTS):
         found = [
             process
-            for process in table().values()
-            if _owner(process.pid) == user and _variable(_place(process), STEP) == value
+            for process in all_processes().values()
+            if _owner(process.pid) == user and _variable(_proc_path(process), STEP) == value
         ]
         if not found:
             return
         kill(found, STEP_PAUSE_S)
 
 
-def _marker(place: str) -> str | None:
-    return _variable(place, MARKER)
-
-
-def _variable(place: str, name: str) -> str | None:
+def _variable(proc_path: str, name: str) -> str | None:
     prefix = name.encode() + b"="
-    for entry in _environment(place).split(b"\0"):
+    for entry in _environment(proc_path).split(b"\0"):
         if entry.startswith(prefix):
             return os.fsdecode(entry[len(prefix) :])
     return None
 
 
-def _environment(place: str) -> bytes:
-    """Between two programs a process shows none, and would be taken for nobody's: what it will have is waited for."""
-    settled = False
+def _environment(proc_path: str) -> bytes:
+    """Return its environment. During an exec the kernel shows an empty one, so the read is repeated."""
+    exec_finished = False
     try:
-        for _ in range(EXEC_LOOKS):
-            with open(f"{place}/environ", "rb") as file:  # noqa: PTH123  # see above
+        for _ in range(EXEC_READS):
+            with open(f"{proc_path}/environ", "rb") as file:  # noqa: PTH123  # see above
                 environment = file.read()
-            if environment or settled:
+            if environment or exec_finished:
                 return environment
-            settled = not _is_between_programs(place)
-            if not settled:
+            exec_finished = not _is_in_exec(proc_path)
+            if not exec_finished:
                 select.select([], [], [], EXEC_PAUSE_S)
     except OSError:
         pass
     return b""
 
 
-def _is_between_programs(place: str) -> bool:
-    """It has a program, but no code of it yet. OSError where it has none: the kernel's own threads, and what ends."""
-    with open(f"{place}/stat", "rb") as file:  # noqa: PTH123  # see above
+def _is_in_exec(proc_path: str) -> bool:
+    """Whether it has a program whose code is not mapped yet. OSError for kernel threads and ending processes."""
+    with open(f"{proc_path}/stat", "rb") as file:  # noqa: PTH123  # see above
         text = file.read()
     code_begins = int(text[text.rindex(b")") + 2 :].split()[23])
-    return code_begins == 0 and bool(os.readlink(f"{place}/exe"))  # noqa: PTH115  # see above
+    return code_begins == 0 and bool(os.readlink(f"{proc_path}/exe"))  # noqa: PTH115  # see above
 
 
-def _lives_in(place: str, folder: str) -> bool:
+def _runs_in(proc_path: str, folder: str) -> bool:
     for link in ("cwd", "exe", "root"):
         try:
-            target = os.readlink(f"{place}/{link}")  # noqa: PTH115  # see above
+            target = os.readlink(f"{proc_path}/{link}")  # noqa: PTH115  # see above
         except OSError:
             continue
         if target == folder or target.startswith(folder + "/"):

@@ -1,4 +1,4 @@
-"""A script of the operator's, run to its end: the pre-runner script, on whatever machine."""
+"""The pre-runner script: runs it with a time limit and reports its end."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-#: What the system's own login would set; those who set machines up need the commands of root as well.
+#: PATH of a root login. The pre-runner script may need administrative commands.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-MAX_STORY = 500
+MAX_DETAIL = 500
 MAX_TAIL_BYTES = 4096
-#: What a shell says of a command that cannot be started.
+#: Exit code of a shell for a command that cannot be started.
 CANNOT_START = 127
 
 
-class Ended(NamedTuple):
+class ScriptResult(NamedTuple):
     ok: bool
-    #: How it ended and what it said last.
-    story: str
+    #: How it ended, and its last output.
+    detail: str
 
 
-async def run(script: Path, *, log: Path, folder: Path, environment: Mapping[str, str], timeout_s: float) -> Ended:
+async def run(
+    script: Path, *, log: Path, folder: Path, environment: Mapping[str, str], timeout_s: float
+) -> ScriptResult:
     code = await _run(_command(script), log=log, folder=folder, environment=environment, timeout_s=timeout_s)
-    story = f"no end after {timeout_s:g} s" if code is None else f"exit code {code}"
-    return Ended(code == 0, f"{story}: {_tail(log)}"[:MAX_STORY])
+    end = f"killed after {timeout_s:g} s" if code is None else f"exit code {code}"
+    return ScriptResult(code == 0, f"{end}: {_tail(log)}"[:MAX_DETAIL])
 
 
 def _command(script: Path) -> list[str]:
@@ -39,8 +41,9 @@ def _command(script: Path) -> list[str]:
 async def _run(
     command: list[str], *, log: Path, folder: Path, environment: Mapping[str, str], timeout_s: float
 ) -> int | None:
-    """The exit code, or None where it had to be killed. Output goes to a file: a pipe would be held open by what the
-    script leaves in the background.
+    """Return the exit code, or None if it was killed at the time limit.
+
+    The output goes to a file because background processes of the script would keep a pipe open.
     """
     with log.open("wb") as output:
         try:
@@ -72,4 +75,4 @@ def _tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
         text = file.read(MAX_TAIL_BYTES).decode(errors="replace")
-    return " | ".join(line for line in text.splitlines() if line.strip())[-MAX_STORY // 2 :]
+    return " | ".join(line for line in text.splitlines() if line.strip())[-MAX_DETAIL // 2 :]

@@ -22,7 +22,7 @@ from remuda.controlplane.refresh.configure import Desired
 from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.domain.pool_config import PoolConfig
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import Compute
 from remuda.ports.event_log import EventLog
@@ -58,7 +58,7 @@ def layout(settings: Settings) -> LocalLayout:
 def local_endpoint(settings: Settings, *, alive: bool = True) -> Endpoint:
     """Where the local GitHub is; with `alive` it must run."""
     endpoint = read_endpoint(layout(settings).github)
-    if endpoint is None or (alive and procfs.look(endpoint.pid) is None):
+    if endpoint is None or (alive and procfs.read_process(endpoint.pid) is None):
         raise UserError(
             f"the local backend in {settings.dir} is not up", field="--dir", fix=f"run remuda up --dir {settings.dir}"
         )
@@ -124,7 +124,7 @@ async def open_context(
             ids=basics.ids,
             event_log=event_log,
             calls=basics.calls,
-            spot=backend.spot,
+            spot_prices=backend.spot,
         )
 
 

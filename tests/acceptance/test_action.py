@@ -1,4 +1,4 @@
-"""The GitHub Action: its steps as a runner would run them, against DynamoDB, SQS, EC2 and GitHub servers."""
+"""The GitHub Action, run like on a runner against DynamoDB, SQS, EC2 and GitHub servers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from remuda.ports.machine import Outcome
-from tests.support.action_steps import LIMIT_S, ActionJob, Done, fetched_action
+from remuda.ports.machine import StepResult
+from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
 from tests.support.aws_cloud import SCOPE, aws_cloud
 from tests.support.registry import answered
 from tests.support.store_agents import Herd, herd
 
 POOL = "actions"
-AWS_SECRET = "aws-s3cret-of-this-test"
-#: When a runner sends the next signal to a step of a cancelled workflow; and how long a process may stand still here,
-#: where other tests run, too.
+AWS_SECRET = "aws-s3cret-for-this-test"
+#: Seconds until a runner sends the next signal to a cancelled step, and an allowance for a busy machine.
 SIGTERM_AFTER_S = 7.5
-STANDSTILL_S = 15.0
+BUSY_MACHINE_S = 15.0
 
 #: The first test installs from the package index.
 pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(kw_only=True)
-class Github:
-    """A runner on which workflows use the action."""
+class ActionRunner:
+    """A runner whose workflows use the action."""
 
     action: Path
     folder: Path
@@ -52,45 +51,45 @@ class Github:
             environment={**self.environment, "GITHUB_RUN_ID": run_id, "GITHUB_RUN_ATTEMPT": "1", **changed},
         )
 
-    def use(self, mode: str, *, run_id: str = "4711", **inputs: str) -> Done:
+    def use(self, mode: str, *, run_id: str = "4711", **inputs: str) -> ActionResult:
         return self.job(run_id).run(mode=mode, pool=POOL, aws_region="eu-central-1", **inputs)
 
-    def refresh(self, job: ActionJob | None = None) -> Done:
+    def refresh(self, job: ActionJob | None = None) -> ActionResult:
         launch = {name.replace("-", "_"): value for name, value in self.launch.items()}
         job = job or self.job()
         return job.run(mode="refresh", pool=POOL, aws_region="eu-central-1", github_token=self.token, **launch)
 
     def hostile_job(self, run_id: str) -> ActionJob:
-        """In a workspace whose modules and settings are somebody's who means no good."""
+        """A job whose workspace contains hostile modules and settings."""
         job = self.job(run_id, PYTHONPATH=".")
         for name in ("remuda", "json", "sitecustomize", "venv", "pip"):
             (job.workspace / f"{name}.py").write_text("raise SystemExit('hacked')\n")
-        (job.workspace / "remuda.toml").write_text("no toml")
+        (job.workspace / "remuda.toml").write_text("not toml")
         return job
 
 
 @pytest.fixture(scope="module")
-def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
+def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
     folder = tmp_path_factory.mktemp("action")
     with aws_cloud(folder) as cloud:
         variables = {
             **cloud.environment,
-            # A credential is an input here.
+            # The credential is passed as an input.
             "REMUDA_GITHUB_TOKEN": "",
             "REMUDA_CONFIG": "",
-            # The step's own input names the region.
+            # The region is passed as an input.
             "AWS_REGION": "",
             "AWS_DEFAULT_REGION": "",
             "AWS_SECRET_ACCESS_KEY": AWS_SECRET,
             "GITHUB_REPOSITORY": SCOPE,
-            # pip's configuration and cache, as on the machine that runs the tests.
+            # pip's configuration and cache of this machine.
             "HOME": str(Path.home()),
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
             **answered(folder),
         }
         with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
-            yield Github(
-                action=fetched_action(folder / "remuda"),
+            yield ActionRunner(
+                action=copy_action(folder / "remuda"),
                 folder=folder,
                 environment=variables,
                 token=cloud.environment["REMUDA_GITHUB_TOKEN"],
@@ -100,34 +99,32 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Github]:
 
 
 @pytest.fixture(autouse=True)
-def agents_run(github: Github) -> None:
+def agents_run(github: ActionRunner) -> None:
     github.herd.awake = True
-    github.herd.registration = Outcome(ok=True)
+    github.herd.registration = StepResult(ok=True)
 
 
 @pytest.fixture(scope="module")
-def refreshed(github: Github) -> Done:
-    """The first use on a runner: it installs, and gives the pool its configuration. Nothing of the workspace takes part
-    in either.
-    """
+def refreshed(github: ActionRunner) -> ActionResult:
+    """The first use on a runner: installs Remuda and configures the pool, in a hostile workspace."""
     return github.refresh(github.hostile_job("4711"))
 
 
-def check_secrets(github: Github, done: Done) -> None:
-    """Masked before anything else was said, and nowhere to be seen."""
+def check_secrets(github: ActionRunner, done: ActionResult) -> None:
+    """Secrets are masked before any other output and never shown."""
     installs = done.log[0].startswith("::group::install")
-    own = done.log[done.log.index("::endgroup::") + 1 :] if installs else done.log
-    assert own[0].startswith("::add-mask::")
+    log = done.log[done.log.index("::endgroup::") + 1 :] if installs else done.log
+    assert log[0].startswith("::add-mask::")
     for secret in done.masks:
-        assert secret not in done.everything()
+        assert secret not in done.visible_text()
 
 
-def test_refresh_installs_and_configures_the_pool(github: Github, refreshed: Done):
+def test_refresh_installs_and_configures_the_pool(github: ActionRunner, refreshed: ActionResult):
     assert refreshed.code == 0, refreshed.log
     assert any(line.startswith("::group::install remuda 0.") for line in refreshed.log)
     assert refreshed.log.count("::endgroup::") == 2
     assert {github.token, AWS_SECRET} < refreshed.masks
-    # The two that GitHub minted for the pool.
+    # Including the two tokens that GitHub created for the pool.
     assert len(refreshed.masks) == 4
     check_secrets(github, refreshed)
     assert refreshed.summary.startswith("### remuda refresh: ")
@@ -136,7 +133,7 @@ def test_refresh_installs_and_configures_the_pool(github: Github, refreshed: Don
     assert not refreshed.annotations("error") + refreshed.annotations("warning")
 
 
-def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done):
+def test_provision_and_release(github: ActionRunner, refreshed: ActionResult):
     first = github.use("provision", run_id="100", instance_count="2", max_runtime_min="5")
     assert first.code == 0, first.log
     assert "::group::install" not in "".join(first.log), "it is installed already"
@@ -165,29 +162,31 @@ def test_a_run_gets_runners_and_gives_them_back(github: Github, refreshed: Done)
     again = github.use("provision", run_id="101", instance_count="2", github_token=github.token)
     assert (again.outputs["reused"], again.outputs["created"]) == ("2", "0"), again.log
     assert sorted(json.loads(again.outputs["instance-ids"])) == sorted(ids)
-    # Its own credential, and what that minted.
+    # The step's credential and the tokens created with it.
     assert github.token in again.masks
     check_secrets(github, again)
     assert github.use("release", run_id="101").code == 0
 
 
-def test_code_of_strangers_gets_machines_of_its_own(github: Github, refreshed: Done, tmp_path: Path):
+def test_pull_request_from_a_fork_gets_untrusted_instances(
+    github: ActionRunner, refreshed: ActionResult, tmp_path: Path
+):
     event = tmp_path / "event.json"
     request = {"number": 12, "head": {"repo": {"full_name": "eve/repo"}}, "base": {"repo": {"full_name": SCOPE}}}
     event.write_text(json.dumps({"pull_request": request, "repository": {"full_name": SCOPE}}))
-    told = {"GITHUB_EVENT_NAME": "pull_request_target", "GITHUB_EVENT_PATH": str(event)}
+    event_variables = {"GITHUB_EVENT_NAME": "pull_request_target", "GITHUB_EVENT_PATH": str(event)}
     step = {"mode": "provision", "pool": POOL, "aws_region": "eu-central-1"}
-    refused = github.job("150", **told).run(**step, tier="trusted")
+    refused = github.job("150", **event_variables).run(**step, tier="trusted")
     assert refused.code == 2, refused.log
     (error,) = refused.annotations("error")
     assert error.data.startswith("tier is trusted, but the event says untrusted: pull request #12 from fork eve/repo;")
     assert "leave tier out" in error.data
 
-    done = github.job("150", **told).run(**step, ephemeral="true", github_token=github.token)
+    done = github.job("150", **event_variables).run(**step, ephemeral="true", github_token=github.token)
     assert done.code == 0, done.log
-    assert "Tier untrusted: pull request &#35;12 from fork eve/repo<br>Ephemeral: each machine" in done.summary
+    assert "Tier untrusted: pull request &#35;12 from fork eve/repo<br>Ephemeral: each instance" in done.summary
     (name,) = json.loads(done.outputs["instance-ids"])
-    # What GitHub packed for its runner is hidden as a token is.
+    # The JIT configuration is masked like a token.
     assert any(len(mask) > 100 for mask in done.masks)
     check_secrets(github, done)
     back = github.use("release", run_id="150", github_token=github.token)
@@ -196,8 +195,8 @@ def test_code_of_strangers_gets_machines_of_its_own(github: Github, refreshed: D
     assert github.herd.states()[name] == "terminating"
 
 
-def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshed: Done):
-    """One machine from the pool, one that boots: neither answers, and the workflow is cancelled."""
+def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refreshed: ActionResult):
+    """One instance from the pool and one new instance do not respond, and the workflow is cancelled."""
     warm = github.use("provision", run_id="200", instance_count="1", resource_class="xlarge")
     assert warm.code == 0, warm.log
     assert github.use("release", run_id="200").code == 0
@@ -215,7 +214,7 @@ def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshe
         github_token=github.token,
     )
     pid = step.process.pid
-    # Both hold their machines now.
+    # Both instances are acquired now.
     step.read_until(" claim-won ", " create ")
     arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     assert arguments[1:4] == ["-I", "-m", "remuda.action"], "the step's process is Remuda itself"
@@ -223,7 +222,7 @@ def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshe
 
     os.kill(pid, signal.SIGINT)
     try:
-        code = step.finish(SIGTERM_AFTER_S + STANDSTILL_S)
+        code = step.finish(SIGTERM_AFTER_S + BUSY_MACHINE_S)
     except subprocess.TimeoutExpired:
         os.kill(pid, signal.SIGKILL)
         code = step.finish(LIMIT_S)
@@ -244,7 +243,7 @@ def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshe
 
 
 @pytest.mark.parametrize(
-    ("inputs", "says"),
+    ("inputs", "message"),
     [
         ({"instance_count": "1; touch hacked"}, "instance-count is '1; touch hacked'; give a whole number"),
         ({"run_id": "1\n::set-output name=label::evil"}, "run-id is '1\\n::set-output name=label::evil'"),
@@ -255,12 +254,14 @@ def test_a_cancelled_provision_gives_back_what_it_holds(github: Github, refreshe
     ],
     ids=["shell", "newline", "escapes"],
 )
-def test_bad_input_is_one_annotation_with_the_fix(github: Github, refreshed: Done, inputs: dict[str, str], says: str):
+def test_invalid_input_is_one_annotation_with_the_fix(
+    github: ActionRunner, refreshed: ActionResult, inputs: dict[str, str], message: str
+):
     job = github.job("300")
     done = job.run(**{"mode": "provision", "pool": POOL, "aws_region": "eu-central-1", **inputs})
     assert done.code == 2, done.log
     (error,) = done.annotations("error")
-    assert error.data.startswith(says)
+    assert error.data.startswith(message)
     assert {item.name for item in done.commands} <= {"add-mask", "group", "endgroup", "error"}
     assert done.outputs["label"] == ""
     assert "failed" in done.summary
@@ -268,36 +269,36 @@ def test_bad_input_is_one_annotation_with_the_fix(github: Github, refreshed: Don
     assert not github.herd.provisions("300")
 
 
-def test_what_a_machine_says_is_text_and_no_command(github: Github, refreshed: Done):
-    evil = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
-    github.herd.registration = Outcome(ok=False, detail=evil)
+def test_text_from_an_instance_is_not_executed_as_a_command(github: ActionRunner, refreshed: ActionResult):
+    hostile = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
+    github.herd.registration = StepResult(ok=False, detail=hostile)
     done = github.use("provision", run_id="400", instance_count="1", resource_class="2xlarge")
     assert done.code == 4, done.log
     (error,) = done.annotations("error")
-    assert "/evil" in error.data, "it is told"
+    assert "/evil" in error.data, "the text is shown"
     assert {item.name for item in done.commands} == {"add-mask", "group", "endgroup", "error"}
     assert "a" not in done.masks
     assert "<script>" not in done.summary
     assert "|`x`" not in done.summary
 
 
-def test_nothing_of_the_workspace_is_run_or_read(github: Github, refreshed: Done):
-    """A checkout may be anybody's: its modules and its settings are not ours."""
-    assert refreshed.log[0].startswith("::group::install"), "it installed there, too"
+def test_workspace_files_are_not_executed_or_read(github: ActionRunner, refreshed: ActionResult):
+    """A checkout may contain untrusted modules and settings."""
+    assert refreshed.log[0].startswith("::group::install"), "the installation ran in the hostile workspace, too"
     assert refreshed.code == 0, refreshed.log
     done = github.hostile_job("500").run(mode="release", pool=POOL, aws_region="eu-central-1")
     assert done.code == 0, done.log
     assert "nothing to release" in done.summary
 
 
-def test_an_input_of_another_mode_is_warned_of(github: Github, refreshed: Done):
+def test_unused_input_is_a_warning(github: ActionRunner, refreshed: ActionResult):
     done = github.use("release", run_id="600", idle_time_sec="60")
     assert done.code == 0, done.log
     (warning,) = done.annotations("warning")
     assert warning.data.startswith("mode release does not use idle-time-sec")
 
 
-def test_without_a_python_it_says_what_to_do(github: Github):
+def test_missing_python_is_explained(github: ActionRunner):
     done = github.use("release", python="/bin/false")
     assert done.code == 2
     (error,) = done.annotations("error")

@@ -48,7 +48,7 @@ def test_a_provision_whose_machines_never_come_up_leaves_nothing(cloud: Cloud):
     assert any(what.startswith("gave up after") for what in told)
     code, report = cloud.remuda("report", "--since", "1h")
     assert (code, report["provisions"]["kinds"]) == (0, {"failed": 1}), report
-    assert report["machine_hours"]["booting"] > 0
+    assert report["instance_hours"]["booting"] > 0
 
 
 def test_no_capacity_is_told_with_who_had_none(cloud: Cloud):
@@ -70,7 +70,7 @@ def test_a_profile_that_there_is_not_is_named_before_anything_is_made(cloud: Clo
 
 
 def test_the_installed_command_does_as_the_prepared_one(cloud: Cloud):
-    """Tests of many commands save their imports (`support/prepared.py`)."""
+    """Tests of many commands save their imports (`support/cli.py`)."""
     cloud.refresh()
     for arguments in (("status",), ("release", "--run-id", "9"), ("explain", "no-such-run")):
         code, answer = cloud.remuda(*arguments)

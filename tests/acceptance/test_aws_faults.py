@@ -251,7 +251,7 @@ def test_what_does_not_need_a_service_works_without_it(clouds: Clouds):
 def test_a_deleted_queue_is_no_reason_to_hide_the_fleet_and_refresh_makes_it_anew(clouds: Clouds):
     with no_queue(clouds):
         code, answer = clouds.run("status")
-        assert (code, answer["pools"]["large"]) == (0, {"idle": 0, "hints": 0})
+        assert (code, answer["pools"]["large"]) == (0, {"idle": 0, "messages": 0})
         code, answer = clouds.run("refresh")
         assert (code, f"queue {QUEUE}" in answer["applied"]) == (0, True), answer
 

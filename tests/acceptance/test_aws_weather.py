@@ -27,7 +27,7 @@ from remuda.controlplane.release import release
 from remuda.domain.instance import Assignment, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, Release, advance
 from remuda.ports.compute import LaunchRequest
@@ -198,7 +198,7 @@ async def pool_on(cloud: AwsServers, machines: Herds) -> AsyncIterator[Pool]:
         github_api_url=cloud.github.url,
         github_token=SecretStr(cloud.github.token),
         # One queue is enough.
-        resource_class_config=(ResourceClass(name="large", cpu=2, mmem=4096),),
+        resource_class_config=(ResourceClass(name="large", cpu=2, memory_mib=4096),),
         **given,
     )
     urls = {"dynamodb": os.environ["AWS_ENDPOINT_URL_DYNAMODB"], "sqs": cloud.store.url, "ec2": cloud.ec2.url}
@@ -276,8 +276,8 @@ async def interrupt_release(pool: Pool, instance_id: str) -> None:
 async def launch_stray(pool: Pool) -> None:
     """A machine of this pool that no record knows."""
     config = await read_config(pool.context)
-    large = ResourceClass(name="large", cpu=2, mmem=4096)
-    request = Request(
+    large = ResourceClass(name="large", cpu=2, memory_mib=4096)
+    request = RunnerRequest(
         resource_class=large,
         usage_class=UsageClass.ON_DEMAND,
         patterns=TypePatterns.parse("*"),

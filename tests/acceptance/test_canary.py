@@ -25,9 +25,9 @@ from aiobotocore.session import AioSession
 
 from tests.support.aws_cloud import SCOPE, aws_cloud
 from tests.support.canary import Canaries, Leak, key_pair, minted, watched_processes
+from tests.support.cli import run_cli
 from tests.support.ec2_machine.machine import NamespaceMachine, bake, why_not
 from tests.support.ec2_region import LIMIT_S, POOL, Region
-from tests.support.forkserver_cli import run_prepared
 
 JOB_USER = "remuda-job"
 APP_ID = "4242"
@@ -85,8 +85,8 @@ class Story:
     async def look(self, *arguments: str, code: int = 0, **variables: str) -> None:
         """A command that is asked for its words alone: no process that shows how it was started."""
         environment = {**self.environment, **variables}
-        done = await asyncio.to_thread(run_prepared, [*arguments, *BACKEND], environment=environment, timeout_s=LIMIT_S)
-        self._heard(self._place(arguments), code, done.returncode, done.stdout, done.stderr)
+        done = await asyncio.to_thread(run_cli, [*arguments, *BACKEND], environment=environment, timeout_s=LIMIT_S)
+        self._heard(self._place(arguments), code, done.code, done.stdout, done.stderr)
 
     def _place(self, arguments: tuple[str, ...]) -> str:
         return f"remuda {' '.join(arguments)} ({next(self._numbers)})"
@@ -220,7 +220,7 @@ class Story:
             bearer = {"Authorization": f"Bearer {token}"}
             answers = [
                 *[await client.get(path, headers=bearer) for path in ("/", "/api/snapshot", "/metrics")],
-                await client.get("/api/story", params={"of": "2"}, headers=bearer),
+                await client.get("/api/explanation", params={"subject": "2"}, headers=bearer),
                 await client.get("/api/snapshot", headers={"Authorization": f"Bearer {token}x"}),
                 await client.post("/login", data={"token": token}),
                 await client.post("/login", data={"token": f"{token}x"}),

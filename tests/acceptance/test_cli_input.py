@@ -139,7 +139,7 @@ def test_ephemeral_machines_need_a_credential(shell: Shell) -> None:
     shell.environ |= {"AWS_REGION": "eu-central-1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     error = shell.refused(*ANY_RUN, "--backend", "aws", "--ephemeral", "--github-scope", "octo")
     assert (error["type"], error["field"]) == ("UserError", "ephemeral")
-    assert error["message"].startswith("ephemeral runners are registered one by one with a GitHub credential")
+    assert error["message"].startswith("ephemeral runners need a GitHub credential")
     assert "REMUDA_GITHUB_TOKEN" in error["fix"]
     assert "leave --ephemeral out" in error["fix"]
 

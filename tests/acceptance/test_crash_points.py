@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from remuda.fake_github.client import SimStep
-from tests.support.local_backend import LIMIT_S, REPO, Done, LocalBackend
+from remuda.fake_github.client import JobStep
+from tests.support.cli import CommandResult
+from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
 
 KILLED = -9
 #: How long a provision that will be killed has: enough to get to its point, little enough to wait for its end.
@@ -110,9 +111,9 @@ class Story:
     """What happened at the points."""
 
     backend: LocalBackend
-    killed: dict[str, Done] = field(default_factory=dict)
+    killed: dict[str, CommandResult] = field(default_factory=dict)
     left: dict[str, list[str]] = field(default_factory=dict)
-    released: dict[str, Done] = field(default_factory=dict)
+    released: dict[str, CommandResult] = field(default_factory=dict)
     jobs: dict[str, str | None] = field(default_factory=dict)
     sweeps: dict[str, int] = field(default_factory=dict)
 
@@ -164,7 +165,7 @@ async def _play(story: Story, marks: Path) -> None:
         # A sweep tells the pool a moment after the record says so.
         await story.backend.until(lambda: _hinted(story.backend) == _idle(story.backend), "all that is idle is told of")
     # A sweep that ends while it looks at hints may have hidden some for a while.
-    await story.backend.until(lambda: not story.backend.hidden_hints(), "all hints can be received")
+    await story.backend.until(lambda: not story.backend.hidden_pool_messages(), "all hints can be received")
 
 
 async def _sweep_until_killed(backend: LocalBackend, crash: str) -> int:
@@ -195,7 +196,7 @@ async def _cut_agent(story: Story, point: Point, marks: Path) -> None:
     if point.job:
         async with backend.github() as github:
             # It lasts until the agent was killed: who stood still meanwhile would not have seen a short one.
-            step = SimStep(run=f'until [ "$(ls {marks})" ]; do sleep 0.1; done; echo done')
+            step = JobStep(run=f'until [ "$(ls {marks})" ]; do sleep 0.1; done; echo done')
             job = await github.queue_job(repo=REPO, run_id=point.run_id, labels=[point.run_id], steps=[step])
             while job.status != "completed":
                 before = job.status
@@ -214,7 +215,7 @@ def _stale_hints(backend: LocalBackend) -> list[Any]:
     records = backend.records()
     return [
         hint
-        for hint in backend.hints()
+        for hint in backend.pool_messages()
         if (record := records.get(hint["id"])) is None or (record["state"], record["epoch"]) != ("idle", hint["epoch"])
     ]
 
@@ -224,7 +225,7 @@ def _idle(backend: LocalBackend) -> set[str]:
 
 
 def _hinted(backend: LocalBackend) -> set[str]:
-    return {hint["id"] for hint in backend.hints()}
+    return {hint["id"] for hint in backend.pool_messages()}
 
 
 @pytest.mark.parametrize("point", [*PROVISION, *RELEASE], ids=lambda point: f"{point.command}-{point.name}")
@@ -274,7 +275,7 @@ def test_nothing_is_left_that_should_not_be(story: Story) -> None:
 def test_what_was_left_idle_serves_the_next_run(story: Story) -> None:
     names = ("idle", "announce", "receive")
 
-    async def provision() -> list[Done]:
+    async def provision() -> list[CommandResult]:
         return await asyncio.gather(
             *(story.backend.provision(f"{name}-next", 1, "--resource-class", name) for name in names)
         )

@@ -1,4 +1,4 @@
-"""The dashboard's page in a real browser: it follows what happens, and nothing that is planted runs in it."""
+"""Dashboard page in a browser: live updates, failures, accessibility, and no execution of injected markup."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import pytest
 
 from remuda.domain.instance import HistoryEntry, State
 from tests.support import sample_records
-from tests.support.dashboard import LIMIT_S, Dashboard, Records, chromium, living, remuda, without_browser
-from tests.support.sample_records import Life
+from tests.support.dashboard import LIMIT_S, Dashboard, SampleStore, chromium, live_instances, remuda, requires_browser
+from tests.support.sample_records import SampleInstance
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
 
-pytestmark = without_browser
+pytestmark = requires_browser
 
 LIMIT_MS = LIMIT_S * 1_000
 PAUSE_MS = 40
 IMAGE = '<img src=x onerror="window.hit=1">'
 SCRIPT = "<script>window.hit=1</script>"
-#: How far words stand out from their card, as WCAG counts it.
+#: Relative luminance as defined by WCAG.
 LIGHT = """
   const parse = (text) => text.match(/[0-9.]+/g).slice(0, 3).map((part) => Number(part) / 255);
   const part = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
   const light = ([r, g, b]) => 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b) + 0.05;
 """
-#: A state's letter from its chip.
+#: Contrast of each state's letter.
 CHIPS = f"""() => {{
   {LIGHT}
   return Object.fromEntries([...document.querySelectorAll('#tiles .chip')].map((chip) => {{
@@ -60,28 +60,28 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    return Records(tmp_path_factory.mktemp("records") / "state")
+def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
+    return SampleStore(tmp_path_factory.mktemp("store") / "state")
 
 
 @pytest.fixture(scope="module")
-def lives(records: Records) -> list[Life]:
-    return records.fleet(60, 900)
+def samples(store: SampleStore) -> list[SampleInstance]:
+    return store.fleet(60, 900)
 
 
 @pytest.fixture(scope="module")
-def dashboard(records: Records, lives: list[Life]) -> Iterator[Dashboard]:
-    with Dashboard(records.folder) as started:
+def dashboard(store: SampleStore, samples: list[SampleInstance]) -> Iterator[Dashboard]:
+    with Dashboard(store.folder) as started:
         yield started
 
 
 @contextmanager
 def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """A page that must not stumble: errors of scripts, and what the policy had to stop, fail the test."""
+    """Open a page. Script errors and violations of the content security policy fail the test."""
     context = browser.new_context(**options)
     context.set_default_timeout(LIMIT_MS)
     context.add_init_script(
-        "window.stopped=[];addEventListener('securitypolicyviolation',e=>window.stopped.push(e.violatedDirective))"
+        "window.violations=[];addEventListener('securitypolicyviolation',e=>window.violations.push(e.violatedDirective))"
     )
     page = context.new_page()
     errors: list[str] = []
@@ -90,7 +90,7 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
         page.goto(url)
         yield page
         assert errors == []
-        assert page.evaluate("window.stopped") == []
+        assert page.evaluate("window.violations") == []
     finally:
         context.close()
 
@@ -99,19 +99,19 @@ def ready(page: Page) -> None:
     page.wait_for_selector("html[data-ready] #link[data-state=live]")
 
 
-def until(page: Page, phase: str, wanted: int) -> None:
-    wait(page, f"document.querySelector('#tiles [data-key={phase}] .count').textContent === '{wanted}'")
+def wait_for_count(page: Page, phase: str, count: int) -> None:
+    wait(page, f"document.querySelector('#tiles [data-key={phase}] .count').textContent === '{count}'")
 
 
 def wait(page: Page, expression: str) -> None:
-    """Asked from outside: the page's own policy forbids what playwright would put into it."""
-    until = time.monotonic() + LIMIT_S
+    """Poll from outside, because the page's policy forbids the script that playwright would inject."""
+    deadline = time.monotonic() + LIMIT_S
     while not page.evaluate(expression):
-        assert time.monotonic() < until, f"waited in vain: {expression}; {page.inner_text('body')[:2_000]}"
+        assert time.monotonic() < deadline, f"timed out: {expression}; {page.inner_text('body')[:2_000]}"
         page.wait_for_timeout(PAUSE_MS)
 
 
-# While a story runs -------------------------------------------------------------------------------------------------
+# Live updates -------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_follows_a_real_pool(browser: Browser, tmp_path: Path) -> None:
@@ -121,35 +121,35 @@ def test_the_page_follows_a_real_pool(browser: Browser, tmp_path: Path) -> None:
         remuda(folder, "refresh", "--idle-time-sec", "600")
         with Dashboard(folder) as dashboard, opened(browser, dashboard.url) as page:
             ready(page)
-            wait(page, "document.getElementById('lanes-empty').textContent.startsWith('No machine yet')")
+            wait(page, "document.getElementById('lanes-empty').textContent.startsWith('No instances yet')")
             remuda(folder, "provision", "--run-id", "41", "--instance-count", "2")
-            until(page, "running", 2)
+            wait_for_count(page, "running", 2)
             assert page.inner_text("#runs [data-key] button.name") == "41"
-            # The commit comes after the machines run: a look may have come between.
+            # The provision is committed after its instances run; a poll may happen in between.
             wait(page, "document.querySelector('#kinds tr:first-child td')?.textContent === 'cold'")
             remuda(folder, "release", "--run-id", "41")
-            until(page, "idle", 2)
+            wait_for_count(page, "idle", 2)
 
             page.fill("#subject", "41")
             page.press("#subject", "Enter")
-            wait(page, "document.querySelectorAll('#story-lines li').length > 6")
-            told = page.inner_text("#story")
-            assert "attempt 1 asks for 2 large runners" in told
-            assert "the run gives its runners back" in told
-            assert told.count("idle, clean, in the pool") == 2
+            wait(page, "document.querySelectorAll('#explanation-lines li').length > 6")
+            text = page.inner_text("#explanation")
+            assert "attempt 1 asks for 2 large runners" in text
+            assert "the run gives its runners back" in text
+            assert text.count("idle, clean, in the pool") == 2
             page.reload()
-            wait(page, "document.getElementById('story').open")
-            page.press("#story-close", "Enter")
+            wait(page, "document.getElementById('explanation').open")
+            page.press("#explanation-close", "Enter")
 
             page.fill("#subject", "42")
             page.press("#subject", "Enter")
-            wait(page, "document.getElementById('story-trouble').textContent.includes('known are 41')")
-            page.press("#story-close", "Enter")
+            wait(page, "document.getElementById('explanation-error').textContent.includes('known are 41')")
+            page.press("#explanation-close", "Enter")
 
             remuda(folder, "terminate", "--all", "--yes", "--reason", "the test is over")
             wait(page, "document.getElementById('decisions').textContent.includes('the test is over')")
-            # One after the other: a look may have come between.
-            until(page, "idle", 0)
+            # Instances are terminated one after the other; a poll may happen in between.
+            wait_for_count(page, "idle", 0)
     finally:
         remuda(folder, "down")
 
@@ -157,22 +157,22 @@ def test_the_page_follows_a_real_pool(browser: Browser, tmp_path: Path) -> None:
 # Filters ------------------------------------------------------------------------------------------------------------
 
 
-def test_filters_show_what_is_asked_for_and_survive_a_reload(
-    browser: Browser, dashboard: Dashboard, lives: list[Life]
+def test_filters_apply_and_survive_a_reload(
+    browser: Browser, dashboard: Dashboard, samples: list[SampleInstance]
 ) -> None:
-    running = living(lives, State.RUNNING)
+    running = live_instances(samples, State.RUNNING)
     large = [item for item in running if item.resource_class == "large"]
     with opened(browser, dashboard.url) as page:
         ready(page)
-        assert page.inner_text("#live") == str(len(living(lives)))
-        assert page.inner_text("#shown") == f"{len(lives)} machines"
+        assert page.inner_text("#live") == str(len(live_instances(samples)))
+        assert page.inner_text("#shown") == f"{len(samples)} instances"
         page.click("#tiles [data-key=running]")
-        wait(page, f"document.getElementById('shown').textContent === '{len(running)} of {len(lives)} machines'")
+        wait(page, f"document.getElementById('shown').textContent === '{len(running)} of {len(samples)} instances'")
         page.select_option("#class", "large")
-        wait(page, f"document.getElementById('shown').textContent === '{len(large)} of {len(lives)} machines'")
+        wait(page, f"document.getElementById('shown').textContent === '{len(large)} of {len(samples)} instances'")
         page.click("#as-table")
         names = page.eval_on_selector_all(
-            "#machines button.name[data-subject^=i-]", "all => all.map(e => e.textContent)"
+            "#instances button.name[data-subject^=i-]", "all => all.map(e => e.textContent)"
         )
         assert sorted(names) == sorted(item.instance_id for item in large)
         page.fill("#text", running[0].run_id)
@@ -183,67 +183,67 @@ def test_filters_show_what_is_asked_for_and_survive_a_reload(
         assert page.get_attribute("#tiles [data-key=running]", "aria-pressed") == "true"
         assert page.is_visible("#table")
         page.click("#clear")
-        wait(page, f"document.getElementById('shown').textContent === '{len(lives)} machines'")
+        wait(page, f"document.getElementById('shown').textContent === '{len(samples)} instances'")
 
 
 # Failures -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_server_is_told_of_and_come_back_to(browser: Browser, tmp_path: Path) -> None:
-    records = Records(tmp_path / "state")
-    lives = records.fleet(8, 80)
-    first = Dashboard(records.folder)
+def test_page_reports_a_lost_server_and_reconnects(browser: Browser, tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / "state")
+    samples = store.fleet(8, 80)
+    first = Dashboard(store.folder)
     try:
         with opened(browser, first.url) as page:
             ready(page)
-            wait(page, f"document.getElementById('live').textContent === '{len(living(lives))}'")
+            wait(page, f"document.getElementById('live').textContent === '{len(live_instances(samples))}'")
             first.kill()
             wait(page, "document.getElementById('banner').textContent.startsWith('No connection to the server')")
             assert page.inner_text("#link") == "connection lost"
-            # What was known is still there to be read.
-            assert page.inner_text("#live") == str(len(living(lives)))
-            moved = records.move(living(lives)[0].instance_id)
-            with Dashboard(records.folder, port=first.port):
+            # The last known data stays on the page.
+            assert page.inner_text("#live") == str(len(live_instances(samples)))
+            moved = store.advance(live_instances(samples)[0].instance_id)
+            with Dashboard(store.folder, port=first.port):
                 wait(page, "document.getElementById('banner').hidden")
                 page.click("#as-table")
-                state = f"#machines [data-key='{moved.instance_id}'] td:nth-child(2)"
+                state = f"#instances [data-key='{moved.instance_id}'] td:nth-child(2)"
                 wait(page, f"document.querySelector(\"{state}\").textContent.endsWith('{moved.state.value}')")
-                # And it goes on from there.
-                moved = records.move(moved.instance_id)
+                # Updates continue after that.
+                moved = store.advance(moved.instance_id)
                 wait(page, f"document.querySelector(\"{state}\").textContent.endsWith('{moved.state.value}')")
     finally:
         first.kill()
 
 
-def test_a_proxy_that_refuses_is_asked_seldom_and_come_back_to(browser: Browser, tmp_path: Path) -> None:
-    records = Records(tmp_path / "state")
-    records.fleet(4, 40)
-    asked: list[float] = []
+def test_page_backs_off_from_a_failing_proxy_and_reconnects(browser: Browser, tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / "state")
+    store.fleet(4, 40)
+    requests: list[float] = []
 
     def refuse(route: Route) -> None:
-        asked.append(time.monotonic())
+        requests.append(time.monotonic())
         route.fulfill(status=502, body="Bad Gateway")
 
-    first = Dashboard(records.folder)
+    first = Dashboard(store.folder)
     try:
         with opened(browser, first.url) as page:
             page.clock.install()
             page.reload()
             ready(page)
-            # The server behind the proxy goes; whatever is asked for meanwhile is refused.
+            # The server behind the proxy is down; the proxy rejects every request.
             page.route("**/api/**", refuse)
             first.kill()
             wait(page, "document.getElementById('link').dataset.state === 'lost'")
             for _ in range(60):
                 page.clock.run_for(1_000)
                 page.wait_for_timeout(PAUSE_MS)
-            # One thing at a time, ever more seldom: in a minute, retries that multiplied would be a hundred and more.
-            # The page's clock goes on by itself, too: on a busy computer it was more than a minute.
-            assert len(asked) <= 40, len(asked)
-            while len(asked) < 2:
+            # One request at a time with a growing delay. Retries that multiply would exceed 100 in a minute.
+            # The bound allows for a busy machine: the page's clock also advances by itself.
+            assert len(requests) <= 40, len(requests)
+            while len(requests) < 2:
                 page.clock.run_for(1_000)
                 page.wait_for_timeout(PAUSE_MS)
-            with Dashboard(records.folder, port=first.port):
+            with Dashboard(store.folder, port=first.port):
                 page.unroute("**/api/**")
                 page.clock.run_for(8_000)
                 wait(page, "document.getElementById('link').dataset.state === 'live'")
@@ -252,34 +252,36 @@ def test_a_proxy_that_refuses_is_asked_seldom_and_come_back_to(browser: Browser,
         first.kill()
 
 
-def test_a_server_with_too_many_pages_is_told_of(browser: Browser, dashboard: Dashboard, lives: list[Life]) -> None:
-    refusal = {"error": {"message": "too many pages are open: 100", "fix": "close one of them"}}
+def test_page_reports_that_too_many_pages_are_open(
+    browser: Browser, dashboard: Dashboard, samples: list[SampleInstance]
+) -> None:
+    rejection = {"error": {"message": "too many pages are open: 100", "fix": "close one of them"}}
     with opened(browser, "about:blank") as page:
-        page.route("**/api/events*", lambda route: route.fulfill(status=503, json=refusal))
+        page.route("**/api/events*", lambda route: route.fulfill(status=503, json=rejection))
         page.goto(dashboard.url)
         wait(page, "document.getElementById('banner')?.textContent.includes('too many pages are open: 100')")
-        assert page.inner_text("#live") == str(len(living(lives)))
+        assert page.inner_text("#live") == str(len(live_instances(samples)))
         page.unroute("**/api/events*")
         wait(page, "document.getElementById('banner').hidden")
         ready(page)
 
 
-def test_a_store_that_cannot_be_read_is_a_banner(browser: Browser, tmp_path: Path) -> None:
-    records = Records(tmp_path / "state")
-    records.fleet(4, 40)
-    with Dashboard(records.folder) as dashboard, opened(browser, dashboard.url) as page:
+def test_unreadable_store_shows_a_banner(browser: Browser, tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / "state")
+    store.fleet(4, 40)
+    with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url) as page:
         ready(page)
-        shutil.move(records.file, tmp_path / "away.db")
+        shutil.move(store.file, tmp_path / "away.db")
         wait(page, "document.getElementById('banner').textContent.startsWith('The store cannot be read')")
-        assert re.search(r"The last good look was at \d\d:\d\d:\d\d UTC", page.inner_text("#banner"))
-        shutil.move(tmp_path / "away.db", records.file)
+        assert re.search(r"Last successful read: \d\d:\d\d:\d\d UTC", page.inner_text("#banner"))
+        shutil.move(tmp_path / "away.db", store.file)
         wait(page, "document.getElementById('banner').hidden")
 
 
-def test_a_page_that_nobody_sees_gives_its_connection_back(
-    browser: Browser, dashboard: Dashboard, records: Records, lives: list[Life]
+def test_hidden_page_closes_its_connection(
+    browser: Browser, dashboard: Dashboard, store: SampleStore, samples: list[SampleInstance]
 ) -> None:
-    def turn(page: Page, hidden: str) -> None:
+    def set_hidden(page: Page, hidden: str) -> None:
         page.evaluate(
             f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }});"
             "document.dispatchEvent(new Event('visibilitychange'))"
@@ -287,25 +289,25 @@ def test_a_page_that_nobody_sees_gives_its_connection_back(
 
     with opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
-        turn(page, "true")
+        set_hidden(page, "true")
         page.wait_for_selector("#link[data-state=paused]")
-        name = living(lives)[-1].instance_id
-        moved = records.move(name)
-        turn(page, "false")
+        name = live_instances(samples)[-1].instance_id
+        moved = store.advance(name)
+        set_hidden(page, "false")
         page.wait_for_selector("#link[data-state=live]")
-        state = f"#machines [data-key='{name}'] td:nth-child(2)"
+        state = f"#instances [data-key='{name}'] td:nth-child(2)"
         wait(page, f"document.querySelector(\"{state}\").textContent.endsWith('{moved.state.value}')")
 
 
-# Names from outside ---------------------------------------------------------------------------------------------------
+# Untrusted names ----------------------------------------------------------------------------------------------------
 
 
-def test_planted_markup_is_only_text(browser: Browser, tmp_path: Path) -> None:
-    records = Records(tmp_path / "state")
-    ((record, entries), *_) = records.fleet(3, 30)
+def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
+    store = SampleStore(tmp_path / "state")
+    ((record, entries), *_) = store.fleet(3, 30)
     last = entries[-1]
-    planted = records.name(
-        (record, [*entries, _ending(last)]),
+    hostile = replace(
+        record,
         state=State.RUNNING,
         run_id=IMAGE,
         last_run_id=SCRIPT,
@@ -313,87 +315,87 @@ def test_planted_markup_is_only_text(browser: Browser, tmp_path: Path) -> None:
         instance_type=IMAGE,
         retire=IMAGE + SCRIPT,
     )
-    records.write(planted)
-    # What a run asks for and says: a class is its label, and a job's words reach reasons.
-    asked, *_ = sample_records.provisions(1, now=last.at, span_s=60)
-    course = replace(asked.course, error=f"the job {SCRIPT} failed") if asked.course else None
-    job = replace(asked, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, asked=SCRIPT, course=course)
-    sample_records.write(records.file, [], [job], now=last.at)
-    with Dashboard(records.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
+    store.write((hostile, [*entries, _retirement(last)]))
+    # A run chooses its class label, and a job's output can appear in reasons.
+    provision, *_ = sample_records.provisions(1, now=last.at, span_s=60)
+    outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
+    job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome)
+    sample_records.write(store.file, [], [job], now=last.at)
+    with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
         ready(page)
-        told = page.inner_text(f"#runs [data-key='{job.provision_id}']")
-        assert (SCRIPT in told, IMAGE in told, f"the job {SCRIPT} failed" in told) == (True, True, True)
-        row = f"#machines [data-key='{record.instance_id}']"
+        text = page.inner_text(f"#runs [data-key='{job.provision_id}']")
+        assert (SCRIPT in text, IMAGE in text, f"the job {SCRIPT} failed" in text) == (True, True, True)
+        row = f"#instances [data-key='{record.instance_id}']"
         cells = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
         assert cells[2] == IMAGE
         assert (cells[3], cells[4]) == (SCRIPT, IMAGE)
         assert cells[8] == IMAGE + SCRIPT
-        # Histories come after the records.
+        # Histories are read after the records.
         wait(page, f"document.getElementById('decisions').textContent.includes({json.dumps(SCRIPT)})")
         assert SCRIPT in page.eval_on_selector_all("#class option", "all => all.map(e => e.value)")
         page.select_option("#class", SCRIPT)
         page.click(f"{row} button.name >> nth=0")
-        wait(page, "document.querySelectorAll('#story-lines li').length > 5")
-        assert SCRIPT in page.inner_text("#story")
-        page.press("#story-close", "Enter")
+        wait(page, "document.querySelectorAll('#explanation-lines li').length > 5")
+        assert SCRIPT in page.inner_text("#explanation")
+        page.press("#explanation-close", "Enter")
         page.click(f"{row} td:nth-child(3) button.name")
-        wait(page, "!document.getElementById('story-trouble').hidden")
-        page.press("#story-close", "Enter")
+        wait(page, "!document.getElementById('explanation-error').hidden")
+        page.press("#explanation-close", "Enter")
         page.click("#as-lanes")
         page.hover("#lanes-canvas", position={"x": 30, "y": 30})
         wait(page, "!document.getElementById('tip').hidden")
         assert IMAGE in page.inner_text("#tip")
-        page.goto(dashboard.url + f"#of={IMAGE}")
-        wait(page, "document.getElementById('story').open")
+        page.goto(dashboard.url + f"#explain={IMAGE}")
+        wait(page, "document.getElementById('explanation').open")
         assert page.evaluate("window.hit") is None
         assert page.eval_on_selector_all("main img, dialog img, #tip img, body script", "all => all.length") == 0
 
 
-def _ending(last: HistoryEntry) -> HistoryEntry:
+def _retirement(last: HistoryEntry) -> HistoryEntry:
     return replace(last, transition="retire", source=last.target, target=last.target, why=SCRIPT + IMAGE, run_id=SCRIPT)
 
 
-# People ---------------------------------------------------------------------------------------------------------------
+# Accessibility ------------------------------------------------------------------------------------------------------
 
 
-def test_the_keyboard_is_enough(browser: Browser, dashboard: Dashboard) -> None:
-    def focus(page: Page, wanted: str) -> None:
-        """A browser may follow a link, and move the focus, only with its next frame."""
-        wait(page, f"(document.activeElement.id || document.activeElement.className) === '{wanted}'")
+def test_page_can_be_used_with_the_keyboard_only(browser: Browser, dashboard: Dashboard) -> None:
+    def wait_for_focus(page: Page, target: str) -> None:
+        """Wait, because a browser may move the focus only with its next frame."""
+        wait(page, f"(document.activeElement.id || document.activeElement.className) === '{target}'")
 
     with opened(browser, dashboard.url) as page:
         ready(page)
         page.keyboard.press("Tab")
-        focus(page, "skip")
+        wait_for_focus(page, "skip")
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
         page.keyboard.press("Enter")
-        focus(page, "lanes")
+        wait_for_focus(page, "lanes")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowDown")
-        chosen = page.inner_text("#chosen")
-        assert re.match(r"i-[0-9a-f]{17}: \w+", chosen)
+        selected = page.inner_text("#selected")
+        assert re.match(r"i-[0-9a-f]{17}: \w+", selected)
         page.keyboard.press("Enter")
-        wait(page, "document.getElementById('story-lines').children.length > 2")
-        assert chosen.partition(":")[0] in page.inner_text("#story-title")
+        wait(page, "document.getElementById('explanation-lines').children.length > 2")
+        assert selected.partition(":")[0] in page.inner_text("#explanation-title")
         page.keyboard.press("Escape")
-        wait(page, "!document.getElementById('story').open")
-        focus(page, "lanes")
+        wait(page, "!document.getElementById('explanation').open")
+        wait_for_focus(page, "lanes")
         page.keyboard.press("t")
         assert page.is_visible("#table")
         page.keyboard.press("/")
-        focus(page, "subject")
+        wait_for_focus(page, "subject")
         page.focus("#tiles [data-key=idle]")
         page.keyboard.press("Space")
         assert page.get_attribute("#tiles [data-key=idle]", "aria-pressed") == "true"
 
 
-def test_what_has_the_focus_keeps_it_while_rows_come_go_and_move(browser: Browser, dashboard: Dashboard) -> None:
+def test_focus_survives_inserted_removed_and_moved_rows(browser: Browser, dashboard: Dashboard) -> None:
     with opened(browser, dashboard.url) as page:
         ready(page)
-        told = page.evaluate("""async () => {
-          const { keep, make } = await import("/text.js");
+        result = page.evaluate("""async () => {
+          const { make, syncChildren } = await import("/text.js");
           const list = document.body.appendChild(make("ol"));
-          const show = (names) => keep(list, names, {
+          const show = (names) => syncChildren(list, names, {
             key: (name) => name,
             create: (name) => { const row = make("li"); row.append(make("button", "", name)); return row; },
             update: () => {},
@@ -413,10 +415,10 @@ def test_what_has_the_focus_keeps_it_while_rows_come_go_and_move(browser: Browse
           list.remove();
           return [found, kept];
         }""")
-        assert told == [["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc", "c"], [0, "c"]]
+        assert result == [["bcd", "nbcd", "dcbn", "cdbn", "nbdc", "c", "xcy", "yxc", "cc", "c"], [0, "c"]]
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, dashboard: Dashboard) -> None:
+def test_phone_layout_needs_no_horizontal_scrolling(browser: Browser, dashboard: Dashboard) -> None:
     phone = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
     with opened(browser, dashboard.url, **phone) as page:
         ready(page)
@@ -429,7 +431,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, dashboard
         assert low == 0
 
 
-def test_light_and_dark_can_both_be_read(browser: Browser, dashboard: Dashboard) -> None:
+def test_light_and_dark_themes_have_enough_contrast(browser: Browser, dashboard: Dashboard) -> None:
     papers: list[str] = []
     for scheme in ("light", "dark"):
         with opened(browser, dashboard.url, color_scheme=scheme) as page:
@@ -440,16 +442,16 @@ def test_light_and_dark_can_both_be_read(browser: Browser, dashboard: Dashboard)
     assert papers[0] != papers[1]
 
 
-# The way in -----------------------------------------------------------------------------------------------------------
+# Sign-in ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_is_asked_for_and_leaves_no_trace(browser: Browser, records: Records, lives: list[Life]) -> None:
-    token = "a-token-of-the-tests"
-    with Dashboard(records.folder, REMUDA_DASHBOARD_TOKEN=token) as dashboard:
+def test_sign_in_leaves_no_token_behind(browser: Browser, store: SampleStore, samples: list[SampleInstance]) -> None:
+    token = "a-token-for-the-tests"
+    with Dashboard(store.folder, REMUDA_DASHBOARD_TOKEN=token) as dashboard:
         with opened(browser, dashboard.url) as page:
             page.fill("#token", "not the token at all")
             page.press("#token", "Enter")
-            page.wait_for_selector("#refused:visible")
+            page.wait_for_selector("#invalid:visible")
             page.fill("#token", token)
             page.press("#token", "Enter")
             ready(page)
@@ -459,17 +461,17 @@ def test_a_token_is_asked_for_and_leaves_no_trace(browser: Browser, records: Rec
         with opened(browser, f"{dashboard.url}#token={token}") as page:
             ready(page)
             assert page.url == dashboard.url
-            # Also where nobody needs to sign in any more.
+            # Also if the session is signed in already.
             page.goto("about:blank")
             page.goto(f"{dashboard.url}?view=table#token={token}")
             ready(page)
             assert page.url == f"{dashboard.url}?view=table"
-            page.evaluate(f"location.hash = 'of=7&token={token}'")
-            wait(page, "document.getElementById('story').open")
+            page.evaluate(f"location.hash = 'explain=7&token={token}'")
+            wait(page, "document.getElementById('explanation').open")
             page.evaluate(f"location.hash = 'token={token}'")
-            wait(page, "!document.getElementById('story').open")
+            wait(page, "!document.getElementById('explanation').open")
             page.fill("#text", "7")
             wait(page, "location.search.includes('text=7')")
             assert page.url == f"{dashboard.url}?text=7&view=table"
-        code, told = dashboard.interrupt()
-        assert (code, token in told) == (130, False)
+        code, stderr = dashboard.interrupt()
+        assert (code, token in stderr) == (130, False)

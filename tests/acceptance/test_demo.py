@@ -1,4 +1,4 @@
-"""The demo as a user runs it: it tells the story, checks its own claims and leaves nothing."""
+"""`remuda demo`: its checks pass, the live page follows, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from remuda.cli.demo import ENDED_ITSELF
+from remuda.cli.demo import SELF_TERMINATED
 from tests.support.dashboard import CHROMIUM, chromium
 
 LIMIT_S = 600
-#: Generous: nothing waits for it unless something is broken.
+#: Only reached if something is broken.
 PAGE_LIMIT_MS = 120_000
 STATES = {"created", "running", "releasing", "idle", "terminated"}
-#: The same as the page calls it.
-SHOWN = {"booting", "running", "releasing", "idle", "ended"}
+#: The corresponding phases on the page.
+PHASES = {"booting", "running", "releasing", "idle", "ended"}
 
 
-def states_shown(url: str, until: Callable[[], bool]) -> set[str]:
-    """What the live page shows in a browser, from the beginning to the end: it is opened once and updates itself."""
+def phases_on_page(url: str, until: Callable[[], bool]) -> set[str]:
+    """Open the live page in a browser and collect the phases that it shows until the demo ends."""
     seen: set[str] = set()
     with chromium() as browser:
         page = browser.new_page()
@@ -38,18 +38,18 @@ def states_shown(url: str, until: Callable[[], bool]) -> set[str]:
     return seen
 
 
-def states_seen(url: str, until: Callable[[], bool]) -> set[str]:
-    """What the live page's server says where there is no browser."""
+def states_in_snapshots(url: str, until: Callable[[], bool]) -> set[str]:
+    """Collect the states from the live page's API, if there is no browser."""
     seen: set[str] = set()
     with httpx.Client(base_url=url) as client:
         while not until():
             try:
                 document = client.get("/api/snapshot").json()
             except httpx.HTTPError:
-                # It ends with the demo.
+                # The server stops with the demo.
                 continue
             seen |= {item["state"] for item in document.get("instances", {}).values()}
-            time.sleep(0.1)  # noqa: TID251 - as a page that looks
+            time.sleep(0.1)  # noqa: TID251 - polls like a page
     return seen
 
 
@@ -60,31 +60,31 @@ def test_demo(tmp_path: Path):
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        address = process.stderr.readline().removeprefix("live on ").strip()
-        told: list[str] = []
-        reading = threading.Thread(target=lambda: told.extend(process.communicate(timeout=LIMIT_S)))
+        address = process.stderr.readline().removeprefix("dashboard: ").strip()
+        outputs: list[str] = []
+        reading = threading.Thread(target=lambda: outputs.extend(process.communicate(timeout=LIMIT_S)))
         reading.start()
         if CHROMIUM.exists():
-            seen, wanted = states_shown(address, lambda: not reading.is_alive()), SHOWN
+            seen, expected = phases_on_page(address, lambda: not reading.is_alive()), PHASES
         else:
-            seen, wanted = states_seen(address, lambda: not reading.is_alive()), STATES
-    out, said = told
-    done = subprocess.CompletedProcess(command, process.returncode, out, said)
-    assert wanted <= seen
+            seen, expected = states_in_snapshots(address, lambda: not reading.is_alive()), STATES
+    out, err = outputs
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    assert expected <= seen
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
-    assert [claim["text"] for claim in report["claims"] if not claim["holds"]] == []
+    assert [check["text"] for check in report["checks"] if not check["passed"]] == []
     assert (report["leaked_processes"], report["foreign_jobs"]) == (0, 0)
     assert report["cold_seconds"] > report["warm_seconds"]
     assert report["reuse_rate"] > 0.5
-    reasons = {item["state"]: item["machine_said"] for item in report["retired"]}
+    reasons = {item["state"]: item["stop_reason"] for item in report["retired"]}
     assert reasons["releasing"] == "lost its power"
-    assert any(word in reasons["idle"] for word in ENDED_ITSELF), reasons
-    assert "every claim holds" in done.stderr
+    assert any(text in reasons["idle"] for text in SELF_TERMINATED), reasons
+    assert "all checks passed" in done.stderr
     page = tmp_path / "demo" / "report.html"
     assert report["report_page"] == str(page)
-    assert f"the report of it all: {page}" in done.stderr
+    assert f"usage report: {page}" in done.stderr
     text = page.read_text()
     assert "Content-Security-Policy" in text
     assert all(run in text for run in ("1001", "1004", "1006"))

@@ -44,14 +44,14 @@ def test_the_story_on_aws_holds_and_leaves_nothing(tmp_path: Path):
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr[-10_000:]
     report = json.loads(done.stdout)
-    assert [claim["text"] for claim in report["claims"] if not claim["holds"]] == []
-    assert len(report["claims"]) >= 12
+    assert [check["text"] for check in report["checks"] if not check["passed"]] == []
+    assert len(report["checks"]) >= 12
     assert [(item["kind"], item["reused"], item["created"]) for item in report["provisions"]] == [
         ("cold", 0, 2),
         ("warm", 2, 0),
         ("warm", 1, 0),
     ]
-    assert {item["machine_said"] for item in report["retired"]} & set(ENDED_ITSELF)
+    assert {item["stop_reason"] for item in report["retired"]} & set(ENDED_ITSELF)
     assert left_of(tmp_path) == []
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ import pytest
 
 from remuda.cli.doctor import document
 from remuda.config.settings import Loaded, load
-from remuda.controlplane.doctor import Checked, examine, exit_code
+from remuda.controlplane.doctor import exit_code, run_checks
+from remuda.ports.doctor import CheckResult
 from remuda.wiring_doctor import open_doctor
+from tests.support.cli import run_cli
 from tests.support.cloud import ARM_AMI, LIMIT_S, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
-from tests.support.forkserver_cli import run_prepared
+from tests.support.local_backend import run_local
 
 POOL = "well"
 NOBODY = "subnet-0123456789abcdef0"
@@ -40,8 +42,8 @@ class Patient:
         with patch.dict(os.environ, {**self.servers.environment, **changed}, clear=True):
             given = {name.replace("-", "_"): value for name, value in (flags or {}).items()}
             loaded = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
-            checked = asyncio.run(_examined(loaded))
-        return exit_code(checked), self.judged([document(item) for item in checked])
+            results = asyncio.run(_run_checks(loaded))
+        return exit_code(results.values()), self.judged([document(name, result) for name, result in results.items()])
 
     def judged(self, lines: list[dict[str, Any]]) -> Lines:
         for line in lines:
@@ -51,9 +53,9 @@ class Patient:
         return {line["name"]: line for line in lines}
 
 
-async def _examined(loaded: Loaded) -> tuple[Checked, ...]:
+async def _run_checks(loaded: Loaded) -> Mapping[str, CheckResult]:
     async with open_doctor(loaded, {}) as checks:
-        return await examine(checks)
+        return await run_checks(checks)
 
 
 def problems(lines: Lines) -> set[str]:
@@ -93,12 +95,12 @@ def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
 
 
 def test_for_people_it_is_one_line_a_check(patient: Patient):
-    done = run_prepared(
+    done = run_cli(
         ["doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
         environment={**patient.servers.environment, "COLUMNS": "40"},
         timeout_s=LIMIT_S,
     )
-    assert done.returncode == 2
+    assert done.code == 2
     lines = done.stdout.splitlines()
     assert all(line.split()[0] in {"ok", "warning", "problem"} for line in lines), lines
     (image,) = [line for line in lines if " image: " in line]
@@ -189,7 +191,7 @@ def test_credentials_that_aws_refuses(patient: Patient):
         thread.join()
     assert (code, problems(lines)) == (2, {"aws credentials"}), lines
     assert "refuses the AWS credentials" in lines["aws credentials"]["found"]
-    assert lines["table"]["found"] == "not checked: aws credentials comes first"
+    assert lines["table"]["found"] == "not checked: aws credentials has a problem"
 
 
 def test_a_pool_that_was_never_refreshed(patient: Patient):
@@ -289,13 +291,8 @@ def test_an_image_must_fit_what_is_put_on_it(patient: Patient):
 
 def test_the_local_backend(tmp_path: Path):
     def remuda(*arguments: str) -> tuple[int, dict[str, Any]]:
-        done = run_prepared(
-            [*arguments, "--dir", str(tmp_path / "state"), "--json"],
-            environment=os.environ,
-            timeout_s=LIMIT_S,
-            cwd=tmp_path,
-        )
-        return done.returncode, {line["name"]: line for line in json.loads(done.stdout).get("checks", ())}
+        result = run_local(tmp_path / "state", *arguments)
+        return result.code, {line["name"]: line for line in result.document.get("checks", ())}
 
     code, lines = remuda("doctor")
     assert (code, problems(lines)) == (2, {"local backend"})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda.fake_github.client import SimStep
+from remuda.fake_github.client import JobStep
 from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
 
 
@@ -42,7 +42,7 @@ async def test_all_supervisors(backend: LocalBackend) -> None:
     """Machines that lose their power: their agents and runners end with them, and the records follow."""
     await one_idle_two_running(backend)
     async with backend.github() as github:
-        job = await github.queue_job(repo=REPO, run_id="1", labels=["1"], steps=[SimStep(run="sleep 1000")])
+        job = await github.queue_job(repo=REPO, run_id="1", labels=["1"], steps=[JobStep(run="sleep 1000")])
         await github.job(job.id, wait_s=LIMIT_S, since="queued")
         # The job's result is lost; GitHub lets the runner go when its lease is over.
         await github.change_settings(lease_s=1.0)
@@ -52,7 +52,7 @@ async def test_all_supervisors(backend: LocalBackend) -> None:
     assert backend.processes() == []
     after = await backend.provision("2", 1)
     assert after.document["created"] == 1
-    assert {hint["id"] for hint in backend.hints()} == set()
+    assert {hint["id"] for hint in backend.pool_messages()} == set()
 
 
 async def test_all_agents(backend: LocalBackend) -> None:
@@ -65,7 +65,7 @@ async def test_all_agents(backend: LocalBackend) -> None:
         lambda: all(backend.agent(key) not in {None, pid} for key, pid in agents.items()), "there are other agents"
     )
     async with backend.github() as github:
-        job = await github.queue_job(repo=REPO, run_id="1", labels=["1"], steps=[SimStep(run="echo hello")])
+        job = await github.queue_job(repo=REPO, run_id="1", labels=["1"], steps=[JobStep(run="echo hello")])
         while job.status != "completed":
             before = job.status
             job = await github.job(job.id, wait_s=LIMIT_S, since=before)
@@ -86,7 +86,7 @@ async def test_the_local_github(backend: LocalBackend) -> None:
     await backend.run("up")
     backend.kill_sweeper()
     async with backend.github() as github:
-        job = await github.queue_job(repo=REPO, run_id="1", labels=["1"], steps=[SimStep(run="echo hello")])
+        job = await github.queue_job(repo=REPO, run_id="1", labels=["1"], steps=[JobStep(run="echo hello")])
         while job.status != "completed":
             before = job.status
             job = await github.job(job.id, wait_s=LIMIT_S, since=before)
@@ -116,7 +116,7 @@ async def test_a_provision_on_its_way(backend: LocalBackend) -> None:
     provisioning = await backend.start("provision", *arguments)
     await backend.until(lambda: backend.states() == ["claimed", "created"], "one is claimed, one is launched")
     provisioning.kill()
-    await backend.finish(provisioning)
+    await provisioning.result()
     async with backend.sweeping():
         await backend.until(lambda: backend.provisions("1")[0]["status"] == "released", "it is closed")
         await backend.until_settled(states=("idle", "terminated"))

@@ -1,4 +1,4 @@
-"""The Lambda function as it is uploaded: unpacked into an empty folder, and nothing else to import from."""
+"""The packaged Lambda function, unpacked into an empty folder and run without other packages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
-from remuda.fake_github.client import SimClient
+from remuda.fake_github.client import FakeGitHubClient
 from tests.support.canary import Canaries, key_pair, minted
 from tests.support.cloud import SCOPE, Cloud, cloud
 from tests.support.emf import check_emf
 from tests.support.registry import answered
 
-#: As Lambda's runtime does: the level that the function's logs are set to, the event, a context with the time that is
-#: left, the result or the error's own words with where it came from.
+#: Like Lambda's runtime: sets the log level, passes event and context, and prints the result or the error.
 RUNTIME = """
 import json, logging, os, sys, traceback
 sys.path.insert(0, sys.argv[1])
@@ -46,13 +45,13 @@ print(json.dumps(answer))
 """
 LIMIT_S = 240
 POOL = "function"
-#: Its first test builds the package, from a registry: on a busy machine that takes minutes.
+#: The first test builds the package, which takes minutes on a busy machine.
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built for this interpreter: Lambda's own would not load here."""
+    """The package, built for this interpreter instead of Lambda's."""
     target = tmp_path_factory.mktemp("lambda") / "function.zip"
     machine = {"aarch64": "arm64"}.get(platform.machine(), platform.machine())
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -63,7 +62,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the servers."""
+    """Folder of the servers."""
     return tmp_path_factory.mktemp("cloud")
 
 
@@ -79,8 +78,8 @@ def canaries(servers: Cloud) -> Canaries:
     return Canaries({**given, "GitHub token": servers.github_token})
 
 
-class Function:
-    """What it says is searched for credentials each time, whatever it was told to do."""
+class PackagedFunction:
+    """Invokes the function and searches its output for credentials each time."""
 
     def __init__(self, folder: Path, environment: dict[str, str], canaries: Canaries, github: Path) -> None:
         self._folder = folder
@@ -88,13 +87,13 @@ class Function:
         self._canaries = canaries
         self._github = github
         self.log: list[dict[str, Any]] = []
-        #: The line of metrics that ends each invocation.
+        #: The last line of the invocation's log.
         self.metrics: dict[str, Any] = {}
         self.output = ""
 
     def invoke(self, event: Any, *, remaining_s: float = 100.0, **changed: str) -> dict[str, Any]:
         done = subprocess.run(
-            # Isolated, and without this virtualenv's packages.
+            # Isolated from the packages of this virtualenv.
             [
                 *(sys.executable, "-I", "-S", "-c", RUNTIME),
                 *(str(self._folder), json.dumps(event), str(int(remaining_s * 1_000))),
@@ -108,7 +107,7 @@ class Function:
         )
         self.output = done.stdout + done.stderr
         self._canaries.adopt(minted(self._github))
-        assert self._canaries.find(self.output, "what the function says") == []
+        assert self._canaries.find(self.output, "output of the function") == []
         *log, answer = done.stdout.splitlines()
         *self.log, self.metrics = [json.loads(line) for line in log]
         check_emf(self.metrics)
@@ -119,13 +118,13 @@ class Function:
 @pytest.fixture(scope="module")
 def function(
     package: Path, servers: Cloud, home: Path, canaries: Canaries, tmp_path_factory: pytest.TempPathFactory
-) -> Function:
+) -> PackagedFunction:
     folder = tmp_path_factory.mktemp("task")
     with zipfile.ZipFile(package) as archive:
         archive.extractall(folder)
     secret = servers.put_secret(f"remuda/{POOL}/github", json.dumps({"token": servers.github_token}))
     launch = {f"REMUDA_{name.replace('-', '_').upper()}": value for name, value in servers.launch.items()}
-    return Function(
+    return PackagedFunction(
         folder,
         {
             **servers.environment,
@@ -140,16 +139,16 @@ def function(
     )
 
 
-def test_it_holds_no_tool_and_is_small(package: Path):
+def test_package_is_small_and_contains_no_tools(package: Path):
     with zipfile.ZipFile(package) as archive:
-        tops = {name.partition("/")[0] for name in archive.namelist()}
-    assert {"remuda", "aiobotocore", "jwt"} <= tops
-    assert not tops & {"pytest", "ruff", "mypy", "hypothesis", "tests", "pip", "bin"}
+        packages = {name.partition("/")[0] for name in archive.namelist()}
+    assert {"remuda", "aiobotocore", "jwt"} <= packages
+    assert not packages & {"pytest", "ruff", "mypy", "hypothesis", "tests", "pip", "bin"}
     assert package.stat().st_size < 30_000_000
 
 
-def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: Function, servers: Cloud):
-    # Where somebody looks for a fault, libraries tell all that they send and get.
+def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: PackagedFunction, servers: Cloud):
+    # At this level, libraries would log requests and responses.
     first = function.invoke({"command": "refresh"}, AWS_LAMBDA_LOG_LEVEL="DEBUG")["result"]
     assert f"tokens for {SCOPE}" in first["applied"]
     assert any("table" in line for line in first["applied"])
@@ -161,8 +160,8 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
     assert function.metrics["GithubCalls"] == sum(first["calls"]["github"].values())
 
 
-def test_an_apps_key_from_secrets_manager_is_used_and_told_nowhere(
-    function: Function, servers: Cloud, canaries: Canaries
+def test_app_key_from_secrets_manager_is_used_and_never_logged(
+    function: PackagedFunction, servers: Cloud, canaries: Canaries
 ):
     private, public = key_pair()
     canaries.add("App key", private)
@@ -170,7 +169,7 @@ def test_an_apps_key_from_secrets_manager_is_used_and_told_nowhere(
     app: dict[str, Any] = {"REMUDA_GITHUB_TOKEN": "", "REMUDA_GITHUB_APP_ID": "4242", "REMUDA_GITHUB_APP_KEY": secret}
 
     async def prepare() -> None:
-        async with SimClient(servers.github_url, servers.github_token) as github:
+        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
             await github.change_settings(app_id="4242", app_key=public, app_owners=[SCOPE.partition("/")[0]])
 
     asyncio.run(prepare())
@@ -180,10 +179,10 @@ def test_an_apps_key_from_secrets_manager_is_used_and_told_nowhere(
         **app,
     )
     assert swept["result"]["applied"] == []
-    assert any(name.startswith("access token") for name in canaries.secrets), "it was given one for its key"
+    assert any(name.startswith("access token") for name in canaries.secrets), "an access token was created with the key"
 
 
-def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Function, servers: Cloud):
+def test_failures_are_raised_with_one_line(function: PackagedFunction, servers: Cloud):
     unknown = function.invoke({"command": "reboot"})
     assert unknown["errorType"] == "UserError"
     assert "command is 'reboot'" in unknown["errorMessage"]
@@ -196,11 +195,11 @@ def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Fu
     secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
 
     async def echo(token: str) -> None:
-        async with SimClient(servers.github_url, servers.github_token) as github:
+        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
             await github.clear_faults()
             if token:
-                said = f"Bad request: Authorization: Bearer {token}"
-                await github.set_fault("status", operation="list", times=None, status=422, message=said)
+                message = f"Bad request: Authorization: Bearer {token}"
+                await github.set_fault("status", operation="list", times=None, status=422, message=message)
 
     asyncio.run(echo(servers.github_token))
     refused = function.invoke({"command": "refresh"})
@@ -211,8 +210,8 @@ def test_what_cannot_work_is_one_sentence_that_fails_the_invocation(function: Fu
     assert (missing["errorType"], secret in missing["errorMessage"]) == ("UserError", True)
 
 
-def test_without_time_left_it_is_cut_and_the_next_event_goes_on(function: Function):
-    cut = function.invoke({"command": "refresh"}, remaining_s=5.0)
-    assert cut["errorType"] == "TimedOut", cut
-    assert "was cut" in cut["errorMessage"]
+def test_without_remaining_time_it_is_cancelled_and_the_next_event_continues(function: PackagedFunction):
+    cancelled = function.invoke({"command": "refresh"}, remaining_s=5.0)
+    assert cancelled["errorType"] == "TimedOut", cancelled
+    assert "was cancelled" in cancelled["errorMessage"]
     assert function.invoke({"command": "refresh"})["result"]["errors"] == []

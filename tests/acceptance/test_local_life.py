@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from remuda.fake_github.client import SimClient, SimJob, SimStep
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
 
 INTERRUPTED = 130
@@ -26,12 +26,12 @@ async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
         await backend.down()
 
 
-async def queue(github: SimClient, run_id: str, *runs: str) -> SimJob:
-    steps = [SimStep(run=run) for run in runs or ("echo hello",)]
+async def queue(github: FakeGitHubClient, run_id: str, *runs: str) -> JobView:
+    steps = [JobStep(run=run) for run in runs or ("echo hello",)]
     return await github.queue_job(repo=REPO, run_id=run_id, labels=[run_id], steps=steps)
 
 
-async def after(github: SimClient, job: SimJob, *, status: str) -> SimJob:
+async def after(github: FakeGitHubClient, job: JobView, *, status: str) -> JobView:
     """The job, once it has that status or is over."""
     while job.status not in {status, "completed"}:
         before = job.status
@@ -40,7 +40,7 @@ async def after(github: SimClient, job: SimJob, *, status: str) -> SimJob:
     return job
 
 
-def machine_of(job: SimJob) -> str:
+def machine_of(job: JobView) -> str:
     assert job.runner_name is not None
     return "i-" + job.runner_name.rpartition("-i-")[2]
 
@@ -100,7 +100,7 @@ async def test_a_foreign_job_with_the_runs_label_is_refused(backend: LocalBacken
     """A label is no secret, and a failed hook alone does not keep `if: always()` from running."""
     await backend.provision("1")
     trace = tmp_path / "was-here"
-    steps = [SimStep(run=f"touch {trace}"), SimStep(run=f"touch {trace}", always=True)]
+    steps = [JobStep(run=f"touch {trace}"), JobStep(run=f"touch {trace}", always=True)]
     async with backend.github() as github:
         # The workflow cannot pass itself off as another by its variables.
         disguise = {"GITHUB_RUN_ID": "1", "BASH_ENV": "/dev/stdin"}
@@ -127,7 +127,7 @@ async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path
         await backend.until(lambda: backend.states() == ["releasing"], "the release begins")
         assert (await github.job(job.id)).status == "in_progress"
         gate.touch()
-        done = await backend.finish(releasing)
+        done = await releasing.result()
         assert (done.code, len(done.document["released"])) == (0, 1)
         job = await github.job(job.id)
         assert (job.conclusion, "finished" in job.log) == ("success", True)
@@ -138,7 +138,7 @@ async def test_interrupted_while_machines_boot(backend: LocalBackend) -> None:
     provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
     await backend.until(lambda: backend.states() == ["created", "created"], "both are launched")
     provisioning.send_signal(signal.SIGINT)
-    done = await backend.finish(provisioning)
+    done = await provisioning.result()
     assert done.code == INTERRUPTED
     assert done.document["error"]["type"] == "Interrupted"
     assert set(backend.states()) <= {"terminating", "terminated"}
@@ -158,7 +158,7 @@ async def test_interrupted_while_warm_machines_register(backend: LocalBackend) -
         provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
         await backend.until(lambda: backend.states() == ["claimed", "claimed"], "both are claimed")
         provisioning.send_signal(signal.SIGTERM)
-        assert (await backend.finish(provisioning)).code == INTERRUPTED
+        assert (await provisioning.result()).code == INTERRUPTED
         await github.clear_faults()
     assert set(backend.states()) <= {"releasing", "idle"}
     async with backend.sweeping():
@@ -170,7 +170,7 @@ async def test_misfits_stay_and_usage_classes_do_not_mix(backend: LocalBackend) 
     await backend.provision("spot", 3, "--usage-class", "spot")
     await backend.release("spot")
     on_demand = (await backend.provision("1", 1)).document
-    assert (on_demand["created"], on_demand["reused"], on_demand["refused"]) == (1, 0, {"misfit": 3})
+    assert (on_demand["created"], on_demand["reused"], on_demand["rejected"]) == (1, 0, {"mismatch": 3})
     assert on_demand["instances"][0]["usage_class"] == "on-demand"
     other_type = (await backend.provision("2", 1, "--usage-class", "spot", "--allowed-instance-types", "m6i*")).document
     assert (other_type["created"], other_type["instances"][0]["instance_type"]) == (1, "m6i.large")
@@ -178,7 +178,7 @@ async def test_misfits_stay_and_usage_classes_do_not_mix(backend: LocalBackend) 
     assert tiers["created"] == 1
     fits = (await backend.provision("4", 3, "--usage-class", "spot", "--allowed-instance-types", "c*")).document
     assert (fits["created"], fits["reused"]) == (0, 3)
-    assert backend.hints() == []
+    assert backend.pool_messages() == []
 
 
 async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> None:
@@ -190,7 +190,7 @@ async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> 
     assert (len(released["retired"]), released["released"]) == (1, [])
     async with backend.sweeping():
         await backend.until_settled()
-    assert backend.hints() == []
+    assert backend.pool_messages() == []
 
 
 async def test_a_job_that_outlives_its_run_is_ended_with_it(backend: LocalBackend) -> None:

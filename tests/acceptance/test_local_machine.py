@@ -31,9 +31,9 @@ from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import program_name
 from remuda.domain.errors import CapacityError, UserError
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.timestamps import from_text
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
 from remuda.fake_github.package import install
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
@@ -56,13 +56,13 @@ from remuda.agent.runner import ActionsRunner
 from remuda.agent.job_hook import JobHook
 from remuda.agent.reset import Reset
 from remuda.domain.instance import Assignment, Credential
-from remuda.ports.machine import Memory, Script
+from remuda.ports.machine import AgentState, ScriptStatus
 from remuda.ports.runner import RunnerState
 
 async def main():
     folder, clock = machine_folder(os.environ), SystemClock()
     reset = Reset(
-        kill=partial(processes.kill_all, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
+        kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
         runner_folder=folder / "runner", pristine=pristine_runner(folder),
         recreate=[folder / name for name in ("home", "work", "tmp")],
     )
@@ -71,7 +71,9 @@ async def main():
     runner = ActionsRunner(
         folder=folder / "runner", work=folder / "work", log=folder / "logs" / "listener.log", clock=clock,
         environment=job_environment(folder),
-        hook=JobHook(folder=folder / "hook", pristine=pristine_runner(folder), notes=folder / "work" / "refused"),
+        hook=JobHook(
+            folder=folder / "hook", pristine=pristine_runner(folder), refused_file=folder / "work" / "refused"
+        ),
     )
     def assignment(url, name, token):
         return Assignment(url=url, runner_name=name, labels=("1", "label"),
@@ -80,12 +82,14 @@ async def main():
         "pid": lambda: os.getpid(),
         "environ": lambda: dict(os.environ),
         "identity": lambda: machine.identity(),
-        "arm": lambda at: machine.arm(datetime.fromtimestamp(at, UTC)),
+        "arm": lambda at: machine.set_dead_man_timer(datetime.fromtimestamp(at, UTC)),
         "end": lambda why: machine.end(why),
         "notice": lambda: machine.spot_notice(),
         "script": lambda timeout_s: machine.run_script(timeout_s),
-        "remember": lambda text: machine.remember(Memory(script=Script.OK, script_detail=text, threshold=clock.now())),
-        "recall": lambda: machine.recall().script_detail,
+        "save": lambda text: machine.save(
+            AgentState(script=ScriptStatus.OK, script_detail=text, threshold=clock.now())
+        ),
+        "load": lambda: machine.load().script_detail,
         "reset": lambda: machine.reset(),
         "state": lambda: runner.state(),
         "configure": lambda *given: runner.configure(assignment(*given)),
@@ -206,7 +210,9 @@ class World:
         """All that carry a machine's mark or live in one's folder."""
         names = [path.name for path in self.root.glob("i-*")]
         return [
-            process.pid for name in names for process in procfs.leftovers(name, str((self.root / name).resolve()), 0)
+            process.pid
+            for name in names
+            for process in procfs.machine_processes(name, str((self.root / name).resolve()), 0)
         ]
 
     async def close(self) -> None:
@@ -223,8 +229,8 @@ def request(token: str, *, count: int, first_life_s: float, launch: dict[str, st
         provision_id="provision",
         client_token=token,
         count=count,
-        request=Request(
-            resource_class=ResourceClass(name="large", cpu=2, mmem=4096),
+        request=RunnerRequest(
+            resource_class=ResourceClass(name="large", cpu=2, memory_mib=4096),
             usage_class=UsageClass.ON_DEMAND,
             patterns=TypePatterns(("*",)),
             tier=Tier.TRUSTED,
@@ -250,7 +256,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def alive(pid: int) -> bool:
-    return procfs.look(pid) is not None
+    return procfs.read_process(pid) is not None
 
 
 def names_below(pid: int) -> list[str]:
@@ -290,14 +296,14 @@ async def test_six_at_once(world: World) -> None:
 
 async def test_an_agent_that_dies_is_started_again(world: World) -> None:
     name = await world.one()
-    await world.call(name, "remember", "before")
+    await world.call(name, "save", "before")
     first = await world.call(name, "pid")
     os.kill(first, signal.SIGKILL)
     await until(lambda: not alive(first))
     assert await world.call(name, "pid") != first
-    assert await world.call(name, "recall") == "before"
+    assert await world.call(name, "load") == "before"
     (world.root / name / "memory.json").write_text("{")
-    assert await world.call(name, "recall") == ""
+    assert await world.call(name, "load") == ""
 
 
 async def test_it_ends_when_the_agent_says_so(world: World) -> None:
@@ -344,9 +350,9 @@ async def test_a_notice_can_be_played(world: World) -> None:
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("echo one; echo two >&2; exit 3", "Outcome(ok=False, detail='exit code 3: one | two')"),
-        ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "Outcome(ok=True, detail='exit code 0: fine')"),
-        ("", "Outcome(ok=True, detail='there is no pre-runner script')"),
+        ("echo one; echo two >&2; exit 3", "StepResult(ok=False, detail='exit code 3: one | two')"),
+        ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "StepResult(ok=True, detail='exit code 0: fine')"),
+        ("", "StepResult(ok=True, detail='there is no pre-runner script')"),
     ],
 )
 async def test_the_script_before_the_runner(world: World, script: str, expected: str) -> None:
@@ -358,7 +364,7 @@ async def test_a_script_without_an_end_is_ended(world: World) -> None:
     name = await world.one(pre_runner_script="echo begun; sleep 1000 & wait")
     outcome = await world.call(name, "script", 1)
     said = (world.root / name / "logs" / "pre-runner.log").read_text().strip()
-    assert outcome == f"Outcome(ok=False, detail='no end after 1 s: {said}')"
+    assert outcome == f"StepResult(ok=False, detail='killed after 1 s: {said}')"
     assert said in {"begun", ""}, "on a busy computer its time may be up before it says anything"
 
 
@@ -540,7 +546,7 @@ async def test_capacity_holds_between_launches_at_once(world: World) -> None:
 
 async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted, counting = threading.Event(), threading.Event()
-    fill, is_on = launch.Launcher._fill, launch.is_on
+    fill, is_on = launch.LocalLauncher._fill, launch.is_on
 
     def fill_slowly(*given: Any) -> None:
         drafted.set()
@@ -556,7 +562,7 @@ async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, m
                 threading.Event().wait(0.01)
         return is_on(folder)
 
-    monkeypatch.setattr(launch.Launcher, "_fill", fill_slowly)
+    monkeypatch.setattr(launch.LocalLauncher, "_fill", fill_slowly)
     monkeypatch.setattr(launch, "is_on", count_slowly)
     first = asyncio.create_task(world.launch("first", capacity="1"))
     assert await asyncio.to_thread(drafted.wait, LONG_S)
@@ -623,7 +629,7 @@ class GitHub:
         async with asyncio.timeout(LONG_S):
             while True:
                 try:
-                    await self.client.get("/_sim/runners")
+                    await self.client.get("/_admin/runners")
                 except httpx.TransportError:
                     await asyncio.sleep(0.01)
                 else:
@@ -636,7 +642,7 @@ class GitHub:
     async def job(self, *commands: str) -> int:
         steps = [{"run": command} for command in commands]
         body = {"repo": "o/r", "run_id": "1", "labels": ["label"], "steps": steps}
-        return int((await self.client.post("/_sim/jobs", json=body)).raise_for_status().json()["id"])
+        return int((await self.client.post("/_admin/jobs", json=body)).raise_for_status().json()["id"])
 
     async def runners(self) -> list[dict[str, Any]]:
         answer = await self.client.get("/repos/o/r/actions/runners")

@@ -1,8 +1,7 @@
-"""`remuda run-workflow`: real jobs on the right machines, failures that skip, releases that always run."""
+"""`remuda run-workflow`: jobs run on instances of their run, failures skip dependents, releases always run."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -14,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
 from tests.support.canary import Canaries, Processes, minted, watched_processes
-from tests.support.forkserver_cli import run_prepared
+from tests.support.cli import CommandResult, run_installed
+from tests.support.local_backend import run_local
 
 LIMIT_S = 120
 
@@ -49,72 +49,50 @@ jobs:
 """
 
 
-#: A step that ends when both have begun: one machine that is quick cannot take both.
-MEETS = "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)s/2 ]; do sleep 0.05; done; }"
-#: A step that shows all that it is given, in one line of its log, and fails: then its log is shown.
-TELLS_ALL = r"{ printenv | tr '\n' ' '; false; }"
+#: A step that ends when both jobs have begun, so that one fast instance cannot run both.
+MEET = "{ touch %(at)s/${{ matrix.shard }}; until [ -e %(at)s/1 ] && [ -e %(at)s/2 ]; do sleep 0.05; done; }"
+#: A step that prints its environment and fails, because only the logs of failed jobs are shown.
+PRINT_ENVIRONMENT = r"{ printenv | tr '\n' ' '; false; }"
 
 
-def remuda(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [*arguments, "--dir", str(folder), "--json"]
-    return run_prepared(words, environment=os.environ, timeout_s=LIMIT_S)
-
-
-def answer(done: subprocess.CompletedProcess[str]) -> Any:
+def document_of(done: CommandResult) -> Any:
     assert done.stdout, done.stderr
-    return json.loads(done.stdout)
+    return done.document
 
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("workflow") / "state"
-    assert remuda(folder, "up").returncode == 0
+    assert run_local(folder, "up").code == 0
     try:
-        assert remuda(folder, "refresh").returncode == 0
+        assert run_local(folder, "refresh").code == 0
         yield folder
     finally:
-        assert answer(remuda(folder, "down"))["left"] == []
+        assert document_of(run_local(folder, "down"))["left"] == []
 
 
 def run(
-    backend: Path, tmp_path: Path, run_id: str, step: str, given: str = "any", **variables: str
-) -> subprocess.CompletedProcess[str]:
+    backend: Path, tmp_path: Path, run_id: str, step: str, env_value: str = "any", **variables: str
+) -> CommandResult:
     file = tmp_path / "w.yml"
-    file.write_text(WORKFLOW % (given, step))
-    # By the installed command: its arguments and its environment are there to be seen.
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "remuda",
-            "run-workflow",
-            str(file),
-            "--run-id",
-            run_id,
-            "--dir",
-            str(backend),
-            "--json",
-        ],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    file.write_text(WORKFLOW % (env_value, step))
+    # As a process of its own: the test inspects its arguments and environment.
+    words = ["run-workflow", str(file), "--run-id", run_id, "--dir", str(backend), "--json"]
+    return run_installed(words, environment={**os.environ, **variables}, timeout_s=LIMIT_S)
 
 
 def states(backend: Path) -> list[str]:
-    return [item["state"] for item in answer(remuda(backend, "status"))["instances"]]
+    return [item["state"] for item in document_of(run_local(backend, "status"))["instances"]]
 
 
-def test_jobs_run_each_on_a_machine_of_the_run(backend: Path, tmp_path: Path):
-    done = run(backend, tmp_path, "9001", MEETS % {"at": tmp_path})
-    result = answer(done)
-    assert (done.returncode, result["conclusion"]) == (0, "success")
+def test_each_job_runs_on_an_instance_of_the_run(backend: Path, tmp_path: Path):
+    done = run(backend, tmp_path, "9001", MEET % {"at": tmp_path})
+    result = document_of(done)
+    assert (done.code, result["conclusion"]) == (0, "success")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert set(conclusions.values()) == {"success"}
-    machines = [job["instance_id"] for job in result["jobs"] if job["name"].startswith("test")]
-    assert len(set(machines)) == 2
+    instances = [job["instance_id"] for job in result["jobs"] if job["name"].startswith("test")]
+    assert len(set(instances)) == 2
     assert set(states(backend)) == {"idle"}
 
 
@@ -126,12 +104,12 @@ def canaries(backend: Path) -> Canaries:
     return Canaries({**made, "REMUDA_GITHUB_TOKEN": endpoint.token})
 
 
-def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_path: Path, canaries: Canaries):
-    own = dict(canaries.secrets)
+def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path: Path, canaries: Canaries):
+    variables = dict(canaries.secrets)
     with watched_processes() as processes:
-        done = run(backend, tmp_path, "9002", TELLS_ALL, own.pop("FOR_ONE_STEP"), **own)
-    result = answer(done)
-    assert (done.returncode, result["conclusion"]) == (1, "failure")
+        done = run(backend, tmp_path, "9002", PRINT_ENVIRONMENT, variables.pop("FOR_ONE_STEP"), **variables)
+    result = document_of(done)
+    assert (done.code, result["conclusion"]) == (1, "failure")
     conclusions = {job["name"]: job["conclusion"] for job in result["jobs"]}
     assert conclusions == {
         "provision": "success",
@@ -145,14 +123,12 @@ def test_a_failed_job_skips_what_needs_it_and_still_releases(backend: Path, tmp_
     check_secrets(backend, canaries, done, processes)
 
 
-def check_secrets(
-    backend: Path, canaries: Canaries, done: subprocess.CompletedProcess[str], processes: Processes
-) -> None:
-    """A job gets what its workflow gives it, and nothing of whoever runs that workflow."""
-    machines = f"{backend}/instances/".encode()
-    given = {place: data for place, data in processes.environ_of({os.getuid()}).items() if machines in data}
-    assert given
-    assert canaries.find_all(given) == []
+def check_secrets(backend: Path, canaries: Canaries, done: CommandResult, processes: Processes) -> None:
+    """A job gets the variables of its workflow, but no secret of the process that runs the workflow."""
+    instances = f"{backend}/instances/".encode()
+    environments = {name: data for name, data in processes.environ_of({os.getuid()}).items() if instances in data}
+    assert environments
+    assert canaries.find_all(environments) == []
     canaries.adopt(minted(backend / "github"))
     assert canaries.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
     holding = {path for path in backend.rglob("*") if canaries.find(content(path), str(path))}
@@ -161,14 +137,14 @@ def check_secrets(
 
 
 def content(path: Path) -> bytes:
-    """The backend lives: what was there may be gone."""
+    """Read a file of the running backend, which may delete it at any time."""
     try:
         return path.read_bytes() if path.is_file() else b""
     except FileNotFoundError:
         return b""
 
 
-def test_an_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_path: Path):
+def test_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, tmp_path: Path):
     file = tmp_path / "w.yml"
     file.write_text(WORKFLOW % ("any", "sleep 300"))
     process = subprocess.Popen(
@@ -183,22 +159,22 @@ def test_an_interrupted_run_cancels_its_jobs_and_still_releases(backend: Path, t
             if "runs on i-" in line:
                 break
         process.send_signal(signal.SIGINT)
-        told = lines.read()
-    assert process.wait(timeout=LIMIT_S) == 130, told
+        rest = lines.read()
+    assert process.wait(timeout=LIMIT_S) == 130, rest
     assert set(states(backend)) == {"idle"}
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        ("jobs: [", "is not YAML"),
+        ("jobs: [", "is not valid YAML"),
         ("jobs: {a: {runs-on: x, steps: [{uses: a/b}]}}", "uses an action"),
         ("jobs: {}", "jobs"),
     ],
 )
-def test_bad_files_are_refused(backend: Path, tmp_path: Path, text: str, says: str):
+def test_invalid_files_are_rejected(backend: Path, tmp_path: Path, text: str, message: str):
     file = tmp_path / "bad.yml"
     file.write_text(text)
-    done = remuda(backend, "run-workflow", str(file))
-    assert done.returncode == 2
-    assert says in answer(done)["error"]["message"]
+    done = run_local(backend, "run-workflow", str(file))
+    assert done.code == 2
+    assert message in document_of(done)["error"]["message"]

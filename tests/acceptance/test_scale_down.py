@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.cli import CommandResult, run_cli
 from tests.support.emf import check_emf
 from tests.support.fleet_world import TOKEN, FleetWorld, Machine, Served, serve
 from tests.support.fleets import tags
-from tests.support.forkserver_cli import run_prepared
 from tests.support.oracle import SCENARIOS, expected, variables
 from tests.support.records import NOW
 
@@ -60,8 +60,8 @@ def environment(served: Served, more: Mapping[str, str]) -> dict[str, str]:
 
 def run(
     served: Served, folder: Path, now: str, *arguments: str, **more: str
-) -> tuple[int, dict[str, Any], subprocess.CompletedProcess[str]]:
-    done = run_prepared(
+) -> tuple[int, dict[str, Any], CommandResult]:
+    done = run_cli(
         [now, "scale-down", "--backend", "aws", "--json", *arguments],
         environment=environment(served, more),
         timeout_s=LIMIT_S,
@@ -70,7 +70,7 @@ def run(
     )
     assert "Traceback" not in done.stderr, done.stderr
     assert TOKEN not in done.stdout + done.stderr
-    return done.returncode, json.loads(done.stdout), done
+    return done.code, done.document, done
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> 
     )
     config = {"ENVIRONMENT": "oracle-ci", "SCALE_DOWN_CONFIG": "[]"}
     with serve(world) as served:
-        done = run_prepared(
+        done = run_cli(
             ["2026-03-11T10:00:00Z", "scale-down", "--backend", "aws", "--dry-run"],
             environment={**environment(served, config), "COLUMNS": "160"},
             timeout_s=LIMIT_S,
             cwd=tmp_path,
             program=LAUNCHER,
         )
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     assert "what would be done" in done.stdout
     assert done.stdout.count("terminate") == 4
     assert "offline and busy" in done.stdout
@@ -217,7 +217,7 @@ def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None
     assert len(world.did.terminated) == (0 if dry_run else 3)
     *told, metrics = [json.loads(line) for line in done.stdout.splitlines()]
     check_emf(metrics)
-    assert (metrics["Command"], metrics["Machines"], metrics["Failed"]) == ("scale-down", 3, 0)
+    assert (metrics["Command"], metrics["InstancesExamined"], metrics["Failed"]) == ("scale-down", 3, 0)
     assert metrics["Terminated"] == (0 if dry_run else 3)
     assert metrics["GithubCalls"] == sum(document["calls"]["github"].values())
     assert sum(line["event"] == ("would-terminate" if dry_run else "scale-terminate") for line in told) == 3

@@ -18,7 +18,7 @@ import pytest
 
 from remuda import procfs
 from remuda.agent.processes import command
-from tests.support.forkserver_cli import run_prepared
+from tests.support.local_backend import run_local
 
 LIMIT_S = 120
 
@@ -44,13 +44,12 @@ def answer(code: int, out: str, err: str) -> tuple[int, Any]:
 
 
 def remuda(folder: Path, *arguments: str, **env: str) -> tuple[int, Any]:
-    words = [*arguments, "--dir", str(folder), "--json"]
-    ended = run_prepared(words, environment={**os.environ, **env}, timeout_s=LIMIT_S)
-    return answer(ended.returncode, ended.stdout, ended.stderr)
+    result = run_local(folder, *arguments, environment={**os.environ, **env})
+    return answer(result.code, result.stdout, result.stderr)
 
 
 def processes_of(folder: Path) -> list[tuple[str, ...]]:
-    lines = (command(pid) for pid in procfs.table() if pid != os.getpid())
+    lines = (command(pid) for pid in procfs.all_processes() if pid != os.getpid())
     return [words for words in lines if any(str(folder) in word for word in words)]
 
 
@@ -116,17 +115,17 @@ def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder
     endpoint = json.loads((folder / "github" / "endpoint.json").read_text())
     fault = {"kind": "delay", "operation": "runner.register", "times": 1, "seconds": 4.0}
     headers = {"authorization": f"Bearer {endpoint['token']}"}
-    assert httpx.post(f"{endpoint['url']}/_sim/faults", json=fault, headers=headers).is_success
+    assert httpx.post(f"{endpoint['url']}/_admin/faults", json=fault, headers=headers).is_success
     provisioning = start(folder, "provision", "--run-id", "7")
     configuring = wait_for_registration(folder)
-    agents = [pid for pid in procfs.table() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
+    agents = [pid for pid in procfs.all_processes() if "agent" in command(pid)[1:4] and str(folder) in command(pid)]
     assert agents
     for pid in agents:
         os.kill(pid, signal.SIGKILL)
     code, answer = done(provisioning)
     assert code == 0, answer
-    assert procfs.look(configuring) is None
-    runners = httpx.get(f"{endpoint['url']}/_sim/runners", headers=headers).json()["runners"]
+    assert procfs.read_process(configuring) is None
+    runners = httpx.get(f"{endpoint['url']}/_admin/runners", headers=headers).json()["runners"]
     assert len(runners) == 1
 
 
@@ -134,7 +133,7 @@ def wait_for_registration(folder: Path) -> int:
     """The pid of a runner's registration on a machine in this folder."""
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
-        for pid in procfs.table():
+        for pid in procfs.all_processes():
             words = command(pid)
             if "configure" in words and any(word.startswith(str(folder)) for word in words):
                 return pid

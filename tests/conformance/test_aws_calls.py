@@ -24,7 +24,7 @@ from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, provision
-from remuda.controlplane.release import Fate, release
+from remuda.controlplane.release import ReleaseStatus, release
 from remuda.domain.errors import TimedOut
 from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import ScopeTokens
@@ -194,8 +194,8 @@ def nothing_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done once every so many seconds, and so more often where this computer has other things to do."""
     for pause in (
         "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
-        "remuda.controlplane.provision.selection.OPEN_CHECK_S",
-        "remuda.controlplane.provision.selection.OPEN_WATCH_S",
+        "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
+        "remuda.controlplane.provision.selection.OPEN_CHECK_INTERVAL_S",
         "remuda.controlplane.release.LOOK_S",
     ):
         monkeypatch.setattr(pause, 3 * LONG_S)
@@ -220,7 +220,7 @@ async def test_a_warm_provision_and_its_release_keep_their_budget(herd_store: In
         aws.dynamodb.always["UpdateItem"] = together(N, b'"idle"')
         polls = aws.polls()
         released = await release(aws.context, run_id=RUN, attempt=1)
-        assert len(released.of(Fate.RELEASED)) == N
+        assert len(released.of(ReleaseStatus.RELEASED)) == N
         await aws.context.store.history(herd[0].instance_id)
         spent = aws.dynamodb.requests.total() - (aws.polls() - polls)
         assert spent <= 3 * N + 10, dict(aws.dynamodb.requests)
@@ -306,7 +306,7 @@ async def test_messages_that_come_twice_late_and_in_any_order(herd_store: Instan
     assert (made.reused, made.created) == (N, 0)
     assert sorted(item.instance.instance_id for item in made.instances) == sorted(each.instance_id for each in herd)
     assert {item.instance.epoch for item in made.instances} == {2}, "claimed once each"
-    assert made.refused["duplicate"] > 0
+    assert made.rejected["duplicate"] > 0
     assert await aws.context.pool.depth("large") == 0, "what has served is gone"
 
 
@@ -323,7 +323,7 @@ async def test_a_message_that_comes_again_after_its_instance_was_claimed(herd_st
         second = await provision(aws.context, replace(ORDER, run_id="4712", count=half))
     ours, theirs = ({item.instance.instance_id for item in made.instances} for made in (first, second))
     assert (len(ours), len(theirs), ours & theirs) == (half, half, set())
-    assert (second.reused, second.refused["lost"]) == (half, half)
+    assert (second.reused, second.rejected["claim-lost"]) == (half, half)
     for instance_id in ours:
         record = await herd_store.get(instance_id)
         assert record is not None

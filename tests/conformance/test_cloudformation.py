@@ -19,7 +19,7 @@ from remuda.adapters.aws.clients import config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.aws_lambda.handler import parse
+from remuda.aws_lambda.handler import parse_event
 from remuda.config.settings import load
 from remuda.ports.calls import CallCounter
 from statements import filled
@@ -209,7 +209,7 @@ async def test_each_is_called_every_five_minutes_with_what_it_is_to_do(stack, gi
         assert target["Arn"] == function["FunctionArn"]
         assert json.loads(target["Input"]) == inputs[who]
         # What is sent is what the handler takes.
-        assert parse(json.loads(target["Input"])).command == who
+        assert parse_event(json.loads(target["Input"])).name == who
         assert target["RetryPolicy"]["MaximumRetryAttempts"] == 0
         policy = json.loads((await functions.get_policy(FunctionName=name))["Policy"])
         (statement,) = policy["Statement"]

@@ -20,7 +20,7 @@ from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import CapacityError
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass, is_instance_id
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass, is_instance_id
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
 from simulation.memory.compute import MemoryCloud, MemoryCompute
@@ -28,7 +28,7 @@ from tests.support.moto_server import shared_server
 from tests.support.records import LONG_S
 
 UNKNOWN = "i-00000000000000000"
-LARGE = ResourceClass(name="large", cpu=2, mmem=4096)
+LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
 
 
 class Cloud(Protocol):
@@ -160,7 +160,7 @@ def wanted(cloud: Cloud) -> Wanted:
             provision_id=f"provision-{token}",
             client_token=token,
             count=count,
-            request=Request(
+            request=RunnerRequest(
                 resource_class=LARGE,
                 usage_class=UsageClass.ON_DEMAND,
                 patterns=TypePatterns.parse(patterns),

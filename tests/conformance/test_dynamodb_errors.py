@@ -15,7 +15,7 @@ from remuda.adapters.aws.clients import MAX_ATTEMPTS, AwsClients, config
 from remuda.adapters.aws.dynamodb.store import CHANGES_PER_TRANSACTION, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.controlplane.context import made_by
+from remuda.controlplane.context import is_applied
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
@@ -249,8 +249,8 @@ async def test_a_write_whose_answer_was_lost_is_recognised(
     with pytest.raises(Conflict) as refused:
         await store.apply(ours)
     current: Instance = refused.value.current
-    assert made_by(ours, current)
-    assert not made_by(claim(idle, "p-1/b"), current)
+    assert is_applied(ours, current)
+    assert not is_applied(claim(idle, "p-1/b"), current)
     assert [entry.transition for entry in await store.history(ID)] == ["birth", "claim"], "it has its line, too"
 
 
@@ -293,7 +293,7 @@ async def test_a_transaction_whose_answer_was_lost_has_one_line_for_each(
         assert [type(failure) for failure in failures] == [Unavailable, Unavailable], "it may have been made"
         failures = await store.apply_all(changes)
     for made, failure in zip(changes, failures, strict=True):
-        assert failure is None or (isinstance(failure, Conflict) and made_by(made, failure.current))
+        assert failure is None or (isinstance(failure, Conflict) and is_applied(made, failure.current))
         assert [entry.transition for entry in await store.history(made.instance_id)] == ["birth", "end"]
 
 

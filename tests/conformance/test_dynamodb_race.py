@@ -17,7 +17,7 @@ from typing import Any
 from remuda.adapters.aws.clients import AwsClients, config, open_session
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.controlplane.context import each
+from remuda.controlplane.context import map_concurrently
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.ports.calls import CallCounter
@@ -67,7 +67,7 @@ async def heard(process: Process) -> Any:
 async def test_sixty_four_clients_race_for_five_hundred_items(clients: AwsClients, table_name: str) -> None:
     store = open_store(await clients.dynamodb(), table_name)
     await store.prepare()
-    born = await each(range(ITEMS), lambda number: store.apply(birth(instance(number))))
+    born = await map_concurrently(range(ITEMS), lambda number: store.apply(birth(instance(number))))
     assert all(isinstance(record, Instance) for record in born)
 
     async with asyncio.timeout(4 * LONG_S):

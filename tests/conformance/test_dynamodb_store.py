@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random  # noqa: TID251 - seeded: the same cases each time
+import random  # noqa: TID251 - seeded: the same cases map_concurrently time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +27,14 @@ from remuda.adapters.aws.dynamodb.polling import (
 from remuda.adapters.aws.dynamodb.store import CHANGES_PER_TRANSACTION, CONCURRENT_WRITES, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.controlplane.context import each
+from remuda.controlplane.context import map_concurrently
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
-from remuda.domain.transitions import Change, Guard
+from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
 from tests.support.dynamodb_rights import refused, requests
 from tests.support.records import (
@@ -159,21 +159,21 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
         for number in range(150)
     ]
     guards = [
-        Guard(
+        WriteCondition(
             state=chance.choice([record.state, record.state, record.state, State.IDLE, None]),
             epoch=chance.choice([record.epoch, record.epoch, 1]),
             owner=chance.choice([None, record.owner, *OWNERS]),
-            unexpired_at=chance.choice(TIMES),
-            expired_at=chance.choice([None, None, *TIMES]),
+            threshold_after=chance.choice(TIMES),
+            threshold_at_or_before=chance.choice([None, None, *TIMES]),
             not_retired=chance.choice([True, False]),
-            held_up_to=chance.choice([None, None, *TIMES]),
+            max_quarantined_until=chance.choice([None, None, *TIMES]),
             tiers=chance.choice([(), (record.tier,), (Tier.TRUSTED,), tuple(Tier)]),
             repository=chance.choice([None, None, record.repository, *REPOSITORIES]),
         )
         for record in records
     ]
 
-    async def admitted(case: tuple[Instance, Guard]) -> bool:
+    async def admitted(case: tuple[Instance, WriteCondition]) -> bool:
         record, guard = case
         await store.apply(birth(record))
         try:
@@ -181,7 +181,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
         except Conflict as conflict:
             return bool(conflict.current != record)
 
-    verdicts = await each(zip(records, guards, strict=True), admitted)
+    verdicts = await map_concurrently(zip(records, guards, strict=True), admitted)
     assert verdicts == [guard.admits(record) for record, guard in zip(records, guards, strict=True)]
     assert {True, False} <= set(verdicts)
 

@@ -13,7 +13,7 @@ from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_TTL_S, Ec2Machine, 
 from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable, UserError
-from remuda.ports.machine import Identity, Machine, Memory, Outcome, Script
+from remuda.ports.machine import AgentState, Identity, Machine, ScriptStatus, StepResult
 from tests.support.fake_imds import INSTANCE_ID, FakeImds, fake_imds
 from tests.support.records import LONG_S
 
@@ -56,7 +56,7 @@ class Commands:
 @pytest.fixture
 def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
     """It answers at once, as soon as this computer lets it."""
-    for limit in ("TIMEOUT_S", "ANSWER_S"):
+    for limit in ("TIMEOUT_S", "RESPONSE_TIMEOUT_S"):
         monkeypatch.setattr(metadata, limit, LONG_S)
     with fake_imds() as server:
         yield server
@@ -77,8 +77,8 @@ def as_port(machine: Ec2Machine) -> Machine:
     return machine
 
 
-async def clean() -> Outcome:
-    return Outcome(ok=True, detail="clean")
+async def clean() -> StepResult:
+    return StepResult(ok=True, detail="clean")
 
 
 @pytest.fixture
@@ -130,33 +130,33 @@ async def test_the_token_is_renewed_before_it_ends_and_when_refused(
 
 
 async def test_memory_is_kept_for_roots_eyes(machine: Ec2Machine, tmp_path: Path) -> None:
-    assert machine.recall() == Memory()
-    memory = Memory(script=Script.OK, script_detail="fine", threshold=START)
-    machine.remember(memory)
-    assert machine.recall() == memory
-    assert (tmp_path / "memory.json").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "memory.json").write_text("{")
-    assert machine.recall() == Memory()
+    assert machine.load() == AgentState()
+    memory = AgentState(script=ScriptStatus.OK, script_detail="fine", threshold=START)
+    machine.save(memory)
+    assert machine.load() == memory
+    assert (tmp_path / "state.json").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "state.json").write_text("{")
+    assert machine.load() == AgentState()
 
 
 async def test_a_new_timer_is_set_before_the_old_one_ends(
     machine: Ec2Machine, clock: Clock, commands: Commands
 ) -> None:
-    machine.arm(START + timedelta(seconds=90.5))
+    machine.set_dead_man_timer(START + timedelta(seconds=90.5))
     assert [command[0] for command in commands.run] == ["systemd-run", "systemctl", "systemctl"]
     assert commands.run[-1] == ["systemctl", "stop", "remuda-dead-man-reboot.timer"]
     assert list(commands.timers.values()) == ["91"]
     clock.passed_s = 10
-    machine.arm(START + timedelta(seconds=200))
+    machine.set_dead_man_timer(START + timedelta(seconds=200))
     assert list(commands.timers.values()) == ["190"]
-    machine.arm(START)  # overdue, in the same moment
+    machine.set_dead_man_timer(START)  # overdue, in the same moment
     assert list(commands.timers.values()) == ["1"]
 
 
 async def test_a_timer_that_cannot_be_set_leaves_the_old_one(machine: Ec2Machine, commands: Commands) -> None:
     commands.failing = {"systemd-run"}
     with pytest.raises(Unavailable):
-        machine.arm(START + timedelta(seconds=90))
+        machine.set_dead_man_timer(START + timedelta(seconds=90))
     assert list(commands.timers) == ["remuda-dead-man-boot", "remuda-dead-man-reboot"]
 
 
@@ -164,11 +164,11 @@ async def test_a_timer_that_resisted_is_stopped_with_the_next(
     machine: Ec2Machine, clock: Clock, commands: Commands, tmp_path: Path
 ) -> None:
     commands.failing = {"systemctl"}
-    machine.arm(START + timedelta(seconds=90))
+    machine.set_dead_man_timer(START + timedelta(seconds=90))
     assert len(commands.timers) == 3
     commands.failing = set()
     clock.passed_s = 1
-    machine.arm(START + timedelta(seconds=100))
+    machine.set_dead_man_timer(START + timedelta(seconds=100))
     assert list(commands.timers.values()) == ["99"]
     assert (tmp_path / "dead-man").read_text().split() == list(commands.timers)
 
@@ -199,13 +199,13 @@ async def test_the_script_and_its_end(machine: Ec2Machine, tmp_path: Path) -> No
     assert (await machine.run_script(LONG_S)).ok
     script = tmp_path / "pre-runner.sh"
     script.write_text("echo prepared; exit 3\n")
-    assert await machine.run_script(LONG_S) == Outcome(ok=False, detail="exit code 3: prepared")
+    assert await machine.run_script(LONG_S) == StepResult(ok=False, detail="exit code 3: prepared")
     script.write_text("#!/bin/bash\n[[ -z ${AWS_SECRET_ACCESS_KEY:-} ]] && echo done\n")
     script.chmod(0o700)
-    assert await machine.run_script(LONG_S) == Outcome(ok=True, detail="exit code 0: done")
+    assert await machine.run_script(LONG_S) == StepResult(ok=True, detail="exit code 0: done")
     script.write_text("#!/bin/bash\necho $PATH\n")
     assert "/usr/local/bin:/usr/sbin:" in (await machine.run_script(LONG_S)).detail, "scripts set machines up"
-    assert await machine.reset() == Outcome(ok=True, detail="clean")
+    assert await machine.reset() == StepResult(ok=True, detail="clean")
 
 
 async def test_the_end_is_asked_for_or_powered_off(imds: FakeImds, clock: Clock, commands: Commands) -> None:

@@ -12,11 +12,11 @@ import pytest
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.system.clock import SystemIds
-from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest
-from remuda.ports.fleet import Fleet
+from remuda.ports.fleet import TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from tests.support.clock import FixedClock
@@ -30,7 +30,7 @@ ORPHAN = "ghr:orphan"
 
 
 class Stage(Protocol):
-    def open(self) -> Fleet: ...
+    def open(self) -> TaggedFleet: ...
 
     async def launch(self, tags: dict[str, str]) -> str: ...
 
@@ -43,7 +43,7 @@ class MemoryStage:
     def __init__(self) -> None:
         self.machines = MemoryMachines()
 
-    def open(self) -> Fleet:
+    def open(self) -> TaggedFleet:
         return MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
 
     async def launch(self, tags: dict[str, str]) -> str:
@@ -63,11 +63,11 @@ class LocalStage:
         self.cloud = MemoryCloud(clock=FixedClock(NOW))
         self.compute = MemoryCompute(cloud=self.cloud, pool="pool", calls=CallCounter())
 
-    def open(self) -> Fleet:
+    def open(self) -> TaggedFleet:
         return LocalFleet(compute=self.compute, pool="pool", environment=ENVIRONMENT)
 
     async def launch(self, tags: dict[str, str]) -> str:
-        request = Request(
+        request = RunnerRequest(
             resource_class=DEFAULT_CLASSES[0],
             usage_class=UsageClass.ON_DEMAND,
             patterns=TypePatterns(("*",)),
@@ -92,7 +92,7 @@ class MotoStage:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def open(self) -> Fleet:
+    def open(self) -> TaggedFleet:
         return Ec2Fleet(
             client=self._client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
         )

@@ -16,8 +16,8 @@ import pytest
 from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, web_url
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
-from remuda.fake_github.client import SimClient
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHub
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer
@@ -73,7 +73,7 @@ class GitHubClients:
     def __init__(self, endpoint: Endpoint) -> None:
         self.calls = CallCounter()
         self._endpoint = endpoint
-        self.admin = SimClient(endpoint.url, endpoint.token)
+        self.admin = FakeGitHubClient(endpoint.url, endpoint.token)
 
     def open(self, token: str | None = None) -> GitHub:
         return GitHubClient(
@@ -143,7 +143,7 @@ async def fake_github(server: Endpoint) -> AsyncIterator[GitHubClients]:
 
 @pytest.fixture(params=["memory", "github"])
 def github_clients(request: pytest.FixtureRequest) -> GitHubs:
-    return MemoryGitHubs() if request.param == "memory" else request.getfixturevalue("github")
+    return MemoryGitHubs() if request.param == "memory" else request.getfixturevalue("fake_github")
 
 
 @pytest.fixture

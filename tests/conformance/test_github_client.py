@@ -21,7 +21,7 @@ from remuda.adapters.github.auth import AppAuth
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
+from remuda.fake_github import Endpoint, read_endpoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion
 from tests.support.records import LONG_S
@@ -78,8 +78,8 @@ def sim(endpoint: Endpoint) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {endpoint.token}"}
     with httpx.Client(base_url=endpoint.url, headers=headers, trust_env=False, timeout=LONG_S) as client:
         app = {"app_id": APP_ID, "app_key": PUBLIC, "app_owners": [ORG], "token_life_s": HOUR_S}
-        client.patch("/_sim/settings", json={**app, "enforce_rate_limit": False}).raise_for_status()
-        client.delete("/_sim/faults").raise_for_status()
+        client.patch("/_admin/settings", json={**app, "enforce_rate_limit": False}).raise_for_status()
+        client.delete("/_admin/faults").raise_for_status()
         yield client
 
 
@@ -111,7 +111,7 @@ async def app(endpoint: Endpoint, sim: httpx.Client, clock: Clock, calls: CallCo
 
 
 def plant(sim: httpx.Client, kind: str, operation: str, **more: Any) -> None:
-    sim.post("/_sim/faults", json={"kind": kind, "operation": operation, **more}).raise_for_status()
+    sim.post("/_admin/faults", json={"kind": kind, "operation": operation, **more}).raise_for_status()
 
 
 # Apps
@@ -298,13 +298,13 @@ async def test_long_waits_are_the_callers(github: GitHubClient, sim: httpx.Clien
 @pytest.fixture
 def used_up(endpoint: Endpoint, sim: httpx.Client) -> Iterator[tuple[str, float]]:
     """A token with nothing left of its limit, and when that ends."""
-    token = str(sim.post("/_sim/tokens", json={"scopes": [ORG]}).json()["token"])
-    sim.patch("/_sim/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
+    token = str(sim.post("/_admin/tokens", json={"scopes": [ORG]}).json()["token"])
+    sim.patch("/_admin/settings", json={"enforce_rate_limit": True, "rate_limit": 0}).raise_for_status()
     headers = {"authorization": f"Bearer {token}"}
     url = f"{endpoint.url}/repos/{REPO}/actions/runners"
     answer = httpx.get(url, headers=headers, trust_env=False, timeout=LONG_S)
     yield token, float(answer.headers["x-ratelimit-reset"])
-    sim.patch("/_sim/settings", json={"enforce_rate_limit": False, "rate_limit": 15_000}).raise_for_status()
+    sim.patch("/_admin/settings", json={"enforce_rate_limit": False, "rate_limit": 15_000}).raise_for_status()
 
 
 async def test_a_limit_that_is_used_up_ends_at_its_reset(

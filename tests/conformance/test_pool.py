@@ -64,7 +64,7 @@ async def test_a_message_comes_back_as_it_was_sent(pool: ResourcePool, other_poo
         instance_type="m6i.metal",
         usage_class=UsageClass.SPOT,
         cpu=128,
-        mmem=524_288,
+        memory_mib=524_288,
         tier=Tier.UNTRUSTED,
         repository="octo/repo",
     )

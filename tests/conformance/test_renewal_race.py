@@ -22,12 +22,12 @@ from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.controlplane.context import Context, each
+from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down import FleetContext, scale_down
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.domain.scale_down.cron import parse_cron
-from remuda.domain.scale_down.decisions import Policy
+from remuda.domain.scale_down.decisions import ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.domain.transitions import Actor, Claim, advance
 from remuda.ports.calls import CallCounter
@@ -98,7 +98,7 @@ async def test_one_of_them_loses_cleanly(place: str) -> None:
     async with open_store(place) as store:
         await store.prepare()
         await store.put_config(pool_config())
-        born = await each(range(ITEMS), lambda number: store.apply(birth(idle_record(number))))
+        born = await map_concurrently(range(ITEMS), lambda number: store.apply(birth(idle_record(number))))
         before = {record.instance_id: record for record in born if isinstance(record, Instance)}
         assert len(before) == ITEMS
         async with asyncio.timeout(4 * LONG_S):
@@ -187,7 +187,7 @@ async def renew_all(store: InstanceStore) -> Any:
         has_pool=True,
     )
     always = IdleWindow(cron=parse_cron("* * * * * *"), zone=UTC, zone_name="UTC", idle_count=ITEMS)
-    result = await scale_down(fleet, Policy(windows=(always,)))
+    result = await scale_down(fleet, ScaleDownPolicy(windows=(always,)))
     reasons = {
         item.decision.instance_id: "kept" if "kept as idle" in item.decision.reason else "moved on"
         for item in result.outcomes

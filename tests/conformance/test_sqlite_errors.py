@@ -142,7 +142,7 @@ async def test_a_damaged_database(path: Path, store: SqliteInstanceStore) -> Non
     await store.close()
     damage(path)
     damaged = open_store(path)
-    with pytest.raises(UserError, match="cannot be read as a store") as error:
+    with pytest.raises(UserError, match="is damaged or not a SQLite database") as error:
         await damaged.find(list(State))
     assert "move remuda.db" in error.value.fix
     await damaged.close()
@@ -179,7 +179,7 @@ async def test_a_folder_in_place_of_the_file(path: Path, store: SqliteInstanceSt
 async def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
     store = open_store(tmp_path / "state" / "remuda.db")
-    with pytest.raises(UserError, match="there can be no store"):
+    with pytest.raises(UserError, match="cannot create a store"):
         await store.prepare()
     await store.close()
 
@@ -294,7 +294,7 @@ async def test_a_read_only_file(nobodys_folder: Path) -> None:
     make_read_only(path)
     with unprivileged(nobodys_folder):
         reopened = open_store(path)
-        with pytest.raises(UserError, match="cannot be written") as error:
+        with pytest.raises(UserError, match="is not writable") as error:
             await reopened.apply(birth(instance()))
         assert "writable" in error.value.fix
         await reopened.close()
@@ -307,11 +307,11 @@ async def test_a_read_only_folder(nobodys_folder: Path) -> None:
     await store.close()
     with unprivileged(nobodys_folder, mode=0o500):
         reopened = open_store(path)
-        with pytest.raises(UserError, match="cannot be written"):
+        with pytest.raises(UserError, match="is not writable"):
             await reopened.apply(birth(instance()))
         await reopened.close()
         another = open_store(nobodys_folder / "another.db")
-        with pytest.raises(UserError, match="cannot be written"):
+        with pytest.raises(UserError, match="is not writable"):
             await another.prepare()
         await another.close()
 

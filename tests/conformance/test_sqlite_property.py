@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from remuda.domain.errors import Conflict
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier
-from remuda.domain.transitions import Change, Guard
+from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.store import InstanceStore
 from tests.conformance.conftest import STORES, Stores
 from tests.support.records import assignment, at, birth, change, instance, instance_id
@@ -48,14 +48,14 @@ SETS = st.fixed_dictionaries(
     },
 )
 GUARDS = st.builds(
-    Guard,
+    WriteCondition,
     state=STATES,
     epoch=EPOCHS,
     owner=st.none() | OWNERS,
-    unexpired_at=st.none() | TIMES,
-    expired_at=st.none() | TIMES,
+    threshold_after=st.none() | TIMES,
+    threshold_at_or_before=st.none() | TIMES,
     not_retired=st.booleans(),
-    held_up_to=st.none() | TIMES,
+    max_quarantined_until=st.none() | TIMES,
     tiers=st.lists(TIERS, max_size=2).map(tuple),
     repository=st.none() | REPOSITORIES,
 )
@@ -66,7 +66,7 @@ class Step:
     number: int
     process: int
     born: bool
-    guard: Guard
+    guard: WriteCondition
     sets: dict[str, Any]
 
     def change(self, name: str) -> Change:

@@ -13,10 +13,17 @@ from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unreadable
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
-from remuda.domain.provision_outcome import AcquiredRunner, LaunchAttempt, ProvisionOutcome, Refusal, Source
+from remuda.domain.provision_outcome import (
+    AcquiredRunner,
+    LaunchAttempt,
+    ProvisionOutcome,
+    RejectedCandidate,
+    RejectionKind,
+    RunnerSource,
+)
 from remuda.domain.resources import Tier
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
-from remuda.domain.transitions import Guard
+from remuda.domain.transitions import WriteCondition
 from remuda.ports.store import HISTORY_LIMIT, InstanceStore
 from tests.conformance.conftest import PARSING_STORES, Stores
 from tests.support.records import (
@@ -112,13 +119,13 @@ OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository=
         ({"owner": "p-1/a"}, True),
         ({"owner": "p-1/b"}, False),
         ({"owner": ""}, False),
-        ({"unexpired_at": at(10) - MS}, True),
-        ({"unexpired_at": at(10)}, False),
-        ({"unexpired_at": at(10) - timedelta(microseconds=1)}, True),
-        ({"expired_at": at(10)}, True),
-        ({"expired_at": at(10) + timedelta(microseconds=1)}, True),
-        ({"expired_at": at(10) - MS}, False),
-        ({"expired_at": at(10) - timedelta(microseconds=1)}, False),
+        ({"threshold_after": at(10) - MS}, True),
+        ({"threshold_after": at(10)}, False),
+        ({"threshold_after": at(10) - timedelta(microseconds=1)}, True),
+        ({"threshold_at_or_before": at(10)}, True),
+        ({"threshold_at_or_before": at(10) + timedelta(microseconds=1)}, True),
+        ({"threshold_at_or_before": at(10) - MS}, False),
+        ({"threshold_at_or_before": at(10) - timedelta(microseconds=1)}, False),
         ({"not_retired": True}, True),
         ({"tiers": (Tier.TRUSTED,)}, True),
         ({"tiers": (Tier.UNTRUSTED,)}, False),
@@ -126,13 +133,13 @@ OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository=
         ({"repository": "octo/one"}, True),
         ({"repository": "octo/two"}, False),
         ({"repository": ""}, False),
-        ({"owner": "p-1/a", "unexpired_at": at(9), "not_retired": True, "tiers": (Tier.TRUSTED,)}, True),
-        ({"owner": "p-1/a", "unexpired_at": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
+        ({"owner": "p-1/a", "threshold_after": at(9), "not_retired": True, "tiers": (Tier.TRUSTED,)}, True),
+        ({"owner": "p-1/a", "threshold_after": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
     ],
 )
 async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: bool) -> None:  # noqa: FBT001
     await store.apply(birth(OWNED))
-    wanted = change(OWNED, Guard(**{"state": State.IDLE, "epoch": 1, **guard}), uses=7)
+    wanted = change(OWNED, WriteCondition(**{"state": State.IDLE, "epoch": 1, **guard}), uses=7)
     if admitted:
         assert await store.apply(wanted) == replace(OWNED, uses=7)
     else:
@@ -143,7 +150,7 @@ async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: boo
 
 async def test_a_retired_record_is_refused_where_the_guard_says_so(store: InstanceStore) -> None:
     retired = await store.apply(birth(instance(retire="spot notice")))
-    guard = Guard(state=State.IDLE, epoch=1, not_retired=True)
+    guard = WriteCondition(state=State.IDLE, epoch=1, not_retired=True)
     assert await conflict(store.apply(change(retired, guard, uses=1))) == retired
     assert (await store.apply(change(retired, uses=1))).uses == 1
 
@@ -151,12 +158,12 @@ async def test_a_retired_record_is_refused_where_the_guard_says_so(store: Instan
 async def test_a_quarantine_that_a_writer_does_not_know_of_is_spared(store: InstanceStore) -> None:
     held = await store.apply(birth(instance(quarantined_until=at(10))))
     for known in (at(0), at(10) - MS):
-        guard = Guard(state=State.IDLE, epoch=1, held_up_to=known)
+        guard = WriteCondition(state=State.IDLE, epoch=1, max_quarantined_until=known)
         assert await conflict(store.apply(change(held, guard, uses=1))) == held
-    guard = Guard(state=State.IDLE, epoch=1, held_up_to=at(10))
+    guard = WriteCondition(state=State.IDLE, epoch=1, max_quarantined_until=at(10))
     assert (await store.apply(change(held, guard, uses=1))).uses == 1
     free = await store.apply(birth(instance(2)))
-    assert (await store.apply(change(free, replace(guard, held_up_to=at(0)), uses=1))).uses == 1
+    assert (await store.apply(change(free, replace(guard, max_quarantined_until=at(0)), uses=1))).uses == 1
 
 
 async def test_only_what_the_change_sets_is_written(store: InstanceStore, other: InstanceStore) -> None:
@@ -496,19 +503,21 @@ async def test_recent_provisions_may_begin_at_a_time(store: InstanceStore) -> No
 
 
 async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, other: InstanceStore) -> None:
-    opened = provision(asked="on-demand, types *")
+    opened = provision(request_summary="on-demand, types *")
     await store.put_provision(opened)
-    course = ProvisionOutcome(
+    outcome = ProvisionOutcome(
         ended_at=at(2),
         seconds=2.125,
         reused=1,
         phases={"intent": 0.1, "commit": 2.0},
-        taken=(AcquiredRunner(instance_id=ID, source=Source.POOL, seconds=1.5, registration_s=None),),
-        refused={"lost": 2},
-        refusals=(Refusal(kind="lost", why="stale", seconds=0.25, instance_id=instance_id(2)),),
+        acquired=(AcquiredRunner(instance_id=ID, source=RunnerSource.POOL, seconds=1.5, registration_s=None),),
+        rejected={"claim-lost": 2},
+        rejections=(
+            RejectedCandidate(kind=RejectionKind.CLAIM_LOST, why="stale", seconds=0.25, instance_id=instance_id(2)),
+        ),
         launches=(LaunchAttempt(count=2, launched=1, seconds=1.0, errors=("no room",), why="reuse is never"),),
     )
-    committed = provisions.committed(opened, (ID,), deadline=at(99), course=course)
+    committed = provisions.committed(opened, (ID,), deadline=at(99), outcome=outcome)
     await store.replace_provision(opened, committed)
     assert await conflict(other.replace_provision(opened, committed)) == committed
     released = provisions.released(committed, now=at(3), why="done")
@@ -516,7 +525,7 @@ async def test_how_a_provision_went_is_kept_with_its_end(store: InstanceStore, o
     found = await store.get_provision("1234", "p-1")
     assert found == released
     assert found is not None
-    assert found.course == course
+    assert found.outcome == outcome
 
 
 async def test_unsettled_provisions(store: InstanceStore) -> None:
@@ -549,7 +558,7 @@ async def test_configurations_follow_each_other(store: InstanceStore, other: Ins
 
 async def test_sightings_are_replaced_whole(store: InstanceStore, other: InstanceStore) -> None:
     assert await store.get_sightings() == {}
-    await store.put_sightings({"gone:i-1": at(1), "ghost:7": at(2)})
+    await store.put_sightings({"gone:i-1": at(1), "stale-registration:7": at(2)})
     await other.put_sightings({"gone:i-2": at(3)})
     assert await store.get_sightings() == {"gone:i-2": at(3)}
 
@@ -581,7 +590,7 @@ async def test_what_is_due_is_forgotten(store: InstanceStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "lie", [{"cpu": 64}, {"mmem": 1}, {"resource_class": "xlarge"}, {"instance_type": "m6i.large"}]
+    "lie", [{"cpu": 64}, {"memory_mib": 1}, {"resource_class": "xlarge"}, {"instance_type": "m6i.large"}]
 )
 async def test_a_claim_by_a_hint_that_lies_is_refused(store: InstanceStore, lie: dict[str, Any]) -> None:
     record = instance()

@@ -20,19 +20,19 @@ SETTINGS = Settings(hours=0.5, instances=10)
 SMALL = Settings(hours=0.25, instances=5)
 FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)
 FEW_SEEDS = 100
-#: Bugs that were found, and the seeds that find them where they are planted again (see `planted.py`).
+#: Bugs that were found, and the seeds that find them where they are planted again (see `mutants.py`).
 ONCE_BROKEN = {
     "duplicates-of-the-unclaimed": 248,
     "gone-by-an-old-list": 68,
-    "hints-that-came-back": 24,
-    "holdings-by-instance": 30,
+    "messages-that-came-back": 24,
+    "acquired-by-instance": 30,
     "quarantine-unseen": 64,
     "quarantine-without-patience": 68,
     "renewal-that-comes-late": 30,
     "renewal-that-lasts-longer": 364,
 }
 #: In which worlds each of them is hunted.
-WORLDS = {mutant.name: mutant.world or SETTINGS for mutant in MUTANTS}
+WORLDS = {mutant.name: mutant.settings or SETTINGS for mutant in MUTANTS}
 #: A new machine's registration was taken for a ghost while its provision stood still: found where these faults are on.
 GHOST_BEFORE_ITS_RECORD = 620_239
 WITH = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"

@@ -1,4 +1,4 @@
-"""Runs the steps of action.yml as the runner of GitHub Actions would: expressions, files, and commands in the log."""
+"""Minimal GitHub Actions runner for action.yml: expressions, environment files and workflow commands."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-#: What of the repository an installation from it needs.
+#: Files of the repository that the action's installation needs.
 PARTS = ("action.yml", "pyproject.toml", "src", "requirements", "deploy")
-#: What is no file of the repository.
-LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "node_modules")
+#: Untracked files.
+UNTRACKED = shutil.ignore_patterns("__pycache__", "*.egg-info", "node_modules")
 LIMIT_S = 480
-#: As the runner knows them.
-COMMANDS = frozenset(
+#: Workflow commands of the runner.
+WORKFLOW_COMMANDS = frozenset(
     {
         *("add-mask", "add-matcher", "add-path", "debug", "echo", "endgroup", "error", "group", "notice"),
         *("remove-matcher", "save-state", "set-env", "set-output", "stop-commands", "warning"),
@@ -31,14 +31,14 @@ _OUTPUT = re.compile(r"steps\.([\w-]+)\.outputs\.([\w-]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class WorkflowCommand:
     name: str
     properties: Mapping[str, str]
     data: str
 
 
-def parse_command(line: str) -> Command | None:
-    """As `ActionCommand.cs` does: `::` at the start of a line, or the older `##[` anywhere."""
+def parse_command(line: str) -> WorkflowCommand | None:
+    """Parse like the runner's `ActionCommand.cs`: `::` at the start of a line, or the older `##[` anywhere."""
     trimmed = line.lstrip()
     if trimmed.startswith("::") and "::" in trimmed[2:]:
         info, _, data = trimmed[2:].partition("::")
@@ -49,10 +49,10 @@ def parse_command(line: str) -> Command | None:
     else:
         return None
     name, _, rest = info.partition(" ")
-    if name.lower() not in COMMANDS:
+    if name.lower() not in WORKFLOW_COMMANDS:
         return None
     pairs = (item.partition("=") for item in rest.strip().split(separator) if "=" in item)
-    return Command(
+    return WorkflowCommand(
         name=name.lower(), properties={key: _unescaped(value) for key, _, value in pairs}, data=_unescaped(data)
     )
 
@@ -64,7 +64,7 @@ def _unescaped(text: str) -> str:
 
 
 def parse_file(text: str) -> dict[str, str]:
-    """GITHUB_OUTPUT or GITHUB_ENV: `name=value`, or `name<<END`, lines, `END`."""
+    """Parse GITHUB_OUTPUT or GITHUB_ENV: `name=value`, or `name<<END`, lines, `END`."""
     values: dict[str, str] = {}
     lines = iter(text.splitlines())
     for line in lines:
@@ -88,49 +88,49 @@ def parse_file(text: str) -> dict[str, str]:
 
 
 @dataclass(kw_only=True)
-class Done:
+class ActionResult:
     code: int
     log: list[str]
     outputs: dict[str, str]
     summary: str
 
     @property
-    def commands(self) -> list[Command]:
+    def commands(self) -> list[WorkflowCommand]:
         return [command for line in self.log if (command := parse_command(line))]
 
-    def annotations(self, level: str) -> list[Command]:
+    def annotations(self, level: str) -> list[WorkflowCommand]:
         return [command for command in self.commands if command.name == level]
 
     @property
     def masks(self) -> set[str]:
         return {command.data for command in self.annotations("add-mask")}
 
-    def everything(self) -> str:
-        """All that anybody can see, before the runner hides what is masked: the commands that ask for it aside."""
+    def visible_text(self) -> str:
+        """All visible text before the runner masks secrets, without the mask commands."""
         seen = [line for line in self.log if not line.startswith("::add-mask::")]
         return "\n".join([*seen, *self.outputs.values(), self.summary])
 
 
 @dataclass(kw_only=True)
 class StepRun:
-    """A step under way."""
+    """A running step."""
 
     process: subprocess.Popen[str]
     log: list[str] = field(default_factory=list)
 
-    def read_until(self, *words: str) -> None:
-        """Until each of them was in a line, in whatever order."""
+    def read_until(self, *texts: str) -> None:
+        """Read lines until each text has appeared, in any order."""
         assert self.process.stdout is not None
-        missing = set(words)
+        missing = set(texts)
         for line in self.process.stdout:
             self.log.append(line.rstrip("\n"))
-            missing -= {word for word in missing if word in line}
+            missing -= {text for text in missing if text in line}
             if not missing:
                 return
         raise AssertionError(f"no line has {missing}:\n" + "\n".join(self.log))
 
     def finish(self, timeout_s: float) -> int:
-        """Raises `TimeoutExpired`; what was written until then is kept."""
+        """Wait for the end. Raises `TimeoutExpired`; the lines read so far are kept."""
         code = self.process.wait(timeout_s)
         assert self.process.stdout is not None
         self.log += [line.rstrip("\n") for line in self.process.stdout]
@@ -139,7 +139,7 @@ class StepRun:
 
 
 class ActionJob:
-    """One use of the action in a job: a workspace, a tool cache, and variables that the runner sets."""
+    """One use of the action in a job, with a workspace, a tool cache and the runner's variables."""
 
     def __init__(self, *, action: Path, folder: Path, tools: Path, environment: Mapping[str, str]) -> None:
         self._action = action
@@ -162,8 +162,8 @@ class ActionJob:
         self._outputs: dict[str, dict[str, str]] = {}
         self._inputs: dict[str, str] = {}
 
-    def run(self, **inputs: str) -> Done:
-        """All steps, until one fails."""
+    def run(self, **inputs: str) -> ActionResult:
+        """Run all steps until one fails."""
         *first, last = self._begin(inputs)
         log: list[str] = []
         for step in [*first, last]:
@@ -173,10 +173,10 @@ class ActionJob:
             self._collect(step)
             if code:
                 break
-        return self._done(code, log)
+        return self._result(code, log)
 
     def start_last(self, **inputs: str) -> StepRun:
-        """The last step, under way; the others are done."""
+        """Run all steps but the last, and start that."""
         *first, last = self._begin(inputs)
         for step in first:
             done = self._start(step)
@@ -184,9 +184,9 @@ class ActionJob:
             self._collect(step)
         return self._start(last)
 
-    def end_last(self, started: StepRun, code: int) -> Done:
+    def end_last(self, started: StepRun, code: int) -> ActionResult:
         self._collect(self._document["runs"]["steps"][-1])
-        return self._done(code, started.log)
+        return self._result(code, started.log)
 
     def _begin(self, inputs: Mapping[str, str]) -> list[dict[str, Any]]:
         declared = self._document["inputs"]
@@ -197,12 +197,12 @@ class ActionJob:
         return steps
 
     def _start(self, step: dict[str, Any]) -> StepRun:
-        assert set(step) <= {"id", "name", "shell", "env", "run"}, f"this runner does not know all of {set(step)}"
+        assert set(step) <= {"id", "name", "shell", "env", "run"}, f"unsupported keys in {set(step)}"
         assert step["shell"] == "bash"
         script = self._temporary / f"{step['id']}.sh"
-        script.write_text(self._filled(step["run"]))
+        script.write_text(self._substituted(step["run"]))
         files = {f"GITHUB_{name}": self._file(step, name) for name in ("OUTPUT", "ENV", "PATH")}
-        environment = {name: self._filled(str(value)) for name, value in step.get("env", {}).items()}
+        environment = {name: self._substituted(str(value)) for name, value in step.get("env", {}).items()}
         process = subprocess.Popen(
             ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", script],
             env={
@@ -216,7 +216,7 @@ class ActionJob:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A test's own Ctrl-C is not the step's.
+            # So that Ctrl-C in the test run does not reach the step.
             start_new_session=True,
         )
         return StepRun(process=process)
@@ -231,7 +231,7 @@ class ActionJob:
         self._environment |= parse_file(self._file(step, "ENV").read_text())
         assert not self._file(step, "PATH").read_text()
 
-    def _filled(self, text: str) -> str:
+    def _substituted(self, text: str) -> str:
         return _EXPRESSION.sub(lambda found: self._value(found[1]), text)
 
     def _value(self, expression: str) -> str:
@@ -241,17 +241,17 @@ class ActionJob:
         known = {"inputs": self._inputs, "runner": self._runner, "github": {"action_path": str(self._action)}}
         return known[context][name]
 
-    def _done(self, code: int, log: list[str]) -> Done:
-        outputs = {name: self._filled(entry["value"]) for name, entry in self._document["outputs"].items()}
+    def _result(self, code: int, log: list[str]) -> ActionResult:
+        outputs = {name: self._substituted(entry["value"]) for name, entry in self._document["outputs"].items()}
         summary = self._summary.read_text() if self._summary.exists() else ""
-        return Done(code=code, log=log, outputs=outputs, summary=summary)
+        return ActionResult(code=code, log=log, outputs=outputs, summary=summary)
 
 
-def fetched_action(folder: Path) -> Path:
-    """The action as a runner has it: a copy of the repository's files."""
+def copy_action(folder: Path) -> Path:
+    """Copy the action's files, like a runner does."""
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, folder / part, ignore=LEFTOVERS)
+            shutil.copytree(ROOT / part, folder / part, ignore=UNTRACKED)
         else:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / part, folder / part)

@@ -13,10 +13,10 @@ from remuda.agent.loop import Agent
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential, Instance, State
 from remuda.domain.signals import Report, Signal
-from remuda.domain.transitions import Actor, Claim, Commit, Event, Pool, Release, advance, create
+from remuda.domain.transitions import Actor, Claim, Commit, Event, Release, ReturnToPool, advance, create
 from remuda.ports.calls import CallCounter
-from remuda.ports.machine import Identity, Memory, Outcome
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.machine import AgentState, Identity, StepResult
+from remuda.ports.runner import RemovalStatus, RunnerState
 from remuda.ports.store import InstanceStore
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.clock import PlainIds, VirtualClock
@@ -31,35 +31,35 @@ class FakeMachine:
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
-        self.memory = Memory()
+        self.memory = AgentState()
         self.armed: list[datetime] = []
         self.ended: list[str] = []
         self.notice = ""
-        self.script = Outcome(ok=True)
-        self.reset_outcome = Outcome(ok=True)
+        self.script = StepResult(ok=True)
+        self.reset_outcome = StepResult(ok=True)
         #: How long a reset takes.
         self.reset_s = 0.0
 
     async def identity(self) -> Identity:
         return Identity(instance_id=ID, pool="test", margin_s=MARGIN_S)
 
-    def recall(self) -> Memory:
+    def load(self) -> AgentState:
         return self.memory
 
-    def remember(self, memory: Memory) -> None:
-        self.memory = memory
+    def save(self, state: AgentState) -> None:
+        self.memory = state
 
-    def arm(self, at: datetime) -> None:
+    def set_dead_man_timer(self, at: datetime) -> None:
         self.armed.append(at)
 
     async def spot_notice(self) -> str:
         return self.notice
 
-    async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002 - the port's
+    async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - the port's
         self.log.append("script")
         return self.script
 
-    async def reset(self) -> Outcome:
+    async def reset(self) -> StepResult:
         self.log.append("reset")
         await asyncio.sleep(self.reset_s)
         return self.reset_outcome
@@ -75,9 +75,9 @@ class FakeRunner:
         self.log = log
         self.current = RunnerState()
         self.configured: list[Assignment] = []
-        self.configure_outcome = Outcome(ok=True)
+        self.configure_outcome = StepResult(ok=True)
         #: What removals answer, one after the other; afterwards they succeed.
-        self.removals: list[Removal] = []
+        self.removals: list[RemovalStatus] = []
         #: Exit codes of listeners that end at once, one for each start; afterwards they stay.
         self.exits: list[int] = []
         self.removed_with: list[Credential | None] = []
@@ -93,7 +93,7 @@ class FakeRunner:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         self.log.append(f"configure {assignment.runner_name}")
         self.configured.append(assignment)
         if self.configure_outcome.ok:
@@ -111,11 +111,11 @@ class FakeRunner:
     def refused(self) -> str:
         return self.turned_away
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
-        removal = self.removals.pop(0) if self.removals else Removal.REMOVED
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
+        removal = self.removals.pop(0) if self.removals else RemovalStatus.REMOVED
         self.log.append(f"remove {removal.name}")
         self.removed_with.append(assignment.credential)
-        if removal is Removal.REMOVED:
+        if removal is RemovalStatus.REMOVED:
             self.become(configured_as="")
         return removal, ""
 
@@ -256,4 +256,4 @@ class Stable:
         await self.apply(Release(release_time_s=release_time_s, credential=credential), Actor.RELEASE)
 
     async def pool(self) -> None:
-        await self.apply(Pool(report=self.report, idle_time_s=420.0), Actor.RELEASE)
+        await self.apply(ReturnToPool(report=self.report, idle_time_s=420.0), Actor.RELEASE)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forkserver_cli import run_prepared
+from tests.support.cli import run_cli
 from tests.support.moto_server import MotoServer
 from tests.support.servers import ministack
 
@@ -29,13 +29,13 @@ class Cloud:
     ec2: MotoServer
 
     def remuda(self, *arguments: str, pool: str = "test", **changed: str) -> tuple[int, Any]:
-        done = run_prepared(
+        done = run_cli(
             [*arguments, "--backend", "aws", "--pool", pool, "--json"],
             environment={**self.environment, **changed},
             timeout_s=LIMIT_S,
         )
         assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, json.loads(done.stdout)
+        return done.code, json.loads(done.stdout)
 
     def flags(self) -> list[str]:
         return [word for name, value in self.launch.items() for word in (f"--{name}", value)]

@@ -23,15 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli.demo.checks import foreign_jobs, histories, living, retirements
-from remuda.cli.demo.report import Claim, DemoReport, Provisioning, Releasing, Retired, show
+from remuda.cli.demo.report import (
+    DemoCheck,
+    DemoProvision,
+    DemoRelease,
+    DemoReport,
+    DemoRetirement,
+    foreign_jobs,
+    live_instances,
+    read_histories,
+    retirements,
+    show_report,
+)
 from remuda.cli.output import Output
 from remuda.config.settings import load
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
-from remuda.fake_github.client import SimClient, SimJob, SimStep
+from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 from tests.support.aws_servers import AwsServers, aws_servers, remuda
@@ -50,7 +60,7 @@ KILLED_S = 12.0
 LIMIT_S = 240.0
 PAUSE_S = 0.2
 #: The last word of a machine whose agent saw that its time was up, or was kept from it.
-ENDED_ITSELF = ("its time in idle is up", POWERED_OFF)
+ENDED_ITSELF = ("threshold of state idle passed", POWERED_OFF)
 #: How much of the machines' consoles is shown when something went wrong.
 CONSOLE_LINES = 80
 #: Short enough to see the ends of things.
@@ -65,8 +75,8 @@ TIMES = {
 }
 #: A job leaves something behind, and fails where another one did.
 STEPS = (
-    SimStep(name="left from another run?", run='test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"'),
-    SimStep(name="test", run='echo "as $(id -un) on $HOSTNAME" && sleep 0.3'),
+    JobStep(name="left from another run?", run='test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"'),
+    JobStep(name="test", run='echo "as $(id -un) on $HOSTNAME" && sleep 0.3'),
 )
 
 
@@ -74,15 +84,15 @@ STEPS = (
 class Told:
     """What the story has gathered so far."""
 
-    provisions: list[Provisioning] = field(default_factory=list)
-    releases: list[Releasing] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
-    retired: list[Retired] = field(default_factory=list)
+    provisions: list[DemoProvision] = field(default_factory=list)
+    releases: list[DemoRelease] = field(default_factory=list)
+    claims: list[DemoCheck] = field(default_factory=list)
+    retired: list[DemoRetirement] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     def claim(self, text: str, *, holds: bool, detail: str = "") -> None:
-        self.claims.append(Claim(text=text, holds=holds, detail=detail))
+        self.claims.append(DemoCheck(text=text, passed=holds, detail=detail))
 
 
 class Story:
@@ -176,7 +186,7 @@ class Story:
         instance_id = str(provisioned["instances"][0]["instance_id"])
         async with self._cloud.sim() as sim:
             job = await sim.queue_job(
-                repo=SCOPE, run_id=run_id, labels=[run_id], name="spot", steps=[SimStep(run="sleep 3")]
+                repo=SCOPE, run_id=run_id, labels=[run_id], name="spot", steps=[JobStep(run="sleep 3")]
             )
             await self._until(lambda: _started(sim, job), "the job to start")
             self._player.notice(instance_id, action="terminate", at="2030-01-01T00:00:00Z")
@@ -209,8 +219,8 @@ class Story:
         await self._remuda("refresh", "--max-age-sec", f"{OLD_S:g}")
         async with self._sweeping():
             await self._until(self._all_is_over, "the last machine to end")
-        known = await histories(self._context.store)
-        live = living(known)
+        known = await read_histories(self._context.store)
+        live = live_instances(known)
         on_ec2 = await self._live()
         hints = {name: await self._context.pool.depth(name) for name in (CLASS, OTHER_CLASS)}
         async with self._cloud.sim() as sim:
@@ -248,7 +258,7 @@ class Story:
             raise Unavailable(f"remuda {arguments[0]} ended with exit code {done.code}: {done.document or done.told}")
         return done.document
 
-    async def _run(self, name: str, run_id: str, count: int) -> tuple[dict[str, Any], list[SimJob]]:
+    async def _run(self, name: str, run_id: str, count: int) -> tuple[dict[str, Any], list[JobView]]:
         """A workflow's run: provision, a job for each runner, release."""
         provisioned = await self._provision(name, run_id, count)
         jobs = await self._work(name, run_id, count)
@@ -257,10 +267,10 @@ class Story:
 
     async def _provision(self, name: str, run_id: str, count: int, *more: str) -> dict[str, Any]:
         document = await self._remuda("provision", "--run-id", run_id, "--instance-count", str(count), *more)
-        self._told.provisions.append(Provisioning.parse(name, document))
+        self._told.provisions.append(DemoProvision.parse(name, document))
         return document
 
-    async def _work(self, name: str, run_id: str, count: int) -> list[SimJob]:
+    async def _work(self, name: str, run_id: str, count: int) -> list[JobView]:
         """A matrix of jobs, one for each runner."""
         async with self._cloud.sim() as sim:
             queued = [
@@ -274,9 +284,9 @@ class Story:
         return list(jobs)
 
     async def _release(self, name: str, run_id: str) -> None:
-        self._told.releases.append(Releasing.parse(name, await self._remuda("release", "--run-id", run_id)))
+        self._told.releases.append(DemoRelease.parse(name, await self._remuda("release", "--run-id", run_id)))
 
-    async def _finish(self, sim: SimClient, job: SimJob) -> SimJob:
+    async def _finish(self, sim: FakeGitHubClient, job: JobView) -> JobView:
         try:
             async with asyncio.timeout(LIMIT_S):
                 while job.status != "completed":
@@ -339,16 +349,16 @@ class Story:
         return report is not None and bool(report.notice)
 
     async def _all_is_over(self) -> bool:
-        if living(await histories(self._context.store)) or await self._live():
+        if live_instances(await read_histories(self._context.store)) or await self._live():
             return False
         return not any([await self._context.pool.depth(name) for name in (CLASS, OTHER_CLASS)])
 
 
-async def _started(sim: SimClient, job: SimJob) -> bool:
+async def _started(sim: FakeGitHubClient, job: JobView) -> bool:
     return (await sim.job(job.id)).status != "queued"
 
 
-def _machines(jobs: Sequence[SimJob]) -> set[str]:
+def _machines(jobs: Sequence[JobView]) -> set[str]:
     """Those on which jobs succeeded: a runner's name ends with its machine's."""
     return {str(job.runner_name).rpartition("-i-")[2] for job in jobs if job.conclusion == "success"}
 
@@ -415,14 +425,14 @@ def run(output: Output, folder: Path, *, short: bool) -> int:
         provisions=tuple(sorted(told.provisions, key=lambda item: item.run_id)),
         releases=tuple(sorted(told.releases, key=lambda item: item.run_id)),
         retired=tuple(told.retired),
-        claims=tuple(told.claims),
+        checks=tuple(told.claims),
         leaked_processes=len(left),
         foreign_jobs=len(told.foreign),
         seconds=round(clock.monotonic() - began, 1),
     )
-    show(output, report)
+    show_report(output, report)
     output.result(report.document())
-    return 0 if report.holds else 1
+    return 0 if report.passed else 1
 
 
 def main() -> int:

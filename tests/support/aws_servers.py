@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.fake_github.client import SimClient
-from remuda.fake_github.endpoint import Endpoint, read_endpoint
-from tests.support.forkserver_cli import run_prepared
+from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github.client import FakeGitHubClient
+from tests.support.cli import run_cli
 from tests.support.moto_server import MotoServer
 from tests.support.servers import Ministack, ServerProblem, die_with_parent, ministack
 
@@ -63,8 +63,8 @@ class AwsServers:
     def flags(self) -> list[str]:
         return [word for name, value in self.launch.items() for word in (f"--{name}", value)]
 
-    def sim(self) -> SimClient:
-        return SimClient(self.github.url, self.github.token)
+    def sim(self) -> FakeGitHubClient:
+        return FakeGitHubClient(self.github.url, self.github.token)
 
 
 async def remuda(
@@ -105,10 +105,10 @@ _COMMANDS = ThreadPoolExecutor(64)
 async def forked(*arguments: str, environment: Mapping[str, str]) -> Done:
     """As `remuda`, for many commands: none of them imports AWS's libraries anew."""
     given = [*arguments, "--json"]
-    work = partial(run_prepared, given, environment=environment, timeout_s=LIMIT_S)
+    work = partial(run_cli, given, environment=environment, timeout_s=LIMIT_S)
     done = await asyncio.get_running_loop().run_in_executor(_COMMANDS, work)
     document = json.loads(done.stdout) if done.stdout.strip() else {}
-    return Done(code=done.returncode, document=document, told=done.stderr)
+    return Done(code=done.code, document=document, told=done.stderr)
 
 
 async def _lines(stream: asyncio.StreamReader | None, say: Callable[[str], None] | None) -> str:

@@ -17,12 +17,12 @@ from remuda.domain.transitions import (
     End,
     Event,
     Extend,
-    Pool,
     Quarantine,
     Release,
     Renew,
     RenewCredential,
     Retire,
+    ReturnToPool,
 )
 from tests.support.records import assignment, at, instance, instance_id
 
@@ -80,7 +80,7 @@ def evidence(record: Instance) -> dict[type, Event]:
         Release(release_time_s=300.0, credential=REMOVAL, owner=OWNER),
         Extend(report=report(epoch=epoch, busy=True), extension_s=300.0, margin_s=0.0),
         RenewCredential(credential=REMOVAL),
-        Pool(report=clean, idle_time_s=420.0),
+        ReturnToPool(report=clean, idle_time_s=420.0),
         Announce(),
         Renew(until=at(420)),
         Retire(reason="spot notice: soon"),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from aiobotocore.session import AioSession, get_session
 
-from tests.support.forkserver_cli import run_prepared
+from tests.support.cli import run_cli
 from tests.support.moto_server import MotoServer
 from tests.support.servers import ENVIRONMENT, Ministack, ministack
 
@@ -44,13 +44,13 @@ class Cloud:
     launch: dict[str, str]
 
     def remuda(self, *arguments: str, **changed: str) -> tuple[int, Any]:
-        done = run_prepared(
+        done = run_cli(
             [*arguments, "--backend", "aws", "--json"],
             environment={**self.environment, **changed},
             timeout_s=LIMIT_S,
         )
         assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, json.loads(done.stdout)
+        return done.code, json.loads(done.stdout)
 
     def flags(self, **changed: str) -> list[str]:
         launch = {**self.launch, **{name.replace("_", "-"): value for name, value in changed.items()}}

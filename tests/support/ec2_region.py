@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remuda.fake_github.client import SimClient, SimJob, SimStep
+from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from tests.support.aws_cloud import SCOPE, Cloud
 from tests.support.ec2_machine.machine import NamespaceMachine
 from tests.support.fake_imds import FakeImds, fake_imds
@@ -50,12 +50,12 @@ class Region:
             *("provision", "--run-id", run_id, "--github-scope", SCOPE, "--provision-timeout-sec", "200")
         )
 
-    def github(self) -> SimClient:
-        return SimClient(self.cloud.environment["GITHUB_API_URL"], self.cloud.environment["REMUDA_GITHUB_TOKEN"])
+    def github(self) -> FakeGitHubClient:
+        return FakeGitHubClient(self.cloud.environment["GITHUB_API_URL"], self.cloud.environment["REMUDA_GITHUB_TOKEN"])
 
-    async def run_job(self, run_id: str, *runs: str, label: str = "", always: bool = False) -> SimJob:
+    async def run_job(self, run_id: str, *runs: str, label: str = "", always: bool = False) -> JobView:
         async with self.github() as github:
-            steps = [SimStep(run=run, always=always) for run in runs]
+            steps = [JobStep(run=run, always=always) for run in runs]
             job = await github.queue_job(repo=SCOPE, run_id=run_id, labels=[label or run_id], steps=steps)
             limit = time.monotonic() + LIMIT_S
             while job.status != "completed":

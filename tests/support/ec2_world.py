@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from tests.support.moto_server import MotoServer, shared_server
@@ -18,7 +18,7 @@ from tests.support.moto_server import MotoServer, shared_server
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
 
-LARGE = ResourceClass(name="large", cpu=2, mmem=4096)
+LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
 
 
 class HastyClock(SystemClock):
@@ -68,7 +68,7 @@ class Ec2World:
             provision_id=f"provision-{token}",
             client_token=token,
             count=count,
-            request=Request(
+            request=RunnerRequest(
                 resource_class=LARGE,
                 usage_class=UsageClass.SPOT if spot else UsageClass.ON_DEMAND,
                 patterns=TypePatterns.parse(patterns),

@@ -1,4 +1,4 @@
-"""CloudWatch's embedded metric format as AWS documents it: its schema, and what a schema cannot say."""
+"""Validator for CloudWatch's embedded metric format: AWS' schema and the rules beyond it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_emf(line: dict[str, Any]) -> None:
             assert not isinstance(value, bool)
             assert abs(value) <= 2**360
         for dimension in {each for group in directive["Dimensions"] for each in group}:
-            # ASCII, something of it that can be seen, and no colon first.
+            # Printable ASCII, not blank, and no leading colon.
             value = line[dimension]
             assert isinstance(value, str)
             assert 1 <= len(value) <= 1_024

@@ -19,8 +19,8 @@ from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.machine import Identity, Outcome
-from remuda.ports.runner import Removal
+from remuda.ports.machine import Identity, StepResult
+from remuda.ports.runner import RemovalStatus
 from remuda.ports.store import InstanceStore
 from tests.support.agents import FakeMachine, FakeRunner
 
@@ -54,7 +54,7 @@ class RegisteringRunner(FakeRunner):
         self._http = http
         self._runner_id = 0
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         token = assignment.credential.token if assignment.credential else ""
         body = {
             "url": assignment.url,
@@ -68,18 +68,18 @@ class RegisteringRunner(FakeRunner):
         }
         answer = await self._http.post("/_runner/register", json=body)
         if answer.status_code != 201:
-            return Outcome(ok=False, detail=answer.text)
+            return StepResult(ok=False, detail=answer.text)
         self._runner_id = int(answer.json()["files"][".runner"]["agentId"])
         return await super().configure(assignment)
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if not self.current.configured_as:
             return await super().remove(assignment)
         token = assignment.credential.token if assignment.credential else ""
         body = {"url": assignment.url, "token": token, "runner_id": self._runner_id}
         answer = await self._http.post("/_runner/remove", json=body)
         if answer.status_code not in {204, 404}:
-            return Removal.FAILED, answer.text
+            return RemovalStatus.FAILED, answer.text
         return await super().remove(assignment)
 
 

@@ -1,4 +1,4 @@
-"""A local backend for acceptance tests: the command line, real processes, one folder."""
+"""A local backend in one folder, driven through the command line, with real processes."""
 
 from __future__ import annotations
 
@@ -10,110 +10,103 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
-from remuda.fake_github.client import SimClient, SimRunner
-from remuda.fake_github.endpoint import read_endpoint
-from tests.support.forkserver_cli import CLI, PreparedProcess, start_prepared
+from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, RunnerView
+from tests.support.cli import CLI, CommandResult, ForkedProcess, run_cli, start_cli
 
-#: Generous: nothing waits for it unless something is broken.
+#: Seconds to wait for an expected state. Generous: only a broken backend reaches it.
 LIMIT_S = 120.0
-PAUSE_S = 0.05
+POLL_S = 0.05
 REPO = "remuda/demo"
-LAUNCHER = "tests.support.crash_launcher"
-#: Short lives, so that tests see the end of them.
-SHORT_LIVES = (
+CRASH_LAUNCHER = "tests.support.crash_launcher"
+#: Settings with which instances expire within a test.
+SHORT_LIFETIMES = (
     *("--release-time-sec", "8", "--unrecorded-grace-sec", "3", "--gone-after-sec", "1"),
     *("--ghost-grace-sec", "3", "--reannounce-sec", "5", "--margin-sec", "1"),
 )
-#: For tests of something else: nothing ends because a busy computer takes its time.
-LONG_LIVES = (
+#: Settings with which no instance expires during a test, even on a busy computer.
+LONG_LIFETIMES = (
     *("--idle-time-sec", "600", "--release-time-sec", "90", "--unrecorded-grace-sec", "90"),
     *("--ghost-grace-sec", "90", "--reannounce-sec", "600"),
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    code: int
-    document: dict[str, Any]
-    told: str
+def run_local(folder: Path, *arguments: str, environment: Mapping[str, str] = os.environ) -> CommandResult:
+    """Run one command on the backend in this folder."""
+    return run_cli([*arguments, "--dir", str(folder), "--json"], environment=environment, cwd=folder.parent)
 
 
 class LocalBackend:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
-        self._started: list[PreparedProcess] = []
+        self._started: list[ForkedProcess] = []
 
     # Commands
 
     async def start(
         self, *arguments: str, crash: str = "", agent_crash: str = "", once: Path | None = None
-    ) -> PreparedProcess:
+    ) -> ForkedProcess:
         words = [arguments[0], "--dir", str(self.folder), *arguments[1:]]
         program = CLI
         if crash or agent_crash:
             words = ["--crash", crash, "--agent-crash", agent_crash, "--once", str(once or ""), "--", *words]
-            program = LAUNCHER
-        process = await start_prepared(words, environment=self.environment, cwd=self.folder.parent, program=program)
+            program = CRASH_LAUNCHER
+        process = await start_cli(words, environment=self.environment, cwd=self.folder.parent, program=program)
         self._started.append(process)
         return process
 
-    async def finish(self, process: PreparedProcess) -> Done:
-        async with asyncio.timeout(LIMIT_S):
-            out, told = await process.communicate()
-        assert process.returncode is not None
-        return Done(code=process.returncode, document=json.loads(out) if out.strip() else {}, told=told.decode())
-
-    async def run(self, *arguments: str, code: int | None = 0, **crash: Any) -> Done:
-        done = await self.finish(await self.start(*arguments, "--json", **crash))
-        assert code is None or done.code == code, f"{arguments} ended with {done.code}: {done.document} {done.told}"
-        return done
+    async def run(self, *arguments: str, code: int | None = 0, **crash: Any) -> CommandResult:
+        """Run a command and check its exit code, unless `code` is None."""
+        process = await self.start(*arguments, "--json", **crash)
+        result = await process.result(LIMIT_S)
+        assert code is None or result.code == code, f"{arguments} ended with {result}"
+        return result
 
     async def up(self, *settings: str, sweeper: bool = False) -> None:
         await self.run("up")
         if not sweeper:
             self.kill_sweeper()
-        await self.run("refresh", *SHORT_LIVES, *settings)
+        await self.run("refresh", *SHORT_LIFETIMES, *settings)
 
-    async def provision(self, run_id: str, count: int = 1, *more: str, **crash: Any) -> Done:
+    async def provision(self, run_id: str, count: int = 1, *more: str, **crash: Any) -> CommandResult:
         timeout = () if "--provision-timeout-sec" in more else ("--provision-timeout-sec", "100")
         return await self.run("provision", "--run-id", run_id, "--instance-count", str(count), *timeout, *more, **crash)
 
-    async def release(self, run_id: str, *more: str, **crash: Any) -> Done:
+    async def release(self, run_id: str, *more: str, **crash: Any) -> CommandResult:
         return await self.run("release", "--run-id", run_id, *more, **crash)
 
-    async def sweep(self, **crash: Any) -> Done:
+    async def sweep(self, **crash: Any) -> CommandResult:
         return await self.run("refresh", "--sweep-only", **crash)
 
     @contextlib.asynccontextmanager
     async def sweeping(self, every_s: float = 0.5) -> AsyncIterator[None]:
-        """Sweeps in the background, as `remuda up` has them, only more often."""
+        """Sweep in the background like the sweeper of `remuda up`, but more often."""
         process = await self.start("refresh", "--sweep-only", "--every", str(every_s), "--quiet")
-        talk = asyncio.create_task(process.communicate())
+        output = asyncio.create_task(process.communicate())
         try:
             yield
         finally:
             process.terminate()
-            await talk
+            await output
 
     async def down(self) -> None:
-        """Everything ends, and nothing of it is left."""
+        """Stop the backend, check that no process is left, and remove the folder."""
         for process in self._started:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         await self.run("down")
-        await self.until(lambda: not self.processes(), "nothing runs")
+        await self.until(lambda: not self.processes(), "no process is left")
         shutil.rmtree(self.folder)
 
-    # What is there
+    # State
 
     def rows(self, query: str, *values: Any) -> list[Any]:
         connection = sqlite3.connect(self.folder / "remuda.db", timeout=LIMIT_S)
@@ -129,11 +122,11 @@ class LocalBackend:
     def states(self, resource_class: str | None = None) -> list[str]:
         return sorted(item["state"] for item in self.records(resource_class).values())
 
-    def hints(self) -> list[dict[str, Any]]:
+    def pool_messages(self) -> list[dict[str, Any]]:
         return [json.loads(row[0]) for row in self.rows("SELECT body FROM messages")]
 
-    def hidden_hints(self) -> list[str]:
-        """Those that somebody received and neither deleted nor handed back, or that are not yet due."""
+    def hidden_pool_messages(self) -> list[str]:
+        """Messages that are delayed, or received but neither deleted nor returned."""
         now = SystemClock().now().timestamp()
         return [row[0] for row in self.rows("SELECT body FROM messages WHERE visible_at > ?", now)]
 
@@ -145,7 +138,7 @@ class LocalBackend:
         return [json.loads(row[0]) for row in self.rows("SELECT doc FROM provisions WHERE run_id = ?", run_id)]
 
     def machines(self) -> list[str]:
-        """Folders of machines that are not over."""
+        """Ids of the machines that have not finished."""
         found = []
         for path in sorted((self.folder / "instances").glob("i-*")):
             with contextlib.suppress(OSError, ValueError):
@@ -154,10 +147,10 @@ class LocalBackend:
         return found
 
     def processes(self, instance_id: str | None = None) -> list[int]:
-        """What runs of one machine, or of all of them."""
+        """Pids of the processes of one machine, or of all machines."""
         folders = [self.folder / "instances" / instance_id] if instance_id else self.folder.glob("instances/i-*")
         return sorted(
-            process.pid for path in folders for process in procfs.leftovers(path.name, str(path.resolve()), 0)
+            process.pid for path in folders for process in procfs.machine_processes(path.name, str(path.resolve()), 0)
         )
 
     def agent(self, instance_id: str) -> int | None:
@@ -185,39 +178,39 @@ class LocalBackend:
 
     # GitHub
 
-    def github(self) -> SimClient:
+    def github(self) -> FakeGitHubClient:
         endpoint = read_endpoint(self.folder / "github")
         assert endpoint is not None
-        return SimClient(endpoint.url, endpoint.token)
+        return FakeGitHubClient(endpoint.url, endpoint.token)
 
-    async def registrations(self) -> list[SimRunner]:
+    async def registrations(self) -> list[RunnerView]:
         async with self.github() as client:
             return await client.runners()
 
-    async def until(self, holds: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+    async def until(self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
         limit = time.monotonic() + limit_s
-        while not holds():
-            assert time.monotonic() < limit, f"{what}: not within {limit_s} s; {self.story()}"
-            await asyncio.sleep(PAUSE_S)
+        while not condition():
+            assert time.monotonic() < limit, f"{what}: not within {limit_s} s; {self.summary()}"
+            await asyncio.sleep(POLL_S)
 
     async def until_settled(self, *, states: Sequence[str] = ("terminated",), limit_s: float = LIMIT_S) -> None:
-        """Until every record is in one of the states, and nothing is left of machines that have ended."""
+        """Wait until every record is in one of the states and ended machines have no process or registration."""
         await self.until(lambda: set(self.states()) <= set(states), f"all records in {states}", limit_s)
         live = {key for key, item in self.records().items() if item["state"] != "terminated"}
-        await self.until(lambda: set(self.machines()) <= live, f"no machines but {live}", limit_s)
+        await self.until(lambda: set(self.machines()) <= live, f"only the machines {live}", limit_s)
         limit = time.monotonic() + limit_s
-        while strangers := [item.name for item in await self.registrations() if self._is_odd(item.name)]:
-            assert time.monotonic() < limit, f"registrations are left: {strangers}; {self.story()}"
-            await asyncio.sleep(PAUSE_S)
+        while unexpected := [item.name for item in await self.registrations() if self._is_unexpected(item.name)]:
+            assert time.monotonic() < limit, f"registrations are left: {unexpected}; {self.summary()}"
+            await asyncio.sleep(POLL_S)
         over = [path.name for path in self.folder.glob("instances/i-*") if path.name not in live]
-        # The last one of a machine says that it is over, and then ends.
-        await self.until(lambda: not any(self.processes(name) for name in over), f"nothing runs of {over}", limit_s)
+        # A supervisor marks its machine as finished before it exits.
+        await self.until(lambda: not any(self.processes(name) for name in over), f"no process of {over}", limit_s)
 
-    def _is_odd(self, name: str) -> bool:
-        """A registration of an instance that is not at work."""
+    def _is_unexpected(self, name: str) -> bool:
+        """Whether a registration belongs to no instance that is assigned to a run."""
         record = self.records().get("i-" + name.rpartition("-i-")[2])
         return record is None or record["state"] not in {"created", "claimed", "running", "releasing"}
 
-    def story(self) -> str:
+    def summary(self) -> str:
         shown = ("instanceId", "state", "epoch", "runId", "lastRunId", "threshold", "retire", "resourceClass")
         return "\n".join(str({key: item[key] for key in shown}) for item in self.records().values())

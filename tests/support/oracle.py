@@ -13,7 +13,7 @@ SCENARIOS: list[dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))
 #: Observed, but not worth repeating.
 DOUBTFUL = frozenset({"suspect", "livelock", "raises", "error"})
 
-#: Where the peer's behaviour is doubtful and the specification silent: ours (docs/adr/0013-what-the-peer-leaves-open).
+#: Where the peer's behaviour is doubtful and the specification silent: ours (docs/adr/0013-scale-down-open-cases).
 OURS: dict[str, dict[str, list[str]]] = {
     # The runner id is another machine's: it says nothing of this one, and an orphan without one is terminated.
     "B28_orphan_id_belongs_to_other_runner": {"terminated": ["i-000000000a0000001"], "tagged": [], "untagged": []},

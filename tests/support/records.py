@@ -11,7 +11,7 @@ from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.provision import Provision
 from remuda.domain.resources import DEFAULT_CLASSES, PoolMessage, UsageClass
 from remuda.domain.thresholds import Lifetimes
-from remuda.domain.transitions import Actor, Change, Claim, Guard, advance
+from remuda.domain.transitions import Actor, Change, Claim, WriteCondition, advance
 
 #: Where a test waits for what must happen: long enough for the slowest machine, and never waited out.
 LONG_S = 60.0
@@ -40,7 +40,7 @@ def instance(number: int = 1, **changed: Any) -> Instance:
         "instance_type": "c6i.large",
         "usage_class": UsageClass.ON_DEMAND,
         "cpu": 2,
-        "mmem": 4_096,
+        "memory_mib": 4_096,
         "created_at": NOW,
     }
     return Instance(**{**values, **changed})
@@ -64,17 +64,17 @@ def birth(record: Instance) -> Change:
     """Any record at all, put where there is none."""
     return Change(
         instance_id=record.instance_id,
-        guard=Guard(state=None, epoch=record.epoch),
+        guard=WriteCondition(state=None, epoch=record.epoch),
         sets={item.name: getattr(record, item.name) for item in fields(Instance)},
         entry=entry("birth", source="", target=record.state.value),
     )
 
 
-def change(record: Instance, guard: Guard | None = None, transition: str = "test", **sets: Any) -> Change:
+def change(record: Instance, guard: WriteCondition | None = None, transition: str = "test", **sets: Any) -> Change:
     """Guarded by the record's state and epoch, unless told otherwise."""
     return Change(
         instance_id=record.instance_id,
-        guard=guard or Guard(state=record.state, epoch=record.epoch),
+        guard=guard or WriteCondition(state=record.state, epoch=record.epoch),
         sets=sets,
         entry=entry(transition),
     )
@@ -145,6 +145,6 @@ def message(number: int = 1, **changed: Any) -> PoolMessage:
         "instance_type": "c6i.large",
         "usage_class": UsageClass.SPOT,
         "cpu": 2,
-        "mmem": 4_096,
+        "memory_mib": 4_096,
     }
     return PoolMessage(**{**values, **changed})

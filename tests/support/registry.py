@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 #: Where `make` has pip write down what it installed, and from where.
-ASKED = Path(sys.prefix) / "asked"
+ASKED = Path(sys.prefix) / "install-reports"
 #: Part of every virtualenv: nobody asked for them.
 GIVEN = frozenset({"pip", "setuptools"})
 

@@ -1,9 +1,9 @@
-"""A pool's records without its machines: lives of many instances, written straight into a store, for pages to show."""
+"""Sample records: random but valid instances and provisions, written directly into a SQLite store without machines."""
 
 from __future__ import annotations
 
 import os
-import random  # noqa: TID251 - with seeds, for lives that are nobody's
+import random  # noqa: TID251 - seeded sample data
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -18,44 +18,47 @@ from remuda.adapters.sqlite.schema import connect, create
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, Source
+from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.signals import Report
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
-from remuda.fake_github.endpoint import Endpoint, write_endpoint
+from remuda.fake_github import Endpoint, write_endpoint
 from tests.support.records import NOW
 
-Life = tuple[Instance, list[HistoryEntry]]
+#: An instance and its history.
+SampleInstance = tuple[Instance, list[HistoryEntry]]
 
 _TYPES = {"medium": "c6i.large", "large": "c6i.xlarge", "xlarge": "m6i.2xlarge"}
+#: Transition, reason and actor of a termination.
 _ENDS = (
     ("end-idle", "its time as idle is up", "refresh"),
     ("end-idle", "beyond the idle quota of 40", "scale-down"),
     ("end-releasing", "no heartbeat for 95 s: its agent or its machine is dead", "refresh"),
     ("end-running", "spot notice: terminate", "refresh"),
 )
-#: What follows a state; as the lifecycle has it.
-_STEPS = {
-    State.CREATED: ("commit", State.RUNNING, "provision", "all of the run are registered"),
-    State.CLAIMED: ("commit", State.RUNNING, "provision", "all of the run are registered"),
+#: By state: next transition, its target state, actor and reason.
+_NEXT = {
+    State.CREATED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
+    State.CLAIMED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
     State.RUNNING: ("release", State.RELEASING, "release", "the run is over"),
     State.RELEASING: ("pool", State.IDLE, "release", "deregistered and reset"),
     State.IDLE: ("claim", State.CLAIMED, "provision", "fits"),
 }
-#: Seconds.
-_LASTS = {
+#: Minimum and maximum seconds in each state.
+_DURATION_S = {
     State.CREATED: (35, 70),
     State.CLAIMED: (0.4, 2.5),
     State.RUNNING: (60, 420),
     State.RELEASING: (2, 12),
     State.IDLE: (5, 200),
 }
+#: States that last too short to be seen often.
 _SHORT = frozenset({State.CLAIMED, State.RELEASING})
 
 
 def prepare(folder: Path, *, pool: str = "default", lifetimes: Lifetimes | None = None) -> Path:
-    """A state folder as `remuda up` and `refresh` leave it, with nothing behind it. Returns the store's file."""
+    """Create a state folder like `remuda up` and `refresh`, but without processes. Return the store's file."""
     (folder / "github").mkdir(parents=True)
     write_endpoint(folder / "github", Endpoint(url="http://127.0.0.1:9", pid=os.getpid(), token="none"))
     file = folder / "remuda.db"
@@ -81,64 +84,68 @@ def with_store(file: Path, work: Callable[[sqlite3.Connection], object]) -> None
         connection.close()
 
 
-def write(file: Path, lives: Iterable[Life], provisions: Iterable[Provision] = (), *, now: datetime) -> None:
+def write(
+    file: Path, samples: Iterable[SampleInstance], provisions: Iterable[Provision] = (), *, now: datetime
+) -> None:
     def work(connection: sqlite3.Connection) -> None:
-        for record, entries in lives:
+        for record, entries in samples:
             *before, last = entries
             for number, entry in enumerate(before):
                 connection.execute(
                     "INSERT OR REPLACE INTO history VALUES (?, ?, ?)", (record.instance_id, number + 1, encode(entry))
                 )
             tables.write_instance(connection, record, last)
-            beat = Report(instance_id=record.instance_id).beaten(
+            report = Report(instance_id=record.instance_id).beaten(
                 at=to_milliseconds(now), busy=record.state is State.RUNNING, listening=True, notice="", version="1"
             )
-            tables.write_report(connection, beat)
+            tables.write_report(connection, report)
         for provision in provisions:
             tables.write_provision(connection, provision)
 
     with_store(file, work)
 
 
-def fleet(count: int, transitions: int, *, now: datetime, seed: int = 1, ended: float = 0.25) -> Iterator[Life]:
-    """So many lives with so many transitions in all, each as the lifecycle allows it."""
-    chance = random.Random(seed)  # noqa: S311 - lives, not secrets
+def fleet(
+    count: int, transitions: int, *, now: datetime, seed: int = 1, ended: float = 0.25
+) -> Iterator[SampleInstance]:
+    """Generate `count` instances with `transitions` valid transitions in total; the share `ended` is terminated."""
+    rng = random.Random(seed)  # noqa: S311 - not a secret
     left = transitions
     for number in range(count):
         mean = left / (count - number)
-        steps = left if number == count - 1 else max(min(round(mean * chance.uniform(0.6, 1.4)), left), 4)
-        life = _life(steps, now=now, chance=chance, ends=chance.random() < ended)
-        left -= len(life[1])
-        yield life
+        steps = left if number == count - 1 else max(min(round(mean * rng.uniform(0.6, 1.4)), left), 4)
+        sample = _instance(steps, now=now, rng=rng, ends=rng.random() < ended)
+        left -= len(sample[1])
+        yield sample
 
 
-def _life(steps: int, *, now: datetime, chance: random.Random, ends: bool) -> Life:
-    name = f"i-{chance.getrandbits(68):017x}"
-    kind = chance.choices(tuple(_TYPES), (5, 3, 1))[0]
-    usage = chance.choices((UsageClass.ON_DEMAND, UsageClass.SPOT), (3, 2))[0]
+def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> SampleInstance:
+    instance_id = f"i-{rng.getrandbits(68):017x}"
+    resource_class = rng.choices(tuple(_TYPES), (5, 3, 1))[0]
+    usage = rng.choices((UsageClass.ON_DEMAND, UsageClass.SPOT), (3, 2))[0]
     states, waits = [State.CREATED], []
     for _ in range(steps - 1 - (2 if ends else 0)):
-        waits.append(chance.uniform(*_LASTS[states[-1]]))
-        states.append(_STEPS[states[-1]][1])
-    if states[-1] in _SHORT and len(states) > 2 and chance.random() < 0.9:
-        # Seldom seen, for they do not last.
+        waits.append(rng.uniform(*_DURATION_S[states[-1]]))
+        states.append(_NEXT[states[-1]][1])
+    if states[-1] in _SHORT and len(states) > 2 and rng.random() < 0.9:
+        # Short states rarely are the current one.
         states.pop()
         waits.pop()
-    tail = chance.uniform(0, _LASTS[states[-1]][0])
-    over = sum(waits) + tail + (chance.uniform(0, 1_800) if ends else 0)
-    at = born = to_milliseconds(now - timedelta(seconds=over))
-    epoch, run = 1, str(chance.randrange(4_000_000, 4_009_999))
+    last_s = rng.uniform(0, _DURATION_S[states[-1]][0])
+    age_s = sum(waits) + last_s + (rng.uniform(0, 1_800) if ends else 0)
+    at = created_at = to_milliseconds(now - timedelta(seconds=age_s))
+    epoch, run = 1, str(rng.randrange(4_000_000, 4_009_999))
     entries = [_entry(at, "create", "", State.CREATED, epoch, run, "provision", "the pool had none that fits")]
     for wait, (state, after) in zip(waits, pairwise(states), strict=True):
         at = to_milliseconds(at + timedelta(seconds=wait))
-        transition, _, by, why = _STEPS[state]
+        transition, _, by, why = _NEXT[state]
         if transition == "claim":
-            epoch, run = epoch + 1, str(chance.randrange(4_000_000, 4_009_999))
+            epoch, run = epoch + 1, str(rng.randrange(4_000_000, 4_009_999))
         entries.append(_entry(at, transition, state.value, after, epoch, run, by, why))
     state, retire = states[-1], ""
     if ends:
-        at = to_milliseconds(at + timedelta(seconds=tail))
-        _, retire, by = chance.choice(_ENDS)
+        at = to_milliseconds(at + timedelta(seconds=last_s))
+        _, retire, by = rng.choice(_ENDS)
         entries.append(_entry(at, f"end-{state}", state.value, State.TERMINATING, epoch, run, by, retire))
         entries.append(
             _entry(
@@ -148,16 +155,16 @@ def _life(steps: int, *, now: datetime, chance: random.Random, ends: bool) -> Li
         state = State.TERMINATED
     assigned = state in {State.CREATED, State.CLAIMED, State.RUNNING}
     record = Instance(
-        instance_id=name,
+        instance_id=instance_id,
         state=state,
         epoch=epoch,
-        threshold=to_milliseconds(at if ends else now + timedelta(seconds=chance.uniform(60, 3_600))),
-        resource_class=kind,
-        instance_type=_TYPES[kind],
+        threshold=to_milliseconds(at if ends else now + timedelta(seconds=rng.uniform(60, 3_600))),
+        resource_class=resource_class,
+        instance_type=_TYPES[resource_class],
         usage_class=usage,
         cpu=2,
-        mmem=4_096,
-        created_at=born,
+        memory_mib=4_096,
+        created_at=created_at,
         run_id=run if assigned else "",
         last_run_id="" if assigned else run,
         uses=epoch - 1,
@@ -183,54 +190,56 @@ def _entry(
 
 
 def provisions(count: int, *, now: datetime, span_s: float, seed: int = 2) -> Iterator[Provision]:
-    chance = random.Random(seed)  # noqa: S311 - lives, not secrets
+    rng = random.Random(seed)  # noqa: S311 - not a secret
     for number in range(count):
         began = to_milliseconds(now - timedelta(seconds=span_s * (1 - number / count)))
-        wanted = chance.choice((1, 2, 3, 4, 8))
-        created = 0 if chance.random() < 0.1 + 0.75 * number / count else chance.randint(1, wanted)
-        seconds = chance.uniform(32, 75) if created else chance.uniform(0.6, 3.5)
-        failed = chance.random() < 0.02
-        course = ProvisionOutcome(
+        count_wanted = rng.choice((1, 2, 3, 4, 8))
+        created = 0 if rng.random() < 0.1 + 0.75 * number / count else rng.randint(1, count_wanted)
+        seconds = rng.uniform(32, 75) if created else rng.uniform(0.6, 3.5)
+        failed = rng.random() < 0.02
+        outcome = ProvisionOutcome(
             ended_at=began + timedelta(seconds=seconds),
             seconds=seconds,
-            reused=wanted - created,
+            reused=count_wanted - created,
             created=created,
-            taken=tuple(_taken(place, created=place < created, seconds=seconds) for place in range(wanted)),
+            acquired=tuple(
+                _acquired(number, created=number < created, seconds=seconds) for number in range(count_wanted)
+            ),
             error="no capacity for c6i.large in any zone" if failed else "",
         )
         yield Provision(
             provision_id=f"p-{number:06d}",
             run_id=str(4_000_000 + number),
             attempt=1,
-            resource_class=chance.choices(tuple(_TYPES), (5, 3, 1))[0],
-            count=wanted,
+            resource_class=rng.choices(tuple(_TYPES), (5, 3, 1))[0],
+            count=count_wanted,
             created_at=began,
             deadline=began + timedelta(seconds=3_600),
             status=ProvisionStatus.RELEASED if failed or number < count - 12 else ProvisionStatus.COMMITTED,
             why="gave up" if failed else "all instances are running",
-            course=course,
+            outcome=outcome,
             released_at=began + timedelta(seconds=600) if number < count - 12 else None,
             settled=number < count - 12,
         )
 
 
-def _taken(place: int, *, created: bool, seconds: float) -> AcquiredRunner:
-    source = Source.CREATED if created else Source.POOL
+def _acquired(number: int, *, created: bool, seconds: float) -> AcquiredRunner:
+    source = RunnerSource.CREATED if created else RunnerSource.POOL
     return AcquiredRunner(
-        instance_id=f"i-{place:017x}", source=source, seconds=seconds if created else min(seconds, 2.0)
+        instance_id=f"i-{number:017x}", source=source, seconds=seconds if created else min(seconds, 2.0)
     )
 
 
-def moved(record: Instance, *, now: datetime) -> Life:
-    """Its next step, as the lifecycle has it: the record, and the one entry of it."""
-    transition, after, by, why = _STEPS[record.state]
+def next_transition(record: Instance, *, now: datetime) -> SampleInstance:
+    """Apply the next transition. Return the changed record and the new history entry."""
+    transition, target, by, why = _NEXT[record.state]
     epoch = record.epoch + (transition == "claim")
     run = str(5_000_000 + epoch) if transition == "claim" else record.run_id or record.last_run_id
-    assigned = after in {State.CLAIMED, State.RUNNING}
-    entry = _entry(now, transition, record.state.value, after, epoch, run, by, why)
+    assigned = target in {State.CLAIMED, State.RUNNING}
+    entry = _entry(now, transition, record.state.value, target, epoch, run, by, why)
     changed = replace(
         record,
-        state=after,
+        state=target,
         epoch=epoch,
         run_id=run if assigned else "",
         last_run_id=record.last_run_id if assigned else run,

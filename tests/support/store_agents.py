@@ -17,7 +17,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.instance import State
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
-from remuda.ports.machine import Identity, Outcome
+from remuda.ports.machine import Identity, StepResult
 from tests.support.agents import MARGIN_S, FakeMachine, FakeRunner
 from tests.support.servers import ENVIRONMENT
 
@@ -53,7 +53,7 @@ class Herd:
         #: Whether agents run: set and cleared by the test.
         self.awake = True
         #: How a registration ends.
-        self.registration = Outcome(ok=True)
+        self.registration = StepResult(ok=True)
 
     def run(self) -> None:
         with suppress(asyncio.CancelledError):

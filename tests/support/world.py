@@ -27,8 +27,8 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.github import Deletion
-from remuda.ports.machine import Identity, Memory, Outcome
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.machine import AgentState, Identity, StepResult
+from remuda.ports.runner import RemovalStatus, RunnerState
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
@@ -63,10 +63,10 @@ class Behaviour:
     remove_s: float = 0.3
     reset_s: float = 0.3
     #: By instance id; what is not named does as it should.
-    registration: dict[str, Outcome] = field(default_factory=dict)
-    resets: dict[str, Outcome] = field(default_factory=dict)
+    registration: dict[str, StepResult] = field(default_factory=dict)
+    resets: dict[str, StepResult] = field(default_factory=dict)
     notices: dict[str, str] = field(default_factory=dict)
-    script: Outcome = field(default_factory=lambda: Outcome(ok=True))
+    script: StepResult = field(default_factory=lambda: StepResult(ok=True))
     #: Machines whose agent hangs: it is there, and does nothing.
     hung: set[str] = field(default_factory=set)
 
@@ -78,7 +78,7 @@ class Host:
         self._world = world
         self.instance_id = machine.instance_id
         self._margin_s = machine.request.margin_s
-        self._memory = Memory()
+        self._memory = AgentState()
         self._state = RunnerState()
         self._changed = asyncio.Event()
         self._runner_id = 0
@@ -115,13 +115,13 @@ class Host:
     async def identity(self) -> Identity:
         return Identity(instance_id=self.instance_id, pool=POOL, margin_s=self._margin_s)
 
-    def recall(self) -> Memory:
+    def load(self) -> AgentState:
         return self._memory
 
-    def remember(self, memory: Memory) -> None:
-        self._memory = memory
+    def save(self, state: AgentState) -> None:
+        self._memory = state
 
-    def arm(self, at: datetime) -> None:
+    def set_dead_man_timer(self, at: datetime) -> None:
         self._world.cloud.arm(self.instance_id, at)
         self._dead_man.cancel()
         self._dead_man = self._world.loop.call_at((at - NOW).total_seconds(), self.power_off)
@@ -129,13 +129,13 @@ class Host:
     async def spot_notice(self) -> str:
         return self._world.behaviour.notices.get(self.instance_id, "")
 
-    async def run_script(self, timeout_s: float) -> Outcome:  # noqa: ARG002
+    async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002
         await asyncio.sleep(0.1)
         return self._world.behaviour.script
 
-    async def reset(self) -> Outcome:
+    async def reset(self) -> StepResult:
         await asyncio.sleep(self._world.behaviour.reset_s)
-        outcome = self._world.behaviour.resets.get(self.instance_id, Outcome(ok=True))
+        outcome = self._world.behaviour.resets.get(self.instance_id, StepResult(ok=True))
         self.dirty = not outcome.ok
         return outcome
 
@@ -147,9 +147,9 @@ class Host:
     def state(self) -> RunnerState:
         return self._state
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         await asyncio.sleep(self._world.behaviour.configure_s)
-        outcome = self._world.behaviour.registration.get(self.instance_id, Outcome(ok=True))
+        outcome = self._world.behaviour.registration.get(self.instance_id, StepResult(ok=True))
         self._is_jit = outcome.ok and bool(assignment.jit_config)
         if self._is_jit:
             self._runner_id = assignment.runner_id
@@ -162,7 +162,7 @@ class Host:
                 _scope(assignment), assignment.credential.token, assignment.runner_name, assignment.labels
             )
         except UserError as error:
-            return Outcome(ok=False, detail=f"{CREDENTIAL_REFUSED}: {error.message}")
+            return StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: {error.message}")
         self._runner_id = runner.runner_id
         self._set(RunnerState(configured_as=assignment.runner_name))
         return outcome
@@ -175,22 +175,22 @@ class Host:
     def refused(self) -> str:
         return ""
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         await asyncio.sleep(self._world.behaviour.remove_s)
         if self._is_jit:
             if assignment.runner_id and not self._state.spent:
-                return Removal.FAILED, "it was registered just in time: only the service can remove it"
+                return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
             self._set(replace(self._state, configured_as=""))
-            return Removal.REMOVED, ""
+            return RemovalStatus.REMOVED, ""
         assert assignment.credential is not None
         try:
             deletion = self._world.github.unregister(_scope(assignment), assignment.credential.token, self._runner_id)
         except UserError as error:
-            return Removal.FAILED, error.message
+            return RemovalStatus.FAILED, error.message
         if deletion is Deletion.BUSY:
-            return Removal.BUSY, "runs a job"
+            return RemovalStatus.BUSY, "runs a job"
         self._set(replace(self._state, configured_as=""))
-        return Removal.REMOVED, ""
+        return RemovalStatus.REMOVED, ""
 
     async def stop(self) -> None:
         self._world.github.disconnect(self._runner_id)

@@ -184,7 +184,7 @@ def test_an_event_is_one_line_with_its_facts(capsys: pytest.CaptureFixture[str])
     event_log = ConsoleEventLog(output, SystemClock())
     facts = {"instance_id": "i-1", "run_id": "7", "epoch": 3}
     event_log.record("claim-lost", "two\nlines", **facts, source="")
-    event_log.record("announce", "told the pool", instance_id="i-1")
+    event_log.record("announce", "sent to the pool", instance_id="i-1")
     output.say("for people", style="bold yellow")
     output.say("")
     output.show("a table")
@@ -192,7 +192,7 @@ def test_an_event_is_one_line_with_its_facts(capsys: pytest.CaptureFixture[str])
     assert all(line.pop("at").endswith("Z") for line in lines)
     assert lines == [
         {"level": "warning", "event": "claim-lost", "reason": "two\nlines", **facts},
-        {"level": "info", "event": "announce", "reason": "told the pool", "instance_id": "i-1"},
+        {"level": "info", "event": "announce", "reason": "sent to the pool", "instance_id": "i-1"},
         {"level": "warning", "event": "message", "text": "for people"},
     ]
 

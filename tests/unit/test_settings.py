@@ -208,7 +208,7 @@ def test_a_value_of_the_wrong_kind_is_refused_wherever_it_stands(file: File, fie
 
 
 def test_classes_may_be_a_table_or_json(file: File) -> None:
-    wanted = (ResourceClass(name="small", cpu=1, mmem=512),)
+    wanted = (ResourceClass(name="small", cpu=1, memory_mib=512),)
     table = file.load("[resource-class-config.small]\ncpu = 1\nmmem = 512")
     json_text = load({"resource_class_config": '{"small": {"cpu": 1, "mmem": 512}}'}, environ={})
     assert table.settings.resource_class_config == json_text.settings.resource_class_config == wanted

@@ -1,1 +1,1 @@
-"""The GitHub Action: the commands as a step of a workflow. `action.yml` at the root starts `python -m` this package."""
+"""The GitHub Action. `action.yml` runs this package with `python -m remuda.action`."""

@@ -1,7 +1,7 @@
-"""A step's way to the runner: its standard output, where lines may be commands, and its files.
+"""Output of a workflow step: log lines, workflow commands and output files.
 
-Only what is written here on purpose is a command. Everything else may hold text from outside (an instance's detail, an
-answer of AWS or GitHub), so it is made plain first.
+GitHub's runner executes log lines that look like workflow commands. Text that may come from outside (an instance's
+report, a response of AWS or GitHub) is therefore made harmless before it is written.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Literal, TextIO
 
 Level = Literal["error", "warning", "notice"]
 
-#: The runner trims a line and takes a leading `::` for a command. What it takes for a space is not left to chance.
+#: The runner trims a line and treats a leading `::` as a command. Any non-word character counts as white space here.
 _COMMAND = re.compile(r"\W*::")
-#: The older form counts anywhere in a line.
+#: The older command syntax, which the runner accepts anywhere in a line.
 _OLD_COMMAND = "##["
-#: Escape sequences could colour, hide or overwrite lines of the log.
+#: Control characters, which could hide or overwrite lines of the log.
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")
-#: A shorter secret is left to the runner: cutting "a" out of every word helps nobody.
+#: Shorter secrets are masked by the runner only; replacing "a" in every word would make the log useless.
 MIN_SECRET = 6
 
 
 def plain_lines(text: str) -> list[str]:
-    """The text as lines that the runner takes for nothing but text."""
+    """Split a text into lines that the runner does not treat as commands."""
     return [_plain(line) for line in text.splitlines()]
 
 
@@ -46,38 +46,38 @@ def one_line(text: str) -> str:
     return " ".join(" ".join(text.splitlines()).split())
 
 
-class Channel:
+class StepLog:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._secrets: set[str] = set()
 
     def mask(self, secret: str) -> None:
-        """From here on the runner hides it, each line of it, and so do we."""
+        """Mask each line of a secret in all further output, here and in the runner."""
         for line in secret.splitlines():
             part = line.strip()
             if part and part not in self._secrets:
                 self._secrets.add(part)
                 self._write(f"::add-mask::{escape_data(part)}")
 
-    def hidden(self, text: str) -> str:
-        # The longest first: one may be a part of another.
+    def redact(self, text: str) -> str:
+        # Longest first, because one secret may contain another.
         for secret in sorted(self._secrets, key=len, reverse=True):
             if len(secret) >= MIN_SECRET:
                 text = text.replace(secret, "***")
         return text
 
     def say(self, text: str) -> None:
-        for line in plain_lines(self.hidden(text)):
+        for line in plain_lines(self.redact(text)):
             self._write(line)
 
     def annotate(self, level: Level, message: str, *, title: str) -> None:
-        """Shown on the page of the run."""
-        shown = _plain(one_line(self.hidden(message)))
+        """Write an annotation, which GitHub shows on the run's page."""
+        shown = _plain(one_line(self.redact(message)))
         self._write(f"::{level} title={escape_property(one_line(title))}::{escape_data(shown)}")
 
     @contextmanager
     def grouped(self, title: str) -> Iterator[None]:
-        self._write(f"::group::{escape_data(_plain(one_line(self.hidden(title))))}")
+        self._write(f"::group::{escape_data(_plain(one_line(self.redact(title))))}")
         try:
             yield
         finally:
@@ -89,7 +89,7 @@ class Channel:
 
 
 def write_outputs(file: Path, values: dict[str, str], delimiter: Callable[[], str]) -> None:
-    """A value ends at a line that nobody can guess, so none can bring along an output of its own."""
+    """Append outputs. A random delimiter prevents a value from defining further outputs."""
     with file.open("a", encoding="utf-8") as out:
         for name, value in values.items():
             end = delimiter()

@@ -1,6 +1,7 @@
-"""The inputs of a step: which there are, which mode uses which, and the settings that they give.
+"""ActionInputs of the action, the modes that use them, and the settings that they set.
 
-A composite action gets no input by itself: `action.yml` passes each one as `INPUT_<NAME>`. An empty one was not given.
+A composite action does not receive its inputs by itself: `action.yml` passes each one as `INPUT_<NAME>`. Empty means
+not set.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from remuda.domain.errors import UserError
 
-EVERYWHERE = frozenset({"pool"})
+ALL_MODES = frozenset({"pool"})
 RUN = frozenset({"run-id", "run-attempt"})
 REQUEST = frozenset(
     {
@@ -67,22 +68,22 @@ SCALE_DOWN = frozenset(
         "max-removals-per-cycle",
     }
 )
-#: Credentials have no flag: a command reads them from the environment.
+#: Credentials have no flag; commands read them from the environment.
 CREDENTIALS = frozenset({"github-token", "github-app-id", "github-app-key"})
 SECRETS = frozenset({"github-token", "github-app-key"})
-#: Settings of a command, by mode.
+#: Settings by mode.
 USED_BY: Mapping[str, frozenset[str]] = {
-    "provision": EVERYWHERE | RUN | REQUEST,
-    "release": EVERYWHERE | RUN,
-    "refresh": EVERYWHERE | POOL,
-    "scale-down": EVERYWHERE | SCALE_DOWN,
+    "provision": ALL_MODES | RUN | REQUEST,
+    "release": ALL_MODES | RUN,
+    "refresh": ALL_MODES | POOL,
+    "scale-down": ALL_MODES | SCALE_DOWN,
 }
 SETTINGS = frozenset().union(*USED_BY.values()) | CREDENTIALS
-#: True or false, and which mode asks.
+#: Boolean inputs and the mode that uses them.
 SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
-#: Of the step itself.
-OF_THE_STEP = frozenset({"mode", "aws-region", "config", *SWITCHES})
-#: Variables that hold a secret in a step, whoever set them.
+#: ActionInputs that are not settings of a command.
+STEP_INPUTS = frozenset({"mode", "aws-region", "config", *SWITCHES})
+#: Environment variables that contain secrets and are masked.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 _REGION = re.compile(r"[a-z]{2,4}(-[a-z]{2,12}){1,3}-\d{1,2}")
@@ -91,7 +92,7 @@ _VARIABLE = re.compile(r"REMUDA_([A-Z][A-Z0-9_]*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
+class ActionInputs:
     given: Mapping[str, str]
 
     @property
@@ -100,15 +101,15 @@ class Inputs:
         if mode in USED_BY:
             return mode
         near = difflib.get_close_matches(mode, USED_BY, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(USED_BY)}"
-        raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=hint)
+        fix = f"did you mean {near[0]}?" if near else f"use {', '.join(USED_BY)}"
+        raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=fix)
 
     @property
     def region(self) -> str:
         region = self.given.get("aws-region", "")
         if region and not _REGION.fullmatch(region):
             raise UserError(
-                f"aws-region is {region[:80]!r}", field="aws-region", fix="give a region such as eu-central-1"
+                f"aws-region is {region[:80]!r}", field="aws-region", fix="use a region such as eu-central-1"
             )
         return region
 
@@ -126,21 +127,21 @@ class Inputs:
         return [self.given[name] for name in sorted(SECRETS) if name in self.given]
 
     def flags(self) -> dict[str, str]:
-        """What the mode's command takes, and nothing that it does not know."""
-        wanted = USED_BY[self.mode] | CREDENTIALS
-        return {name.replace("-", "_"): value for name, value in self.given.items() if name in wanted}
+        """Return the settings that the mode's command accepts."""
+        used = USED_BY[self.mode] | CREDENTIALS
+        return {name.replace("-", "_"): value for name, value in self.given.items() if name in used}
 
     def unused(self) -> list[str]:
-        """Given, but of no effect in this mode: somebody expects something that will not happen."""
-        elsewhere = {name for name, mode in SWITCHES.items() if mode != self.mode}
-        wanted = USED_BY[self.mode] | CREDENTIALS | OF_THE_STEP - elsewhere
-        return sorted(name for name in self.given if name not in wanted)
+        """Return the inputs that are set but have no effect in this mode."""
+        other_modes = {name for name, mode in SWITCHES.items() if mode != self.mode}
+        used = USED_BY[self.mode] | CREDENTIALS | STEP_INPUTS - other_modes
+        return sorted(name for name in self.given if name not in used)
 
 
-def read_inputs(environ: Mapping[str, str]) -> Inputs:
-    found = {name: environ.get(input_variable(name), "") for name in SETTINGS | OF_THE_STEP}
-    # A block of YAML ends with a newline that nobody means.
-    return Inputs(given={name: value.strip() for name, value in found.items() if value.strip()})
+def read_inputs(environ: Mapping[str, str]) -> ActionInputs:
+    found = {name: environ.get(input_variable(name), "") for name in SETTINGS | STEP_INPUTS}
+    # YAML block scalars end with a newline.
+    return ActionInputs(given={name: value.strip() for name, value in found.items() if value.strip()})
 
 
 def input_variable(name: str) -> str:
@@ -148,10 +149,10 @@ def input_variable(name: str) -> str:
 
 
 def as_inputs(text: str) -> str:
-    """A sentence about flags and variables, in the words of a workflow."""
+    """Replace flags and variables in a message by the names of the inputs."""
 
-    def named(name: str, whole: str) -> str:
-        return name if name in SETTINGS | OF_THE_STEP else whole
+    def input_name(name: str, original: str) -> str:
+        return name if name in SETTINGS | STEP_INPUTS else original
 
-    text = _FLAG.sub(lambda found: named(found[1], found[0]), text)
-    return _VARIABLE.sub(lambda found: named(found[1].lower().replace("_", "-"), found[0]), text)
+    text = _FLAG.sub(lambda found: input_name(found[1], found[0]), text)
+    return _VARIABLE.sub(lambda found: input_name(found[1].lower().replace("_", "-"), found[0]), text)

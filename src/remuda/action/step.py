@@ -1,4 +1,4 @@
-"""One step of a workflow: inputs in, the command, then outputs, annotations and a summary."""
+"""The action's step: reads the inputs, runs the command, writes outputs, annotations and the summary."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from remuda.action.channel import Channel, write_outputs
-from remuda.action.inputs import SECRET_VARIABLES, SWITCHES, Inputs, as_inputs, read_inputs
-from remuda.action.summary import Failure, GivenBack, summary
+from remuda.action.channel import StepLog, write_outputs
+from remuda.action.inputs import SECRET_VARIABLES, SWITCHES, ActionInputs, as_inputs, read_inputs
+from remuda.action.summary import RolledBackInstance, StepFailure, summary
 from remuda.cli.output import ConsoleEventLog, Output
 from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, command
 from remuda.domain.errors import Interrupted, RemudaError
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 Mask = Callable[[str], None]
 
-#: GitHub shows ten of a kind for a step.
+#: GitHub shows at most ten annotations of each level per step.
 MAX_WARNINGS = 8
 
 
 class MaskingGitHub:
-    """GitHub, with every token that it mints hidden before anybody else sees it."""
+    """GitHub port that masks every token as soon as it is created."""
 
     def __init__(self, github: GitHub, mask: Mask) -> None:
         self._github = github
@@ -60,7 +60,7 @@ class MaskingGitHub:
 
 
 class MaskingStore:
-    """The store, with the pool's tokens hidden as soon as they are read."""
+    """Store port that masks the pool's tokens as soon as they are read."""
 
     def __init__(self, store: InstanceStore, mask: Mask) -> None:
         self._store = store
@@ -78,9 +78,9 @@ class MaskingStore:
 
 
 class LogOutput(Output):
-    """Lines for the log, as they come."""
+    """Output that writes every line to the step's log at once."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: StepLog) -> None:
         super().__init__(as_json=False)
         self.channel = channel
 
@@ -92,26 +92,26 @@ class LogOutput(Output):
 
 
 class StepOutput(Output):
-    """A command's output as a step's: lines for the log, and what the end of the step tells."""
+    """Output that collects the command's messages and results for the end of the step."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: StepLog) -> None:
         super().__init__(as_json=False)
         self.channel = channel
-        #: What the command says itself: told after the group, where nobody has to unfold it.
-        self.told: list[str] = []
+        #: Messages of the command, written after the collapsed log group so that they are visible.
+        self.messages: list[str] = []
         self.document: Mapping[str, Any] = {}
         self.failure: RemudaError | None = None
         self.warnings: list[str] = []
-        self.given_back: list[GivenBack] = []
+        self.rolled_back: list[RolledBackInstance] = []
 
     def say(self, text: str, *, style: str | None = None) -> None:  # noqa: ARG002 - a log has no styles
-        self.told.append(text)
+        self.messages.append(text)
 
     def show(self, renderable: Any) -> None:
-        """Nothing for a terminal: the summary has the tables."""
+        """Do nothing: the summary contains the tables."""
 
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
-        """As above."""
+        """Do nothing, as above."""
 
     def result(self, document: Mapping[str, Any]) -> None:
         self.document = document
@@ -130,22 +130,22 @@ class StepOutput(Output):
 
 
 class StepEventLog(ConsoleEventLog):
-    """Keeps what a rollback gives back: the summary lists it."""
+    """Event log that also collects the rolled back instances for the summary."""
 
     def __init__(self, output: StepOutput, clock: Clock) -> None:
         super().__init__(LogOutput(output.channel), clock)
         self._step = output
-        self._undoing = False
+        self._rolling_back = False
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
         super().record(action, why, **facts)
         if action == "rollback":
-            self._undoing = True
+            self._rolling_back = True
         elif action == "rollback-incomplete":
             self._step.warnings.append(why)
-        elif self._undoing and (facts.get("target") or action == "tombstone"):
-            self._step.given_back.append(
-                GivenBack(
+        elif self._rolling_back and (facts.get("target") or action == "tombstone"):
+            self._step.rolled_back.append(
+                RolledBackInstance(
                     instance_id=str(facts.get("instance_id", "")),
                     source=str(facts.get("source") or "launched"),
                     target=str(facts.get("target") or "terminating"),
@@ -153,10 +153,10 @@ class StepEventLog(ConsoleEventLog):
             )
 
 
-class _LogLines(logging.Handler):
-    """What libraries log is text from outside too."""
+class _StepLogHandler(logging.Handler):
+    """Writes log records of libraries to the step's log, because they may contain untrusted text."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: StepLog) -> None:
         super().__init__(logging.WARNING)
         self._channel = channel
 
@@ -165,15 +165,15 @@ class _LogLines(logging.Handler):
 
 
 def main(stream: TextIO | None = None) -> int:
-    channel = Channel(stream or _standard_output())
+    channel = StepLog(stream or _standard_output())
     inputs = read_inputs(os.environ)
-    # Before anything else: what is masked later may have been shown.
+    # Masked before anything is written.
     for secret in [*inputs.secrets(), *(os.environ.get(name, "") for name in SECRET_VARIABLES)]:
         channel.mask(secret)
-    logging.basicConfig(handlers=[_LogLines(channel)])
+    logging.basicConfig(handlers=[_StepLogHandler(channel)])
     output = StepOutput(channel)
     code = command(output, lambda: _run(inputs, output))
-    return _tell(inputs, output, code)
+    return _finish(inputs, output, code)
 
 
 def _standard_output() -> TextIO:
@@ -182,20 +182,20 @@ def _standard_output() -> TextIO:
     return sys.stdout
 
 
-def _run(inputs: Inputs, output: StepOutput) -> int:
+def _run(inputs: ActionInputs, output: StepOutput) -> int:
     mode, region = inputs.mode, inputs.region
     switches = {name: inputs.switch(name) for name in SWITCHES}
     if unused := inputs.unused():
         output.warnings.append(
-            f"mode {mode} does not use {', '.join(unused)}: leave it out, or give it to its own mode"
+            f"mode {mode} does not use {', '.join(unused)}: remove it, or set it for a mode that uses it"
         )
     if region:
         os.environ["AWS_REGION"] = region
-    # A file of the workspace may be anybody's: one is read only where it is named.
+    # A file in the workspace may come from a pull request, so it is read only if it is named explicitly.
     config = inputs.config or os.environ.get("REMUDA_CONFIG") or os.devnull
     flags = {**inputs.flags(), "backend": "aws"}
     with output.channel.grouped(f"remuda {mode}"):
-        from remuda.cli import commands  # noqa: PLC0415 - bad input need not wait for it
+        from remuda.cli import commands  # noqa: PLC0415 - slow to import; invalid inputs fail before
 
         if mode == "provision":
             return commands.run_provision(flags, config, output)
@@ -206,30 +206,30 @@ def _run(inputs: Inputs, output: StepOutput) -> int:
         return commands.run_scale_down_command(flags, config, output, dry_run=switches["dry-run"], every=None)
 
 
-def _tell(inputs: Inputs, output: StepOutput, code: int) -> int:
-    """Annotations, the summary, the outputs; the exit code of the step."""
+def _finish(inputs: ActionInputs, output: StepOutput, code: int) -> int:
+    """Write annotations, summary and outputs. Return the step's exit code."""
     mode = inputs.given.get("mode", "")[:20]
     failure = _failure(output, code)
-    for text in output.told:
+    for text in output.messages:
         output.channel.say(text)
     _annotate(f"remuda {mode}".strip(), output, failure)
     try:
-        page = summary(mode, output.document, failure, output.given_back)
-        _append(os.environ.get("GITHUB_STEP_SUMMARY"), output.channel.hidden(page))
+        page = summary(mode, output.document, failure, output.rolled_back)
+        _append(os.environ.get("GITHUB_STEP_SUMMARY"), output.channel.redact(page))
     except OSError as error:
-        output.channel.annotate("warning", f"the summary cannot be written: {error.strerror}", title="remuda")
+        output.channel.annotate("warning", f"cannot write the summary: {error.strerror}", title="remuda")
     if mode != "provision" or code != EXIT_OK:
         return code
     try:
         _write_outputs(output.document)
     except OSError as error:
-        message = f"the outputs cannot be written: {error.strerror}; release gives the runners back"
+        message = f"cannot write the outputs: {error.strerror}; run release to return the runners"
         output.channel.annotate("error", message, title="remuda provision")
         return EXIT_PARTIAL
     return code
 
 
-def _annotate(title: str, output: StepOutput, failure: Failure | None) -> None:
+def _annotate(title: str, output: StepOutput, failure: StepFailure | None) -> None:
     channel, document = output.channel, output.document
     warnings = [*output.warnings]
     warnings += [f"{name} is not released: {document['reasons'].get(name, '')}" for name in document.get("expired", ())]
@@ -239,16 +239,16 @@ def _annotate(title: str, output: StepOutput, failure: Failure | None) -> None:
     if len(warnings) > MAX_WARNINGS:
         channel.annotate("warning", f"and {len(warnings) - MAX_WARNINGS} more: see the log", title=title)
     if failure is not None:
-        channel.annotate("notice" if failure.interrupted else "error", failure.sentence, title=title)
+        channel.annotate("notice" if failure.interrupted else "error", failure.text, title=title)
 
 
-def _failure(output: StepOutput, code: int) -> Failure | None:
+def _failure(output: StepOutput, code: int) -> StepFailure | None:
     error = output.failure
     if error is None and code == EXIT_INTERRUPTED:
-        error = Interrupted("interrupted before anything was begun")
+        error = Interrupted("interrupted before the command started")
     if error is None:
         return None
-    return Failure(
+    return StepFailure(
         message=as_inputs(error.message),
         fix=as_inputs(error.fix),
         exit_code=error.exit_code,
@@ -257,14 +257,14 @@ def _failure(output: StepOutput, code: int) -> Failure | None:
 
 
 def _append(file: str | None, page: str) -> None:
-    """ExternalState a workflow there is no such file, and nothing to do."""
+    """Append to the summary file, if there is one. There is none outside of a workflow."""
     if file:
         with Path(file).open("a", encoding="utf-8") as out:
             out.write(page)
 
 
 def _write_outputs(document: Mapping[str, Any]) -> None:
-    from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415 - only a provision has outputs
+    from remuda.adapters.system.clock import SystemIds  # noqa: PLC0415 - only provision has outputs
 
     file = os.environ.get("GITHUB_OUTPUT")
     if not file:

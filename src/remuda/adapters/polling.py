@@ -1,6 +1,6 @@
-"""Waiting on a store that does not notify: one task looks for all who wait, and only while somebody does.
+"""Polling for stores without notifications: one task polls for all waiters, and only while there are waiters.
 
-How often it looks, and for whom, is each store's own.
+Each store decides the polling interval and what one poll reads.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ class Poller(ABC, Generic[W]):
         self._clock = clock
         self._ids = ids
         self._waiters: list[W] = []
-        self._nudged = False
-        self._poller: asyncio.Task[None] | None = None
-        self._nap: asyncio.Task[None] | None = None
+        self._woken = False
+        self._poll_task: asyncio.Task[None] | None = None
+        self._sleep_task: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def _poll(self) -> None:
-        """Look, answer, rest, until nobody waits any more."""
+        """Read, resolve the waiters, sleep; repeat until there are no waiters."""
 
     async def close(self) -> None:
         for waiter in self._waiters:
-            waiter.fail(Unavailable("the store was closed while somebody waited for a change"))
-        poller = self._stop()
-        if poller is not None:
+            waiter.fail(Unavailable("the store was closed during a wait for a change"))
+        poll_task = self._stop()
+        if poll_task is not None:
             with suppress(asyncio.CancelledError):
-                await poller
+                await poll_task
 
-    async def _answered(self, waiter: W, timeout_s: float) -> Any:
-        """`TimeoutError` where no answer came in time."""
+    async def _wait_for_answer(self, waiter: W, timeout_s: float) -> Any:
+        """Wait for the answer. Raises `TimeoutError` if there is none in time."""
         self._waiters.append(waiter)
-        if self._poller is None:
-            self._poller = asyncio.create_task(self._poll())
+        if self._poll_task is None:
+            self._poll_task = asyncio.create_task(self._poll())
         else:
             self._wake()
         try:
@@ -72,25 +72,25 @@ class Poller(ABC, Generic[W]):
                 self._stop()
 
     def _wake(self) -> None:
-        self._nudged = True
-        if self._nap is not None:
-            self._nap.cancel()
+        self._woken = True
+        if self._sleep_task is not None:
+            self._sleep_task.cancel()
 
     def _stop(self) -> asyncio.Task[None] | None:
-        poller, self._poller = self._poller, None
-        if poller is not None:
-            poller.cancel()
-        return poller
+        poll_task, self._poll_task = self._poll_task, None
+        if poll_task is not None:
+            poll_task.cancel()
+        return poll_task
 
-    async def _rest(self, seconds: float) -> None:
-        """A sleep that a nudge ends."""
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep until the time is over or `_wake` is called."""
         if seconds <= 0:
             return
-        nap = asyncio.create_task(self._clock.sleep(seconds))
-        self._nap = nap
+        sleep_task = asyncio.create_task(self._clock.sleep(seconds))
+        self._sleep_task = sleep_task
         try:
-            await asyncio.wait({nap})
+            await asyncio.wait({sleep_task})
         finally:
-            nap.cancel()
-            if self._nap is nap:
-                self._nap = None
+            sleep_task.cancel()
+            if self._sleep_task is sleep_task:
+                self._sleep_task = None

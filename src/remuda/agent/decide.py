@@ -1,6 +1,6 @@
-"""What an agent does next: a total function of the record, what is on disk and what runs.
+"""The agent's decision function: the next step from the record, the disk state and the running processes.
 
-Nothing here remembers how the agent got where it is, so a restart at any point goes on rightly.
+The decision depends on its arguments only, so an agent that restarts at any point continues correctly.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from enum import Enum
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import expired
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 
-#: How often a listener is started again, and a removal tried again, before the agent gives up.
+#: Starts of the listener before the agent signals a failure.
 MAX_STARTS = 5
+#: Failed removals of the registration before the agent signals a failure.
 MAX_REMOVALS = 5
 
-#: Exit codes of the listener after which a new start cannot help: terminal error, version refused.
+#: Exit codes of the listener after which a restart cannot help: terminal error, version refused.
 TERMINAL_EXITS = frozenset({1, 7})
 
 
-class Do(Enum):
+class AgentAction(Enum):
     WAIT = "wait"
     RUN_SCRIPT = "run the pre-runner script"
     CONFIGURE = "register"
@@ -36,116 +37,124 @@ class Do(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    do: Do
-    why: str
+class AgentStep:
+    action: AgentAction
+    #: For people; nothing reads it back.
+    reason: str
+    #: Set if and only if the action is SIGNAL.
     signal: Signal | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
-    """All that the decision rests on."""
+class Observation:
+    """The complete input of a decision."""
 
     record: Instance | None
     runner: RunnerState
-    script: Script
+    script: ScriptStatus
     now: datetime
     margin_s: float
     #: The last signal that this process wrote for the record's epoch.
     signalled: Signal | None = None
-    #: Failed starts and removals in this state, by this process.
+    #: Starts of the listener by this process since the record entered its state.
     starts: int = 0
+    #: Failed removals by this process since the record entered its state.
     removals: int = 0
 
 
-def next_step(view: View) -> Step:
-    record = view.record
+def next_step(seen: Observation) -> AgentStep:
+    record = seen.record
     if record is None:
-        if view.script is Script.PENDING:
-            return Step(do=Do.RUN_SCRIPT, why="the machine has booted")
+        if seen.script is ScriptStatus.PENDING:
+            return AgentStep(action=AgentAction.RUN_SCRIPT, reason="the machine has booted")
         return _wait("no record yet")
     if record.state in {State.TERMINATING, State.TERMINATED}:
-        return Step(do=Do.END, why=f"the record says {record.state}")
-    if expired(record.threshold, now=view.now, margin_s=view.margin_s):
-        return Step(do=Do.END, why=f"its time in {record.state} is up")
+        return AgentStep(action=AgentAction.END, reason=f"record state is {record.state}")
+    if expired(record.threshold, now=seen.now, margin_s=seen.margin_s):
+        return AgentStep(action=AgentAction.END, reason=f"threshold of state {record.state} passed")
     match record.state:
         case State.CREATED | State.CLAIMED:
-            return _register(view, record)
+            return _when_assigned(seen, record)
         case State.RUNNING:
-            return _run(view, record)
+            return _when_running(seen, record)
         case State.RELEASING:
-            return _release(view, record)
+            return _when_releasing(seen, record)
         case _:
             return _wait("idle, in the pool")
 
 
-def _wait(why: str) -> Step:
-    return Step(do=Do.WAIT, why=why)
+def _wait(reason: str) -> AgentStep:
+    return AgentStep(action=AgentAction.WAIT, reason=reason)
 
 
-def _signal(view: View, signal: Signal, why: str) -> Step:
-    if view.signalled is not None and view.signalled.rank >= signal.rank:
-        return _wait(f"{view.signalled} was signalled")
-    return Step(do=Do.SIGNAL, why=why, signal=signal)
+def _signal_once(seen: Observation, signal: Signal, reason: str) -> AgentStep:
+    """Signal unless this process already wrote a signal of the same or a higher rank."""
+    if seen.signalled is not None and seen.signalled.rank >= signal.rank:
+        return _wait(f"already signalled {seen.signalled}")
+    return AgentStep(action=AgentAction.SIGNAL, reason=reason, signal=signal)
 
 
-def _register(view: View, record: Instance) -> Step:
-    if view.script is Script.PENDING:
-        return Step(do=Do.RUN_SCRIPT, why="before the first registration")
-    if view.script is Script.FAILED:
-        return _signal(view, Signal.UD_FAILED, "the pre-runner script failed")
-    if view.signalled is not None and view.signalled.rank >= Signal.UD_REG_OK.rank:
-        return _wait("registered; the runner starts when the record says running")
+def _when_assigned(seen: Observation, record: Instance) -> AgentStep:
+    if seen.script is ScriptStatus.PENDING:
+        return AgentStep(action=AgentAction.RUN_SCRIPT, reason="required before the first registration")
+    if seen.script is ScriptStatus.FAILED:
+        return _signal_once(seen, Signal.UD_FAILED, "the pre-runner script failed")
+    if seen.signalled is not None and seen.signalled.rank >= Signal.UD_REG_OK.rank:
+        return _wait("registered; the runner starts when the record is running")
     if record.assignment is None:
-        return _signal(view, Signal.UD_REG_FAILED, "the record has no assignment")
-    if view.runner.listening:
-        return _signal(view, Signal.UD_REG_FAILED, "a runner of an earlier assignment is still up")
-    if view.runner.configured_as == record.assignment.runner_name:
-        return _signal(view, Signal.UD_REG_OK, "registered, runner off")
-    if view.runner.configured_as:
-        return _signal(view, Signal.UD_REG_FAILED, f"still registered as {view.runner.configured_as}")
-    return Step(do=Do.CONFIGURE, why=f"assigned to run {record.run_id}")
+        return _signal_once(seen, Signal.UD_REG_FAILED, "the record has no assignment")
+    if seen.runner.listening:
+        return _signal_once(seen, Signal.UD_REG_FAILED, "a runner of an earlier assignment is still listening")
+    if seen.runner.configured_as == record.assignment.runner_name:
+        return _signal_once(seen, Signal.UD_REG_OK, "registered, runner off")
+    if seen.runner.configured_as:
+        return _signal_once(seen, Signal.UD_REG_FAILED, f"still registered as {seen.runner.configured_as}")
+    return AgentStep(action=AgentAction.CONFIGURE, reason=f"assigned to run {record.run_id}")
 
 
-def _run(view: View, record: Instance) -> Step:
+def _when_running(seen: Observation, record: Instance) -> AgentStep:
     name = record.assignment.runner_name if record.assignment else ""
-    if view.signalled is Signal.UD_REG_FAILED:
-        return _wait("the runner failed; waiting to be ended")
-    if not name or view.runner.configured_as != name:
-        return _signal(view, Signal.UD_REG_FAILED, "not registered for this assignment")
-    if view.runner.listening:
-        return _wait("a job runs" if view.runner.busy else "listening for jobs")
-    if view.runner.spent and view.runner.refused:
-        return _signal(view, Signal.UD_REG_FAILED, f"its one job was not the run's: {view.runner.refused}")
-    if view.runner.spent:
-        return _wait("its one job is over; waiting to be released")
-    if view.runner.exit_code in TERMINAL_EXITS:
-        return _signal(view, Signal.UD_REG_FAILED, f"the runner ended for good (exit {view.runner.exit_code})")
-    if view.starts >= MAX_STARTS:
-        return _signal(view, Signal.UD_REG_FAILED, f"the runner ended {view.starts} times")
-    return Step(do=Do.START, why=f"committed to run {record.run_id}")
+    if seen.signalled is Signal.UD_REG_FAILED:
+        return _wait("the runner failed; waiting for termination")
+    if not name or seen.runner.configured_as != name:
+        return _signal_once(seen, Signal.UD_REG_FAILED, "not registered for this assignment")
+    if seen.runner.listening:
+        return _wait("a job is running" if seen.runner.busy else "listening for jobs")
+    if seen.runner.spent and seen.runner.refused:
+        return _signal_once(seen, Signal.UD_REG_FAILED, f"its only job belonged to another run: {seen.runner.refused}")
+    if seen.runner.spent:
+        return _wait("its only job has ended; waiting for release")
+    if seen.runner.exit_code in TERMINAL_EXITS:
+        return _signal_once(
+            seen, Signal.UD_REG_FAILED, f"the runner exited with the terminal code {seen.runner.exit_code}"
+        )
+    if seen.starts >= MAX_STARTS:
+        return _signal_once(seen, Signal.UD_REG_FAILED, f"the runner exited {seen.starts} times")
+    return AgentStep(action=AgentAction.START, reason=f"committed to run {record.run_id}")
 
 
-def _release(view: View, record: Instance) -> Step:
-    if view.signalled is not None and (
-        view.signalled is Signal.UD_REMOVE_REG_FAILED or view.signalled.rank >= Signal.UD_REMOVE_REG_REMOVE_RUN_OK.rank
+def _when_releasing(seen: Observation, record: Instance) -> AgentStep:
+    if seen.signalled is not None and (
+        seen.signalled is Signal.UD_REMOVE_REG_FAILED or seen.signalled.rank >= Signal.UD_REMOVE_REG_REMOVE_RUN_OK.rank
     ):
-        return _wait(f"{view.signalled} was signalled")
-    if view.runner.busy:
-        return _wait("a job runs; it may finish")
-    if view.runner.configured_as:
-        return _remove(view, record)
-    if view.runner.listening:
-        return Step(do=Do.STOP, why="its registration is gone")
-    if view.signalled is None or view.signalled.rank < Signal.UD_REMOVE_REG_OK.rank:
-        return Step(do=Do.SIGNAL, why="no registration is left", signal=Signal.UD_REMOVE_REG_OK)
-    return Step(do=Do.RESET, why="released")
+        return _wait(f"already signalled {seen.signalled}")
+    if seen.runner.busy:
+        return _wait("a job is running and may finish")
+    if seen.runner.configured_as:
+        return _remove(seen, record)
+    if seen.runner.listening:
+        return AgentStep(action=AgentAction.STOP, reason="its registration is removed")
+    if seen.signalled is None or seen.signalled.rank < Signal.UD_REMOVE_REG_OK.rank:
+        return AgentStep(
+            action=AgentAction.SIGNAL, reason="no registration on this machine", signal=Signal.UD_REMOVE_REG_OK
+        )
+    return AgentStep(action=AgentAction.RESET, reason="released")
 
 
-def _remove(view: View, record: Instance) -> Step:
+def _remove(seen: Observation, record: Instance) -> AgentStep:
     credential = record.assignment.credential if record.assignment else None
-    if view.removals >= MAX_REMOVALS:
-        return _signal(view, Signal.UD_REMOVE_REG_FAILED, f"removal failed {view.removals} times")
-    if credential is None or credential.expires_at <= view.now:
+    if seen.removals >= MAX_REMOVALS:
+        return _signal_once(seen, Signal.UD_REMOVE_REG_FAILED, f"removal failed {seen.removals} times")
+    if credential is None or credential.expires_at <= seen.now:
         return _wait("waiting for a removal credential")
-    return Step(do=Do.REMOVE, why="released")
+    return AgentStep(action=AgentAction.REMOVE, reason="released")

@@ -1,4 +1,4 @@
-"""The heartbeat: it rises only while the main loop is healthy, so that a hung agent looks dead."""
+"""The heartbeat, which is written only while the main loop makes progress: a hung agent counts as dead."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from remuda.ports.store import InstanceStore
 
 
 class Watchdog:
-    """What the main loop says of itself: what it does now will be over by then, or it hangs."""
+    """Time by which the main loop must report progress again. Past it, the agent is considered hung."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._until = 0.0
+        self._expires_at = 0.0
 
-    def works_for(self, limit_s: float) -> None:
-        self._until = self._clock.monotonic() + limit_s
+    def expect_progress_within(self, limit_s: float) -> None:
+        self._expires_at = self._clock.monotonic() + limit_s
 
     @property
     def healthy(self) -> bool:
-        return self._clock.monotonic() < self._until
+        return self._clock.monotonic() < self._expires_at
 
 
 class Heartbeat:
@@ -38,7 +38,7 @@ class Heartbeat:
         runner: RunnerSoftware,
         clock: Clock,
         event_log: EventLog,
-        vital: Watchdog,
+        watchdog: Watchdog,
         version: str,
         interval_s: float = HEARTBEAT_INTERVAL_S,
     ) -> None:
@@ -48,21 +48,21 @@ class Heartbeat:
         self._runner = runner
         self._clock = clock
         self._event_log = event_log
-        self._vital = vital
+        self._watchdog = watchdog
         self._version = version
         self._interval_s = interval_s
         self._notice = ""
         self._due = asyncio.Event()
 
-    def soon(self) -> None:
-        """Beat now: something that others wait for has changed."""
+    def beat_now(self) -> None:
+        """Write the next heartbeat at once, because a field that others wait for has changed."""
         self._due.set()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._due.clear()
-            if self._vital.healthy:
+            if self._watchdog.healthy:
                 await self._beat()
             alarm = loop.call_later(self._interval_s, self._due.set)
             try:
@@ -78,16 +78,16 @@ class Heartbeat:
                 at=self._clock.now(),
                 busy=runner.busy,
                 listening=runner.listening,
-                notice=await self._look_for_notice(),
+                notice=await self._spot_notice(),
                 version=self._version,
             )
         except RemudaError as error:
-            self._event_log.record("beat-failed", error.message)
+            self._event_log.record("heartbeat-failed", error.message)
 
-    async def _look_for_notice(self) -> str:
-        """What could not be asked is no reason to look dead; and a notice is never taken back."""
+    async def _spot_notice(self) -> str:
+        """Return the spot notice, or the last known one. A failed check does not stop the heartbeat."""
         try:
             self._notice = await self._machine.spot_notice() or self._notice
         except RemudaError as error:
-            self._event_log.record("notice-unknown", error.message)
+            self._event_log.record("spot-notice-failed", error.message)
         return self._notice

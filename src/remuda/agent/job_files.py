@@ -1,7 +1,7 @@
-"""Files of the agent's in a folder that jobs own, while their processes may still change it.
+"""Safe writes and removals in folders that jobs own and may change at the same time.
 
-All goes by the folder's descriptor, and nothing but a name is ever removed: whatever a job puts there, no link is
-followed and nothing elsewhere is touched.
+All functions work relative to the folder's descriptor and never follow links, so a job cannot redirect them to files
+outside the folder.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from remuda.agent.job_user import JobUser
 
-#: Never through a link in the folder's own place.
+#: O_NOFOLLOW: the folder itself must not be a symbolic link.
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """Its descriptor. The folders above must not be the jobs'."""
+    """Open the folder and yield its descriptor. Jobs must not be able to write to the parent folders."""
     descriptor = os.open(folder, FOLDER)
     try:
         yield descriptor
@@ -29,7 +29,7 @@ def opened(folder: Path) -> Iterator[int]:
 
 
 def drop(folder: int, name: str) -> None:
-    """Remove a file or a link. A folder is an error: emptying one that changes meanwhile is not for root."""
+    """Remove a file or a link. A folder is an error: root must not empty a folder that a job can change."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def drop(folder: int, name: str) -> None:
 
 
 def put(folder: int, name: str, content: bytes, *, mode: int, owner: JobUser | None = None) -> None:
-    """A new file in the place of whatever was there, but for a folder: that is an error."""
+    """Replace a file or a link by a new file. An existing folder is an error."""
     draft = f".{name}.new"
     drop(folder, draft)
     descriptor = os.open(draft, _NEW, mode, dir_fd=folder)

@@ -1,4 +1,4 @@
-"""The hook that every job meets first: it refuses those that are not of this machine's run and repository."""
+"""The job-started hook: refuses jobs that do not belong to the run and repository of this machine's assignment."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 
 STARTED = "ACTIONS_RUNNER_HOOK_JOB_STARTED"
-_NAMED = f"{STARTED}=".encode()
-#: What the listener reads in its folder before anything else. It wins over the environment that it is given.
+_STARTED_PREFIX = f"{STARTED}=".encode()
+#: Files in the listener's folder that override its environment.
 ENVIRONMENT_FILES = (".env", ".path")
-#: Where the path of a runner's address says nothing about repositories.
+#: First path segment of an enterprise URL, which names no owner or repository.
 ENTERPRISES = "enterprises"
-#: The name of the notes, wherever they are.
+#: Name of the file in which the hook lists refused jobs.
 REFUSED = ".remuda-refused"
 READABLE = 0o444
-MAX_NOTES_BYTES = 4096
+MAX_REFUSED_BYTES = 4096
+#: Refused jobs that the summary names; it counts the others.
 MAX_NAMED = 3
-_NOTE = re.compile(r"(?P<run>[\w.-]{1,64}) (?P<repository>[\w.-]{1,100}/[\w.-]{1,100})", re.ASCII)
+_REFUSED_LINE = re.compile(r"(?P<run>[\w.-]{1,64}) (?P<repository>[\w.-]{1,100}/[\w.-]{1,100})", re.ASCII)
 
 
 @cache
@@ -36,24 +37,27 @@ def _script() -> bytes:
 
 
 class JobHook:
-    """`folder` is the agent's own, and jobs can read it. `pristine` is the runner's software as no job has seen it.
-    `notes` is a file that the hook, a job's process, can write to: in a folder that each reset empties.
+    """Installs the hook and reads which jobs it refused.
+
+    `folder` holds the hook; the agent owns it and jobs can read it. `pristine` is the unmodified runner software.
+    `refused_file` is written by the hook, which runs as a job's process; it lies in a folder that each reset empties.
     """
 
-    def __init__(self, *, folder: Path, pristine: Path, notes: Path) -> None:
+    def __init__(self, *, folder: Path, pristine: Path, refused_file: Path) -> None:
         self._folder = folder
         self._pristine = pristine
-        self._notes = notes
+        self._refused_file = refused_file
 
     def put(self, assignment: Assignment, *, runner: Path, environment: Mapping[str, str]) -> dict[str, str]:
-        """Write it for the listener in the folder `runner`, which starts next; returns what its environment needs.
+        """Write the hook for the listener in the folder `runner`. Return the variables that the listener needs.
 
-        What the pool has for a hook of its own, in the `.env` of its image or in `environment`, is called by ours.
+        If the image's `.env` or `environment` names a hook, our hook calls it after its own check.
         """
-        theirs = self._restore(runner) or environment.get(STARTED, "")
-        lines = (assignment.labels[0] if assignment.labels else "", _repository(assignment), str(self._notes), theirs)
+        image_hook = self._restore_environment_files(runner) or environment.get(STARTED, "")
+        label = assignment.labels[0] if assignment.labels else ""
+        lines = (label, _repository(assignment), str(self._refused_file), image_hook)
         if any(not line.isprintable() for line in lines):
-            raise Unavailable("the assignment's labels or repository cannot be handed to the job-started hook")
+            raise Unavailable("the assignment's label or repository contains unprintable characters")
         script = self._folder / "job-started.sh"
         try:
             self._folder.mkdir(mode=0o755, exist_ok=True)
@@ -62,13 +66,13 @@ class JobHook:
                 job_files.put(folder, "assigned", "".join(f"{line}\n" for line in lines).encode(), mode=READABLE)
                 job_files.put(folder, script.name, _script(), mode=READABLE)
         except OSError as problem:
-            raise Unavailable(f"the job-started hook cannot be written: {problem}") from problem
+            raise Unavailable(f"cannot write the job-started hook: {problem}") from problem
         return {STARTED: str(script)}
 
     def refused(self) -> str:
-        """Who was turned away. The file is in a job's hands: it is read with care, and only what fits is told."""
-        notes = filter(None, map(_NOTE.fullmatch, self._lines()))
-        found = Counter(f"run {note['run']} of {note['repository']}" for note in notes)
+        """Return a summary of the refused jobs, or an empty string. Ignores malformed lines."""
+        lines = filter(None, map(_REFUSED_LINE.fullmatch, self._refused_lines()))
+        found = Counter(f"run {line['run']} of {line['repository']}" for line in lines)
         if not found:
             return ""
         shown = ", ".join(list(found)[:MAX_NAMED])
@@ -76,23 +80,23 @@ class JobHook:
         jobs = "1 foreign job" if found.total() == 1 else f"{found.total()} foreign jobs"
         return f"refused {jobs}: {shown}{more}"
 
-    def _lines(self) -> list[str]:
+    def _refused_lines(self) -> list[str]:
         try:
-            descriptor = os.open(self._notes, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(self._refused_file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return []
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 return []
-            return os.read(descriptor, MAX_NOTES_BYTES).decode(errors="replace").splitlines()
+            return os.read(descriptor, MAX_REFUSED_BYTES).decode(errors="replace").splitlines()
         finally:
             os.close(descriptor)
 
-    def _restore(self, runner: Path) -> str:
-        """Give the listener the pristine files, without a hook in them: an earlier job of the run may have changed
-        them, and its processes may still do. Returns the hook that was named there.
+    def _restore_environment_files(self, runner: Path) -> str:
+        """Restore the pristine environment files without their hook variable, because an earlier job of the run may
+        have changed them. Return the hook that the pristine files name.
         """
-        theirs = ""
+        image_hook = ""
         try:
             with job_files.opened(runner) as folder:
                 for name in ENVIRONMENT_FILES:
@@ -101,17 +105,18 @@ class JobHook:
                         job_files.drop(folder, name)
                         continue
                     lines = source.read_bytes().splitlines(keepends=True)
-                    named = [line for line in lines if line.startswith(_NAMED)]
-                    theirs = os.fsdecode(named[-1].removeprefix(_NAMED).strip()) if named else theirs
+                    named = [line for line in lines if line.startswith(_STARTED_PREFIX)]
+                    if named:
+                        image_hook = os.fsdecode(named[-1].removeprefix(_STARTED_PREFIX).strip())
                     kept = b"".join(line for line in lines if line not in named)
                     job_files.put(folder, name, kept, mode=stat.S_IMODE(source.stat().st_mode))
         except OSError as problem:
-            raise Unavailable(f"the listener's environment cannot be restored: {problem}") from problem
-        return theirs
+            raise Unavailable(f"cannot restore the listener's environment files: {problem}") from problem
+        return image_hook
 
 
 def _repository(assignment: Assignment) -> str:
-    """owner/name; `owner/` for all of an owner's; empty where the runner's address names neither."""
+    """Return `owner/name`, `owner/` for all repositories of an owner, or an empty string for an enterprise."""
     if assignment.repository:
         return assignment.repository.lower()
     parts = [part for part in urlsplit(assignment.url).path.lower().split("/") if part]

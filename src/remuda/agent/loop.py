@@ -1,4 +1,4 @@
-"""The agent: observe, decide, act, wait for the next event."""
+"""The agent's main loop: read the record, decide, act, wait for the next event."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from remuda.agent.decide import Do, Step, View, next_step
-from remuda.agent.expiry import Lifetime
+from remuda.agent.decide import AgentAction, AgentStep, Observation, next_step
+from remuda.agent.expiry import Expiry
 from remuda.agent.heartbeat import Heartbeat, Watchdog
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal, with_took
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import BoundEventLog, EventLog
-from remuda.ports.machine import Identity, Machine, Script
-from remuda.ports.runner import Removal, RunnerSoftware, RunnerState
+from remuda.ports.machine import Identity, Machine, ScriptStatus
+from remuda.ports.runner import RemovalStatus, RunnerSoftware, RunnerState
 from remuda.ports.store import InstanceStore
 
 T = TypeVar("T")
 
-#: How long each step may take before the heartbeat stops.
+#: Seconds that the pre-runner script, and any other step, may take before the heartbeat stops.
 SCRIPT_LIMIT_S = 3_600.0
 STEP_LIMIT_S = 180.0
-#: How old what was read may be when a step begins: no older than where the agent had waited instead.
-FRESH_S = 0.2
-#: The longest wait without a look around, and how late its end may be before the heartbeat stops. A clock that steps
-#: forward meanwhile makes a threshold pass unseen for so long: the dead-man timer and the sweeps cover that.
+#: Maximum age in seconds of the record at the start of a step. An older record is read again first.
+MAX_RECORD_AGE_S = 0.2
+#: Longest wait without reading the record. If the clock is set forward during a wait, the agent notices a passed
+#: threshold only afterwards; the dead-man timer and the sweeps cover that time.
 WAIT_LIMIT_S = 120.0
+#: Seconds that a wait may overrun before the heartbeat stops.
 WAIT_GRACE_S = 90.0
-#: After a failure: the first and the longest pause.
+#: First and longest pause in seconds after a failure.
 BACKOFF_FIRST_S = 0.2
 BACKOFF_LAST_S = 5.0
 MAX_DOUBLINGS = 10
-#: A removal that was refused because a job runs is tried again after so long, unless the job ends before.
+#: Seconds until a removal that GitHub rejected because of a running job is tried again, unless the job ends earlier.
 BUSY_PAUSE_S = 1.0
 
 
@@ -55,29 +56,34 @@ class Agent:
         self._runner = runner
         self._clock = clock
         self._ids = ids
-        #: Every event says which assignment it belongs to.
+        #: Adds the instance, epoch and run to every event.
         self._event_log = BoundEventLog(event_log)
         self._version = version
-        self._vital = Watchdog(clock)
+        self._watchdog = Watchdog(clock)
+        #: The last signal that was written, with its epoch.
         self._signalled: tuple[int, Signal] | None = None
+        #: Epoch and state of the record at the last decision. The counters below restart when it changes.
         self._position: tuple[int, State] | None = None
         self._starts = 0
+        #: Removals that failed on our side.
         self._removals = 0
-        #: All that did not succeed, whosever fault it was.
-        self._tries = 0
+        #: All unsuccessful removals, including those that did not reach GitHub.
+        self._removal_attempts = 0
+        #: Seconds that the machine has worked on the current release.
         self._release_s = 0.0
+        #: Limit for the next wait, or 0 for none.
         self._pause_s = 0.0
-        #: When the record was last read.
-        self._looked_at = 0.0
-        #: Steps that failed one after the other, whatever they were.
+        #: Monotonic time of the last read of the record.
+        self._record_read_at = 0.0
+        #: Consecutive failed steps.
         self._failures = 0
 
     async def run(self) -> str:
-        """Live until the end; returns why it came."""
-        self._vital.works_for(STEP_LIMIT_S)
+        """Run until the machine must end, and end it. Return the reason."""
+        self._watchdog.expect_progress_within(STEP_LIMIT_S)
         identity = await self._machine.identity()
         self._event_log.facts["instance_id"] = identity.instance_id
-        lifetime = Lifetime(machine=self._machine, clock=self._clock, margin_s=identity.margin_s)
+        expiry = Expiry(machine=self._machine, clock=self._clock, margin_s=identity.margin_s)
         heartbeat = Heartbeat(
             instance_id=identity.instance_id,
             store=self._store,
@@ -85,172 +91,169 @@ class Agent:
             runner=self._runner,
             clock=self._clock,
             event_log=self._event_log,
-            vital=self._vital,
+            watchdog=self._watchdog,
             version=self._version,
         )
-        beating = asyncio.create_task(heartbeat.run())
+        heartbeat_task = asyncio.create_task(heartbeat.run())
         try:
-            why = await self._live(identity, lifetime, heartbeat)
+            reason = await self._run_until_end(identity, expiry, heartbeat)
         finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
-        self._event_log.record("end", why)
-        await self._machine.end(why)
-        return why
+            heartbeat_task.cancel()
+            await asyncio.gather(heartbeat_task, return_exceptions=True)
+        self._event_log.record("end", reason)
+        await self._machine.end(reason)
+        return reason
 
-    async def _live(self, identity: Identity, lifetime: Lifetime, heartbeat: Heartbeat) -> str:
+    async def _run_until_end(self, identity: Identity, expiry: Expiry, heartbeat: Heartbeat) -> str:
         record: Instance | None = None
         reachable = False
         while True:
-            self._vital.works_for(STEP_LIMIT_S)
+            self._watchdog.expect_progress_within(STEP_LIMIT_S)
             try:
                 if not reachable:
-                    record = await self._look(identity)
+                    record = await self._read_record(identity)
                     reachable = True
-                step, runner = self._decide(identity, record, lifetime)
-                if step.do is Do.WAIT:
-                    record = await self._wait(identity, record, runner, lifetime, heartbeat)
+                step, runner = self._decide(identity, record, expiry)
+                if step.action is AgentAction.WAIT:
+                    record = await self._wait(identity, record, runner, expiry, heartbeat)
                     continue
-                if self._clock.monotonic() - self._looked_at > FRESH_S:
-                    # The last step took time, or the runner woke it: look again before the next step.
-                    record = await self._look(identity)
+                if self._clock.monotonic() - self._record_read_at > MAX_RECORD_AGE_S:
+                    # The last step took time, or a change of the runner ended the wait.
+                    record = await self._read_record(identity)
                     continue
-                if step.do is Do.END:
-                    fresh = await self._look(identity)
+                if step.action is AgentAction.END:
+                    # Ending is irreversible: do it only if the record is still the one that was decided on.
+                    fresh = await self._read_record(identity)
                     if fresh == record:
-                        return step.why
+                        return step.reason
                     record = fresh
                     continue
                 await self._act(record, step)
-                # A signal is a write of its own: a beat tells what it does not.
-                if _beats_tell(self._runner.state()) != _beats_tell(runner):
-                    heartbeat.soon()
+                # A signal does not carry these fields, so a change of them needs a heartbeat.
+                if _heartbeat_fields(self._runner.state()) != _heartbeat_fields(runner):
+                    heartbeat.beat_now()
                 self._failures = 0
             except RemudaError as error:
                 self._event_log.record("step-failed", error.message)
-                if lifetime.is_over():
-                    return "its time is up and the store cannot be read"
+                if expiry.has_passed():
+                    return "threshold passed and the store is unreachable"
                 reachable = False
                 self._failures += 1
                 await self._back_off(self._failures)
 
-    async def _look(self, identity: Identity) -> Instance | None:
+    async def _read_record(self, identity: Identity) -> Instance | None:
         record = await self._store.get(identity.instance_id)
-        self._looked_at = self._clock.monotonic()
+        self._record_read_at = self._clock.monotonic()
         return record
 
-    def _decide(self, identity: Identity, record: Instance | None, lifetime: Lifetime) -> tuple[Step, RunnerState]:
+    def _decide(self, identity: Identity, record: Instance | None, expiry: Expiry) -> tuple[AgentStep, RunnerState]:
         runner = self._runner.state()
         signalled = None
         if record is not None:
-            lifetime.observe(record)
+            expiry.observe(record)
             if self._position != (record.epoch, record.state):
                 self._position = (record.epoch, record.state)
-                self._starts = self._removals = self._tries = 0
+                self._starts = self._removals = self._removal_attempts = 0
                 self._release_s = 0.0
-                # A release is still about the run that it ends.
+                # A record in release has no run any more; its events belong to the run that it served last.
                 run_id = record.last_run_id if record.state is State.RELEASING else record.run_id
                 self._event_log.facts |= {"epoch": record.epoch, "run_id": run_id}
-                self._event_log.record("state", f"the record says {record.state}")
+                self._event_log.record("state", f"record state is {record.state}")
             if self._signalled is not None and self._signalled[0] == record.epoch:
                 signalled = self._signalled[1]
-        elif lifetime.is_over():
-            return Step(do=Do.END, why="its time is up and its record is gone"), runner
-        view = View(
+        elif expiry.has_passed():
+            return AgentStep(action=AgentAction.END, reason="threshold passed and the record is gone"), runner
+        observation = Observation(
             record=record,
             runner=runner,
-            script=self._machine.recall().script,
+            script=self._machine.load().script,
             now=self._clock.now(),
             margin_s=identity.margin_s,
             signalled=signalled,
             starts=self._starts,
             removals=self._removals,
         )
-        return next_step(view), runner
+        return next_step(observation), runner
 
     async def _wait(
         self,
         identity: Identity,
         record: Instance | None,
         runner: RunnerState,
-        lifetime: Lifetime,
+        expiry: Expiry,
         heartbeat: Heartbeat,
     ) -> Instance | None:
-        """Until the record or the runner changes, or time is up."""
-        left_s = lifetime.seconds_left(record)
+        """Wait until the record or the runner changes, or the threshold passes. Return the latest record."""
+        left_s = expiry.seconds_left(record)
         timeout_s = WAIT_LIMIT_S if left_s is None else min(WAIT_LIMIT_S, max(0.0, left_s) + 0.001)
         if self._pause_s:
             timeout_s, self._pause_s = min(timeout_s, self._pause_s), 0.0
-        self._vital.works_for(timeout_s + WAIT_GRACE_S)
+        self._watchdog.expect_progress_within(timeout_s + WAIT_GRACE_S)
         control = asyncio.create_task(
-            # While a job runs nothing that the record may say can be done; its end is the runner's news.
+            # A running job is never interrupted, so the record can wait; the runner reports the end of the job.
             self._store.wait_for_control(identity.instance_id, record, timeout_s, urgent=not runner.busy)
         )
         local = asyncio.create_task(self._runner.wait_for_change(runner, timeout_s))
         try:
             await asyncio.wait({control, local}, return_when=asyncio.FIRST_COMPLETED)
             if local.done() and local.result() != runner:
-                heartbeat.soon()
+                heartbeat.beat_now()
             if not control.done():
                 return record
-            self._looked_at = self._clock.monotonic()
+            self._record_read_at = self._clock.monotonic()
             return control.result()
         finally:
             for task in (control, local):
                 task.cancel()
             await asyncio.gather(control, local, return_exceptions=True)
 
-    async def _act(self, record: Instance | None, step: Step) -> None:
-        self._event_log.record("step", step.why, do=step.do.value)
-        if step.do is Do.RUN_SCRIPT:
+    async def _act(self, record: Instance | None, step: AgentStep) -> None:
+        self._event_log.record("step", step.reason, step=step.action.value)
+        if step.action is AgentAction.RUN_SCRIPT:
             await self._run_script(record)
         elif record is None:
             return
-        elif step.do is Do.SIGNAL and step.signal is not None:
-            told = self._machine.recall().script_detail if step.signal is Signal.UD_FAILED else ""
-            await self._signal(record, step.signal, told or step.why)
-        elif step.do is Do.CONFIGURE and record.assignment is not None:
+        elif step.action is AgentAction.SIGNAL and step.signal is not None:
+            script_detail = self._machine.load().script_detail if step.signal is Signal.UD_FAILED else ""
+            await self._signal(record, step.signal, script_detail or step.reason)
+        elif step.action is AgentAction.CONFIGURE and record.assignment is not None:
             started = self._clock.monotonic()
             outcome = await self._runner.configure(record.assignment)
             signal = Signal.UD_REG_OK if outcome.ok else Signal.UD_REG_FAILED
             await self._signal(record, signal, outcome.detail, took_s=self._clock.monotonic() - started)
-        elif step.do is Do.START and record.assignment is not None:
+        elif step.action is AgentAction.START and record.assignment is not None:
             if self._starts:
                 await self._back_off(self._starts)
             self._starts += 1
             await self._runner.start(record.assignment)
-        elif step.do is Do.REMOVE:
+        elif step.action is AgentAction.REMOVE:
             await self._timed_release(self._remove(record))
-        elif step.do is Do.STOP:
+        elif step.action is AgentAction.STOP:
             await self._timed_release(self._runner.stop())
-        elif step.do is Do.RESET:
-            refused = self._note_refused()
+        elif step.action is AgentAction.RESET:
+            # Read before the reset, which deletes the list of refused jobs.
+            refused = self._runner.refused()
+            if refused:
+                self._event_log.record("job-refused", refused)
+                refused = f"{refused}; "
             outcome = await self._timed_release(self._machine.reset())
-            self._event_log.record("reset", outcome.detail or step.why, ok=outcome.ok, **_facts(outcome.found))
+            self._event_log.record("reset", outcome.detail or step.reason, ok=outcome.ok, **_facts(outcome.found))
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
             await self._signal(record, signal, f"{refused}{outcome.detail}", took_s=self._release_s)
 
-    def _note_refused(self) -> str:
-        """Before the reset, which takes the notes away."""
-        refused = self._runner.refused()
-        if not refused:
-            return ""
-        self._event_log.record("job-refused", refused)
-        return f"{refused}; "
-
     async def _timed_release(self, work: Awaitable[T]) -> T:
-        """A release is several steps; what they take together is the machine's own part of it."""
+        """Add the duration of one step of a release to the total."""
         started = self._clock.monotonic()
         result = await work
         self._release_s += self._clock.monotonic() - started
         return result
 
     async def _run_script(self, record: Instance | None) -> None:
-        self._vital.works_for(SCRIPT_LIMIT_S)
+        self._watchdog.expect_progress_within(SCRIPT_LIMIT_S)
         outcome = await self._machine.run_script(SCRIPT_LIMIT_S)
-        script = Script.OK if outcome.ok else Script.FAILED
-        self._machine.remember(replace(self._machine.recall(), script=script, script_detail=outcome.detail))
+        script = ScriptStatus.OK if outcome.ok else ScriptStatus.FAILED
+        self._machine.save(replace(self._machine.load(), script=script, script_detail=outcome.detail))
         if record is not None:
             await self._signal(record, Signal.UD_OK if outcome.ok else Signal.UD_FAILED, outcome.detail)
 
@@ -258,15 +261,15 @@ class Agent:
         if record.assignment is None:
             return
         removal, detail = await self._runner.remove(record.assignment)
-        if removal is Removal.BUSY:
+        if removal is RemovalStatus.BUSY:
             self._pause_s = BUSY_PAUSE_S
             await self._runner.wait_for_change(self._runner.state(), BUSY_PAUSE_S)
-        elif removal in {Removal.FAILED, Removal.UNREACHABLE}:
+        elif removal in {RemovalStatus.FAILED, RemovalStatus.UNREACHABLE}:
             self._event_log.record("removal-failed", detail)
-            self._tries += 1
-            # Its threshold limits how often a github that does not answer is asked again.
-            self._removals += removal is Removal.FAILED
-            await self._back_off(self._tries)
+            self._removal_attempts += 1
+            # Only the threshold limits the retries while GitHub is unreachable.
+            self._removals += removal is RemovalStatus.FAILED
+            await self._back_off(self._removal_attempts)
 
     async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:
         if took_s is not None:
@@ -274,8 +277,8 @@ class Agent:
         try:
             await self._store.write_signal(record.instance_id, epoch=record.epoch, signal=signal, detail=detail)
         except Conflict as conflict:
-            # A later signal is there already, written before a restart: that one stands.
-            self._event_log.record("signal-refused", conflict.message, signal=signal.value)
+            # A later signal was written before a restart of the agent; it stays.
+            self._event_log.record("signal-rejected", conflict.message, signal=signal.value)
         self._signalled = (record.epoch, signal)
 
     async def _back_off(self, failures: int) -> None:
@@ -283,7 +286,7 @@ class Agent:
         await self._clock.sleep(pause_s * (0.5 + self._ids.jitter() / 2))
 
 
-def _beats_tell(runner: RunnerState) -> tuple[bool, bool]:
+def _heartbeat_fields(runner: RunnerState) -> tuple[bool, bool]:
     return runner.busy, runner.listening
 
 

@@ -1,4 +1,4 @@
-"""The folders of a machine whose agent is root: the agent's own, and those of jobs."""
+"""Folders of a machine whose agent runs as root: the agent's private folders and those of jobs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from remuda.agent.job_user import JobUser
 from remuda.agent.reset import PRIVATE, erase
 from remuda.domain.errors import Unavailable, UserError
 
-#: Jobs must get through to their folders, and may not put anything beside them.
+#: Jobs can traverse this folder to reach theirs, but cannot create files in it.
 PASSABLE = 0o711
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineFolders:
-    #: Only root may look.
+    #: Readable by root only.
     state: Path
-    #: Root's, with the jobs' folders in it.
+    #: Owned by root; contains the jobs' folders.
     jobs: Path
-    #: The runner's software as it was before any job: root's, for all to read.
+    #: The unmodified runner software: owned by root, readable by all.
     pristine: Path
     user: JobUser
 
@@ -40,7 +40,7 @@ class MachineFolders:
 
     @property
     def hook(self) -> Path:
-        """Root's, for jobs to run."""
+        """Owned by root; jobs execute the hook in it."""
         return self.jobs / "hook"
 
     @property
@@ -49,12 +49,12 @@ class MachineFolders:
 
     @property
     def shared_places(self) -> Path:
-        """Where jobs may write among what is not theirs, as it was before them."""
+        """Record of the writable system paths as they were before any job."""
         return self.state / "shared-places.json"
 
     @property
     def registrar(self) -> Path:
-        """Beside the pristine one: so both can be the same files."""
+        """Next to the pristine folder, so that hard links between the two are possible."""
         return self.pristine.with_name("registrar")
 
     @property
@@ -69,44 +69,44 @@ class MachineFolders:
                 folder.chmod(mode)
             self.user.home.parent.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise Unavailable(f"the machine's folders cannot be made: {problem}") from problem
+            raise Unavailable(f"cannot create the machine's folders: {problem}") from problem
 
     def _check_home(self) -> None:
-        """It is emptied with every reset: so it must not be anybody else's."""
+        """Check that the home folder belongs to the job user, because each reset empties it."""
         home = self.user.home
         try:
             place = home.lstat()
         except FileNotFoundError:
             return
-        # A reset that was cut has made it, and not handed it over yet.
+        # An interrupted reset creates the folder as root before it changes the owner.
         is_new = place.st_uid == 0 and stat.S_ISDIR(place.st_mode) and not any(home.iterdir())
         if home == home.parent or (place.st_uid != self.user.uid and not is_new):
             raise UserError(
-                f"the home of {self.user.name} is {home}, which is not its own",
-                fix=f"give {self.user.name} a home of its own in the image, or let the bootstrap make the user",
+                f"the home folder {home} does not belong to the user {self.user.name}",
+                fix=f"give {self.user.name} a separate home folder in the image, or let the bootstrap create the user",
             )
 
     def make_registrar(self) -> None:
-        """The runner's software once more, for root alone. It costs no space: the files are the pristine ones."""
+        """Make a copy of the runner software that only root can read. Hard links to the pristine files save space."""
         try:
             erase(self.registrar.parent.resolve() / self.registrar.name)
-            shutil.copytree(self.pristine, self.registrar, symlinks=True, copy_function=_linked)
+            shutil.copytree(self.pristine, self.registrar, symlinks=True, copy_function=_link_or_copy)
             self.registrar.chmod(PRIVATE)
         except (OSError, shutil.Error) as problem:
-            raise Unavailable(f"{self.registrar} cannot be made: {problem}") from problem
+            raise Unavailable(f"cannot create {self.registrar}: {problem}") from problem
 
-    def are_of(self, instance_id: str) -> bool:
-        """Whether the folders are ready, and this machine's: an image may have been made of a machine in use."""
+    def belong_to(self, instance_id: str) -> bool:
+        """Whether the folders are ready for this machine. They are not if the image was made from a used machine."""
         try:
             return self._owner_file.read_text(encoding="utf-8").strip() == instance_id
         except (OSError, ValueError):
             return False
 
-    def are_now_of(self, instance_id: str) -> None:
+    def assign_to(self, instance_id: str) -> None:
         self._owner_file.write_text(f"{instance_id}\n", encoding="utf-8")
 
 
-def _linked(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""A machine's processes: finding them, running commands, and the end of a part of the tree."""
+"""Processes of a machine: lookup, commands with a time limit, and killing all processes of a tree or a user."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from typing import Any
 from remuda import procfs
 from remuda.agent.job_user import JobUser
 from remuda.ports.clock import Clock
-from remuda.procfs import Process, descendants, look, table
+from remuda.procfs import Process, all_processes, descendants, read_process
 
+#: Seconds until killing gives up on processes that do not end.
 KILL_LIMIT_S = 10.0
-#: How long one killed process may take to be gone before the next look.
+#: Seconds to wait for the end of one killed process before /proc is read again.
 KILL_PAUSE_S = 0.1
 SIGNAL_LIMIT_S = 5.0
-#: The end of a command's output that is kept.
+#: Bytes kept from the end of a command's output.
 MAX_OUTPUT_BYTES = 64 * 1024
-#: Empty looks in a row that prove the end: a process whose parent ended during a look is not seen by it.
-EMPTY_LOOKS = 2
+#: Consecutive empty scans that prove that no process is left. One scan can miss a process whose parent ends during it.
+EMPTY_SCANS = 2
 _PROC = Path("/proc")
 
 
@@ -40,19 +41,19 @@ def _with_ancestors(pid: int, processes: Mapping[int, Process]) -> set[int]:
 
 
 def children(pid: int) -> list[Process]:
-    """Direct ones, without a look at everybody where the kernel lists them."""
+    """Return the direct children. Reads only their entries if the kernel provides the list of children."""
     try:
         lists = [path.read_text() for path in (_PROC / str(pid) / "task").glob("*/children")]
     except OSError:
         return []
     if not lists:
-        return [process for process in table().values() if process.ppid == pid]
-    found = (look(int(number)) for text in lists for number in text.split())
+        return [process for process in all_processes().values() if process.ppid == pid]
+    found = (read_process(int(number)) for text in lists for number in text.split())
     return [process for process in found if process is not None]
 
 
 def command(pid: int) -> tuple[str, ...]:
-    """Its command line; empty where it cannot be read."""
+    """Return the command line, or an empty tuple if it cannot be read."""
     try:
         text = (_PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -61,74 +62,73 @@ def command(pid: int) -> tuple[str, ...]:
 
 
 def program_name(pid: int) -> str:
-    """What it is told by: its program's name. Its arguments may hold a secret, and what is told is kept."""
+    """Return the program name for reports. Arguments are left out because they may contain secrets."""
     try:
         return os.fsdecode((_PROC / str(pid) / "comm").read_bytes()).strip() or f"process {pid}"
     except OSError:
         return f"process {pid}"
 
 
-def running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
-    """Those that run this program, by themselves or through an interpreter."""
+def find_running(program: Path, processes: Iterable[Process]) -> Iterator[Process]:
+    """Yield the processes that run this program, directly or through an interpreter."""
     for process in processes:
         if str(program) in command(process.pid)[:3]:
             yield process
 
 
-def as_user(user: JobUser | None) -> dict[str, Any]:
-    """For the start of a process: as this user and nothing else, with none of the agent's groups."""
+def user_arguments(user: JobUser | None) -> dict[str, Any]:
+    """Return the `Popen` arguments to run a process as this user, without the agent's groups."""
     return {} if user is None else {"user": user.uid, "group": user.gid, "extra_groups": []}
 
 
-def may_run_out_of_memory(pid: int) -> None:
-    """The kernel spares the agent when memory runs out. What it starts would be spared as well."""
+def reset_oom_score(pid: int) -> None:
+    """Let the kernel kill this process if memory runs out. It would inherit the agent's protection otherwise."""
     with contextlib.suppress(OSError):
         (_PROC / str(pid) / "oom_score_adj").write_text("0")
 
 
-def leave_no_core_dumps() -> None:
-    """Neither this process, which holds tokens, nor what it starts, jobs for one. None of them can undo it: the limit
-    is one for good.
-    """
+def disable_core_dumps() -> None:
+    """Disable core dumps for this process, which holds tokens, and its children. The hard limit cannot be raised."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def send(process: Process, number: signal.Signals) -> int | None:
-    return procfs.send(process.pid, process.started, number)
+def send_signal(process: Process, number: signal.Signals) -> int | None:
+    return procfs.send_signal(process.pid, process.started, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Killing:
-    #: By the names of their programs.
+class KillResult:
+    #: Program names.
     killed: tuple[str, ...]
     left: tuple[Process, ...]
 
 
-def kill_all(root: int, *, keep: Collection[int], clock: Clock, limit_s: float = KILL_LIMIT_S) -> Killing:
-    """SIGKILL all descendants of `root` but those in `keep`, until none is left or the time is over. Blocks.
-    What stands between `root` and those to keep is kept as well: an interpreter, a wrapper.
+def kill_descendants(root: int, *, keep: Collection[int], clock: Clock, limit_s: float = KILL_LIMIT_S) -> KillResult:
+    """Kill all descendants of `root` except those in `keep` until none is left or the time limit is reached. Blocks.
 
-    Complete where `root` adopts the orphans below it (a subreaper): then nothing can leave its tree, neither by a
-    second fork nor by a session of its own nor by another environment.
+    The processes between `root` and the kept ones (interpreters, wrappers) are kept, too. If `root` is a subreaper, no
+    process can escape: neither a double fork nor a new session nor a changed environment removes it from the tree.
     """
 
     def find() -> list[Process]:
-        present = table()
+        present = all_processes()
         kept = {above for pid in keep for above in _with_ancestors(pid, present)}
         return [process for process in descendants(root, present) if process.pid not in kept]
 
     return _kill_until_none(find, kill, clock=clock, limit_s=limit_s)
 
 
-def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> Killing:
-    """SIGKILL all that a user runs, until nothing is left or the time is over. Blocks. Needs root.
+def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> KillResult:
+    """Kill all processes of a user until none is left or the time limit is reached. Blocks. Needs root.
 
-    Whose a process is survives forks, sessions, another environment and another parent. One signal to all at once is
-    what a process that forks all the time cannot outrun; each by itself is what none of them can prevent.
+    A process cannot change its user by forking, by a new session or by a new parent. One signal to all processes at
+    once stops a fork bomb; one signal per process reaches those that the first one missed.
     """
 
     def find() -> list[Process]:
-        return [process for process in table().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))]
+        return [
+            process for process in all_processes().values() if any(map(user.is_one_of_its, procfs.users(process.pid)))
+        ]
 
     def end(found: Sequence[Process]) -> None:
         _signal_all_of(user)
@@ -137,8 +137,8 @@ def kill_user(user: JobUser, *, clock: Clock, limit_s: float = KILL_LIMIT_S) -> 
     return _kill_until_none(find, end, clock=clock, limit_s=limit_s)
 
 
-#: Not by another program after the change of user: that could not be started where the user has as many processes as it
-#: may have. What is imported is so before, from where the user may not look.
+#: The same process changes its user and runs the code: starting another program would fail at the user's process
+#: limit. Modules are imported before the change because the user may not be able to read them.
 _BECOME = """
 import os, sys{more}
 uid, gid = map(int, sys.argv[1:3])
@@ -151,7 +151,7 @@ os.setresuid(uid, uid, uid)
 def run_as(
     user: JobUser, code: str, *arguments: str, limit_s: float, modules: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Python code in a process that has become the user, with these modules. Needs root; fails as `subprocess.run`."""
+    """Run Python code as the user, with these modules imported. Needs root. Raises what `subprocess.run` raises."""
     become = _BECOME.format(more="".join(f", {module}" for module in modules))
     return subprocess.run(
         [sys.executable, "-ISc", become + code, str(user.uid), str(user.gid), *arguments],
@@ -166,27 +166,27 @@ def run_as(
 
 
 def _signal_all_of(user: JobUser) -> None:
-    """All that it may signal: nobody but its own. Where nobody is left, that is said and not listened to."""
+    """Send SIGKILL from a process of the user to all processes it may signal. Errors are ignored: none may be left."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         run_as(user, "os.kill(-1, 9)", limit_s=SIGNAL_LIMIT_S)
 
 
 def _kill_until_none(
     find: Callable[[], list[Process]], end: Callable[[Sequence[Process]], None], *, clock: Clock, limit_s: float
-) -> Killing:
+) -> KillResult:
     limit = clock.monotonic() + limit_s
     killed: dict[Process, str] = {}
     empty = 0
     while True:
         found = find()
         empty = 0 if found else empty + 1
-        if empty == EMPTY_LOOKS:
-            return Killing(killed=tuple(killed.values()), left=())
+        if empty == EMPTY_SCANS:
+            return KillResult(killed=tuple(killed.values()), left=())
         if found and clock.monotonic() >= limit:
-            return Killing(killed=tuple(killed.values()), left=tuple(found))
+            return KillResult(killed=tuple(killed.values()), left=tuple(found))
         for process in found:
             killed.setdefault(process, program_name(process.pid))
-        # Where none was seen, too: one that is another process every moment is gone before a look comes to it.
+        # Also called if none was found: a process that forks constantly can evade every scan.
         end(found)
 
 
@@ -194,8 +194,8 @@ def kill(processes: Iterable[Process]) -> None:
     procfs.kill(processes, KILL_PAUSE_S)
 
 
-async def ended(descriptor: int, timeout_s: float) -> bool:
-    """Wait for the end of a process by its descriptor. Whether it has ended."""
+async def wait_for_end(descriptor: int, timeout_s: float) -> bool:
+    """Wait for the end of a process, given its pidfd. Return whether it has ended."""
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
     loop.add_reader(descriptor, event.set)
@@ -212,8 +212,9 @@ async def ended(descriptor: int, timeout_s: float) -> bool:
 async def run(
     arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], limit_s: float, scratch: Path
 ) -> tuple[int | None, str]:
-    """Its exit code, None where it had to be killed, and the end of its output. The output goes to a file: a pipe
-    would be held open by what the command leaves in the background.
+    """Run a command. Return its exit code (None if it was killed at the time limit) and the end of its output.
+
+    The output goes to a file because background processes of the command would keep a pipe open.
     """
     with tempfile.TemporaryFile(dir=scratch) as output:
         try:

@@ -21,7 +21,7 @@ from remuda.agent.findings import MAX_DETAIL, Finding, Kind, counts, printable, 
 from remuda.agent.job_files import FOLDER
 from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from remuda.procfs import Process
 
 PRIVATE = 0o700
@@ -84,7 +84,7 @@ class Reset:
     def __init__(
         self,
         *,
-        kill: Callable[[], processes.Killing],
+        kill: Callable[[], processes.KillResult],
         runner_folder: Path,
         pristine: Path,
         recreate: Sequence[Path],
@@ -105,14 +105,14 @@ class Reset:
         # By number: what a job puts in the place of one of these folders' parents is no place for us.
         self._parents = {path.parent: _place(path.parent) for path in (self._runner, *self._recreate)}
 
-    async def make(self) -> Outcome:
+    async def make(self) -> StepResult:
         """The folders of a machine that had no job yet. Nothing is compared: that would read all of the software once,
         from a disk that a new machine first has to fetch.
         """
         try:
             return await asyncio.to_thread(self._make)
         except (OSError, shutil.Error, Unavailable) as problem:
-            return Outcome(ok=False, detail=printable(f"{problem}", MAX_DETAIL))
+            return StepResult(ok=False, detail=printable(f"{problem}", MAX_DETAIL))
 
     async def prepare(self) -> None:
         """Learn what the pristine folder holds. Before the first job, where jobs could change it: it is what they are
@@ -121,29 +121,29 @@ class Reset:
         if self._manifest is None:
             self._manifest = await asyncio.to_thread(manifest, self._pristine)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> StepResult:
         try:
             await self.prepare()
             return await asyncio.to_thread(self._run)
         except (OSError, Unavailable) as problem:
-            return Outcome(ok=False, detail=printable(f"reset failed: {problem}", MAX_DETAIL))
+            return StepResult(ok=False, detail=printable(f"reset failed: {problem}", MAX_DETAIL))
 
-    def _make(self) -> Outcome:
+    def _make(self) -> StepResult:
         removed = self._clear()
         erase(self._runner)
         shutil.copytree(self._pristine, self._runner, symlinks=True, copy_function=_copy)
         for path in (self._runner, *self._runner.rglob("*")):
             self._hand_over(path)
-        return Outcome(ok=True, detail=tell(removed))
+        return StepResult(ok=True, detail=tell(removed))
 
-    def _run(self) -> Outcome:
+    def _run(self) -> StepResult:
         for parent, place in self._parents.items():
             if _place(parent) != place:
                 raise Unavailable(f"{parent} is not the folder it was")
         found, left = self._silence()
         if left:
             names = some([processes.program_name(process.pid) for process in left])
-            return Outcome(ok=False, detail=printable(f"cannot be killed: {names}", MAX_DETAIL))
+            return StepResult(ok=False, detail=printable(f"cannot be killed: {names}", MAX_DETAIL))
         # Elsewhere first: that tells by name what would make the rest fail, a mount in a folder say.
         found += [
             *self._elsewhere.remove(),
@@ -152,7 +152,7 @@ class Reset:
         ]
         found = [item for item in found if not item.is_usual]
         problem = self._check()
-        return Outcome(ok=not problem, detail=printable(f"{problem}{tell(found)}", MAX_DETAIL), found=counts(found))
+        return StepResult(ok=not problem, detail=printable(f"{problem}{tell(found)}", MAX_DETAIL), found=counts(found))
 
     def _silence(self) -> tuple[list[Finding], Sequence[Process]]:
         """End all processes, and all that would start some later: what was found, and what is left. Before any file is

@@ -1,4 +1,4 @@
-"""actions/runner, driven: configure, listen, remove, stop. The same for the real one and the stand-in."""
+"""Control of actions/runner on a machine: configure, start, remove, stop. Works with the real and the fake runner."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from remuda.domain.instance import Assignment
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
 from remuda.ports.clock import Clock
-from remuda.ports.machine import Outcome
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.machine import StepResult
+from remuda.ports.runner import RemovalStatus, RunnerState
 from remuda.procfs import Process
 
 CONFIGURE_LIMIT_S = 120.0
 REMOVE_LIMIT_S = 120.0
-#: From SIGTERM to SIGKILL. The real listener may take 30 s to delete a session that is gone with its registration.
+#: Seconds from SIGTERM to SIGKILL. The real listener can spend 30 s on deleting a session that no longer exists.
 STOP_LIMIT_S = 10.0
-#: How often the log is looked at while there is a listener.
-POLL_S = 0.05
-#: How often all the rest is.
-LOOK_S = 1.0
-#: The exit code of a listener whose end nobody of ours saw: it was started by an earlier agent.
+#: Seconds between two checks of the listener's log.
+LOG_POLL_S = 0.05
+#: Seconds between two checks of the complete state.
+STATE_POLL_S = 1.0
+#: Exit code of a listener that an earlier agent started: only its parent can read the real one.
 UNKNOWN_EXIT = -1
 
 MAX_DETAIL = 500
@@ -44,11 +44,11 @@ MAX_DETAIL_LINES = 6
 MAX_FILE_BYTES = 1024 * 1024
 
 _INPUT = "ACTIONS_RUNNER_INPUT_"
-#: Without it the runner refuses to be run by root.
+#: The runner refuses to run as root without this variable.
 _AS_ROOT = {"RUNNER_ALLOW_RUNASROOT": "1"}
 _SETTINGS = ".runner"
 _REGISTRATION = (_SETTINGS, ".credentials", ".credentials_rsaparams")
-#: What `config.sh` says when the service does not take the token.
+#: Output of `config.sh` if GitHub rejects the token.
 _REFUSED = re.compile(r"response code: (?:NotFound|Unauthorized|Forbidden) from 'POST", re.IGNORECASE)
 _UNREACHABLE = re.compile(
     r"failed to connect|connection refused|connection reset|no such host|name or service not known|timed out"
@@ -56,10 +56,10 @@ _UNREACHABLE = re.compile(
     re.IGNORECASE,
 )
 _BUSY = re.compile(r"running a job", re.IGNORECASE)
-#: `config.sh remove` succeeds without having asked the server where a file of the registration is missing.
-_ONLY_HERE = re.compile(r"skipping removing runner from the server", re.IGNORECASE)
-#: The server says so where the registration is gone there already.
-_GONE = re.compile(r"does not exist\. skipping removing runner from the server", re.IGNORECASE)
+#: `config.sh remove` exits with 0 without calling the server if a file of the registration is missing.
+_LOCAL_ONLY = re.compile(r"skipping removing runner from the server", re.IGNORECASE)
+#: Output if the server has no such registration any more.
+_ALREADY_REMOVED = re.compile(r"does not exist\. skipping removing runner from the server", re.IGNORECASE)
 _TIME = r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ: )?"
 _JOB_STARTED = re.compile(_TIME + r"Running job: ")
 _JOB_ENDED = re.compile(_TIME + r"Job .* completed with result: ")
@@ -68,17 +68,19 @@ _JOB_ENDED = re.compile(_TIME + r"Job .* completed with result: ")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _JitConfig:
     runner_name: str
-    #: Empty once the listener has it.
+    #: Empty after the listener has been started with it.
     config: str = ""
 
 
 class ActionsRunner:
-    """`environment` is all that jobs get to see (PATH, HOME, TMPDIR, …). Beside `log` two small files are kept: the
-    listener's pid and start time, by which a later agent finds it, and a just-in-time configuration until its start.
+    """The runner software in `folder`.
 
-    Where the agent is root, `user` runs the listener, and `registrar` is a second copy of the runner's software that
-    only root can reach: registrations are made and removed from there. So no token is ever in a process that a job may
-    look into, nor in the hands of software that a job may have changed. The listener gets a copy of the registration.
+    Jobs see no other variables than `environment` (PATH, HOME, TMPDIR, …). Two small files next to `log` hold the
+    listener's pid and start time, so that a restarted agent finds it, and a just-in-time configuration until the start.
+
+    If the agent is root, the listener runs as `user`, and `registrar` is a second copy of the runner software that only
+    root can access. Registrations are made and removed there, so that a job can neither read a token from a process
+    nor receive one through runner software that it changed. The listener gets a copy of the registration.
     """
 
     def __init__(
@@ -109,8 +111,8 @@ class ActionsRunner:
         self._jit_file = log.with_suffix(".jit.json")
         self._jobs = _JobLog(log)
         self._listener = self._find_listener()
-        #: The listener is our child: its exit code will be told to us.
-        self._is_ours = False
+        #: Whether the listener is a child of this process, so that its exit code can be read.
+        self._is_child = False
         self._exit_code: int | None = None
 
     @property
@@ -129,18 +131,18 @@ class ActionsRunner:
             refused=self.refused() if spent else "",
         )
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         if self._is_listening():
-            return Outcome(ok=False, detail="a listener of an earlier assignment is still running")
+            return StepResult(ok=False, detail="a listener of an earlier assignment is still running")
         self._forget()
-        # It refuses to configure over a configuration, a half one of a crash too; the server's is replaced.
+        # `config.sh` refuses to run if configuration files exist, even incomplete ones left by a crash.
         self._drop_registration()
         if assignment.jit_config:
             kept = _JitConfig(runner_name=assignment.runner_name, config=assignment.jit_config)
             _write(self._jit_file, to_document(kept))
-            return Outcome(ok=True, detail="configured just in time: the listener brings the configuration with it")
+            return StepResult(ok=True, detail="configured just in time: the listener starts with the configuration")
         if assignment.credential is None:
-            return Outcome(ok=False, detail="there is no registration token in the assignment")
+            return StepResult(ok=False, detail="the assignment has no registration token")
         flags = ("--unattended", "--no-default-labels", "--disableupdate", "--replace", "--work", str(self._work))
         inputs = {
             "URL": assignment.url,
@@ -151,13 +153,13 @@ class ActionsRunner:
         code, output = await self._config(flags, inputs, CONFIGURE_LIMIT_S)
         ok = code == 0 and self._configured_as() == assignment.runner_name
         if ok:
-            self._give_registration()
-        story = _story(code, output)
+            self._copy_registration()
+        detail = _describe_result(code, output)
         if not ok and _REFUSED.search(output):
-            story = f"{CREDENTIAL_REFUSED}: {story}"
+            detail = f"{CREDENTIAL_REFUSED}: {detail}"
         elif not ok and _UNREACHABLE.search(output):
-            story = f"{FORGE_UNREACHABLE}: {story}"
-        return Outcome(ok=ok, detail=story)
+            detail = f"{FORGE_UNREACHABLE}: {detail}"
+        return StepResult(ok=ok, detail=detail)
 
     async def start(self, assignment: Assignment) -> None:
         if self._is_listening():
@@ -166,18 +168,18 @@ class ActionsRunner:
         jit = self._jit_config()
         if jit is not None and jit.config:
             environment[_INPUT + "JITCONFIG"] = jit.config
-            # Out of the job's sight. The name stays: the listener takes a moment to write the registration's files.
+            # Drop the configuration before any job runs. Keep the name until the listener writes the registration.
             _write(self._jit_file, to_document(_JitConfig(runner_name=jit.runner_name)))
         if self._log.exists():
-            # Each listener has a log of its own, so that no line of an earlier one counts.
+            # One log per listener, so that lines of an earlier listener do not count.
             self._log.replace(self._log.with_name(f"{self._log.name}.1"))
         self._jobs = _JobLog(self._log)
         self._exit_code = None
-        # Before the start: a stale one would hide the new listener from an agent that comes after a crash.
+        # Remove the file before the start: after a crash, a stale file would hide the new listener.
         self._listener_file.unlink(missing_ok=True)
         try:
             with self._log.open("ab") as output:
-                process = subprocess.Popen(  # noqa: ASYNC220  # its end is nothing to wait for: it outlives this agent
+                process = subprocess.Popen(  # noqa: ASYNC220  # not awaited: the listener outlives this agent
                     [str(self._program), "run"],
                     cwd=self._folder,
                     env=environment,
@@ -185,61 +187,64 @@ class ActionsRunner:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    **processes.as_user(self._user),
+                    **processes.user_arguments(self._user),
                 )
         except OSError as problem:
-            raise Unavailable(f"the listener cannot be started: {problem}") from problem
+            raise Unavailable(f"cannot start the listener: {problem}") from problem
         if self._user is not None:
-            processes.may_run_out_of_memory(process.pid)
-        # The kernel is asked for its end, not this object, which would complain about being outlived.
+            processes.reset_oom_score(process.pid)
+        # We call waitpid ourselves; an unfinished Popen object would emit a ResourceWarning.
         process.returncode = 0
-        self._is_ours = True
+        self._is_child = True
         self._listener = _started(process.pid)
-        self._note(self._listener)
+        self._save_listener(self._listener)
 
     def refused(self) -> str:
         return self._hook.refused()
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if self._jit_config() is not None and not assignment.runner_id:
             self._drop_registration()
             self._jit_file.unlink(missing_ok=True)
-            return Removal.REMOVED, "it was registered just in time, and GitHub has removed it"
+            return RemovalStatus.REMOVED, "registered just in time; already removed from GitHub"
         if not (self._registrar / _SETTINGS).exists():
             return self._nothing_to_remove()
         if assignment.credential is None:
-            return Removal.FAILED, "there is no removal token in the assignment"
+            return RemovalStatus.FAILED, "the assignment has no removal token"
         code, output = await self._config(("remove",), {"TOKEN": assignment.credential.token}, REMOVE_LIMIT_S)
-        detail = _story(code, output)
+        detail = _describe_result(code, output)
         if code == 0 and not (self._registrar / _SETTINGS).exists():
             self._drop_registration()
-            only_here = _ONLY_HERE.search(output) and not _GONE.search(output)
-            return (
-                (Removal.FAILED, f"removed on this machine only: {detail}") if only_here else (Removal.REMOVED, detail)
-            )
+            local_only = _LOCAL_ONLY.search(output) and not _ALREADY_REMOVED.search(output)
+            if local_only:
+                return RemovalStatus.FAILED, f"removed on this machine only: {detail}"
+            return RemovalStatus.REMOVED, detail
         if _BUSY.search(output):
-            return Removal.BUSY, detail
-        return (Removal.UNREACHABLE if _UNREACHABLE.search(output) else Removal.FAILED), detail
+            return RemovalStatus.BUSY, detail
+        return (RemovalStatus.UNREACHABLE if _UNREACHABLE.search(output) else RemovalStatus.FAILED), detail
 
-    def _nothing_to_remove(self) -> tuple[Removal, str]:
-        """There is no registration of `config.sh`'s. A listener may have made one by itself, just in time."""
+    def _nothing_to_remove(self) -> tuple[RemovalStatus, str]:
+        """Result if `config.sh` made no registration. The listener may have a just-in-time registration."""
         jit = self._jit_config()
         if jit is None:
-            return Removal.REMOVED, "there is no registration on this machine"
+            return RemovalStatus.REMOVED, "no registration on this machine"
         if jit.config:
-            return Removal.FAILED, "it was registered just in time and never started: only the service can remove it"
+            return (
+                RemovalStatus.FAILED,
+                "registered just in time but never started; it must be removed through the API",
+            )
         if (self._folder / _SETTINGS).exists():
-            # Made where jobs may write: they may name another service for the token to go to.
-            return Removal.FAILED, "it was registered just in time: only the service can remove it"
+            # Jobs can write to this file and could direct the token to another server.
+            return RemovalStatus.FAILED, "registered just in time; it must be removed through the API"
         if self._is_listening():
-            return Removal.UNREACHABLE, "the listener has yet to write what it is registered as"
+            return RemovalStatus.UNREACHABLE, "the listener has not written its registration yet"
         self._jit_file.unlink(missing_ok=True)
-        return Removal.REMOVED, "it was registered for one job, which is over"
+        return RemovalStatus.REMOVED, "registered for one job, which has ended"
 
     async def stop(self) -> None:
         listener = self._listener
         if listener is not None and self._is_listening():
-            if not await _stopped(listener, signal.SIGTERM, self._stop_limit_s):
+            if not await _signal_and_wait(listener, signal.SIGTERM, self._stop_limit_s):
                 await asyncio.to_thread(processes.kill, [listener, *procfs.descendants(listener.pid)])
             self._is_listening()
         self._forget()
@@ -252,12 +257,12 @@ class ActionsRunner:
             if state != since or left <= 0:
                 return state
             if state.listening and self._listener is not None:
-                await self._watch(self._listener, min(left, LOOK_S))
+                await self._wait_for_listener(self._listener, min(left, STATE_POLL_S))
             else:
-                await self._clock.sleep(min(left, LOOK_S) if state.busy else left)
+                await self._clock.sleep(min(left, STATE_POLL_S) if state.busy else left)
 
-    async def _watch(self, listener: Process, timeout_s: float) -> None:
-        """Until the listener has ended or written something."""
+    async def _wait_for_listener(self, listener: Process, timeout_s: float) -> None:
+        """Wait until the listener ends or writes to its log."""
         try:
             descriptor = os.pidfd_open(listener.pid)
         except ProcessLookupError:
@@ -265,31 +270,31 @@ class ActionsRunner:
         limit = self._clock.monotonic() + timeout_s
         try:
             while self._clock.monotonic() < limit and not self._jobs.has_grown():
-                if await processes.ended(descriptor, POLL_S):
+                if await processes.wait_for_end(descriptor, LOG_POLL_S):
                     return
         finally:
             os.close(descriptor)
 
-    # What is there
+    # State on disk and of processes
 
     def _is_listening(self) -> bool:
         listener = self._listener
         if listener is None:
             return False
-        if self._is_ours:
+        if self._is_child:
             with contextlib.suppress(ChildProcessError):
                 ended, status = os.waitpid(listener.pid, os.WNOHANG)
                 if ended:
-                    self._ended(os.waitstatus_to_exitcode(status))
+                    self._forget_listener(os.waitstatus_to_exitcode(status))
                 return not ended
         if procfs.is_alive(listener.pid, listener.started):
             return True
-        self._ended(UNKNOWN_EXIT)
+        self._forget_listener(UNKNOWN_EXIT)
         return False
 
-    def _ended(self, code: int) -> None:
+    def _forget_listener(self, code: int | None) -> None:
         self._listener = None
-        self._is_ours = False
+        self._is_child = False
         self._exit_code = code
 
     def _find_listener(self) -> Process | None:
@@ -297,14 +302,14 @@ class ActionsRunner:
         if document is not None:
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 return Process(pid=int(document["pid"]), ppid=0, started=int(document["started"]))
-        # An agent that was killed right after the start had no time to write it down.
-        for process in processes.running(self._program, procfs.table().values()):
+        # An agent that is killed right after the start leaves no file.
+        for process in processes.find_running(self._program, procfs.all_processes().values()):
             if processes.command(process.pid)[-1:] == ("run",):
-                self._note(process)
+                self._save_listener(process)
                 return process
         return None
 
-    def _note(self, listener: Process) -> None:
+    def _save_listener(self, listener: Process) -> None:
         _write(self._listener_file, {"pid": listener.pid, "started": listener.started})
 
     def _configured_as(self) -> str:
@@ -322,8 +327,8 @@ class ActionsRunner:
         return None
 
     def _is_spent(self) -> bool:
-        """Whether a listener that was registered for one job has ended in order. It takes its files with it; one whose
-        exit code nobody saw is known by that.
+        """Whether a listener that was registered for one job has ended regularly. It deletes its files then, which
+        shows its regular end if the exit code is unknown.
         """
         jit = self._jit_config()
         if jit is None or jit.config:
@@ -331,33 +336,33 @@ class ActionsRunner:
         return self._exit_code == 0 or (self._exit_code == UNKNOWN_EXIT and not (self._folder / _SETTINGS).exists())
 
     def _is_busy(self, *, listening: bool) -> bool:
-        """By the log or by a worker process: each may be late. A dead listener's log says nothing about now."""
-        told = self._jobs.is_running()
+        """Whether a job is running, by the log or by a worker process, because each can lag behind the other. After
+        the listener has ended, its log alone proves nothing.
+        """
+        running_by_log = self._jobs.is_running()
         worker = self._folder / "bin" / "Runner.Worker"
         if listening and self._listener is not None:
-            return told or any(processes.running(worker, processes.children(self._listener.pid)))
-        return told and any(processes.running(worker, procfs.table().values()))
+            return running_by_log or any(processes.find_running(worker, processes.children(self._listener.pid)))
+        return running_by_log and any(processes.find_running(worker, procfs.all_processes().values()))
 
     def _forget(self) -> None:
         self._listener_file.unlink(missing_ok=True)
         self._jit_file.unlink(missing_ok=True)
-        self._listener = None
-        self._is_ours = False
-        self._exit_code = None
+        self._forget_listener(None)
         self._jobs.close()
 
     def _drop_registration(self) -> None:
-        """`Unavailable` where a job has put something in its place that is not to be removed by the way."""
+        """Remove the registration's files. Raises `Unavailable` if a job has put a folder in place of a file."""
         try:
             for path in (self._registrar, self._folder):
                 with job_files.opened(path) as folder:
                     for name in _REGISTRATION:
                         job_files.drop(folder, name)
         except OSError as problem:
-            raise Unavailable(f"the registration's files cannot be removed: {problem}") from problem
+            raise Unavailable(f"cannot remove the registration's files: {problem}") from problem
 
-    def _give_registration(self) -> None:
-        """Let the listener have what `config.sh` made."""
+    def _copy_registration(self) -> None:
+        """Copy the files that `config.sh` made to the listener's folder."""
         if self._registrar == self._folder:
             return
         try:
@@ -366,15 +371,15 @@ class ActionsRunner:
                     if source.exists():
                         job_files.put(folder, source.name, source.read_bytes(), mode=0o600, owner=self._user)
         except OSError as problem:
-            raise Unavailable(f"the listener cannot be given its registration: {problem}") from problem
+            raise Unavailable(f"cannot copy the registration to the listener: {problem}") from problem
 
     async def _config(
         self, arguments: Sequence[str], inputs: Mapping[str, str], limit_s: float
     ) -> tuple[int | None, str]:
-        """`config.sh`, with its inputs in the environment: a command line is for everyone to read."""
+        """Run `config.sh`. Its inputs are in the environment because every user can read command lines."""
         step = f"config {self._registrar}"
-        # One that an earlier agent began would finish later and replace what this one does.
-        await asyncio.to_thread(procfs.end_step, step)
+        # A `config.sh` that an earlier agent started could finish later and overwrite the result of this one.
+        await asyncio.to_thread(procfs.kill_step, step)
         environment = self._environment | {_INPUT + name: value for name, value in inputs.items()}
         environment[procfs.STEP] = step
         if self._registrar != self._folder:
@@ -387,7 +392,7 @@ class ActionsRunner:
 
 
 class _JobLog:
-    """What the listener's output tells about jobs, read as it grows."""
+    """Reads from the listener's growing output whether a job is running."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -401,7 +406,7 @@ class _JobLog:
         return False
 
     def is_running(self) -> bool:
-        """The last of the lines about jobs says that one began."""
+        """Whether the last line about a job is a start."""
         if not self.has_grown():
             return self._running
         with self._path.open("rb") as file:
@@ -414,11 +419,11 @@ class _JobLog:
         return self._running
 
     def close(self) -> None:
-        """The listener was stopped: what it last said is over."""
+        """Forget a running job, because the listener was stopped."""
         self._running = False
 
     def _take(self, line: str) -> None:
-        # In this order: a job's name may look like anything.
+        # Check for a start first: a job's name may look like an end.
         if _JOB_STARTED.match(line):
             self._running = True
         elif _JOB_ENDED.match(line):
@@ -426,34 +431,35 @@ class _JobLog:
 
 
 def _started(pid: int) -> Process:
-    """Of a child that is not reaped yet: its number is its own, even where it has ended already."""
-    return procfs.look(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
+    """Return the child process. Its pid is valid until it is reaped, even if it has ended already."""
+    return procfs.read_process(pid) or Process(pid=pid, ppid=os.getpid(), started=0)
 
 
-async def _stopped(process: Process, number: signal.Signals, timeout_s: float) -> bool:
-    descriptor = processes.send(process, number)
+async def _signal_and_wait(process: Process, number: signal.Signals, timeout_s: float) -> bool:
+    """Signal the process and wait for its end. Return whether it has ended."""
+    descriptor = processes.send_signal(process, number)
     if descriptor is None:
         return True
     try:
-        return await processes.ended(descriptor, timeout_s)
+        return await processes.wait_for_end(descriptor, timeout_s)
     finally:
         os.close(descriptor)
 
 
-def _story(code: int | None, output: str) -> str:
+def _describe_result(code: int | None, output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()][-MAX_DETAIL_LINES:]
-    ending = "no end in time" if code is None else f"exit code {code}"
-    return f"{ending}: {' | '.join(lines)[-MAX_DETAIL:]}"
+    end = "killed at the time limit" if code is None else f"exit code {code}"
+    return f"{end}: {' | '.join(lines)[-MAX_DETAIL:]}"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None. Jobs can put anything in its place: neither a pipe nor a giant may hold us up."""
+    """Read a JSON object, or return None. A job may have replaced the file by a pipe or a huge file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:  # noqa: PTH123  # a descriptor
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 return None
-            # The real runner begins its files with a byte order mark.
+            # The real runner writes a byte order mark.
             document = json.loads(file.read(MAX_FILE_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return None

@@ -1,7 +1,7 @@
-"""The scheduled commands as a Lambda function: `refresh` and `scale-down`, by events.
+"""Lambda handler for the scheduled commands `refresh` and `scale-down`.
 
-The function's environment holds the settings (`REMUDA_…`), the event says what to do: `{"command": "refresh"}`. What
-cannot be done is raised, so that the function's metrics count it. Each invocation ends with one line of metrics.
+The settings come from the function's environment (`REMUDA_…`), the command from the event: `{"command": "refresh"}`.
+Failures are raised, so that the function's error metric counts them. Each invocation ends with one line of metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from remuda.adapters.system.clock import SystemClock
-from remuda.aws_lambda.emf import Measure, Unit, camel, emf_line
+from remuda.aws_lambda.emf import Measurement, MetricUnit, emf_line, pascal_case
 from remuda.cli.output import note_line
 from remuda.cli.rendering import results
 from remuda.cli.run import bug
@@ -26,21 +26,21 @@ from remuda.config.settings import Loaded, load
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
 from remuda.domain.scale_down.decisions import Action
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 from remuda.domain.transitions import ENDINGS
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
 from remuda.wiring import desired, open_context
 
-#: Left of the function's time when its work is cut: for what closes connections and writes what waits.
+#: Seconds before the function's timeout at which its work is cancelled, to close connections and write pending data.
 RESERVE_S = 5.0
 MAX_SHOWN = 60
 GITHUB = "github"
 
 
 class LambdaContext(Protocol):
-    """What is used of the second argument."""
+    """The part of Lambda's context object that is used."""
 
     aws_request_id: str
 
@@ -48,36 +48,36 @@ class LambdaContext(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    #: As the command line's `--json`.
+class LambdaOutcome:
+    #: The same document as `--json` on the command line.
     document: Mapping[str, Any]
-    #: What was not done, one sentence each.
+    #: One message per part that failed.
     errors: tuple[str, ...] = ()
-    #: What there was and what was done, in numbers.
+    #: Metrics of the command, by name.
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    command: str
-    #: refresh: the stored configuration stays as it is.
+class LambdaCommand:
+    name: str
+    #: refresh: keep the stored configuration.
     sweep_only: bool = False
-    #: scale-down: decide, and touch nothing.
+    #: scale-down: decide without changing anything.
     dry_run: bool = False
 
 
 class LambdaEventLog:
-    """One JSON line an event, on stdout, as `--log-format json` writes it: Lambda keeps it."""
+    """Writes one JSON line per event to stdout, like `--log-format json`."""
 
     def __init__(self, clock: Clock, request_id: str) -> None:
         self._clock = clock
         self.facts = {"request": request_id}
-        #: Ends that were decided, by cause.
-        self.ends: Counter[str] = Counter()
+        #: Number of retirements, by cause.
+        self.retirements: Counter[str] = Counter()
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
         if cause := facts.get("cause"):
-            self.ends[cause if cause in ENDINGS else "other"] += 1
+            self.retirements[cause if cause in ENDINGS else "other"] += 1
         _write(note_line(self._clock.now(), action, why, {**facts, **self.facts}))
 
 
@@ -86,73 +86,75 @@ def _write(line: str) -> None:
     sys.stdout.flush()
 
 
-async def _refresh(loaded: Loaded, event_log: EventLog, order: Order, calls: CallCounter) -> Outcome:
+async def _refresh(loaded: Loaded, event_log: EventLog, command: LambdaCommand, calls: CallCounter) -> LambdaOutcome:
     settings = loaded.settings
     async with open_context(settings, event_log, credentialed=True, calls=calls) as context:
-        wanted = None if order.sweep_only else desired(settings, pool=context.pool_name)
+        wanted = None if command.sweep_only else desired(settings, pool=context.pool_name)
         result = await refresh(context, wanted)
-    counts = {f"Instances{camel(state)}": count for state, count in (result.fleet or {}).items()}
-    counts["GhostsRemoved"] = len(result.removed)
-    return Outcome(document=results.refresh_document(result), errors=result.errors, counts=counts)
+    counts = {f"Instances{pascal_case(state)}": count for state, count in (result.fleet or {}).items()}
+    counts["StaleRegistrationsRemoved"] = len(result.removed)
+    return LambdaOutcome(document=results.refresh_document(result), errors=result.errors, counts=counts)
 
 
-async def _scale_down(loaded: Loaded, event_log: EventLog, order: Order, calls: CallCounter) -> Outcome:
-    result = await run_scale_down(loaded, event_log, dry_run=order.dry_run, calls=calls)
+async def _scale_down(loaded: Loaded, event_log: EventLog, command: LambdaCommand, calls: CallCounter) -> LambdaOutcome:
+    result = await run_scale_down(loaded, event_log, dry_run=command.dry_run, calls=calls)
     done = {action: sum(item.done for item in result.of(action)) for action in Action}
     counts = {
-        "Machines": len({item.decision.instance_id for item in result.outcomes}),
+        "InstancesExamined": len({item.decision.instance_id for item in result.outcomes}),
         "Terminated": done[Action.TERMINATE],
         "OrphansMarked": done[Action.MARK_ORPHAN],
     }
-    return Outcome(document=results.scale_down_document(result), errors=result.errors, counts=counts)
+    return LambdaOutcome(document=results.scale_down_document(result), errors=result.errors, counts=counts)
 
 
-#: What an event may ask for.
-COMMANDS: Mapping[str, Callable[[Loaded, EventLog, Order, CallCounter], Awaitable[Outcome]]] = {
+#: Commands that an event may name.
+COMMANDS: Mapping[str, Callable[[Loaded, EventLog, LambdaCommand, CallCounter], Awaitable[LambdaOutcome]]] = {
     "refresh": _refresh,
     "scale-down": _scale_down,
 }
 
 
 def handler(event: Any, context: LambdaContext) -> dict[str, Any]:
-    """For the function's configuration: `remuda.aws_lambda.handler.handler`."""
-    # A function's level of logs can be set from outside, and at this one libraries write down all that they send and
-    # get: tokens, secrets, the credentials of the function itself.
+    """Entry point, configured as `remuda.aws_lambda.handler.handler`."""
+    # The log level of a function can be configured from outside. At DEBUG, libraries log requests and responses with
+    # their tokens and credentials.
     logging.disable(logging.DEBUG)
     clock = SystemClock()
     event_log = LambdaEventLog(clock, context.aws_request_id)
-    meter = Meter(clock, event_log)
+    metrics = InvocationMetrics(clock, event_log)
     try:
-        order, outcome = _carry_out(event, context, event_log, meter)
-        # What cannot be written as JSON, a time for one, becomes text here as it does on the command line.
+        command, outcome = _run(event, context, event_log, metrics)
+        # Values that JSON does not support, such as times, become text.
         document: dict[str, Any] = json.loads(json.dumps(outcome.document, default=str))
-        told = f"{len(outcome.errors)} errors" if outcome.errors else ""
-        event_log.record(f"{order.command}-done", told, result=document)
+        summary = f"{len(outcome.errors)} errors" if outcome.errors else ""
+        event_log.record(f"{command.name}-done", summary, result=document)
     finally:
-        _write(meter.line())
+        _write(metrics.line())
     if outcome.errors:
-        raise Partial(f"{order.command}: {len(outcome.errors)} parts were not done; the first: {outcome.errors[0]}")
+        raise Partial(f"{command.name}: {len(outcome.errors)} errors; first: {outcome.errors[0]}")
     return document
 
 
-def _carry_out(event: Any, context: LambdaContext, event_log: LambdaEventLog, meter: Meter) -> tuple[Order, Outcome]:
+def _run(
+    event: Any, context: LambdaContext, event_log: LambdaEventLog, metrics: InvocationMetrics
+) -> tuple[LambdaCommand, LambdaOutcome]:
     try:
-        order = parse(event)
-        meter.command = order.command
+        command = parse_event(event)
+        metrics.command = command.name
         loaded = load({"backend": "aws"}, environ=os.environ)
-        meter.pool = loaded.settings.pool
+        metrics.pool = loaded.settings.pool
         limit_s = context.get_remaining_time_in_millis() / 1000 - RESERVE_S
-        work = COMMANDS[order.command](loaded, event_log, order, meter.calls)
-        meter.outcome = asyncio.run(_within(limit_s, order, work))
+        work = COMMANDS[command.name](loaded, event_log, command, metrics.calls)
+        metrics.outcome = asyncio.run(_run_with_timeout(limit_s, command, work))
     except RemudaError as error:
-        raise _told(event_log, error) from None
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug, and the log gets one sentence
-        raise _told(event_log, bug(error)) from None
-    return order, meter.outcome
+        raise _log_failure(event_log, error) from None
+    except Exception as error:  # noqa: BLE001 - a bug, logged as one message
+        raise _log_failure(event_log, bug(error)) from None
+    return command, metrics.outcome
 
 
-class Meter:
-    """An invocation in numbers, whatever becomes of it."""
+class InvocationMetrics:
+    """Metrics of one invocation, also if it fails."""
 
     def __init__(self, clock: Clock, event_log: LambdaEventLog) -> None:
         self._clock = clock
@@ -161,11 +163,11 @@ class Meter:
         self.calls = CallCounter()
         self.command = ""
         self.pool = ""
-        #: None: it was not brought to its end.
-        self.outcome: Outcome | None = None
+        #: None if the command did not complete.
+        self.outcome: LambdaOutcome | None = None
 
     def line(self) -> str:
-        outcome, ends = self.outcome, self._event_log.ends
+        outcome, retirements = self.outcome, self._event_log.retirements
         github = [counts for (service, _), counts in self.calls.outcomes().items() if service == GITHUB]
         counts = {
             "Errors": 1 if outcome is None else len(outcome.errors),
@@ -173,49 +175,49 @@ class Meter:
             "GithubCalls": sum(ok + failed for ok, failed in github),
             "GithubCallErrors": sum(failed for _, failed in github),
             **(outcome.counts if outcome is not None else {}),
-            **({"Retired": ends.total()} if ends else {}),
-            **{f"Retired{camel(cause)}": count for cause, count in sorted(ends.items())},
+            **({"Retired": retirements.total()} if retirements else {}),
+            **{f"Retired{pascal_case(cause)}": count for cause, count in sorted(retirements.items())},
         }
-        measures = {"Duration": Measure(round(self._clock.monotonic() - self._started, 3), Unit.SECONDS)}
-        measures |= {name: Measure(count) for name, count in counts.items()}
+        measures = {"Duration": Measurement(round(self._clock.monotonic() - self._started, 3), MetricUnit.SECONDS)}
+        measures |= {name: Measurement(count) for name, count in counts.items()}
         return emf_line(
             measures, at=self._clock.now(), pool=self.pool, command=self.command, facts=self._event_log.facts
         )
 
 
-def parse(event: Any) -> Order:
-    """A schedule's constant input, or the `detail` of an event on a bus."""
+def parse_event(event: Any) -> LambdaCommand:
+    """Parse a schedule's constant input, or the `detail` of an EventBridge event."""
     document = event if isinstance(event, dict) else {}
     if "command" not in document and isinstance(document.get("detail"), dict):
         document = document["detail"]
     name = document.get("command")
     known = " or ".join(f'{{"command": "{each}"}}' for each in COMMANDS)
     if not isinstance(name, str) or name not in COMMANDS:
-        said = "the event has no command" if name is None else f"command is {quoted(name, MAX_SHOWN)}"
-        raise UserError(said, field="command", fix=f"send {known}")
+        message = "the event has no command" if name is None else f"command is {quote(name, MAX_SHOWN)}"
+        raise UserError(message, field="command", fix=f"send {known}")
     switches = {key: document.get(key, False) for key in ("sweep_only", "dry_run")}
     for key, value in switches.items():
         if not isinstance(value, bool):
-            raise UserError(f"{key} is {quoted(value, MAX_SHOWN)}", field=key, fix="send true or false")
-    return Order(command=name, **switches)
+            raise UserError(f"{key} is {quote(value, MAX_SHOWN)}", field=key, fix="send true or false")
+    return LambdaCommand(name=name, **switches)
 
 
-async def _within(limit_s: float, order: Order, work: Awaitable[Outcome]) -> Outcome:
-    """Cut before the function's own limit would: every step can be cut at any await, and the next event goes on."""
+async def _run_with_timeout(limit_s: float, command: LambdaCommand, work: Awaitable[LambdaOutcome]) -> LambdaOutcome:
+    """Cancel the work before Lambda's own timeout. It can be cancelled at any await; the next event continues."""
     try:
         async with asyncio.timeout(max(0.0, limit_s)) as limit:
             return await work
     except TimeoutError:
         if not limit.expired():
             raise
-        cut = TimedOut(f"{order.command} was cut after {max(0.0, limit_s):.0f} s, before the function's time was up")
-        cut.fix = "nothing is lost and the next event goes on; give the function more time"
-        raise cut from None
+        error = TimedOut(f"{command.name} was cancelled after {max(0.0, limit_s):.0f} s, before the function's timeout")
+        error.fix = "the next event continues the work; increase the function's timeout"
+        raise error from None
 
 
-def _told(event_log: EventLog, error: RemudaError) -> RemudaError:
-    """The same error, with its fix in the one sentence that Lambda shows."""
-    sentence = " ".join(f"{error.message}; {error.fix}".rstrip("; ").splitlines())
-    event_log.record("failed", sentence, kind=type(error).__name__)
-    error.args = (sentence,)
+def _log_failure(event_log: EventLog, error: RemudaError) -> RemudaError:
+    """Log the error and put its fix into its message, because Lambda shows only that."""
+    message = " ".join(f"{error.message}; {error.fix}".rstrip("; ").splitlines())
+    event_log.record("failed", message, kind=type(error).__name__)
+    error.args = (message,)
     return error

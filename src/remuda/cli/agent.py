@@ -113,7 +113,7 @@ async def _run_local(root: Path, event_log: EventLog) -> None:
     clock, ids = SystemClock(), SystemIds()
     reset = Reset(
         # The supervisor adopts whatever a job leaves behind.
-        kill=partial(processes.kill_all, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
+        kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
         runner_folder=folder / "runner",
         pristine=pristine_runner(folder),
         recreate=(folder / "home", folder / "work", folder / "tmp"),
@@ -130,7 +130,9 @@ async def _run_local(root: Path, event_log: EventLog) -> None:
                 log=folder / "logs" / "runner.log",
                 clock=clock,
                 environment=job_environment(folder),
-                hook=JobHook(folder=folder / "hook", pristine=pristine_runner(folder), notes=folder / "work" / REFUSED),
+                hook=JobHook(
+                    folder=folder / "hook", pristine=pristine_runner(folder), refused_file=folder / "work" / REFUSED
+                ),
             ),
             clock=clock,
             ids=ids,

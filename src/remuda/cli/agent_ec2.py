@@ -28,7 +28,7 @@ from remuda.agent.runner import ActionsRunner
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
-from remuda.ports.machine import Identity, Memory
+from remuda.ports.machine import AgentState, Identity
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ PAUSE_S = 1.0
 
 
 async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: EventLog) -> None:
-    processes.leave_no_core_dumps()
+    processes.disable_core_dumps()
     layout = MachineLayout()
     user = JobUser.find(layout.job_user)
     folders = MachineFolders(
@@ -77,7 +77,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         _check_pool(identity, environment)
         sts = await clients.client("sts", "STS", config())
         prefix = await _patiently(partial(own_key_prefix, sts, identity.instance_id), clock, event_log)
-        leftovers.prepare(anew=not folders.are_of(identity.instance_id))
+        leftovers.prepare(anew=not folders.belong_to(identity.instance_id))
         await _first_time(folders, identity.instance_id, machine, reset, leftovers)
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
@@ -97,7 +97,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
                 log=folders.log,
                 clock=clock,
                 environment=user.environment() | {"TMPDIR": str(folders.tmp)},
-                hook=JobHook(folder=folders.hook, pristine=folders.pristine, notes=folders.work / REFUSED),
+                hook=JobHook(folder=folders.hook, pristine=folders.pristine, refused_file=folders.work / REFUSED),
                 user=user,
                 registrar=folders.registrar,
             ),
@@ -111,16 +111,16 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
 async def _first_time(
     folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset, leftovers: Leftovers
 ) -> None:
-    if folders.are_of(instance_id):
+    if folders.belong_to(instance_id):
         return
     # An image that was made of a machine in use remembers what that one did.
-    machine.remember(Memory())
+    machine.save(AgentState())
     folders.make_registrar()
     await asyncio.to_thread(leftovers.sweep)
     outcome = await reset.make()
     if not outcome.ok:
         raise Unavailable(f"the machine cannot be made ready for jobs: {outcome.detail}")
-    folders.are_now_of(instance_id)
+    folders.assign_to(instance_id)
 
 
 def _check_pool(identity: Identity, environment: Mapping[str, str]) -> None:

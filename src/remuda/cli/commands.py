@@ -17,14 +17,14 @@ from remuda.cli.run_event import check_label, repository, trust
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.provision.request import no_credential
+from remuda.controlplane.provision.request import missing_credential
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import Status, status
 from remuda.controlplane.refresh import RefreshResult, refresh
-from remuda.controlplane.release import Fate, ReleaseResult, release
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus, release
 from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.domain.errors import RemudaError, Unavailable, UserError
-from remuda.domain.reporting.explanation import Story
+from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.scale_down.decisions import Action
 from remuda.ports.event_log import EventLog
 from remuda.wiring import check_local, desired, open_context
@@ -55,7 +55,7 @@ def _need_run_id(settings: Settings) -> None:
 def _need_credential(settings: Settings) -> None:
     """Before any call. The local GitHub's is at hand."""
     if settings.ephemeral and settings.backend == "aws" and not (settings.github_token or settings.github_app_id):
-        raise no_credential()
+        raise missing_credential()
 
 
 def _count(number: int, one: str, more: str) -> str:
@@ -156,7 +156,7 @@ def run_provision(flags: Flags, config: str | None, output: Output) -> int:
         patterns=settings.allowed_instance_types,
         scope=settings.github_scope,
         tier=trusted.tier,
-        tier_why=trusted.why,
+        tier_reason=trusted.why,
         repository=repository(loaded),
         ephemeral=settings.ephemeral,
         # The pool's own, unless this run asks for another.
@@ -189,15 +189,15 @@ def run_release(flags: Flags, config: str | None, output: Output) -> int:
 
     result = run_async(work, farewell="interrupted; the sweeps finish what was begun")
     for outcome in result.outcomes:
-        if outcome.fate is not Fate.RELEASED:
+        if outcome.status is not ReleaseStatus.RELEASED:
             detail = f" ({outcome.detail})" if outcome.detail and outcome.detail not in outcome.why else ""
-            output.say(f"{outcome.instance_id} {outcome.fate.value}: {outcome.why}{detail}", style="yellow")
+            output.say(f"{outcome.instance_id} {outcome.status.value}: {outcome.why}{detail}", style="yellow")
     for error in result.errors:
         output.say(f"error: {error}", style="bold red")
-    counts = ", ".join(f"{len(result.of(fate))} {fate.value}" for fate in Fate if result.of(fate))
+    counts = ", ".join(f"{len(result.of(status))} {status.value}" for status in ReleaseStatus if result.of(status))
     output.say(f"run {result.run_id}: {counts or 'nothing to release'}, in {result.seconds:.2f} s")
     output.result(results.release_document(result))
-    return EXIT_PARTIAL if result.errors or result.of(Fate.EXPIRED) else EXIT_OK
+    return EXIT_PARTIAL if result.errors or result.of(ReleaseStatus.EXPIRED) else EXIT_OK
 
 
 def run_scale_down_command(
@@ -252,7 +252,7 @@ def run_status(
 
     async def work() -> Status:
         async with _open(settings, output, credentialed=asks, alive=False) as context:
-            return await status(context, everything=everything)
+            return await status(context, include_terminated=everything)
 
     result = run_async(work)
     for name in silent:
@@ -269,14 +269,14 @@ def run_explain(flags: Flags, config: str | None, output: Output, *, subject: st
     settings = load_settings(flags, config).settings
     check_subject(subject)
 
-    async def work() -> Story:
+    async def work() -> Explanation:
         async with _open(settings, output, credentialed=False, alive=False) as context:
             return await explain(context, subject)
 
     story = run_async(work)
     if not output.as_json:
-        output.answer(*explanation.story_lines(story), soft_wrap=True)
-    output.result(explanation.story_document(story))
+        output.answer(*explanation.explanation_lines(story), soft_wrap=True)
+    output.result(explanation.explanation_document(story))
     return EXIT_OK
 
 
@@ -342,13 +342,13 @@ def run_workflow_file(flags: Flags, config: str | None, output: Output, *, file:
 def run_demo(flags: Flags, config: str | None, output: Output, *, dashboard: bool = False, keep: bool = False) -> int:
     loaded = load_settings(flags, config)
     if keep and not dashboard:
-        raise UserError("--keep is given, without --dashboard", field="--keep", fix="add --dashboard, or leave it out")
+        raise UserError("--keep requires --dashboard", field="--keep", fix="add --dashboard, or leave it out")
     check_local(loaded.settings)
-    from remuda.cli.demo import run_demo_story  # noqa: PLC0415 - only the demo needs it
+    from remuda.cli.demo import run_local_demo  # noqa: PLC0415 - slow to import
 
     folder = loaded.settings.dir if loaded.given("dir") else None
     try:
-        return run_async(lambda: run_demo_story(output, folder, dashboard=dashboard, keep=keep))
+        return run_async(lambda: run_local_demo(output, folder, dashboard=dashboard, keep=keep))
     except Unavailable as error:
         output.error(error)
         return error.exit_code

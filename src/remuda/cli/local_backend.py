@@ -22,7 +22,7 @@ from remuda.config.settings import Settings
 from remuda.controlplane.operator import InstanceSelector, choose, terminate
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError
-from remuda.fake_github.endpoint import read_endpoint
+from remuda.fake_github import read_endpoint
 from remuda.fake_github.package import install
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineState
@@ -81,7 +81,7 @@ class Background:
                 start_new_session=True,
                 env=passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"},
             )
-        seen = procfs.look(process.pid)
+        seen = procfs.read_process(process.pid)
         draft = self._file.with_suffix(".new")
         draft.write_text(json.dumps({"pid": process.pid, "started": seen.started if seen else 0}))
         draft.replace(self._file)
@@ -94,7 +94,7 @@ class Background:
             self._file.unlink(missing_ok=True)
             return False
         for number in (signal.SIGTERM, signal.SIGKILL):
-            procfs.send(*known, number)
+            procfs.send_signal(*known, number)
             if await _wait_until(clock, END_S, lambda: not _runs(*known)):
                 break
         self._file.unlink(missing_ok=True)
@@ -298,9 +298,9 @@ def _left(places: LocalLayout) -> tuple[int, ...]:
     """Whatever still runs in, or on behalf of, the state folder."""
     found: set[int] = set()
     for folder in places.instances.glob("i-*"):
-        found |= {process.pid for process in procfs.leftovers(folder.name, str(folder), 0)}
+        found |= {process.pid for process in procfs.machine_processes(folder.name, str(folder), 0)}
     here = {str(places.root), str(places.github)}
-    for pid in procfs.table():
+    for pid in procfs.all_processes():
         words = command(pid)
         if pid != os.getpid() and "-m" in words and here & set(words) and {"remuda", "remuda.fake_github"} & set(words):
             found.add(pid)

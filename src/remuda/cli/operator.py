@@ -8,7 +8,7 @@ from typing import Any
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
-from remuda.cli.rendering.durations import DAY_S, parse_duration
+from remuda.cli.rendering.formatting import DAY_S, parse_duration
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane import operator

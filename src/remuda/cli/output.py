@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import RemudaError, UserError
-from remuda.domain.text import printable
+from remuda.domain.text import sanitize
 from remuda.domain.timestamps import to_text
 from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
@@ -33,7 +33,7 @@ _STYLES = {
     "confirm": "dim",
 }
 _ENDING = "magenta"
-_TROUBLE = ("failed", "lost", "refused", "incomplete", "unsure")
+_TROUBLE = ("failed", "lost", "refused", "incomplete", "unconfirmed")
 #: What a person does not need to see one by one.
 _QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
 #: What a dry run would do is shown as a table.
@@ -191,12 +191,12 @@ class ConsoleEventLog:
             arrow = f"{facts.get('source') or 'new'} to {facts.get('target')}: "
         line = f"{at:%H:%M:%S} {action:<16} {subject:<20} {arrow}{why}"
         # One line an event: what somebody else wrote makes no second one.
-        self._output.say(printable(line).rstrip(), style=self._style(action))
+        self._output.say(sanitize(line).rstrip(), style=self._style(action))
 
     @staticmethod
     def _style(action: str) -> str | None:
         if any(word in action for word in _TROUBLE):
             return "yellow"
-        if action.startswith(("end-", "tombstone", "retire", "ghost")):
+        if action.startswith(("end-", "tombstone", "retire", "stale-registration")):
             return _ENDING
         return _STYLES.get(action)

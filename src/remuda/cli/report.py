@@ -9,14 +9,14 @@ from pathlib import Path
 from remuda.adapters.system.clock import SystemClock
 from remuda.adapters.system.prices import chosen_prices
 from remuda.cli.output import Output
-from remuda.cli.rendering.durations import DAY_S, parse_duration
+from remuda.cli.rendering.formatting import DAY_S, parse_duration
 from remuda.cli.rendering.report import report_document, report_tables
 from remuda.cli.rendering.report_page import report_page
 from remuda.cli.run import EXIT_OK, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.read.report import report
 from remuda.domain.errors import UserError
-from remuda.domain.reporting.usage import Ledger
+from remuda.domain.reporting.usage import UsageReport
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 
@@ -47,7 +47,7 @@ def run_report(settings: Settings, output: Output, *, since: str, html: str | No
     prices = chosen_prices(settings.prices)
     page = _page_path(html) if html is not None else None
 
-    async def work() -> tuple[Ledger, str]:
+    async def work() -> tuple[UsageReport, str]:
         async with open_context(settings, SilentEventLog(), credentialed=False, alive=False) as context:
             return await report(context, since=began, prices=prices), context.pool_name
 

@@ -13,7 +13,7 @@ from typing import Any
 from remuda.config.settings import Loaded
 from remuda.domain.errors import UserError
 from remuda.domain.resources import repository_of
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.domain.trust import Trust, Unread, decide
 
 #: Stands for the name of an event of which only the file is known.
@@ -75,7 +75,7 @@ def read_event(path: str) -> Any:
     """The event's payload, or `Unread`: then it is judged by its name alone."""
     if not path:
         return Unread(file="", why="GITHUB_EVENT_PATH names no file")
-    shown = brief(path, MAX_SHOWN)
+    shown = truncate(path, MAX_SHOWN)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:  # noqa: PTH123  # a descriptor

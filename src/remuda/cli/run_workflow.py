@@ -1,4 +1,4 @@
-"""`remuda run-workflow`: a small workflow against the local GitHub, as a person would see it on github.com."""
+"""`remuda run-workflow`: run a small workflow against the local GitHub."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ import httpx
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
-from remuda.cli.workflow_file import MAX_BYTES, Job, load_workflow, parse_workflow
+from remuda.cli.workflow_file import MAX_BYTES, WorkflowJob, load_workflow, parse_workflow
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
-from remuda.fake_github.client import SimClient, SimError, SimJob, SimStep
+from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
 from remuda.wiring import layout, local_endpoint
 
 EXIT_JOB_FAILED = 1
 _INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$")
 
-#: One long poll.
+#: Seconds of one long poll.
 POLL_S = 20.0
-#: After a cancellation: for the jobs that always run.
-LAST_WORDS_S = 60.0
-#: For a step that was interrupted to clean up: what GitHub gives.
+#: Seconds for jobs with `if: always()` after the run was cancelled.
+ALWAYS_JOBS_S = 60.0
+#: Seconds between the signals to an interrupted step, as on GitHub.
 STEP_GRACE_S = 7.5
-#: For the last words of a step that has ended.
+#: Seconds to wait for remaining output after a step has exited.
 LAST_OUTPUT_S = 0.5
-CHUNK = 64 * 1024
+CHUNK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobResult:
+class WorkflowJobResult:
     name: str
     conclusion: str
     instance_id: str | None
@@ -47,7 +47,7 @@ class JobResult:
 
 async def run_workflow(settings: Settings, output: Output, *, file: str) -> int:
     clock = SystemClock()
-    # A run id as GitHub's: a number that only rises.
+    # Like GitHub's run ids: an increasing number.
     run_id = settings.run_id or str(int(clock.now().timestamp() * 1000))
     github = {
         "run_id": run_id,
@@ -56,8 +56,8 @@ async def run_workflow(settings: Settings, output: Output, *, file: str) -> int:
     }
     jobs = parse_workflow(_read(file), github)
     endpoint = local_endpoint(settings)
-    async with SimClient(endpoint.url, endpoint.token) as sim:
-        run = WorkflowRun(settings, output, sim, clock, github)
+    async with FakeGitHubClient(endpoint.url, endpoint.token) as client:
+        run = WorkflowRun(settings, output, client, clock, github)
         results = await run.run(jobs)
     failed = [result for result in results if result.conclusion not in {"success", "skipped"}]
     conclusion = "failure" if failed else "success"
@@ -91,31 +91,36 @@ def _read(file: str) -> object:
     try:
         return load_workflow(text)
     except ValueError as error:
-        told = " ".join(str(error).split())[:200]
-        raise UserError(f"{file} is not YAML: {told}", field="FILE", fix="mend it") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{file} is not valid YAML: {reason}", field="FILE", fix="correct the file") from None
 
 
 class WorkflowRun:
     def __init__(
-        self, settings: Settings, output: Output, sim: SimClient, clock: SystemClock, github: Mapping[str, str]
+        self,
+        settings: Settings,
+        output: Output,
+        client: FakeGitHubClient,
+        clock: SystemClock,
+        github: Mapping[str, str],
     ) -> None:
         self._settings = settings
         self._output = output
-        self._sim = sim
+        self._client = client
         self._clock = clock
         self._github = github
 
-    async def run(self, jobs: list[Job]) -> list[JobResult]:
-        tasks: dict[str, list[asyncio.Task[JobResult]]] = {}
-        started: dict[int, asyncio.Task[JobResult]] = {}
+    async def run(self, jobs: list[WorkflowJob]) -> list[WorkflowJobResult]:
+        tasks: dict[str, list[asyncio.Task[WorkflowJobResult]]] = {}
+        started: dict[int, asyncio.Task[WorkflowJobResult]] = {}
         remaining = list(enumerate(jobs))
         while remaining:
-            # A job waits for others as a task, so they are made in an order in which those exist already.
+            # A job's task waits for the tasks of its needs, so those are created first.
             for entry in list(remaining):
                 index, job = entry
-                if all(need in tasks and not _waiting(need, remaining) for need in job.needs):
+                if all(need in tasks and not _is_remaining(need, remaining) for need in job.needs):
                     needed = [task for need in job.needs for task in tasks[need]]
-                    started[index] = asyncio.create_task(self._after(job, needed))
+                    started[index] = asyncio.create_task(self._run_after(job, needed))
                     tasks.setdefault(job.key, []).append(started[index])
                     remaining.remove(entry)
         ordered = [started[index] for index in range(len(jobs))]
@@ -123,22 +128,22 @@ class WorkflowRun:
             return list(await asyncio.gather(*ordered))
         except BaseException:
             for task in ordered:
-                # Once: a second time would cut short what it does about its job because of the first.
+                # Cancel once only: a second cancellation would interrupt the task's own cleanup.
                 if not task.cancelling():
                     task.cancel()
             await asyncio.gather(*ordered, return_exceptions=True)
-            await self._say_goodbye(jobs, ordered)
+            await self._run_always_jobs(jobs, ordered)
             raise
 
-    async def _after(self, job: Job, needed: list[asyncio.Task[JobResult]]) -> JobResult:
+    async def _run_after(self, job: WorkflowJob, needed: list[asyncio.Task[WorkflowJobResult]]) -> WorkflowJobResult:
         results = [await task for task in needed]
         if not job.runs_after([result.conclusion for result in results]):
             self._say(job.name, "skipped")
-            return JobResult(name=job.name, conclusion="skipped", instance_id=None, seconds=0.0)
-        return await self._one(job)
+            return WorkflowJobResult(name=job.name, conclusion="skipped", instance_id=None, seconds=0.0)
+        return await self._run_job(job)
 
-    async def _one(self, job: Job) -> JobResult:
-        begun = self._clock.monotonic()
+    async def _run_job(self, job: WorkflowJob) -> WorkflowJobResult:
+        began = self._clock.monotonic()
         instance_id = None
         try:
             async with asyncio.timeout(job.timeout_s):
@@ -149,59 +154,59 @@ class WorkflowRun:
         except TimeoutError:
             self._say(job.name, f"cancelled: it took longer than {job.timeout_s / 60:g} min")
             conclusion = "cancelled"
-        seconds = round(self._clock.monotonic() - begun, 3)
-        return JobResult(name=job.name, conclusion=conclusion, instance_id=instance_id, seconds=seconds)
+        seconds = round(self._clock.monotonic() - began, 3)
+        return WorkflowJobResult(name=job.name, conclusion=conclusion, instance_id=instance_id, seconds=seconds)
 
-    async def _say_goodbye(self, jobs: list[Job], tasks: list[asyncio.Task[JobResult]]) -> None:
-        """What GitHub does when a run is cancelled: the jobs that always run still do."""
+    async def _run_always_jobs(self, jobs: list[WorkflowJob], tasks: list[asyncio.Task[WorkflowJobResult]]) -> None:
+        """Run the jobs with `if: always()` that have not run, as GitHub does after a cancellation."""
         left = [
             job
             for job, task in zip(jobs, tasks, strict=True)
             if job.hosted and job.condition == "always()" and task.cancelled()
         ]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(ALWAYS_JOBS_S):
                 for job in left:
-                    await self._one(job)
+                    await self._run_job(job)
 
-    async def _run_queued(self, job: Job) -> tuple[str, str | None]:
+    async def _run_queued(self, job: WorkflowJob) -> tuple[str, str | None]:
         try:
             queued = await self._queue(job)
             self._say(job.name, f"queued for {', '.join(job.labels)}")
             return await self._follow(job, queued)
-        except (SimError, httpx.HTTPError) as error:
-            raise Unavailable(f"the local GitHub does not answer: {error}") from error
+        except (FakeGitHubError, httpx.HTTPError) as error:
+            raise Unavailable(f"the local GitHub does not respond: {error}") from error
 
-    async def _queue(self, job: Job) -> SimJob:
-        """Interrupted on the way, it still learns which job it is to cancel: nobody else would."""
+    async def _queue(self, job: WorkflowJob) -> JobView:
+        """Queue the job. If interrupted, wait for the job's id in order to cancel it."""
         queueing = asyncio.ensure_future(
-            self._sim.queue_job(
+            self._client.queue_job(
                 repo=self._github["repository"],
                 run_id=self._github["run_id"],
                 run_attempt=int(self._github["run_attempt"]),
                 name=job.name,
                 labels=job.labels,
-                steps=[SimStep(run=step.run, name=step.name or None, env=step.env) for step in job.steps],
+                steps=[JobStep(run=step.run, name=step.name or None, env=step.env) for step in job.steps],
                 env=job.env,
             )
         )
         try:
             return await asyncio.shield(queueing)
         except asyncio.CancelledError:
-            with contextlib.suppress(SimError, httpx.HTTPError):
-                await self._sim.cancel_job((await queueing).id)
+            with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
+                await self._client.cancel_job((await queueing).id)
             raise
 
-    async def _follow(self, job: Job, current: SimJob) -> tuple[str, str | None]:
+    async def _follow(self, job: WorkflowJob, current: JobView) -> tuple[str, str | None]:
         try:
             while current.status != "completed":
-                after = await self._sim.job(current.id, wait_s=POLL_S, since=current.status)
+                after = await self._client.job(current.id, wait_s=POLL_S, since=current.status)
                 if after.status == "in_progress" and current.status == "queued":
                     self._say(job.name, f"runs on {self._instance(after) or after.runner_name}")
                 current = after
         except BaseException:
-            with contextlib.suppress(SimError, httpx.HTTPError):
-                await self._sim.cancel_job(current.id)
+            with contextlib.suppress(FakeGitHubError, httpx.HTTPError):
+                await self._client.cancel_job(current.id)
             raise
         conclusion = current.conclusion or "failure"
         self._say(job.name, conclusion)
@@ -211,13 +216,13 @@ class WorkflowRun:
         return conclusion, self._instance(current)
 
     @staticmethod
-    def _instance(job: SimJob) -> str | None:
-        """A runner's name ends with its instance's id."""
+    def _instance(job: JobView) -> str | None:
+        """Return the instance id at the end of the runner's name."""
         found = _INSTANCE.search(job.runner_name or "")
         return found.group() if found else None
 
-    async def _run_hosted(self, job: Job) -> str:
-        self._say(job.name, "runs here")
+    async def _run_hosted(self, job: WorkflowJob) -> str:
+        self._say(job.name, "runs on this machine")
         for step in job.steps:
             code = await self._run_step(job, step.run, {**job.env, **step.env})
             if code != 0:
@@ -226,14 +231,14 @@ class WorkflowRun:
         self._say(job.name, "success")
         return "success"
 
-    async def _run_step(self, job: Job, script: str, env: Mapping[str, str]) -> int:
-        # From a file, as GitHub has it: a command line is for everyone to read.
+    async def _run_step(self, job: WorkflowJob, script: str, env: Mapping[str, str]) -> int:
+        # As a file, like on GitHub: other users can read command lines.
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace", suffix=".sh") as file:
             file.write(script)
             file.flush()
             return await self._run_script(job, file.name, env)
 
-    async def _run_script(self, job: Job, script: str, env: Mapping[str, str]) -> int:
+    async def _run_script(self, job: WorkflowJob, script: str, env: Mapping[str, str]) -> int:
         process = await asyncio.create_subprocess_exec(
             "bash",
             "-e",
@@ -244,32 +249,32 @@ class WorkflowRun:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
-        showing = asyncio.create_task(self._show_output(job, process.stdout))
+        output = asyncio.create_task(self._show_output(job, process.stdout))
         try:
             code = await process.wait()
-            # What the step left in the background may hold the pipe open: its output is not waited for.
-            await asyncio.wait({showing}, timeout=LAST_OUTPUT_S)
+            # A background process of the step may keep the pipe open, so the wait is limited.
+            await asyncio.wait({output}, timeout=LAST_OUTPUT_S)
         except BaseException:
-            await _end(process)
+            await _interrupt(process)
             raise
         finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
+            output.cancel()
+            await asyncio.gather(output, return_exceptions=True)
         return code
 
-    async def _show_output(self, job: Job, stream: asyncio.StreamReader | None) -> None:
+    async def _show_output(self, job: WorkflowJob, stream: asyncio.StreamReader | None) -> None:
         rest = b""
-        while stream is not None and (chunk := await stream.read(CHUNK)):
+        while stream is not None and (chunk := await stream.read(CHUNK_BYTES)):
             *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > CHUNK:
+            if len(rest) > CHUNK_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
                 self._say(job.name, line.decode(errors="replace").rstrip())
         if rest:
             self._say(job.name, rest.decode(errors="replace").rstrip())
 
-    def _environment(self, job: Job) -> dict[str, str]:
-        # Steps that call remuda get this one, with this state folder.
+    def _environment(self, job: WorkflowJob) -> dict[str, str]:
+        # Steps that call remuda use this installation and this state folder.
         here = str(Path(sys.executable).parent)
         return {
             **os.environ,
@@ -288,12 +293,12 @@ class WorkflowRun:
         self._output.say(f"{self._clock.now():%H:%M:%S} {name:<16} {text}")
 
 
-def _waiting(key: str, remaining: list[tuple[int, Job]]) -> bool:
+def _is_remaining(key: str, remaining: list[tuple[int, WorkflowJob]]) -> bool:
     return any(job.key == key for _, job in remaining)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """As GitHub does: an interrupt, some time to clean up, then the end."""
+async def _interrupt(process: asyncio.subprocess.Process) -> None:
+    """Interrupt the step's process group, and kill it after a grace period."""
     for number, grace_s in ((signal.SIGINT, STEP_GRACE_S), (signal.SIGKILL, STEP_GRACE_S)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

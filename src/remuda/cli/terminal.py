@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-from remuda.domain.text import printable
+from remuda.domain.text import sanitize
 
 
 class PlainConsole(Console):
@@ -22,4 +22,4 @@ class PlainConsole(Console):
 
 
 def _plain(text: str) -> str:
-    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+    return text if text.isprintable() else "\n".join(map(sanitize, text.split("\n")))

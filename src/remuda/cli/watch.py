@@ -9,7 +9,7 @@ from typing import Any, Self
 from remuda.cli.output import Output
 from remuda.cli.rendering import status as status_view
 from remuda.config.settings import Settings
-from remuda.controlplane.read.status import GHOSTS_EVERY_S, Status, status, with_ghosts
+from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings, status
 from remuda.domain.errors import RemudaError, UserError
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
@@ -41,7 +41,7 @@ class Screen:
     def show(self, found: Status) -> None:
         from rich.console import Group  # noqa: PLC0415 - as above
 
-        rows = max(self._console.height - RESERVED_ROWS - len(found.concerns), 3)
+        rows = max(self._console.height - RESERVED_ROWS - len(found.warnings), 3)
         tables = status_view.status_tables(found, width=self._console.width, rows=rows)
         self._live.update(Group(_plain(status_view.headline(found)), *tables), refresh=True)
 
@@ -87,16 +87,16 @@ async def watch(settings: Settings, output: Output, *, everything: bool, every_s
     in_place = sys.stdout.isatty() and not output.as_json
     async with open_context(settings, SilentEventLog(), credentialed=asks, alive=False) as context:
         clock = context.clock
-        ghosts_at = clock.monotonic()
+        next_check_at = clock.monotonic()
         with Screen() if in_place else Lines(output) as shown:
             found: Status | None = None
             while True:
-                due = clock.monotonic() >= ghosts_at
+                due = clock.monotonic() >= next_check_at
                 if due:
-                    ghosts_at = clock.monotonic() + GHOSTS_EVERY_S
+                    next_check_at = clock.monotonic() + REGISTRATION_CHECK_INTERVAL_S
                 try:
-                    fresh = await status(context, everything=everything, ghosts=due)
-                    found = fresh if due else with_ghosts(fresh, found)
+                    fresh = await status(context, include_terminated=everything, check_registrations=due)
+                    found = fresh if due else keep_github_warnings(fresh, found)
                     shown.show(found)
                 except UserError:
                     raise

@@ -34,11 +34,11 @@ from remuda.domain.resources import (
     check_scope,
     parse_classes,
 )
-from remuda.domain.scale_down.decisions import BOOT_MIN, IdleScope, Policy
+from remuda.domain.scale_down.decisions import BOOT_MIN, IdleScope, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import EXAMPLE as IDLE_CONFIG_EXAMPLE
 from remuda.domain.scale_down.idle_config import FIX as IDLE_CONFIG_FIX
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_idle_config
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 from remuda.domain.thresholds import Lifetimes
 
 FILE_NAME = "remuda.toml"
@@ -499,8 +499,8 @@ class Settings(BaseModel):
         )
 
     @property
-    def scale_down_policy(self) -> Policy:
-        return Policy(
+    def scale_down_policy(self) -> ScaleDownPolicy:
+        return ScaleDownPolicy(
             windows=self.idle_config,
             minimum_min=self.minimum_running_time_in_minutes,
             boot_min=self.runner_boot_time_in_minutes,
@@ -632,5 +632,5 @@ def _refuse(error: ValidationError, origins: Mapping[str, str]) -> NoReturn:
     schema = Settings.model_fields[name].json_schema_extra
     fix = str(schema["fix"]) if isinstance(schema, dict) and "fix" in schema else first["msg"]
     secret = name in {"github_token", "github_app_key"}
-    shown = "(hidden)" if secret else quoted(first["input"], MAX_SHOWN)
+    shown = "(hidden)" if secret else quote(first["input"], MAX_SHOWN)
     raise UserError(f"{_shown(name, origins)} is {shown}", field=_shown(name, origins), fix=fix) from None

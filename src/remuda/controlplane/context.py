@@ -1,4 +1,4 @@
-"""What every use case works with, and the small steps that they share."""
+"""The ports that every use case works with, and the steps that use cases share: reads, transitions and retries."""
 
 from __future__ import annotations
 
@@ -23,45 +23,46 @@ from remuda.ports.store import InstanceStore
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: How many instances one process works on at a time.
+#: Items that one process works on concurrently.
 CONCURRENCY = 64
-#: How often a write whose answer was lost is looked into and tried again.
-AMBIGUOUS_TRIES = 4
-#: A minted token with less left is replaced.
-MINT_AGAIN_S = 1_800.0
-AMBIGUOUS_PAUSE_S = 0.2
+#: Retries of a write that failed with `Unavailable`.
+WRITE_RETRIES = 4
+#: Mean pause in seconds before a failed call is repeated.
+RETRY_PAUSE_S = 0.2
+#: Attempts to change a record that other processes change at the same time.
+CONFLICT_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    #: The pool that machines are tagged and runners are named for.
+    #: The name in the machines' tags and the runners' names.
     pool_name: str
     store: InstanceStore
     pool: ResourcePool
     compute: Compute
-    #: None where the process holds no GitHub credential of its own.
+    #: None if the process has no GitHub credential.
     github: GitHub | None
     clock: Clock
     ids: Ids
     event_log: EventLog
     calls: CallCounter
-    #: What the spot market asked, where the backend has one.
-    spot: SpotPrices | None = None
-    #: Removal tokens minted by this process, by scope: one serves all instances.
-    minted: dict[str, Credential] = field(default_factory=dict)
-    minting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: None if the backend has no spot market.
+    spot_prices: SpotPrices | None = None
+    #: Removal tokens minted by this process, by scope. One token serves all instances of a scope.
+    removal_tokens: dict[str, Credential] = field(default_factory=dict)
+    removal_token_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 async def read_config(context: Context) -> PoolConfig:
     config = await context.store.get_config()
     if config is None:
         raise UserError("the pool has no configuration yet", field="backend", fix="run remuda refresh first")
-    check_pool(context, config)
+    check_pool_name(context, config)
     return config
 
 
-def check_pool(context: Context, config: PoolConfig) -> None:
-    """With the machines of one pool and the records of another, every machine would look lost."""
+def check_pool_name(context: Context, config: PoolConfig) -> None:
+    """Refuse to combine the machines of one pool with the records of another: every machine would look unrecorded."""
     if config.pool != context.pool_name:
         raise UserError(
             f"pool is {context.pool_name!r}, but the store belongs to pool {config.pool!r}",
@@ -70,8 +71,8 @@ def check_pool(context: Context, config: PoolConfig) -> None:
         )
 
 
-async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]]) -> Sequence[R | RemudaError]:
-    """Work on all of them concurrently; one that fails leaves the others untouched and is returned in its place."""
+async def map_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[R]]) -> Sequence[R | RemudaError]:
+    """Call `work` for all items concurrently. An item's `RemudaError` is returned in its place and affects no other."""
     limit = asyncio.Semaphore(CONCURRENCY)
 
     async def one(item: T) -> R | RemudaError:
@@ -84,30 +85,59 @@ async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]]) -> Sequenc
     return await asyncio.gather(*(one(item) for item in items))
 
 
-async def readable(
-    read: Awaitable[Mapping[str, T]], tell: Callable[[str], None]
+async def skip_unreadable(
+    read: Awaitable[Mapping[str, T]], report_error: Callable[[str], None] | None = None
 ) -> tuple[Mapping[str, T], frozenset[str]]:
-    """What can be read. What cannot is told of, and named: it is there, and nobody may act as if it were not."""
+    """Return the records that can be parsed and the ids of those that cannot.
+
+    An unreadable record exists, so callers must not treat its id as unrecorded. Without `report_error` the error is
+    ignored: some other read of the caller reports it.
+    """
     try:
         return await read, frozenset()
     except Unreadable as error:
-        tell(error.message)
+        if report_error is not None:
+            report_error(error.message)
         return error.records, frozenset(error.unreadable)
 
 
+async def pause_before_retry(context: Context) -> None:
+    await context.clock.sleep(RETRY_PAUSE_S * (0.5 + context.ids.jitter()))
+
+
+async def retry_write(context: Context, write: Callable[[], Awaitable[T]], **facts: str) -> T:
+    """Repeat a write that fails with `Unavailable`. It may have been applied, so `write` must recognise its own result.
+
+    `facts` identify the record in the event log.
+    """
+    for retries_left in range(WRITE_RETRIES, -1, -1):
+        try:
+            return await write()
+        except Unreadable:
+            # A record that cannot be parsed stays so.
+            raise
+        except Unavailable as error:
+            context.event_log.record("write-unconfirmed", error.message, **facts)
+            if not retries_left:
+                raise
+            await pause_before_retry(context)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
 async def transition(context: Context, instance: Instance, event: Event, *, by: Actor, why: str) -> Instance:
-    """Advance an instance by one row and tell the event_log. `Conflict` where somebody else was first."""
+    """Apply one transition and log it. Raise `Conflict` if another process changed the record first."""
     change = advance(instance, event, by=by, now=context.clock.now(), why=why)
-    after = await apply_surely(context, change)
-    _tell(context, change)
+    after = await apply_confirmed(context, change)
+    _log_transition(context, change)
     return after
 
 
 async def transition_all(
     context: Context, instances: Sequence[Instance], event: Event, *, by: Actor, why: str
 ) -> Sequence[RemudaError | None]:
-    """`transition` of many by the same row, in as few calls as the store can. One that fails leaves the others
-    untouched; its error, whatever it is, is returned in its place.
+    """Apply the same transition to many instances in as few store calls as possible.
+
+    Return one error or None per instance. A failure affects no other instance.
     """
     if not instances:
         return []
@@ -118,39 +148,39 @@ async def transition_all(
         results = list(await context.store.apply_all(changes))
     except RemudaError as error:
         results = [error] * len(changes)
-    results = await _looked_into(context, changes, results)
+    results = await _resolve_ambiguous(context, changes, results)
     for change, failure in zip(changes, results, strict=True):
         if failure is None:
-            _tell(context, change)
+            _log_transition(context, change)
     return results
 
 
-async def _looked_into(
+async def _resolve_ambiguous(
     context: Context, changes: Sequence[Change], results: Sequence[RemudaError | None]
 ) -> list[RemudaError | None]:
-    """Those that may have been applied are tried again: of each alone it can be told."""
-    unsure = [
+    """Repeat one by one the changes that may have been applied: only a single write tells whether it was."""
+    ambiguous = [
         (change, result) for change, result in zip(changes, results, strict=True) if isinstance(result, Unavailable)
     ]
-    if unsure:
-        context.event_log.record("write-unsure", unsure[0][1].message, instances=len(unsure))
-    again = await each(unsure, lambda one: apply_surely(context, one[0]))
-    known = {
+    if ambiguous:
+        context.event_log.record("write-unconfirmed", ambiguous[0][1].message, instances=len(ambiguous))
+    repeated = await map_concurrently(ambiguous, lambda item: apply_confirmed(context, item[0]))
+    resolved = {
         change.instance_id: result if isinstance(result, RemudaError) else None
-        for (change, _), result in zip(unsure, again, strict=True)
+        for (change, _), result in zip(ambiguous, repeated, strict=True)
     }
     return [
-        _unless_made(change, known.get(change.instance_id, result))
+        _unless_applied(change, resolved.get(change.instance_id, result))
         for change, result in zip(changes, results, strict=True)
     ]
 
 
-def _unless_made(change: Change, failure: RemudaError | None) -> RemudaError | None:
+def _unless_applied(change: Change, failure: RemudaError | None) -> RemudaError | None:
     current = failure.current if isinstance(failure, Conflict) else None
-    return None if isinstance(current, Instance) and made_by(change, current) else failure
+    return None if isinstance(current, Instance) and is_applied(change, current) else failure
 
 
-def _tell(context: Context, change: Change) -> None:
+def _log_transition(context: Context, change: Change) -> None:
     entry = change.entry
     if entry.source != entry.target:
         context.event_log.record(
@@ -165,50 +195,25 @@ def _tell(context: Context, change: Change) -> None:
         )
 
 
-async def apply_surely(context: Context, change: Change) -> Instance:
-    """Apply a change and know whether it was applied, even where an answer was lost on the way.
+async def apply_confirmed(context: Context, change: Change) -> Instance:
+    """Apply a change and find out whether it was applied, even if the store's answer was lost.
 
-    After `Unavailable` the record is read: if it is what the change would have made of it, with our owner, the write
-    was ours. (state, epoch) never recurs, so nobody else can have made it look so.
+    A repeated write fails with `Conflict` if the first one was applied. The record then equals the result of our
+    change, including our owner. (state, epoch) never recurs, so no other process can have written it.
     """
-    tries = 0
-    while True:
-        tries += 1
+
+    async def write() -> Instance:
         try:
             return await context.store.apply(change)
         except Conflict as conflict:
             current = conflict.current
-            if isinstance(current, Instance) and made_by(change, current):
+            if isinstance(current, Instance) and is_applied(change, current):
                 return current
             raise
-        except Unreadable:
-            # It will not be better the next time.
-            raise
-        except Unavailable as error:
-            context.event_log.record("write-unsure", error.message, instance_id=change.instance_id)
-            if tries > AMBIGUOUS_TRIES:
-                raise
-            await context.clock.sleep(AMBIGUOUS_PAUSE_S * (0.5 + context.ids.jitter()))
+
+    return await retry_write(context, write, instance_id=change.instance_id)
 
 
-def made_by(change: Change, current: Instance) -> bool:
-    """Whether the record shows this very change: every field that it sets has the value that it sets."""
+def is_applied(change: Change, current: Instance) -> bool:
+    """Whether every field that the change sets has the value that it sets."""
     return replace(current, **change.sets) == current
-
-
-async def removal_credential(context: Context, config: PoolConfig, scope: str) -> Credential:
-    """A fresh one of our own, or the pool's. The pool's may be stale: a sweep renews it on the instance later."""
-    if context.github is None:
-        return config.tokens_for(scope).removal
-    try:
-        async with context.minting:
-            held = context.minted.get(scope)
-            if held is None or (held.expires_at - context.clock.now()).total_seconds() < MINT_AGAIN_S:
-                held = context.minted[scope] = await context.github.removal_token(scope)
-            return held
-    except RemudaError as error:
-        # What is held must be given back all the same.
-        if all(item.scope.lower() != scope.lower() for item in config.tokens):
-            raise
-        context.event_log.record("removal-token-failed", f"{error.message}; the pool's will do", scope=scope)
-        return config.tokens_for(scope).removal

@@ -1,86 +1,82 @@
-"""Doctor: every check at once, one line each. One that fails stops no other."""
+"""Doctor: runs all checks concurrently and combines their results; the checks of the pool's configuration."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import PoolConfig
 from remuda.ports.clock import Clock
-from remuda.ports.doctor import Check, Finding, Health, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, CheckStatus, ok, problem, warning
 
-#: How long one check may take.
-LIMIT_S = 45.0
-#: A refresh keeps fifty minutes of a token's hour: with less than this left, none has run for long.
-TOKEN_LEFT_S = 600.0
+#: Seconds that one check may take.
+CHECK_TIMEOUT_S = 45.0
+#: Refresh replaces a token with fewer than 3,000 of its 3,600 seconds left. With fewer than these left, no refresh has
+#: run for a long time.
+MIN_TOKEN_LIFE_S = 600.0
 
 EXIT_OK = 0
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
-    name: str
-    finding: Finding
+_UNREACHABLE_FIX = "check that it can be reached from here"
 
 
-async def examine(checks: Sequence[Check]) -> tuple[Checked, ...]:
-    """All of them, in the order given. A check whose need has a problem is not made, and says so."""
-    begun: dict[str, asyncio.Task[Finding]] = {}
-    #: Checks that others must wait for, and the one that is to be seen to first.
-    blocking: dict[str, str] = {}
+async def run_checks(checks: Sequence[Check]) -> Mapping[str, CheckResult]:
+    """Run the checks concurrently and return their results by name, in the given order.
 
-    async def one(check: Check) -> Finding:
+    A check that needs one with a problem is not run; its result says so.
+    """
+    tasks: dict[str, asyncio.Task[CheckResult]] = {}
+    #: Failed and skipped checks, with the name of the check that has the problem.
+    blocked_by: dict[str, str] = {}
+
+    async def run(check: Check) -> CheckResult:
         if check.needs:
-            await asyncio.wait([begun[name] for name in check.needs])
+            await asyncio.wait([tasks[name] for name in check.needs])
         for name in check.needs:
-            if name in blocking:
-                blocking[check.name] = blocking[name]
-                return warning(f"not checked: {blocking[name]} comes first", f"see to {blocking[name]}")
-        finding = await _looked(check)
-        # Where there was only no answer, the others may have more luck.
-        if finding.health is Health.PROBLEM and not finding.unreachable:
-            blocking[check.name] = check.name
-        return finding
+            if name in blocked_by:
+                blocked_by[check.name] = blocked_by[name]
+                return warning(f"not checked: {blocked_by[name]} has a problem", f"fix {blocked_by[name]} first")
+        result = await _run_check(check)
+        # If there was only no answer, the dependent checks may still succeed.
+        if result.health is CheckStatus.PROBLEM and not result.unreachable:
+            blocked_by[check.name] = check.name
+        return result
 
     async with asyncio.TaskGroup() as group:
         for check in checks:
-            begun[check.name] = group.create_task(one(check))
-    return tuple(Checked(name=name, finding=task.result()) for name, task in begun.items())
+            tasks[check.name] = group.create_task(run(check))
+    return {name: task.result() for name, task in tasks.items()}
 
 
-async def _looked(check: Check) -> Finding:
+async def _run_check(check: Check) -> CheckResult:
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(CHECK_TIMEOUT_S):
             return await check.look()
     except Unavailable as error:
-        return Finding(
-            health=Health.PROBLEM, found=error.message, fix=error.fix or "see that it can be reached", unreachable=True
-        )
+        return _unreachable(error.message, error.fix)
     except RemudaError as error:
         return problem(error.message, error.fix or "see the message")
     except TimeoutError:
-        return Finding(
-            health=Health.PROBLEM,
-            found=f"no answer within {LIMIT_S:g} s",
-            fix="see that it can be reached",
-            unreachable=True,
-        )
-    except Exception as error:  # noqa: BLE001 - one that fails stops no other, whatever it is
+        return _unreachable(f"no answer within {CHECK_TIMEOUT_S:g} s")
+    except Exception as error:  # noqa: BLE001 - a bug in one check must not stop the others
         return problem(f"a bug: {type(error).__name__}: {error}", "please report it with this line")
 
 
-def exit_code(checked: Sequence[Checked]) -> int:
-    """What is to be fixed goes before what did not answer."""
-    problems = [item.finding for item in checked if item.finding.health is Health.PROBLEM]
+def _unreachable(found: str, fix: str = "") -> CheckResult:
+    return CheckResult(health=CheckStatus.PROBLEM, found=found, fix=fix or _UNREACHABLE_FIX, unreachable=True)
+
+
+def exit_code(results: Iterable[CheckResult]) -> int:
+    """A problem to fix takes precedence over a service that did not answer."""
+    problems = [result for result in results if result.health is CheckStatus.PROBLEM]
     if not problems:
         return EXIT_OK
-    to_fix = any(not finding.unreachable for finding in problems)
+    to_fix = any(not result.unreachable for result in problems)
     return UserError.exit_code if to_fix else Unavailable.exit_code
 
 
-# The pool -----------------------------------------------------------------------------------------------------------
+# The pool's configuration -------------------------------------------------------------------------------------------
 
 GetConfig = Callable[[], Awaitable[PoolConfig | None]]
 CONFIGURATION = "configuration"
@@ -89,14 +85,14 @@ CONFIGURATION = "configuration"
 def pool_checks(
     get_config: GetConfig, clock: Clock, *, pool: str = "", scope: str = "", needs: tuple[str, ...] = ()
 ) -> tuple[Check, ...]:
-    """What the store says of the pool. Name and scope are empty where nobody asks for certain ones."""
+    """Checks of the stored configuration and its tokens. An empty pool or scope matches any."""
 
-    async def configuration() -> Finding:
-        return _configuration(await get_config(), pool)
+    async def configuration() -> CheckResult:
+        return _check_configuration(await get_config(), pool)
 
-    async def tokens() -> Finding:
+    async def tokens() -> CheckResult:
         config = await get_config()
-        return _tokens(config, clock, scope) if config else problem("there are none", "run remuda refresh")
+        return _check_tokens(config, clock, scope) if config else problem("there are none", "run remuda refresh")
 
     return (
         Check(name=CONFIGURATION, look=configuration, needs=needs),
@@ -104,31 +100,31 @@ def pool_checks(
     )
 
 
-def _configuration(config: PoolConfig | None, pool: str) -> Finding:
+def _check_configuration(config: PoolConfig | None, pool: str) -> CheckResult:
     if config is None:
         return problem("the pool has no configuration yet", "run remuda refresh")
     if pool and config.pool != pool:
         return problem(f"the store belongs to pool {config.pool!r}, not to {pool!r}", f"use --pool {config.pool}")
-    names = ", ".join(each.name for each in config.classes)
+    names = ", ".join(item.name for item in config.classes)
     applied = f"applied {config.applied_at:%Y-%m-%d %H:%M} UTC"
     return ok(f"pool {config.pool}, {applied}, reuse {config.reuse}, classes {names}")
 
 
-def _tokens(config: PoolConfig, clock: Clock, scope: str) -> Finding:
-    wanted = [item for item in config.tokens if not scope or item.scope.lower() == scope.lower()]
-    if not wanted:
+def _check_tokens(config: PoolConfig, clock: Clock, scope: str) -> CheckResult:
+    tokens = [item for item in config.tokens if not scope or item.scope.lower() == scope.lower()]
+    if not tokens:
         return problem(
             f"there are none for {scope or 'any scope'}", f"run remuda refresh --github-scope {scope}".strip()
         )
     now = clock.now()
     left = {
         item.scope: (min(item.registration.expires_at, item.removal.expires_at) - now).total_seconds()
-        for item in wanted
+        for item in tokens
     }
     name, least_s = min(left.items(), key=lambda pair: pair[1])
-    fix = "run remuda refresh, and see that it runs every five minutes with a credential that may administer runners"
+    fix = "run remuda refresh, and schedule it every five minutes with a credential that may administer runners"
     if least_s <= 0:
-        return problem(f"those for {name} ran out {-least_s / 60:.0f} min ago", fix)
-    if least_s < TOKEN_LEFT_S:
-        return warning(f"those for {name} run out in {least_s / 60:.0f} min", fix)
-    return ok(f"for {', '.join(sorted(left))}, good for {least_s / 60:.0f} min")
+        return problem(f"the tokens for {name} expired {-least_s / 60:.0f} min ago", fix)
+    if least_s < MIN_TOKEN_LIFE_S:
+        return warning(f"the tokens for {name} expire in {least_s / 60:.0f} min", fix)
+    return ok(f"for {', '.join(sorted(left))}, valid for {least_s / 60:.0f} min")

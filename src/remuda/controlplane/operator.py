@@ -8,7 +8,7 @@ from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 
-from remuda.controlplane.context import Context, each, read_config, readable, transition
+from remuda.controlplane.context import Context, map_concurrently, read_config, skip_unreadable, transition
 from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.transitions import Actor, Cause, End, Event, Quarantine, Retire
@@ -113,7 +113,7 @@ async def _pull(
     context: Context, lever: OperatorAction, instances: Sequence[Instance], event: Event, *, dry_run: bool
 ) -> OperatorResult:
     tell = partial(context.event_log.record, "unreadable")
-    reports, _ = await readable(context.store.get_reports([item.instance_id for item in instances]), tell)
+    reports, _ = await skip_unreadable(context.store.get_reports([item.instance_id for item in instances]), tell)
 
     async def one(instance: Instance) -> ActionOutcome:
         report = reports.get(instance.instance_id)
@@ -135,7 +135,7 @@ async def _pull(
 
     pulled: list[ActionOutcome] = []
     errors: list[str] = []
-    for instance, result in zip(instances, await each(instances, one), strict=True):
+    for instance, result in zip(instances, await map_concurrently(instances, one), strict=True):
         if isinstance(result, RemudaError):
             errors.append(f"{instance.instance_id}: {result.message}")
         else:

@@ -1,4 +1,4 @@
-"""Waiting for an agent's signal: ends on the event, on a failure, on a dead heartbeat, or when time is up."""
+"""Waiting for an agent's signal: ends on the signal, a failure, a dead heartbeat or a timeout."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from remuda.domain.errors import Unavailable
 from remuda.domain.signals import Pulse, Report, Verdict
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, HEARTBEAT_STALE_AFTER_S
 
-#: A pause after a read that failed.
-RETRY_PAUSE_S = 0.5
+#: Seconds before a failed read is repeated.
+READ_RETRY_PAUSE_S = 0.5
 
 VerdictOf = Callable[[Report | None, int], Verdict]
 
 
-class Ended(Enum):
+class StopReason(Enum):
+    """Why a wait returned. The value is for people."""
+
     VERDICT = "verdict"
     DEAD = "the heartbeat is dead"
     TIMEOUT = "time is up"
-    LOOK = "a look around is due"
+    #: The caller asked to return at this time, or the runner's busy flag changed.
+    RECHECK = "recheck is due"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitResult:
-    ended: Ended
+    stopped: StopReason
     verdict: Verdict
     report: Report | None
 
 
 class SignalWaiter:
-    """One wait for one instance. It keeps what it saw, so that it can be taken up again."""
+    """Waits for one instance in one epoch. Keeps the last report and heartbeat, so that a wait can be resumed."""
 
     def __init__(self, context: Context, *, instance_id: str, epoch: int, verdict_of: VerdictOf) -> None:
         self._context = context
@@ -42,26 +45,29 @@ class SignalWaiter:
         self._report: Report | None = None
         self._pulse = Pulse(dead_after_s=HEARTBEAT_DEAD_AFTER_S, stale_after_s=HEARTBEAT_STALE_AFTER_S)
 
-    async def wait(self, *, until: float, look_at: float | None = None) -> WaitResult:
-        """Until a verdict, or `until` (monotonic). With `look_at` it also returns then, or when `busy` changes."""
+    async def wait(self, *, until: float, recheck_at: float | None = None) -> WaitResult:
+        """Wait for a verdict until the monotonic time `until`.
+
+        With `recheck_at`, also return at that time, or when the runner's busy flag changes.
+        """
         clock = self._context.clock
         while True:
             before = self._report
             verdict = self._verdict_of(self._report, self._epoch)
             if verdict is not Verdict.PENDING:
-                return self._result(Ended.VERDICT, verdict)
+                return self._result(StopReason.VERDICT, verdict)
             now = clock.monotonic()
             if self._pulse.is_dead(now):
-                return self._result(Ended.DEAD, verdict)
+                return self._result(StopReason.DEAD, verdict)
             if now >= until:
-                return self._result(Ended.TIMEOUT, verdict)
-            if look_at is not None and now >= look_at:
-                return self._result(Ended.LOOK, verdict)
-            await self._look(min(until, until if look_at is None else look_at) - now)
-            if look_at is not None and before is not None and self._report and self._report.busy != before.busy:
-                return self._result(Ended.LOOK, self._verdict_of(self._report, self._epoch))
+                return self._result(StopReason.TIMEOUT, verdict)
+            if recheck_at is not None and now >= recheck_at:
+                return self._result(StopReason.RECHECK, verdict)
+            await self._read_report(min(until, until if recheck_at is None else recheck_at) - now)
+            if recheck_at is not None and before is not None and self._report and self._report.busy != before.busy:
+                return self._result(StopReason.RECHECK, self._verdict_of(self._report, self._epoch))
 
-    async def _look(self, timeout_s: float) -> None:
+    async def _read_report(self, timeout_s: float) -> None:
         clock = self._context.clock
         try:
             self._report = await self._context.store.wait_for_report(
@@ -69,11 +75,11 @@ class SignalWaiter:
             )
         except Unavailable as error:
             self._context.event_log.record("read-failed", error.message, instance_id=self._instance_id)
-            await clock.sleep(min(timeout_s, RETRY_PAUSE_S))
-            # What could not be read is no sign of death: the heartbeat gets its time anew.
+            await clock.sleep(min(timeout_s, READ_RETRY_PAUSE_S))
+            # A failed read says nothing about the agent: restart the heartbeat's timeout.
             self._pulse = replace(self._pulse, changed_at=clock.monotonic())
             return
         self._pulse = self._pulse.observe(self._report, now=clock.now(), monotonic=clock.monotonic())
 
-    def _result(self, ended: Ended, verdict: Verdict) -> WaitResult:
-        return WaitResult(ended=ended, verdict=verdict, report=self._report)
+    def _result(self, stopped: StopReason, verdict: Verdict) -> WaitResult:
+        return WaitResult(stopped=stopped, verdict=verdict, report=self._report)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 
 #: How much of an error is told: what others said is part of many.
 MAX_MESSAGE = 10_000
@@ -31,9 +31,9 @@ class RemudaError(Exception):
     exit_code = 70
 
     def __init__(self, message: str = "", *, fix: str = "") -> None:
-        super().__init__(brief(message, MAX_MESSAGE) or (type(self).__doc__ or "").strip())
+        super().__init__(truncate(message, MAX_MESSAGE) or (type(self).__doc__ or "").strip())
         #: What the reader can do about it, as one sentence.
-        self.fix = brief(fix, MAX_MESSAGE)
+        self.fix = truncate(fix, MAX_MESSAGE)
 
     @property
     def message(self) -> str:

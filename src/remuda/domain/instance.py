@@ -67,7 +67,7 @@ class Instance:
     instance_type: str
     usage_class: UsageClass
     cpu: int
-    mmem: int
+    memory_mib: int
     created_at: datetime
     run_id: str = ""
     last_run_id: str = ""
@@ -97,7 +97,7 @@ class Instance:
         if self.state is State.IDLE:
             self.message()
 
-    def is_held(self, now: datetime) -> bool:
+    def is_quarantined(self, now: datetime) -> bool:
         return self.quarantined_until is not None and self.quarantined_until > now
 
     def message(self) -> PoolMessage:
@@ -108,7 +108,7 @@ class Instance:
             instance_type=self.instance_type,
             usage_class=self.usage_class,
             cpu=self.cpu,
-            mmem=self.mmem,
+            memory_mib=self.memory_mib,
             tier=self.tier,
             repository=self.repository,
         )
@@ -146,7 +146,7 @@ def retirement(
     notice: str = "",
 ) -> str:
     """Why an instance should not go back to the pool after this use, or empty: in quarantine it is kept there."""
-    if instance.is_held(now):
+    if instance.is_quarantined(now):
         return ""
     if instance.retire:
         return instance.retire

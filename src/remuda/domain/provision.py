@@ -34,12 +34,12 @@ class Provision:
     status: ProvisionStatus = ProvisionStatus.OPEN
     #: Set by the commit: what a release gives back.
     instance_ids: tuple[str, ...] = ()
-    #: What it asks of each instance, for people.
-    asked: str = ""
+    #: What it requests of each instance, for people.
+    request_summary: str = ""
     #: Why it has its status.
     why: str = ""
     #: How it went, written with its end: the commit, or the rollback.
-    course: ProvisionOutcome | None = None
+    outcome: ProvisionOutcome | None = None
     released_at: datetime | None = None
     #: Released, and none of its instances is held any more: sweeps need not look again.
     settled: bool = False
@@ -87,7 +87,7 @@ def _move(provision: Provision, status: ProvisionStatus) -> None:
 
 
 def committed(
-    provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime, course: ProvisionOutcome | None = None
+    provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime, outcome: ProvisionOutcome | None = None
 ) -> Provision:
     _move(provision, ProvisionStatus.COMMITTED)
     return replace(
@@ -96,12 +96,12 @@ def committed(
         instance_ids=instance_ids,
         deadline=deadline,
         why="all instances are running",
-        course=course,
+        outcome=outcome,
     )
 
 
-def released(provision: Provision, *, now: datetime, why: str, course: ProvisionOutcome | None = None) -> Provision:
-    """`course` where it ends before the commit."""
+def released(provision: Provision, *, now: datetime, why: str, outcome: ProvisionOutcome | None = None) -> Provision:
+    """`outcome` where it ends before the commit."""
     _move(provision, ProvisionStatus.RELEASED)
     # While it was open, claims may be under way until its deadline; after the commit there are none.
     deadline = provision.deadline if provision.status is ProvisionStatus.OPEN else now
@@ -111,7 +111,7 @@ def released(provision: Provision, *, now: datetime, why: str, course: Provision
         released_at=now,
         deadline=deadline,
         why=why,
-        course=course or provision.course,
+        outcome=outcome or provision.outcome,
     )
 
 

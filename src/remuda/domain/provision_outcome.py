@@ -11,19 +11,30 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-#: How many runners, refusals and launches are told one by one.
-MAX_TAKEN = 100
-MAX_REFUSALS = 20
+#: How many runners, rejections and launches are told one by one.
+MAX_ACQUIRED = 100
+MAX_REJECTIONS = 20
 MAX_LAUNCHES = 10
 #: How much of a reason is kept.
 MAX_REASON = 200
 
 
-class Source(StrEnum):
+class RunnerSource(StrEnum):
     """Where a runner came from."""
 
     POOL = "pool"
     CREATED = "created"
+
+
+class RejectionKind(StrEnum):
+    """Why a pool message did not become a runner."""
+
+    MISMATCH = "mismatch"
+    CLAIM_LOST = "claim-lost"
+    REGISTRATION_FAILED = "registration-failed"
+    MALFORMED = "malformed"
+    UNREADABLE = "unreadable"
+    DUPLICATE = "duplicate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +42,7 @@ class AcquiredRunner:
     """One runner that the run got."""
 
     instance_id: str
-    source: Source
+    source: RunnerSource
     #: From the provision's begin until it was registered.
     seconds: float
     #: The runner's own part of it, on the machine, where it said so.
@@ -39,11 +50,10 @@ class AcquiredRunner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class RejectedCandidate:
     """One hint of the pool that did not become a runner."""
 
-    #: `misfit`, `lost`, `failed`, `malformed`, `unreadable` or `duplicate`.
-    kind: str
+    kind: RejectionKind
     why: str
     #: From the provision's begin.
     seconds: float
@@ -71,10 +81,10 @@ class ProvisionOutcome:
     created: int = 0
     #: Seconds of each phase, in order.
     phases: Mapping[str, float] = field(default_factory=dict)
-    taken: tuple[AcquiredRunner, ...] = ()
+    acquired: tuple[AcquiredRunner, ...] = ()
     #: Hints that were not used, counted by kind.
-    refused: Mapping[str, int] = field(default_factory=dict)
-    refusals: tuple[Refusal, ...] = ()
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    rejections: tuple[RejectedCandidate, ...] = ()
     launches: tuple[LaunchAttempt, ...] = ()
     #: Why it gave up, or empty.
     error: str = ""

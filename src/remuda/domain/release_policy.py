@@ -9,14 +9,14 @@ from remuda.domain.instance import Instance, retirement
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Report, Verdict, removal_verdict, took_s, without_took
 from remuda.domain.thresholds import Lifetimes
-from remuda.domain.transitions import Cause, End, Event, Extend, Pool
+from remuda.domain.transitions import Cause, End, Event, Extend, ReturnToPool
 
 #: Three sweeps of five minutes.
 MIN_EXTENSION_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Next:
+class NextAction:
     event: Event
     why: str
 
@@ -28,7 +28,7 @@ def next_for_releasing(
     now: datetime,
     lifetimes: Lifetimes,
     reuse: Reuse = Reuse.SAME_TRUST,
-) -> Next | None:
+) -> NextAction | None:
     """The next event, or None while there is nothing to do but wait."""
     verdict = removal_verdict(report, instance.epoch)
     if report is not None and verdict is Verdict.OK:
@@ -43,16 +43,16 @@ def next_for_releasing(
         found = without_took(report.detail)
         if reason:
             why = f"clean, but {reason}" + (f"; {found}" if found else "")
-            return Next(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=why)
+            return NextAction(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=why)
         took = took_s(report.detail)
         why = "deregistered and reset" + (f" in {took:.3f} s" if took is not None else "")
         why += f": {found}" if found else ""
-        return Next(event=Pool(report=report, idle_time_s=lifetimes.idle_time_s), why=why)
-    if report is not None and verdict is Verdict.FAILED and not instance.is_held(now):
-        return Next(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")
+        return NextAction(event=ReturnToPool(report=report, idle_time_s=lifetimes.idle_time_s), why=why)
+    if report is not None and verdict is Verdict.FAILED and not instance.is_quarantined(now):
+        return NextAction(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")
     if report is not None and report.busy and _worth_extending(instance, now=now, lifetimes=lifetimes):
         extend = Extend(report=report, extension_s=_extension_s(lifetimes), margin_s=lifetimes.margin_s)
-        return Next(event=extend, why="a job still runs")
+        return NextAction(event=extend, why="a job still runs")
     return None
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from remuda.domain.errors import UserError
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 
 MAX_PATTERN_TEXT = 1_000
 MAX_PATTERN = 64
@@ -17,7 +17,7 @@ MAX_CLASSES = 50
 #: How much of a wrong value an error repeats.
 MAX_SHOWN = 80
 MAX_CPU = 1_024
-MAX_MMEM = 32 * 1024 * 1024
+MAX_MEMORY_MIB = 32 * 1024 * 1024
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _PATTERN = re.compile(r"[A-Za-z0-9.*-]+")
@@ -69,12 +69,12 @@ class ResourceClass:
     #: vCPUs at least.
     cpu: int
     #: Memory at least, in MiB.
-    mmem: int
+    memory_mib: int
 
 
 DEFAULT_CLASSES: tuple[ResourceClass, ...] = tuple(
-    ResourceClass(name=name, cpu=cpu, mmem=mmem)
-    for name, cpu, mmem in (
+    ResourceClass(name=name, cpu=cpu, memory_mib=memory_mib)
+    for name, cpu, memory_mib in (
         ("large", 2, 4_096),
         ("xlarge", 4, 8_192),
         ("2xlarge", 8, 16_384),
@@ -97,7 +97,7 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
     for name, body in document.items():
         if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name.lower() in _GENERIC_LABELS:
             raise UserError(
-                f"{field}: {quoted(name, MAX_SHOWN)} cannot be a class name",
+                f"{field}: {quote(name, MAX_SHOWN)} cannot be a class name",
                 field=field,
                 fix="use up to 40 letters, digits, - and _, and no label that every runner has",
             )
@@ -107,7 +107,7 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
             ResourceClass(
                 name=name,
                 cpu=_whole(body.get("cpu"), f"{field}: cpu of {name!r}", MAX_CPU, field),
-                mmem=_whole(body.get("mmem"), f"{field}: mmem of {name!r}", MAX_MMEM, field),
+                memory_mib=_whole(body.get("mmem"), f"{field}: mmem of {name!r}", MAX_MEMORY_MIB, field),
             )
         )
     return tuple(classes)
@@ -116,7 +116,7 @@ def parse_classes(document: Any, *, field: str = "resource-class-config") -> tup
 def _whole(value: Any, what: str, most: int, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise UserError(
-            f"{what} is {quoted(value, MAX_SHOWN)}", field=field, fix=f"give a whole number from 1 to {most}"
+            f"{what} is {quote(value, MAX_SHOWN)}", field=field, fix=f"give a whole number from 1 to {most}"
         )
     return value
 
@@ -176,7 +176,8 @@ class PoolMessage:
     instance_type: str
     usage_class: UsageClass
     cpu: int
-    mmem: int
+    #: The message carries it as `mmem`.
+    memory_mib: int = field(metadata={"key": "mmem"})
     tier: Tier = Tier.TRUSTED
     #: As in the record.
     repository: str = ""
@@ -195,7 +196,7 @@ class PoolMessage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class RunnerRequest:
     """What a run asks of each of its instances."""
 
     resource_class: ResourceClass
@@ -207,7 +208,7 @@ class Request:
     repository: str = ""
 
 
-def misfit(message: PoolMessage, request: Request) -> str | None:
+def misfit(message: PoolMessage, request: RunnerRequest) -> str | None:
     """Why a message does not fit a request, or None where it does."""
     wanted = request.resource_class
     if message.resource_class != wanted.name:
@@ -218,8 +219,8 @@ def misfit(message: PoolMessage, request: Request) -> str | None:
         return f"type {message.instance_type} is not among {request.patterns}"
     if message.cpu < wanted.cpu:
         return f"{message.cpu} cpu, {wanted.cpu} wanted"
-    if message.mmem < wanted.mmem:
-        return f"{message.mmem} MiB, {wanted.mmem} wanted"
+    if message.memory_mib < wanted.memory_mib:
+        return f"{message.memory_mib} MiB, {wanted.memory_mib} wanted"
     if message.tier not in request.reuse.tiers(request.tier):
         return f"tier {message.tier}, not {request.tier}"
     if request.reuse is Reuse.SAME_REPO and message.repository != request.repository:

@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 from remuda.domain import timestamps
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ MAX_KEY = 80
 
 
 @typing.runtime_checkable
-class Checked(typing.Protocol):
+class SelfChecking(typing.Protocol):
     """A record that must be more than its fields: what was read is asked, what is made here is not."""
 
     def check(self) -> None:
@@ -45,7 +45,12 @@ def camel(name: str) -> str:
     return head + "".join(part.capitalize() for part in tail)
 
 
-def plain(value: Any) -> Any:
+def document_key(field: dataclasses.Field[Any]) -> str:
+    """The field's name in camelCase, unless its metadata names another key."""
+    return str(field.metadata.get("key") or camel(field.name))
+
+
+def to_jsonable(value: Any) -> Any:
     """One value as JSON types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_document(value)
@@ -54,14 +59,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, tuple | list | frozenset):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     return value
 
 
 def to_document(record: Any) -> dict[str, Any]:
-    return {camel(field.name): plain(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    return {document_key(field): to_jsonable(getattr(record, field.name)) for field in dataclasses.fields(record)}
 
 
 def from_document(cls: type[T], document: Mapping[str, Any]) -> T:
@@ -75,14 +80,14 @@ def from_document(cls: type[T], document: Mapping[str, Any]) -> T:
             raise ValueError(f"{cls.__name__} lacks {key}")
     record = cls(**values)
     if _is_checked(typing.cast("Any", cls)):
-        typing.cast("Checked", record).check()
+        typing.cast("SelfChecking", record).check()
     return record
 
 
 @cache
 def _is_checked(cls: type[Any]) -> bool:
     """Asked once for each kind: of a protocol it is a slow question, and records come by thousands."""
-    return issubclass(cls, Checked)
+    return issubclass(cls, SelfChecking)
 
 
 #: Takes a JSON value, and says where it stood if it is wrong.
@@ -95,8 +100,8 @@ def _fields(cls: Any) -> tuple[tuple[str, str, str, _Parser, bool], ...]:
     return tuple(
         (
             field.name,
-            camel(field.name),
-            f"{cls.__name__}.{camel(field.name)}",
+            document_key(field),
+            f"{cls.__name__}.{document_key(field)}",
             _parser(hints[field.name]),
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
@@ -150,7 +155,9 @@ def _mapping_parser(kind: Any) -> _Parser:
     def parse_mapping(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} must be an object, not {type(value).__name__}")
-        return {_typed(str, key, where): inner(item, f"{where}.{brief(key, MAX_KEY)}") for key, item in value.items()}
+        return {
+            _typed(str, key, where): inner(item, f"{where}.{truncate(key, MAX_KEY)}") for key, item in value.items()
+        }
 
     return parse_mapping
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum, StrEnum
 
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 
 
 class Signal(StrEnum):
@@ -97,7 +97,7 @@ class Report:
     def __post_init__(self) -> None:
         # Whoever has taken a machine writes what he likes here: it is for people's eyes, and in every log.
         for name in ("detail", "notice", "version"):
-            object.__setattr__(self, name, brief(getattr(self, name), MAX_DETAIL))
+            object.__setattr__(self, name, truncate(getattr(self, name), MAX_DETAIL))
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import parse_runner_name
 
 
-def ghost_reason(
+def stale_registration_reason(
     name: str,
     record: Instance | None,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def printable(text: str) -> str:
+def sanitize(text: str) -> str:
     """One line without a character that does more than be read: the others are spelt out, spaces of all kinds are one.
 
     Escape sequences could hide or github lines, marks of direction turn them round, and half a surrogate pair cannot be
@@ -16,19 +16,19 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else _spelt(char) for char in text)
 
 
-def brief(text: str, most: int) -> str:
+def truncate(text: str, most: int) -> str:
     """The same, and never more than so many characters."""
-    return printable(text[:most])[:most]
+    return sanitize(text[:most])[:most]
 
 
-def quoted(value: Any, most: int) -> str:
+def quote(value: Any, most: int) -> str:
     """A value as a person would write it, for the error that refuses it; never a page of it."""
     try:
         text = repr(value[:most] if isinstance(value, str) else value)
     except (ValueError, RecursionError):
         # Python writes down no number of thousands of digits, and nothing that is nested without end.
         text = f"a {type(value).__name__} too large to be shown"
-    return brief(text, most)
+    return truncate(text, most)
 
 
 def _spelt(char: str) -> str:

@@ -247,7 +247,7 @@ _ENDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Guard:
+class WriteCondition:
     """What must hold of the stored record for a write to happen, checked and written in one step."""
 
     #: None: there must be no record.
@@ -258,13 +258,13 @@ class Guard:
     #: Whose assignment it must be, where that matters.
     owner: str | None = None
     #: The threshold must lie after this time.
-    unexpired_at: datetime | None = None
+    threshold_after: datetime | None = None
     #: The threshold must not lie after this time.
-    expired_at: datetime | None = None
+    threshold_at_or_before: datetime | None = None
     #: The record must not be retired.
     not_retired: bool = False
     #: The record must not be in quarantine beyond this time: one that nobody who decided on this write knew of.
-    held_up_to: datetime | None = None
+    max_quarantined_until: datetime | None = None
     #: One of these it must be of; empty: of any.
     tiers: tuple[Tier, ...] = ()
     #: The only repository that it ever served, where that matters.
@@ -278,13 +278,13 @@ class Guard:
             and record.epoch == self.epoch
             and all(getattr(record, name) == value for name, value in self.offered)
             and (self.owner is None or record.owner == self.owner)
-            and (self.unexpired_at is None or record.threshold > self.unexpired_at)
-            and (self.expired_at is None or record.threshold <= self.expired_at)
+            and (self.threshold_after is None or record.threshold > self.threshold_after)
+            and (self.threshold_at_or_before is None or record.threshold <= self.threshold_at_or_before)
             and not (self.not_retired and record.retire)
             and (
-                self.held_up_to is None
+                self.max_quarantined_until is None
                 or record.quarantined_until is None
-                or record.quarantined_until <= self.held_up_to
+                or record.quarantined_until <= self.max_quarantined_until
             )
             and (not self.tiers or record.tier in self.tiers)
             and (self.repository is None or record.repository == self.repository)
@@ -296,7 +296,7 @@ class Change:
     """A conditional write: where `guard` holds, `sets` is laid over the record and `entry` joins its history."""
 
     instance_id: str
-    guard: Guard
+    guard: WriteCondition
     sets: Mapping[str, Any]
     entry: HistoryEntry
 
@@ -325,7 +325,7 @@ def _birth(row: Transition, record: Instance, *, by: Actor, at: datetime, why: s
         raise _illegal(record, f"{row.name} by {by}")
     return Change(
         instance_id=record.instance_id,
-        guard=Guard(state=None, epoch=record.epoch),
+        guard=WriteCondition(state=None, epoch=record.epoch),
         sets={name: getattr(record, name) for name in sorted(_FIELDS)},
         entry=HistoryEntry(
             at=to_milliseconds(at),
@@ -352,7 +352,7 @@ def presumed(message: PoolMessage, *, now: datetime) -> Instance:
         instance_type=message.instance_type,
         usage_class=message.usage_class,
         cpu=message.cpu,
-        mmem=message.mmem,
+        memory_mib=message.memory_mib,
         tier=message.tier,
         repository=message.repository,
         created_at=now,
@@ -410,7 +410,7 @@ class RenewCredential:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
+class ReturnToPool:
     report: Report | None
     idle_time_s: float
 
@@ -454,7 +454,18 @@ class Confirm:
 
 
 Event = (
-    Claim | Commit | Release | Extend | RenewCredential | Pool | Announce | Renew | Retire | Quarantine | End | Confirm
+    Claim
+    | Commit
+    | Release
+    | Extend
+    | RenewCredential
+    | ReturnToPool
+    | Announce
+    | Renew
+    | Retire
+    | Quarantine
+    | End
+    | Confirm
 )
 
 
@@ -498,7 +509,7 @@ _ROW_OF_EVENT: dict[type, str] = {
     Release: "release",
     Extend: "extend",
     RenewCredential: "credential",
-    Pool: "pool",
+    ReturnToPool: "pool",
     Announce: "announce",
     Renew: "renew",
     Retire: "retire",
@@ -547,10 +558,10 @@ def _check_end(instance: Instance, event: End) -> None:
             raise _illegal(instance, "retirement of a releasing instance before its OK")
 
 
-def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dict[str, Any]]:
-    alive = Guard(state=instance.state, epoch=instance.epoch, unexpired_at=now)
+def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
+    alive = WriteCondition(state=instance.state, epoch=instance.epoch, threshold_after=now)
     # What is reckoned by the record's time must not cut short a quarantine that came meanwhile.
-    timed = replace(alive, held_up_to=_held(instance, now))
+    timed = replace(alive, max_quarantined_until=_held(instance, now))
     match event:
         case Claim():
             return _claim(instance, event, now)
@@ -559,16 +570,18 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
         case Release():
             return replace(timed, owner=event.owner), _release(instance, event, now)
         case Extend():
-            return replace(timed, unexpired_at=now - timedelta(seconds=event.margin_s)), _extend(instance, event, now)
+            return replace(timed, threshold_after=now - timedelta(seconds=event.margin_s)), _extend(
+                instance, event, now
+            )
         case RenewCredential():
             return alive, {"assignment": _with_credential(instance, event.credential)}
-        case Pool():
+        case ReturnToPool():
             return _pool(instance, event, timed, now)
         case Announce():
             return alive, {"announced_at": now}
         case Renew():
             # Nor must it cut short what was renewed since.
-            return replace(alive, not_retired=True, expired_at=event.until), {"threshold": event.until}
+            return replace(alive, not_retired=True, threshold_at_or_before=event.until), {"threshold": event.until}
         case Retire():
             # The first reason stands: a quarantine that came meanwhile is not made a drain.
             return replace(alive, not_retired=not instance.retire), {"retire": event.reason[:MAX_WHY]}
@@ -578,27 +591,27 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[Guard, dic
             return _end(instance, event, now)
         case Confirm():
             return (
-                Guard(state=instance.state, epoch=instance.epoch),
+                WriteCondition(state=instance.state, epoch=instance.epoch),
                 {"forget_at": after(now, event.keep_records_s)},
             )
 
 
 #: What a run chooses an instance by, besides its tier.
-_OFFERED = ("resource_class", "instance_type", "usage_class", "cpu", "mmem")
+_OFFERED = ("resource_class", "instance_type", "usage_class", "cpu", "memory_mib")
 
 
-def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[Guard, dict[str, Any]]:
+def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
     tiers = event.reuse.tiers(event.tier)
     if instance.tier not in tiers:
         raise _illegal(instance, f"claim of a {instance.tier} instance for a {event.tier} run (reuse {event.reuse})")
     alone = event.repository if event.repository == instance.repository else ""
     if event.reuse is Reuse.SAME_REPO and not alone:
         raise _illegal(instance, f"claim of an instance of {instance.repository!r} for a run of {event.repository!r}")
-    guard = Guard(
+    guard = WriteCondition(
         state=State.IDLE,
         epoch=instance.epoch,
         offered=tuple((name, getattr(instance, name)) for name in _OFFERED),
-        unexpired_at=now + timedelta(seconds=event.margin_s),
+        threshold_after=now + timedelta(seconds=event.margin_s),
         not_retired=True,
         tiers=tiers,
         # What is written down as the only one must be so in the record, not in the hint alone.
@@ -619,7 +632,9 @@ def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[Guard, dict
     }
 
 
-def _commit(instance: Instance, event: Commit, alive: Guard, now: datetime) -> tuple[Guard, dict[str, Any]]:
+def _commit(
+    instance: Instance, event: Commit, alive: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
     if registration_verdict(event.report, instance.epoch) is not Verdict.OK:
         raise _illegal(instance, "commit without UD_REG_OK of this epoch")
     return replace(alive, owner=event.owner), {
@@ -667,10 +682,12 @@ def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
     return {"threshold": max(instance.threshold, min(wanted, latest))}
 
 
-def _pool(instance: Instance, event: Pool, timed: Guard, now: datetime) -> tuple[Guard, dict[str, Any]]:
+def _pool(
+    instance: Instance, event: ReturnToPool, timed: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
     if removal_verdict(event.report, instance.epoch) is not Verdict.OK:
         raise _illegal(instance, "pooling without UD_REMOVE_REG_REMOVE_RUN_OK of this epoch")
-    if instance.retire and not instance.is_held(now):
+    if instance.retire and not instance.is_quarantined(now):
         raise _illegal(instance, f"pooling of an instance that is retired ({instance.retire})")
     return replace(timed, not_retired=not instance.retire), {
         "assignment": None,
@@ -681,14 +698,14 @@ def _pool(instance: Instance, event: Pool, timed: Guard, now: datetime) -> tuple
     }
 
 
-def _end(instance: Instance, event: End, now: datetime) -> tuple[Guard, dict[str, Any]]:
-    expired_at = now - timedelta(seconds=event.margin_s) if event.cause is Cause.EXPIRED else None
-    guard = Guard(
+def _end(instance: Instance, event: End, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
+    threshold_at_or_before = now - timedelta(seconds=event.margin_s) if event.cause is Cause.EXPIRED else None
+    guard = WriteCondition(
         state=instance.state,
         epoch=instance.epoch,
-        expired_at=expired_at,
+        threshold_at_or_before=threshold_at_or_before,
         owner=event.owner,
-        held_up_to=now if _spares_quarantine(instance, event) else None,
+        max_quarantined_until=now if _spares_quarantine(instance, event) else None,
     )
     return guard, {
         "run_id": "",

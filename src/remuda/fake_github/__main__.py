@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import pathlib
 
-from remuda.fake_github.clock import SystemClock
+from remuda.fake_github.clock import SystemTokenClock
 from remuda.fake_github.server import serve
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     given = parser.parse_args()
     given.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     given.dir.chmod(0o700)
-    asyncio.run(serve(given.dir, host=given.host, port=given.port, clock=SystemClock(), lease_s=given.lease_s))
+    asyncio.run(serve(given.dir, host=given.host, port=given.port, clock=SystemTokenClock(), lease_s=given.lease_s))
 
 
 if __name__ == "__main__":

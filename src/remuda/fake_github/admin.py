@@ -1,4 +1,4 @@
-"""The admin API below `/_sim`: jobs, faults, settings, and the server's own view of its runners."""
+"""The admin API below `/_admin`: jobs, faults, settings, and the server's own view of its runners."""
 
 import dataclasses
 from collections.abc import Awaitable, Callable
@@ -9,16 +9,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import ANYTHING, Hub, administrator, error, json_body, wait_of
+from remuda.fake_github.app_state import ANYTHING, AppState, administrator, error, json_body, wait_of
 from remuda.fake_github.faults import FaultKind
-from remuda.fake_github.model import Job, Phase, Refused, Runner
+from remuda.fake_github.model import ApiError, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import RunnersRest, timestamp
 from remuda.fake_github.state import settings_from
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Step(pydantic.BaseModel):
+class NewStep(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     name: str | None = None
     run: str
@@ -33,7 +33,7 @@ class NewJob(pydantic.BaseModel):
     run_attempt: int = 1
     name: str = "job"
     labels: list[str] = pydantic.Field(min_length=1)
-    steps: list[Step] = []
+    steps: list[NewStep] = []
     env: dict[str, str] = {}
 
 
@@ -57,26 +57,26 @@ class NewSettings(pydantic.BaseModel):
     app_owners: list[str] = []
 
 
-def routes(hub: Hub) -> list[BaseRoute]:
+def routes(hub: AppState) -> list[BaseRoute]:
     api = AdminApi(hub)
     table: list[tuple[str, str, Handler]] = [
-        ("POST", "/_sim/jobs", api.queue_job),
-        ("GET", "/_sim/jobs", api.list_jobs),
-        ("GET", "/_sim/jobs/{job_id:int}", api.get_job),
-        ("POST", "/_sim/jobs/{job_id:int}/cancel", api.cancel_job),
-        ("GET", "/_sim/runners", api.list_runners),
-        ("POST", "/_sim/faults", api.add_fault),
-        ("GET", "/_sim/faults", api.list_faults),
-        ("DELETE", "/_sim/faults", api.clear_faults),
-        ("GET", "/_sim/settings", api.get_settings),
-        ("PATCH", "/_sim/settings", api.change_settings),
-        ("POST", "/_sim/tokens", api.issue_token),
+        ("POST", "/_admin/jobs", api.queue_job),
+        ("GET", "/_admin/jobs", api.list_jobs),
+        ("GET", "/_admin/jobs/{job_id:int}", api.get_job),
+        ("POST", "/_admin/jobs/{job_id:int}/cancel", api.cancel_job),
+        ("GET", "/_admin/runners", api.list_runners),
+        ("POST", "/_admin/faults", api.add_fault),
+        ("GET", "/_admin/faults", api.list_faults),
+        ("DELETE", "/_admin/faults", api.clear_faults),
+        ("GET", "/_admin/settings", api.get_settings),
+        ("PATCH", "/_admin/settings", api.change_settings),
+        ("POST", "/_admin/tokens", api.issue_token),
     ]
     return [Route(path, api.endpoint(handler), methods=[method]) for method, path, handler in table]
 
 
 class AdminApi:
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: AppState) -> None:
         self._hub = hub
         self._core = hub.core
 
@@ -85,7 +85,7 @@ class AdminApi:
             try:
                 administrator(self._hub, request)
                 response = await handler(request)
-            except Refused as refused:
+            except ApiError as refused:
                 response = error(refused.status, refused.message)
             except pydantic.ValidationError as problem:
                 response = error(422, str(problem))
@@ -121,7 +121,7 @@ class AdminApi:
         job = self._core.queue.get(int(request.path_params["job_id"]))
         since = request.query_params.get("since", job.status)
         await self._hub.until(
-            lambda: job.status != since or job.phase is Phase.COMPLETED,
+            lambda: job.status != since or job.phase is JobPhase.COMPLETED,
             key=f"job:{job.id}",
             timeout_s=wait_of(request),
             request=request,
@@ -175,7 +175,7 @@ class AdminApi:
         token = self._core.registry.issue_access(scopes=tuple(new.scopes), write=new.write)
         return JSONResponse({"token": token.value}, status_code=201)
 
-    def _runner_document(self, runner: Runner) -> dict[str, Any]:
+    def _runner_document(self, runner: RegisteredRunner) -> dict[str, Any]:
         job = self._core.state.jobs.get(runner.job_id or 0)
         return {
             "id": runner.id,
@@ -192,7 +192,7 @@ class AdminApi:
         }
 
 
-def job_document(job: Job) -> dict[str, Any]:
+def job_document(job: GitHubJob) -> dict[str, Any]:
     """Without `env`: it may hold secrets."""
     return {
         "id": job.id,
@@ -215,9 +215,9 @@ def job_document(job: Job) -> dict[str, Any]:
     }
 
 
-def _runner_state(runner: Runner, job: Job | None) -> str:
+def _runner_state(runner: RegisteredRunner, job: GitHubJob | None) -> str:
     if job is not None:
-        return "assigned" if job.phase is Phase.ASSIGNED else "busy"
+        return "assigned" if job.phase is JobPhase.ASSIGNED else "busy"
     if runner.online:
         return "idle"
     return "registered" if runner.version is None else "offline"

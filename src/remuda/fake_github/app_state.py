@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from remuda.fake_github.core import Core
+from remuda.fake_github.core import GitHubCore
 from remuda.fake_github.faults import FaultBoard, FaultKind
-from remuda.fake_github.model import Refused, Token
+from remuda.fake_github.model import ApiError, IssuedToken
 from remuda.fake_github.store import DocumentStore
 
 DOCUMENTATION_URL = "https://docs.github.com/rest/actions/self-hosted-runners"
@@ -25,8 +25,8 @@ MAX_WAIT_S = 120.0
 LOST = 502
 
 
-class Hub:
-    def __init__(self, *, core: Core, store: DocumentStore) -> None:
+class AppState:
+    def __init__(self, *, core: GitHubCore, store: DocumentStore) -> None:
         self.core = core
         self.store = store
         self.faults = FaultBoard()
@@ -104,7 +104,7 @@ class Hub:
         cleared, self._cleared = self._cleared, asyncio.Event()
         cleared.set()
 
-    async def strike_before(self, operation: str) -> Response | None:
+    async def apply_faults_before(self, operation: str) -> Response | None:
         """Faults that come before the operation: a delay, or an answer instead of it."""
         if fault := self.faults.take(FaultKind.DELAY, operation):
             with contextlib.suppress(TimeoutError):
@@ -119,7 +119,7 @@ class Hub:
             return error(fault.status or 500, fault.message or "Server Error")
         return None
 
-    def strike_after(self, operation: str, response: Response) -> Response:
+    def apply_faults_after(self, operation: str, response: Response) -> Response:
         """Faults that come after it: what was done stays done, but the answer does not arrive."""
         fault = self.faults.take(FaultKind.LOST_ANSWER, operation)
         if fault is None:
@@ -145,16 +145,16 @@ def error(status: int, message: str) -> JSONResponse:
 def bearer(request: Request) -> str:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if not scheme:
-        raise Refused(401, "Requires authentication")
+        raise ApiError(401, "Requires authentication")
     if scheme.lower() not in {"bearer", "token"} or not value.strip():
-        raise Refused(401, "Bad credentials")
+        raise ApiError(401, "Bad credentials")
     return value.strip()
 
 
-def administrator(hub: Hub, request: Request) -> Token:
+def administrator(hub: AppState, request: Request) -> IssuedToken:
     token = hub.core.registry.access(bearer(request))
     if token.scopes or not token.write:
-        raise Refused(403, "Resource not accessible by personal access token")
+        raise ApiError(403, "Resource not accessible by personal access token")
     return token
 
 
@@ -165,9 +165,9 @@ async def json_body(request: Request) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except ValueError as problem:
-        raise Refused(400, "Problems parsing JSON") from problem
+        raise ApiError(400, "Problems parsing JSON") from problem
     if not isinstance(body, dict):
-        raise Refused(400, "Body should be a JSON object")
+        raise ApiError(400, "Body should be a JSON object")
     return body
 
 
@@ -175,7 +175,7 @@ def wait_of(request: Request) -> float:
     try:
         return float(request.query_params.get("wait", "0"))
     except ValueError as problem:
-        raise Refused(422, "wait must be a number of seconds") from problem
+        raise ApiError(422, "wait must be a number of seconds") from problem
 
 
 async def _hangup(request: Request) -> None:

@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import Hub, bearer, error
-from remuda.fake_github.model import Refused
+from remuda.fake_github.app_state import AppState, bearer, error
+from remuda.fake_github.model import ApiError
 from remuda.fake_github.rest import PREFIXES, SCOPES, Answer, timestamp
 
 #: GitHub's limit for the life of an App's own proof, and what it lets clocks differ by.
@@ -15,7 +15,7 @@ MAX_LIFE_S = 600
 LEEWAY_S = 5
 
 
-def routes(hub: Hub) -> list[BaseRoute]:
+def routes(hub: AppState) -> list[BaseRoute]:
     api = AppsRest(hub)
     table: list[tuple[str, str, str, Answer]] = [
         *(("GET", f"{scope}/installation", "installation", api.installation) for scope in SCOPES),
@@ -29,21 +29,21 @@ def routes(hub: Hub) -> list[BaseRoute]:
 
 
 class AppsRest:
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: AppState) -> None:
         self._hub = hub
         self._core = hub.core
 
     def endpoint(self, operation: str, answer: Answer) -> Any:
         async def handle(request: Request) -> Response:
-            response = await self._hub.strike_before(operation)
+            response = await self._hub.apply_faults_before(operation)
             if response is None:
                 try:
                     self._check_app(bearer(request))
                     response = answer(request, "", {})
-                except Refused as refused:
+                except ApiError as refused:
                     response = error(refused.status, refused.message)
                 self._hub.settle()
-            return self._hub.strike_after(operation, response)
+            return self._hub.apply_faults_after(operation, response)
 
         return handle
 
@@ -51,7 +51,7 @@ class AppsRest:
         owner = str(request.path_params.get("org") or request.path_params["owner"])
         owners = [name.lower() for name in self._core.state.settings.app_owners]
         if owner.lower() not in owners:
-            raise Refused(404, "Not Found")
+            raise ApiError(404, "Not Found")
         number = owners.index(owner.lower()) + 1
         app = self._core.state.settings.app_id
         return JSONResponse({"id": number, "account": {"login": owner}, "app_id": int(app) if app.isdecimal() else 0})
@@ -59,7 +59,7 @@ class AppsRest:
     def access_token(self, request: Request, _scope: str, _body: dict[str, Any]) -> Response:
         number, owners = int(request.path_params["installation_id"]), self._core.state.settings.app_owners
         if not 1 <= number <= len(owners):
-            raise Refused(404, "Not Found")
+            raise ApiError(404, "Not Found")
         token = self._core.registry.issue_installation(owners[number - 1])
         return JSONResponse({"token": token.value, "expires_at": timestamp(token.expires_at)}, status_code=201)
 
@@ -67,7 +67,7 @@ class AppsRest:
         import jwt  # noqa: PLC0415 - an extra: the demo needs no App
 
         settings = self._core.state.settings
-        refused = Refused(401, "A JSON web token could not be decoded")
+        refused = ApiError(401, "A JSON web token could not be decoded")
         if not settings.app_id or not settings.app_key:
             raise refused
         try:
@@ -82,8 +82,8 @@ class AppsRest:
         if str(claims.get("iss")) != settings.app_id:
             raise refused
         if issued > now + LEEWAY_S:
-            raise Refused(401, "'Issued at' claim ('iat') must be an Integer representing a time in the past")
+            raise ApiError(401, "'Issued at' claim ('iat') must be an Integer representing a time in the past")
         if expires <= now:
-            raise Refused(401, "'Expiration time' claim ('exp') is in the past")
+            raise ApiError(401, "'Expiration time' claim ('exp') is in the past")
         if expires - now > MAX_LIFE_S:
-            raise Refused(401, "'Expiration time' claim ('exp') is too far in the future")
+            raise ApiError(401, "'Expiration time' claim ('exp') is too far in the future")

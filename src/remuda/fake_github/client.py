@@ -12,7 +12,7 @@ import httpx
 ANSWER_LIMIT_S = 30.0
 
 
-class SimError(Exception):
+class FakeGitHubError(Exception):
     """The local GitHub refused a request."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -21,7 +21,7 @@ class SimError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SimStep:
+class JobStep:
     run: str
     name: str | None = None
     #: Of a finished job: success, failure, cancelled, skipped.
@@ -32,7 +32,7 @@ class SimStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SimJob:
+class JobView:
     id: int
     run_id: str
     run_attempt: int
@@ -49,11 +49,11 @@ class SimJob:
     started_at: str | None
     completed_at: str | None
     log: str
-    steps: tuple[SimStep, ...]
+    steps: tuple[JobStep, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SimRunner:
+class RunnerView:
     id: int
     scope: str
     name: str
@@ -69,7 +69,7 @@ class SimRunner:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SimFault:
+class FaultView:
     id: int
     kind: str
     operation: str
@@ -80,7 +80,7 @@ class SimFault:
     runner: str | None
 
 
-class SimClient:
+class FakeGitHubClient:
     def __init__(self, url: str, token: str) -> None:
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -110,9 +110,9 @@ class SimClient:
         labels: Sequence[str],
         run_attempt: int = 1,
         name: str = "job",
-        steps: Sequence[SimStep] = (),
+        steps: Sequence[JobStep] = (),
         env: Mapping[str, str] | None = None,
-    ) -> SimJob:
+    ) -> JobView:
         body = {
             "repo": repo,
             "run_id": run_id,
@@ -125,29 +125,29 @@ class SimClient:
             ],
             "env": dict(env or {}),
         }
-        return _job(await self._call("POST", "/_sim/jobs", body=body))
+        return _job(await self._call("POST", "/_admin/jobs", body=body))
 
-    async def job(self, job_id: int, *, wait_s: float = 0.0, since: str | None = None) -> SimJob:
+    async def job(self, job_id: int, *, wait_s: float = 0.0, since: str | None = None) -> JobView:
         """The job; with a wait, as soon as its status is not `since` (by default: the present one)."""
         query = {"wait": str(wait_s)} | ({} if since is None else {"since": since})
-        return _job(await self._call("GET", f"/_sim/jobs/{job_id}", query=query, wait_s=wait_s))
+        return _job(await self._call("GET", f"/_admin/jobs/{job_id}", query=query, wait_s=wait_s))
 
-    async def jobs(self, *, run_id: int | str | None = None, repo: str | None = None) -> list[SimJob]:
+    async def jobs(self, *, run_id: int | str | None = None, repo: str | None = None) -> list[JobView]:
         wanted = {"run_id": run_id, "repo": repo}
         query = {name: str(value) for name, value in wanted.items() if value is not None}
-        answer = await self._call("GET", "/_sim/jobs", query=query)
+        answer = await self._call("GET", "/_admin/jobs", query=query)
         return [_job(document) for document in answer["jobs"]]
 
-    async def cancel_job(self, job_id: int) -> SimJob:
-        return _job(await self._call("POST", f"/_sim/jobs/{job_id}/cancel"))
+    async def cancel_job(self, job_id: int) -> JobView:
+        return _job(await self._call("POST", f"/_admin/jobs/{job_id}/cancel"))
 
-    async def runners(self) -> list[SimRunner]:
+    async def runners(self) -> list[RunnerView]:
         return (await self.watch_runners())[1]
 
-    async def watch_runners(self, *, since: int | None = None, wait_s: float = 0.0) -> tuple[int, list[SimRunner]]:
+    async def watch_runners(self, *, since: int | None = None, wait_s: float = 0.0) -> tuple[int, list[RunnerView]]:
         """The version of the server's state and its runners; with both arguments, after the next change."""
         query = {} if since is None else {"since": str(since), "wait": str(wait_s)}
-        answer = await self._call("GET", "/_sim/runners", query=query, wait_s=wait_s)
+        answer = await self._call("GET", "/_admin/runners", query=query, wait_s=wait_s)
         return answer["version"], [_runner(document) for document in answer["runners"]]
 
     async def set_fault(
@@ -160,7 +160,7 @@ class SimClient:
         message: str | None = None,
         seconds: float | None = None,
         runner: str | None = None,
-    ) -> SimFault:
+    ) -> FaultView:
         body = {
             "kind": kind,
             "operation": operation,
@@ -170,22 +170,22 @@ class SimClient:
             "seconds": seconds,
             "runner": runner,
         }
-        return SimFault(**await self._call("POST", "/_sim/faults", body=body))
+        return FaultView(**await self._call("POST", "/_admin/faults", body=body))
 
-    async def faults(self) -> list[SimFault]:
-        answer = await self._call("GET", "/_sim/faults")
-        return [SimFault(**document) for document in answer["faults"]]
+    async def faults(self) -> list[FaultView]:
+        answer = await self._call("GET", "/_admin/faults")
+        return [FaultView(**document) for document in answer["faults"]]
 
     async def clear_faults(self) -> None:
-        await self._call("DELETE", "/_sim/faults")
+        await self._call("DELETE", "/_admin/faults")
 
     async def change_settings(self, **settings: Any) -> dict[str, Any]:
         """Any of token_life_s, lease_s, liveness_s, pickup_s, known_scopes, rate_limit, enforce_rate_limit."""
-        return await self._call("PATCH", "/_sim/settings", body=settings)
+        return await self._call("PATCH", "/_admin/settings", body=settings)
 
     async def issue_token(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
         """An access token for these scopes only (none: all), that may only read if `write` is False."""
-        answer = await self._call("POST", "/_sim/tokens", body={"scopes": list(scopes), "write": write})
+        answer = await self._call("POST", "/_admin/tokens", body={"scopes": list(scopes), "write": write})
         return str(answer["token"])
 
     async def _call(
@@ -200,14 +200,14 @@ class SimClient:
         response = await self._http.request(method, path, params=query, json=body, timeout=ANSWER_LIMIT_S + wait_s)
         document: dict[str, Any] = response.json() if response.content else {}
         if response.is_error:
-            raise SimError(response.status_code, str(document.get("message", "")))
+            raise FakeGitHubError(response.status_code, str(document.get("message", "")))
         return document
 
 
-def _job(document: dict[str, Any]) -> SimJob:
-    steps = tuple(SimStep(**step) for step in document["steps"])
-    return SimJob(**{**document, "labels": tuple(document["labels"]), "steps": steps})
+def _job(document: dict[str, Any]) -> JobView:
+    steps = tuple(JobStep(**step) for step in document["steps"])
+    return JobView(**{**document, "labels": tuple(document["labels"]), "steps": steps})
 
 
-def _runner(document: dict[str, Any]) -> SimRunner:
-    return SimRunner(**{**document, "labels": tuple(document["labels"])})
+def _runner(document: dict[str, Any]) -> RunnerView:
+    return RunnerView(**{**document, "labels": tuple(document["labels"])})

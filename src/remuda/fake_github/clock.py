@@ -5,7 +5,7 @@ import time
 from typing import Protocol
 
 
-class Clock(Protocol):
+class TokenClock(Protocol):
     def now(self) -> float:
         """Seconds since the epoch."""
 
@@ -13,7 +13,7 @@ class Clock(Protocol):
         """A new unguessable string that starts with the prefix."""
 
 
-class SystemClock:
+class SystemTokenClock:
     def now(self) -> float:
         return time.time()  # noqa: TID251  # this is where the real time comes in
 

@@ -1,16 +1,16 @@
 """The local GitHub's core: registry and job queue over one state, moved on by `tick`."""
 
-from remuda.fake_github.clock import Clock
+from remuda.fake_github.clock import TokenClock
 from remuda.fake_github.jobs import JobQueue
-from remuda.fake_github.model import Settings
+from remuda.fake_github.model import FakeGitHubSettings
 from remuda.fake_github.registry import Registry
-from remuda.fake_github.state import State
+from remuda.fake_github.state import GitHubState
 
 
-class Core:
-    def __init__(self, *, clock: Clock, settings: Settings | None = None) -> None:
+class GitHubCore:
+    def __init__(self, *, clock: TokenClock, settings: FakeGitHubSettings | None = None) -> None:
         self.clock = clock
-        self.state = State(clock=clock, settings=settings)
+        self.state = GitHubState(clock=clock, settings=settings)
         self.queue = JobQueue(self.state)
         self.registry = Registry(self.state, self.queue)
 

@@ -4,7 +4,7 @@ import dataclasses
 from enum import StrEnum
 from typing import Any
 
-from remuda.fake_github.model import Refused
+from remuda.fake_github.model import ApiError
 
 
 class FaultKind(StrEnum):
@@ -34,7 +34,7 @@ RUNNER_PREFIX = "runner."
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Fault:
+class ApiFault:
     id: int
     kind: FaultKind
     operation: str = ANY_OPERATION
@@ -59,29 +59,29 @@ class Snapshot:
 
 class FaultBoard:
     def __init__(self) -> None:
-        self._faults: list[Fault] = []
+        self._faults: list[ApiFault] = []
         self._last_id = 0
         self.snapshot: Snapshot | None = None
 
-    def add(self, document: dict[str, Any]) -> Fault:
-        known = {field.name for field in dataclasses.fields(Fault)} - {"id"}
+    def add(self, document: dict[str, Any]) -> ApiFault:
+        known = {field.name for field in dataclasses.fields(ApiFault)} - {"id"}
         if unknown := sorted(set(document) - known):
-            raise Refused(422, f"A fault has no {', '.join(unknown)}.")
+            raise ApiError(422, f"A fault has no {', '.join(unknown)}.")
         if document.get("kind") not in set(FaultKind):
-            raise Refused(422, f"kind must be one of {', '.join(FaultKind)}.")
+            raise ApiError(422, f"kind must be one of {', '.join(FaultKind)}.")
         self._last_id += 1
-        fault = Fault(**{**document, "id": self._last_id, "kind": FaultKind(document["kind"])})
+        fault = ApiFault(**{**document, "id": self._last_id, "kind": FaultKind(document["kind"])})
         self._faults.append(fault)
         return fault
 
-    def all(self) -> list[Fault]:
+    def all(self) -> list[ApiFault]:
         return list(self._faults)
 
     def clear(self) -> None:
         self._faults.clear()
         self.snapshot = None
 
-    def take(self, kind: FaultKind, operation: str, *, runner: str | None = None) -> Fault | None:
+    def take(self, kind: FaultKind, operation: str, *, runner: str | None = None) -> ApiFault | None:
         """The first switch that applies, counted down."""
         for fault in self._faults:
             if fault.kind is not kind or not _concerns(fault, operation):
@@ -96,7 +96,7 @@ class FaultBoard:
         return None
 
 
-def _concerns(fault: Fault, operation: str) -> bool:
+def _concerns(fault: ApiFault, operation: str) -> bool:
     if fault.operation == ANY_OPERATION:
         return not operation.startswith(RUNNER_PREFIX)
     return fault.operation == operation

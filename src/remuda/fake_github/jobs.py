@@ -3,38 +3,38 @@
 from typing import Any
 
 from remuda.fake_github.model import (
+    JOB_TRANSITIONS,
     MAX_COMPLETED_JOBS,
     MAX_LOG_CHARS,
-    PHASES,
     QUEUED_JOB_LIFE_S,
+    ApiError,
     Conclusion,
-    Job,
-    Phase,
-    Refused,
-    Runner,
+    GitHubJob,
+    JobPhase,
+    RegisteredRunner,
 )
-from remuda.fake_github.state import State
+from remuda.fake_github.state import GitHubState
 
 LEASE_LOST = "The self-hosted runner lost communication with the server.\n"
 QUEUED_TOO_LONG = "The job was not picked up by a runner in 24 hours.\n"
 
 
 class JobQueue:
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: GitHubState) -> None:
         self._state = state
         #: Waiting jobs, first come first served; a job that was assigned in vain goes back to the front.
         self._waiting: list[int] = []
-        self._unfinished: dict[int, Job] = {}
+        self._unfinished: dict[int, GitHubJob] = {}
         self._finished: list[int] = []
 
     def restore(self) -> None:
         """Rebuild the queue after the state was loaded."""
         for job in sorted(self._state.jobs.values(), key=lambda job: job.id):
-            if job.phase is Phase.COMPLETED:
+            if job.phase is JobPhase.COMPLETED:
                 self._finished.append(job.id)
                 continue
             self._unfinished[job.id] = job
-            if job.phase is Phase.QUEUED:
+            if job.phase is JobPhase.QUEUED:
                 self._waiting.append(job.id)
 
     def add(
@@ -47,10 +47,10 @@ class JobQueue:
         labels: tuple[str, ...],
         steps: list[dict[str, Any]],
         env: dict[str, str],
-        only_runner: Runner | None = None,
-    ) -> Job:
+        only_runner: RegisteredRunner | None = None,
+    ) -> GitHubJob:
         """Queue a job and hand it to a free runner at once if there is one (or to the one named)."""
-        job = Job(
+        job = GitHubJob(
             id=self._state.new_id(),
             run_id=run_id,
             run_attempt=run_attempt,
@@ -72,13 +72,13 @@ class JobQueue:
                 break
         return job
 
-    def get(self, job_id: int) -> Job:
+    def get(self, job_id: int) -> GitHubJob:
         job = self._state.jobs.get(job_id)
         if job is None:
-            raise Refused(404, f"There is no job {job_id}.")
+            raise ApiError(404, f"There is no job {job_id}.")
         return job
 
-    def offer(self, runner: Runner) -> None:
+    def offer(self, runner: RegisteredRunner) -> None:
         """Give an idle runner the first job that fits."""
         if not runner.online or runner.job_id is not None:
             return
@@ -88,33 +88,33 @@ class JobQueue:
                 self._assign(job, runner)
                 return
 
-    def acknowledge(self, runner: Runner, job_id: int) -> Job:
+    def acknowledge(self, runner: RegisteredRunner, job_id: int) -> GitHubJob:
         """The runner starts the job. Repeating it is harmless: its answer may have been lost."""
         job = self._of(runner, job_id)
         now = self._state.clock.now()
-        if job.phase is Phase.ASSIGNED:
-            self._advance(job, Phase.IN_PROGRESS)
+        if job.phase is JobPhase.ASSIGNED:
+            self._advance(job, JobPhase.IN_PROGRESS)
             job.started_at = now
             self._state.changed("runner", runner.id)
         job.due_at = now + self._state.settings.lease_s
         return job
 
-    def renew(self, runner: Runner, job_id: int) -> Job:
+    def renew(self, runner: RegisteredRunner, job_id: int) -> GitHubJob:
         job = self._of(runner, job_id)
-        if job.phase is Phase.IN_PROGRESS:
+        if job.phase is JobPhase.IN_PROGRESS:
             job.due_at = self._state.clock.now() + self._state.settings.lease_s
             self._state.changed("job", job.id)
         return job
 
-    def append_output(self, runner: Runner, job_id: int, output: str) -> None:
+    def append_output(self, runner: RegisteredRunner, job_id: int, output: str) -> None:
         job = self._of(runner, job_id)
         self._log(job, output)
 
     def complete(
-        self, runner: Runner, job_id: int, conclusion: Conclusion, *, output: str, steps: list[dict[str, Any]]
-    ) -> Job:
+        self, runner: RegisteredRunner, job_id: int, conclusion: Conclusion, *, output: str, steps: list[dict[str, Any]]
+    ) -> GitHubJob:
         job = self.get(job_id)
-        if job.phase is Phase.COMPLETED and job.runner_id == runner.id:
+        if job.phase is JobPhase.COMPLETED and job.runner_id == runner.id:
             return job  # a repeated report, or one that came after the lease had ended
         self._of(runner, job_id)
         self._log(job, output)
@@ -123,29 +123,29 @@ class JobQueue:
         self._finish(job, conclusion)
         return job
 
-    def cancel(self, job_id: int) -> Job:
+    def cancel(self, job_id: int) -> GitHubJob:
         job = self.get(job_id)
-        if job.phase in {Phase.QUEUED, Phase.ASSIGNED}:
+        if job.phase in {JobPhase.QUEUED, JobPhase.ASSIGNED}:
             self._finish(job, Conclusion.CANCELLED)
-        elif job.phase is Phase.IN_PROGRESS:
+        elif job.phase is JobPhase.IN_PROGRESS:
             job.cancel_requested = True
             self._state.changed("job", job.id)
             self._state.changed("runner", job.runner_id or 0)
         return job
 
-    def message_for(self, runner: Runner) -> Job | None:
+    def message_for(self, runner: RegisteredRunner) -> GitHubJob | None:
         """The job the runner has to start, or to cancel."""
         if runner.job_id is None:
             return None
         job = self._state.jobs[runner.job_id]
-        if job.phase is Phase.ASSIGNED or (job.phase is Phase.IN_PROGRESS and job.cancel_requested):
+        if job.phase is JobPhase.ASSIGNED or (job.phase is JobPhase.IN_PROGRESS and job.cancel_requested):
             return job
         return None
 
     def move_leases(self, seconds: float) -> None:
         """Leases that run follow a changed setting, so that nobody has to wait for an old one."""
         for job in self._unfinished.values():
-            if job.phase is Phase.IN_PROGRESS and job.due_at is not None:
+            if job.phase is JobPhase.IN_PROGRESS and job.due_at is not None:
                 job.due_at += seconds
                 self._state.changed("job", job.id)
 
@@ -158,25 +158,25 @@ class JobQueue:
         now = self._state.clock.now()
         for job in [job for job in self._unfinished.values() if _due(job) <= now]:
             match job.phase:
-                case Phase.IN_PROGRESS:
+                case JobPhase.IN_PROGRESS:
                     self._log(job, LEASE_LOST)
                     self._finish(job, Conclusion.FAILURE)
-                case Phase.ASSIGNED:
+                case JobPhase.ASSIGNED:
                     self._return_to_queue(job)
                 case _:
                     self._log(job, QUEUED_TOO_LONG)
                     self._finish(job, Conclusion.CANCELLED)
 
-    def _assign(self, job: Job, runner: Runner) -> None:
-        self._advance(job, Phase.ASSIGNED)
+    def _assign(self, job: GitHubJob, runner: RegisteredRunner) -> None:
+        self._advance(job, JobPhase.ASSIGNED)
         self._waiting.remove(job.id)
         job.runner_id, job.runner_name = runner.id, runner.name
         job.due_at = self._state.clock.now() + self._state.settings.pickup_s
         runner.job_id = job.id
         self._state.changed("runner", runner.id)
 
-    def _return_to_queue(self, job: Job) -> None:
-        self._advance(job, Phase.QUEUED)
+    def _return_to_queue(self, job: GitHubJob) -> None:
+        self._advance(job, JobPhase.QUEUED)
         runner = self._release(job)
         job.runner_id = job.runner_name = job.due_at = None
         self._waiting.insert(0, job.id)
@@ -187,11 +187,11 @@ class JobQueue:
         if runner is not None:
             self.offer(runner)
 
-    def _finish(self, job: Job, conclusion: Conclusion) -> None:
-        if job.phase is Phase.QUEUED:
+    def _finish(self, job: GitHubJob, conclusion: Conclusion) -> None:
+        if job.phase is JobPhase.QUEUED:
             self._waiting.remove(job.id)
-        began = job.phase is Phase.IN_PROGRESS
-        self._advance(job, Phase.COMPLETED)
+        began = job.phase is JobPhase.IN_PROGRESS
+        self._advance(job, JobPhase.COMPLETED)
         job.conclusion = conclusion
         job.completed_at = self._state.clock.now()
         job.due_at = None
@@ -204,7 +204,7 @@ class JobQueue:
         else:
             self.offer(runner)
 
-    def _retire(self, job: Job) -> None:
+    def _retire(self, job: GitHubJob) -> None:
         del self._unfinished[job.id]
         self._finished.append(job.id)
         while len(self._finished) > MAX_COMPLETED_JOBS:
@@ -212,7 +212,7 @@ class JobQueue:
             del self._state.jobs[oldest]
             self._state.changed("job", oldest)
 
-    def _release(self, job: Job) -> Runner | None:
+    def _release(self, job: GitHubJob) -> RegisteredRunner | None:
         runner = self._state.runners.get(job.runner_id or 0)
         if runner is None or runner.job_id != job.id:
             return None
@@ -220,23 +220,23 @@ class JobQueue:
         self._state.changed("runner", runner.id)
         return runner
 
-    def _advance(self, job: Job, phase: Phase) -> None:
-        if phase not in PHASES[job.phase]:
-            raise Refused(409, f"A job cannot go from {job.phase} to {phase}.")
+    def _advance(self, job: GitHubJob, phase: JobPhase) -> None:
+        if phase not in JOB_TRANSITIONS[job.phase]:
+            raise ApiError(409, f"A job cannot go from {job.phase} to {phase}.")
         job.phase = phase
         self._state.changed("job", job.id)
 
-    def _log(self, job: Job, output: str) -> None:
+    def _log(self, job: GitHubJob, output: str) -> None:
         if output:
             job.log = (job.log + output)[-MAX_LOG_CHARS:]
             self._state.changed("job", job.id)
 
-    def _of(self, runner: Runner, job_id: int) -> Job:
+    def _of(self, runner: RegisteredRunner, job_id: int) -> GitHubJob:
         job = self.get(job_id)
         if runner.job_id != job_id:
-            raise Refused(409, f"Job {job_id} is not assigned to runner {runner.name}.")
+            raise ApiError(409, f"Job {job_id} is not assigned to runner {runner.name}.")
         return job
 
 
-def _due(job: Job) -> float:
+def _due(job: GitHubJob) -> float:
     return job.created_at + QUEUED_JOB_LIFE_S if job.due_at is None else job.due_at

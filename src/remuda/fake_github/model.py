@@ -17,7 +17,7 @@ OFFLINE_RUNNER_LIFE_S = 14 * 24 * 3600.0
 OFFLINE_EPHEMERAL_LIFE_S = 24 * 3600.0
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """The request cannot be granted; the status and the message are GitHub's."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -32,7 +32,7 @@ class TokenKind(StrEnum):
     ACCESS = "access"
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """Where a job is. REST and the admin API show ASSIGNED as queued, as GitHub does."""
 
     QUEUED = "queued"
@@ -47,16 +47,16 @@ class Conclusion(StrEnum):
     CANCELLED = "cancelled"
 
 
-PHASES: dict[Phase, frozenset[Phase]] = {
-    Phase.QUEUED: frozenset({Phase.ASSIGNED, Phase.COMPLETED}),
-    Phase.ASSIGNED: frozenset({Phase.QUEUED, Phase.IN_PROGRESS, Phase.COMPLETED}),
-    Phase.IN_PROGRESS: frozenset({Phase.COMPLETED}),
-    Phase.COMPLETED: frozenset(),
+JOB_TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
+    JobPhase.QUEUED: frozenset({JobPhase.ASSIGNED, JobPhase.COMPLETED}),
+    JobPhase.ASSIGNED: frozenset({JobPhase.QUEUED, JobPhase.IN_PROGRESS, JobPhase.COMPLETED}),
+    JobPhase.IN_PROGRESS: frozenset({JobPhase.COMPLETED}),
+    JobPhase.COMPLETED: frozenset(),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class FakeGitHubSettings:
     #: Life of registration and removal tokens.
     token_life_s: float = 3600.0
     #: A job whose runner stopped renewing fails after this long; until then the runner stays busy.
@@ -78,7 +78,7 @@ class Settings:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Token:
+class IssuedToken:
     value: str
     kind: TokenKind
     #: Empty for an access token that may do everything.
@@ -89,7 +89,7 @@ class Token:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Runner:
+class RegisteredRunner:
     id: int
     #: "owner/repo" or "org".
     scope: str
@@ -112,7 +112,7 @@ class Runner:
     def online(self) -> bool:
         return self.session is not None
 
-    def accepts(self, job: "Job") -> bool:
+    def accepts(self, job: "GitHubJob") -> bool:
         return self.covers(job.repo) and matches(job.labels, self.labels)
 
     def covers(self, repo: str) -> bool:
@@ -121,7 +121,7 @@ class Runner:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Job:
+class GitHubJob:
     id: int
     run_id: str
     run_attempt: int
@@ -131,7 +131,7 @@ class Job:
     steps: list[dict[str, Any]]
     env: dict[str, str]
     created_at: float
-    phase: Phase = Phase.QUEUED
+    phase: JobPhase = JobPhase.QUEUED
     conclusion: Conclusion | None = None
     runner_id: int | None = None
     runner_name: str | None = None
@@ -144,7 +144,7 @@ class Job:
 
     @property
     def status(self) -> str:
-        return Phase.QUEUED if self.phase is Phase.ASSIGNED else self.phase
+        return JobPhase.QUEUED if self.phase is JobPhase.ASSIGNED else self.phase
 
 
 def matches(wanted: tuple[str, ...], offered: tuple[str, ...]) -> bool:

@@ -7,13 +7,13 @@ from remuda.fake_github.model import (
     MAX_NAME_LENGTH,
     OFFLINE_EPHEMERAL_LIFE_S,
     OFFLINE_RUNNER_LIFE_S,
-    Phase,
-    Refused,
-    Runner,
-    Token,
+    ApiError,
+    IssuedToken,
+    JobPhase,
+    RegisteredRunner,
     TokenKind,
 )
-from remuda.fake_github.state import State
+from remuda.fake_github.state import GitHubState
 
 ACCESS_PREFIX = "github_pat_"
 INSTALLATION_PREFIX = "ghs_"
@@ -21,7 +21,7 @@ DEFAULT_GROUP_ID = 1
 
 
 class Registry:
-    def __init__(self, state: State, queue: JobQueue) -> None:
+    def __init__(self, state: GitHubState, queue: JobQueue) -> None:
         self._state = state
         self._queue = queue
         #: Open long polls of each session: while there is one, the session is alive.
@@ -29,10 +29,10 @@ class Registry:
 
     # Tokens
 
-    def issue(self, kind: TokenKind, scope: str) -> Token:
+    def issue(self, kind: TokenKind, scope: str) -> IssuedToken:
         now = self._state.clock.now()
         self._forget_expired(now)
-        token = Token(
+        token = IssuedToken(
             value=self._state.clock.token("A").upper(),
             kind=kind,
             scopes=(scope,),
@@ -40,34 +40,34 @@ class Registry:
         )
         return self._keep(token)
 
-    def issue_access(self, *, scopes: tuple[str, ...] = (), write: bool = True) -> Token:
+    def issue_access(self, *, scopes: tuple[str, ...] = (), write: bool = True) -> IssuedToken:
         value = self._state.clock.token(ACCESS_PREFIX)
-        return self._keep(Token(value=value, kind=TokenKind.ACCESS, scopes=scopes, expires_at=None, write=write))
+        return self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=scopes, expires_at=None, write=write))
 
-    def issue_installation(self, owner: str) -> Token:
+    def issue_installation(self, owner: str) -> IssuedToken:
         """What an App gets for one owner that has it installed."""
         now = self._state.clock.now()
         self._forget_expired(now)
         value = self._state.clock.token(INSTALLATION_PREFIX)
         expires_at = now + self._state.settings.token_life_s
-        return self._keep(Token(value=value, kind=TokenKind.ACCESS, scopes=(owner,), expires_at=expires_at))
+        return self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=(owner,), expires_at=expires_at))
 
     def keep_access(self, value: str) -> None:
         """Make a known access token valid: the one that an earlier life handed out."""
-        self._keep(Token(value=value, kind=TokenKind.ACCESS, scopes=(), expires_at=None))
+        self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=(), expires_at=None))
 
-    def access(self, value: str) -> Token:
+    def access(self, value: str) -> IssuedToken:
         token = self._state.tokens.get(value)
         expired = token is not None and token.expires_at is not None and token.expires_at <= self._state.clock.now()
         if token is None or token.kind is not TokenKind.ACCESS or expired:
-            raise Refused(401, "Bad credentials")
+            raise ApiError(401, "Bad credentials")
         return token
 
-    def check_access(self, token: Token, scope: str, *, write: bool) -> None:
+    def check_access(self, token: IssuedToken, scope: str, *, write: bool) -> None:
         if not self.knows(scope) or (token.scopes and not _within(scope, token.scopes)):
-            raise Refused(404, "Not Found")
+            raise ApiError(404, "Not Found")
         if write and not token.write:
-            raise Refused(403, "Resource not accessible by personal access token")
+            raise ApiError(403, "Resource not accessible by personal access token")
 
     def knows(self, scope: str) -> bool:
         known = self._state.settings.known_scopes
@@ -81,9 +81,9 @@ class Registry:
         token = self._state.tokens.get(value)
         expired = token is not None and token.expires_at is not None and token.expires_at <= self._state.clock.now()
         if token is None or token.kind is not kind or expired or token.scopes[0].lower() != scope.lower():
-            raise Refused(401, "Not Found")  # GitHub does not say what is wrong with a token
+            raise ApiError(401, "Not Found")  # GitHub does not say what is wrong with a token
 
-    def _keep(self, token: Token) -> Token:
+    def _keep(self, token: IssuedToken) -> IssuedToken:
         self._state.tokens[token.value] = token
         self._state.changed("token", token.value)
         return token
@@ -106,7 +106,7 @@ class Registry:
         default_labels: bool,
         ephemeral: bool,
         replace: bool,
-    ) -> Runner:
+    ) -> RegisteredRunner:
         """What `config.sh` does. A replaced runner keeps its id and its old labels, as on GitHub."""
         self._check(token, TokenKind.REGISTRATION, scope)
         every = (*DEFAULT_LABELS, *labels) if default_labels else labels
@@ -114,16 +114,16 @@ class Registry:
         if existing is None:
             return self._create(scope=scope, name=name, labels=every, ephemeral=ephemeral)
         if not replace:
-            raise Refused(409, f"A runner exists with the same name {name}.")
+            raise ApiError(409, f"A runner exists with the same name {name}.")
         existing.labels = _distinct((*existing.labels, *every))
         existing.ephemeral = ephemeral
         self._state.renew_secret(existing, self._state.clock.token("rs_"))
         self._end_session(existing)
         return existing
 
-    def register_jit(self, *, scope: str, name: str, labels: tuple[str, ...], group_id: int) -> Runner:
+    def register_jit(self, *, scope: str, name: str, labels: tuple[str, ...], group_id: int) -> RegisteredRunner:
         if self.find(scope, name) is not None:
-            raise Refused(409, "Already exists - A runner with the name already exists.")
+            raise ApiError(409, "Already exists - A runner with the name already exists.")
         return self._create(scope=scope, name=name, labels=labels, ephemeral=True, group_id=group_id)
 
     def remove(self, *, scope: str, token: str, runner_id: int) -> None:
@@ -135,25 +135,25 @@ class Registry:
         """The one atomic test of busy: it succeeds, or says that there is a job."""
         runner = self.get(scope, runner_id)
         if runner.job_id is not None:
-            raise Refused(422, f'Runner "{runner.name}" is currently running a job and cannot be deleted.')
+            raise ApiError(422, f'Runner "{runner.name}" is currently running a job and cannot be deleted.')
         self._state.drop_runner(runner)
 
-    def get(self, scope: str, runner_id: int) -> Runner:
+    def get(self, scope: str, runner_id: int) -> RegisteredRunner:
         runner = self._state.runners.get(runner_id)
         if runner is None or runner.scope.lower() != scope.lower():
-            raise Refused(404, "Not Found")
+            raise ApiError(404, "Not Found")
         return runner
 
-    def find(self, scope: str, name: str) -> Runner | None:
+    def find(self, scope: str, name: str) -> RegisteredRunner | None:
         return next((runner for runner in self.of(scope) if runner.name.lower() == name.lower()), None)
 
-    def of(self, scope: str) -> list[Runner]:
+    def of(self, scope: str) -> list[RegisteredRunner]:
         return [runner for runner in self._state if runner.scope.lower() == scope.lower()]
 
-    def busy(self, runner: Runner) -> bool:
+    def busy(self, runner: RegisteredRunner) -> bool:
         """Busy as REST tells it: an assigned job that was not picked up yet does not show."""
         job = self._state.jobs.get(runner.job_id or 0)
-        return job is not None and job.phase is Phase.IN_PROGRESS
+        return job is not None and job.phase is JobPhase.IN_PROGRESS
 
     def _create(
         self,
@@ -163,13 +163,13 @@ class Registry:
         labels: tuple[str, ...],
         ephemeral: bool,
         group_id: int = DEFAULT_GROUP_ID,
-    ) -> Runner:
+    ) -> RegisteredRunner:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
-            raise Refused(422, f"The name of a runner has 1 to {MAX_NAME_LENGTH} characters.")
+            raise ApiError(422, f"The name of a runner has 1 to {MAX_NAME_LENGTH} characters.")
         if not 0 < len(labels) <= MAX_LABELS or not all(labels):
-            raise Refused(422, f"A runner has 1 to {MAX_LABELS} labels, none of them empty.")
+            raise ApiError(422, f"A runner has 1 to {MAX_LABELS} labels, none of them empty.")
         now = self._state.clock.now()
-        runner = Runner(
+        runner = RegisteredRunner(
             id=self._state.new_id(),
             scope=scope,
             name=name,
@@ -186,16 +186,16 @@ class Registry:
 
     # Sessions
 
-    def runner_of(self, secret: str) -> Runner:
+    def runner_of(self, secret: str) -> RegisteredRunner:
         runner = self._state.runner_by_secret(secret)
         if runner is None:
-            raise Refused(410, "The runner registration has been deleted from the server.")
+            raise ApiError(410, "The runner registration has been deleted from the server.")
         return runner
 
-    def open_session(self, runner: Runner, *, version: str) -> str:
+    def open_session(self, runner: RegisteredRunner, *, version: str) -> str:
         self.expire()
         if runner.session is not None:
-            raise Refused(409, "A session for this runner already exists.")
+            raise ApiError(409, "A session for this runner already exists.")
         runner.session = self._state.clock.token("session-")
         runner.version = version
         runner.seen_at = self._state.clock.now()
@@ -203,21 +203,21 @@ class Registry:
         self._queue.offer(runner)
         return runner.session
 
-    def in_session(self, secret: str, session: str) -> Runner:
+    def in_session(self, secret: str, session: str) -> RegisteredRunner:
         """The runner of a live session; every call of it is a sign of life."""
         runner = self.runner_of(secret)
         if runner.session != session:
-            raise Refused(404, "The session is gone.")
+            raise ApiError(404, "The session is gone.")
         runner.seen_at = self._state.clock.now()
         return runner
 
-    def close_session(self, runner: Runner) -> None:
+    def close_session(self, runner: RegisteredRunner) -> None:
         self._end_session(runner)
 
     def poll_begins(self, session: str) -> None:
         self._polls[session] = self._polls.get(session, 0) + 1
 
-    def poll_ends(self, runner: Runner, session: str) -> None:
+    def poll_ends(self, runner: RegisteredRunner, session: str) -> None:
         left = self._polls.pop(session) - 1
         if left:
             self._polls[session] = left
@@ -236,12 +236,12 @@ class Registry:
             elif runner.job_id is None:
                 self._state.drop_runner(runner)
 
-    def _end_session(self, runner: Runner) -> None:
+    def _end_session(self, runner: RegisteredRunner) -> None:
         runner.session = None
         runner.offline_since = self._state.clock.now()
         self._state.changed("runner", runner.id)
 
-    def _due(self, runner: Runner) -> float | None:
+    def _due(self, runner: RegisteredRunner) -> float | None:
         if runner.session is None:
             if runner.job_id is not None:
                 return None

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import Hub, bearer, error, json_body
+from remuda.fake_github.app_state import AppState, bearer, error, json_body
 from remuda.fake_github.faults import FaultKind, Snapshot
-from remuda.fake_github.model import READ_ONLY_LABELS, Refused, Runner, TokenKind
+from remuda.fake_github.model import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
 
 MAX_PER_PAGE = 100
 DEFAULT_PER_PAGE = 30
@@ -24,7 +24,7 @@ PREFIXES = ("", "/api/v3")
 Answer = Callable[[Request, str, dict[str, Any]], Response]
 
 
-def routes(hub: Hub) -> list[BaseRoute]:
+def routes(hub: AppState) -> list[BaseRoute]:
     rest = RunnersRest(hub)
     operations: list[tuple[str, str, str, Answer]] = [
         ("POST", "/registration-token", "registration-token", rest.registration_token),
@@ -43,18 +43,18 @@ def routes(hub: Hub) -> list[BaseRoute]:
 
 
 class RunnersRest:
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: AppState) -> None:
         self._hub = hub
         self._core = hub.core
         self._used: dict[tuple[str, int], int] = {}
 
     def endpoint(self, operation: str, answer: Answer) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            response = await self._hub.strike_before(operation)
+            response = await self._hub.apply_faults_before(operation)
             if response is None:
                 response = await self._answer(request, answer)
                 self._hub.settle()
-            response = self._hub.strike_after(operation, response)
+            response = self._hub.apply_faults_after(operation, response)
             self._add_headers(request, response)
             return response
 
@@ -68,7 +68,7 @@ class RunnersRest:
             scope = _scope(request)
             self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
             return answer(request, scope, await json_body(request))
-        except Refused as refused:
+        except ApiError as refused:
             return error(refused.status, refused.message)
 
     # Operations
@@ -86,11 +86,11 @@ class RunnersRest:
     def jitconfig(self, request: Request, scope: str, body: dict[str, Any]) -> Response:
         name, group, labels = body.get("name"), body.get("runner_group_id"), body.get("labels")
         if not isinstance(name, str):
-            raise Refused(422, "Invalid request.\n\nFor 'properties/name', nil is not a string.")
+            raise ApiError(422, "Invalid request.\n\nFor 'properties/name', nil is not a string.")
         if not isinstance(group, int) or isinstance(group, bool):
-            raise Refused(422, "Invalid request.\n\nFor 'properties/runner_group_id', nil is not an integer.")
+            raise ApiError(422, "Invalid request.\n\nFor 'properties/runner_group_id', nil is not an integer.")
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-            raise Refused(422, "Invalid request.\n\nFor 'properties/labels', not an array of strings.")
+            raise ApiError(422, "Invalid request.\n\nFor 'properties/labels', not an array of strings.")
         runner = self._core.registry.register_jit(scope=scope, name=name, labels=tuple(labels), group_id=group)
         files = runner_files(
             runner,
@@ -129,7 +129,7 @@ class RunnersRest:
 
     # What a runner looks like
 
-    def document(self, runner: Runner) -> dict[str, Any]:
+    def document(self, runner: RegisteredRunner) -> dict[str, Any]:
         return {
             "id": runner.id,
             "runner_group_id": runner.group_id,
@@ -174,7 +174,7 @@ class RunnersRest:
             document = {**document, "status": "offline"}
         return document
 
-    def _slip_in_a_job(self, runner: Runner) -> None:
+    def _slip_in_a_job(self, runner: RegisteredRunner) -> None:
         if not runner.online or runner.job_id is not None:
             return
         if self._hub.faults.take(FaultKind.JOB_ON_DELETE, "delete", runner=runner.name) is None:
@@ -200,7 +200,7 @@ class RunnersRest:
         self._used[token, hour] = self._used.get((token, hour), 0) + 1
         settings = self._core.state.settings
         if settings.enforce_rate_limit and self._used[token, hour] > settings.rate_limit:
-            raise Refused(403, "API rate limit exceeded for user.")
+            raise ApiError(403, "API rate limit exceeded for user.")
 
     def _add_headers(self, request: Request, response: Response) -> None:
         now = int(self._core.clock.now())
@@ -215,7 +215,7 @@ class RunnersRest:
         response.headers["x-github-request-id"] = self._core.clock.token("").upper()
 
 
-def runner_files(runner: Runner, *, server_url: str, work: str) -> dict[str, dict[str, Any]]:
+def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dict[str, dict[str, Any]]:
     """The files a configured runner keeps, named as the real one names them."""
     return {
         ".runner": {
@@ -247,13 +247,13 @@ def _scope(request: Request) -> str:
 
 def _check_user_agent(request: Request) -> None:
     if not request.headers.get("user-agent"):
-        raise Refused(403, "Request forbidden by administrative rules. A User-Agent header is needed.")
+        raise ApiError(403, "Request forbidden by administrative rules. A User-Agent header is needed.")
 
 
 def _runner_id(request: Request) -> int:
     value = str(request.path_params["runner_id"])
     if not value.isdecimal():
-        raise Refused(404, "Not Found")
+        raise ApiError(404, "Not Found")
     return int(value)
 
 

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import Hub, bearer, error, json_body, wait_of
-from remuda.fake_github.model import Conclusion, Job, Phase, Refused, Runner
+from remuda.fake_github.app_state import AppState, bearer, error, json_body, wait_of
+from remuda.fake_github.model import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import runner_files
 
 #: A running job is renewed this often in a lease, and a session shows life this often in its time-out.
@@ -24,7 +24,7 @@ MIN_RENEW_S = 0.2
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes(hub: Hub) -> list[BaseRoute]:
+def routes(hub: AppState) -> list[BaseRoute]:
     api = RunnerApi(hub)
     session = "/_runner/sessions/{session}"
     job = session + "/jobs/{job_id:int}"
@@ -42,20 +42,20 @@ def routes(hub: Hub) -> list[BaseRoute]:
 
 
 class RunnerApi:
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: AppState) -> None:
         self._hub = hub
         self._core = hub.core
 
     def endpoint(self, operation: str, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
-            response = await self._hub.strike_before(operation)
+            response = await self._hub.apply_faults_before(operation)
             if response is None:
                 try:
                     response = await handler(request)
-                except Refused as refused:
+                except ApiError as refused:
                     response = error(refused.status, refused.message)
                 self._hub.settle()
-            return self._hub.strike_after(operation, response)
+            return self._hub.apply_faults_after(operation, response)
 
         return handle
 
@@ -64,7 +64,7 @@ class RunnerApi:
         url = urlsplit(str(body.get("url", "")))
         scope = _scope_of(url.path)
         if not self._core.registry.knows(scope):
-            raise Refused(404, "Not Found")
+            raise ApiError(404, "Not Found")
         runner = self._core.registry.register(
             scope=scope,
             token=str(body.get("token", "")),
@@ -141,7 +141,7 @@ class RunnerApi:
         try:
             conclusion = Conclusion(body.get("conclusion", ""))
         except ValueError as problem:
-            raise Refused(422, "The conclusion is success, failure or cancelled.") from problem
+            raise ApiError(422, "The conclusion is success, failure or cancelled.") from problem
         self._core.queue.complete(
             self._at_work(request),
             _job_id(request),
@@ -151,19 +151,19 @@ class RunnerApi:
         )
         return JSONResponse({})
 
-    def _at_work(self, request: Request) -> Runner:
+    def _at_work(self, request: Request) -> RegisteredRunner:
         """A job that has begun needs no session to be told of, as on GitHub: that may have vanished meanwhile, with a
         machine that stood still.
         """
         runner = self._core.registry.runner_of(bearer(request))
         return self._in_session(request) if runner.session == request.path_params["session"] else runner
 
-    def _in_session(self, request: Request) -> Runner:
+    def _in_session(self, request: Request) -> RegisteredRunner:
         return self._core.registry.in_session(bearer(request), str(request.path_params["session"]))
 
 
-def _message(job: Job) -> dict[str, Any]:
-    if job.phase is not Phase.ASSIGNED:
+def _message(job: GitHubJob) -> dict[str, Any]:
+    if job.phase is not JobPhase.ASSIGNED:
         return {"type": "cancel", "job_id": job.id}
     return {
         "type": "job",
@@ -187,5 +187,5 @@ def _job_id(request: Request) -> int:
 def _scope_of(path: str) -> str:
     parts = [part for part in path.split("/") if part]
     if len(parts) not in {1, 2}:
-        raise Refused(404, "Not Found")
+        raise ApiError(404, "Not Found")
     return "/".join(parts)

@@ -16,11 +16,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from remuda.fake_github import admin, apps, rest, runner_api
-from remuda.fake_github.app_state import Hub, error
-from remuda.fake_github.clock import Clock
-from remuda.fake_github.core import Core
-from remuda.fake_github.endpoint import Endpoint, read_endpoint, write_endpoint
+from remuda.fake_github import Endpoint, admin, apps, read_endpoint, rest, runner_api, write_endpoint
+from remuda.fake_github.app_state import AppState, error
+from remuda.fake_github.clock import TokenClock
+from remuda.fake_github.core import GitHubCore
 from remuda.fake_github.registry import ACCESS_PREFIX
 from remuda.fake_github.store import DocumentStore
 
@@ -32,7 +31,7 @@ GRACE_S = 1
 KEEP_ALIVE_S = 75
 
 
-def build_app(hub: Hub) -> Starlette:
+def build_app(hub: AppState) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         timer = asyncio.create_task(hub.keep_time())
@@ -52,16 +51,16 @@ def build_app(hub: Hub) -> Starlette:
     )
 
 
-def open_hub(folder: pathlib.Path, *, clock: Clock) -> Hub:
+def open_hub(folder: pathlib.Path, *, clock: TokenClock) -> AppState:
     """Take up the state that an earlier life left in the folder."""
-    core = Core(clock=clock)
+    core = GitHubCore(clock=clock)
     store = DocumentStore(folder / DATABASE)
     core.state.load(store.read())
     core.queue.restore()
-    return Hub(core=core, store=store)
+    return AppState(core=core, store=store)
 
 
-async def serve(folder: pathlib.Path, *, host: str, port: int, clock: Clock, lease_s: float | None = None) -> None:
+async def serve(folder: pathlib.Path, *, host: str, port: int, clock: TokenClock, lease_s: float | None = None) -> None:
     """Serve until SIGTERM or SIGINT. The endpoint file appears when requests are answered."""
     earlier = read_endpoint(folder)
     hub = open_hub(folder, clock=clock)
@@ -110,7 +109,7 @@ class _Server(uvicorn.Server):
         """Leave the signals to `serve`: uvicorn would raise them again at the end and spoil the exit code."""
         yield
 
-    def stop(self, hub: Hub) -> None:
+    def stop(self, hub: AppState) -> None:
         hub.close()
         self.should_exit = True
 

@@ -4,23 +4,31 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from remuda.fake_github.clock import Clock
-from remuda.fake_github.model import Conclusion, Job, Phase, Runner, Settings, Token, TokenKind
+from remuda.fake_github.clock import TokenClock
+from remuda.fake_github.model import (
+    Conclusion,
+    FakeGitHubSettings,
+    GitHubJob,
+    IssuedToken,
+    JobPhase,
+    RegisteredRunner,
+    TokenKind,
+)
 
 #: Kind, key and document of something to store; no document means it is gone.
 Document = dict[str, Any]
 StoredChange = tuple[str, str, Document | None]
 
 
-class State:
+class GitHubState:
     """Documents in memory. Whoever changes one says so with `changed`; the server stores and wakes by that."""
 
-    def __init__(self, *, clock: Clock, settings: Settings | None = None) -> None:
+    def __init__(self, *, clock: TokenClock, settings: FakeGitHubSettings | None = None) -> None:
         self.clock = clock
-        self.settings = settings or Settings()
-        self.runners: dict[int, Runner] = {}
-        self.jobs: dict[int, Job] = {}
-        self.tokens: dict[str, Token] = {}
+        self.settings = settings or FakeGitHubSettings()
+        self.runners: dict[int, RegisteredRunner] = {}
+        self.jobs: dict[int, GitHubJob] = {}
+        self.tokens: dict[str, IssuedToken] = {}
         self.labels: dict[str, int] = {}
         #: Rises with every change; lets a client wait for the next one.
         self.version = 0
@@ -40,26 +48,26 @@ class State:
             self.changed("label", name)
         return self.labels[name]
 
-    def add_runner(self, runner: Runner) -> None:
+    def add_runner(self, runner: RegisteredRunner) -> None:
         self.runners[runner.id] = runner
         self._secrets[runner.secret] = runner.id
         self.changed("runner", runner.id)
 
-    def drop_runner(self, runner: Runner) -> None:
+    def drop_runner(self, runner: RegisteredRunner) -> None:
         del self.runners[runner.id]
         self._secrets.pop(runner.secret, None)
         self.changed("runner", runner.id)
 
-    def renew_secret(self, runner: Runner, secret: str) -> None:
+    def renew_secret(self, runner: RegisteredRunner, secret: str) -> None:
         self._secrets.pop(runner.secret, None)
         runner.secret = secret
         self._secrets[secret] = runner.id
 
-    def runner_by_secret(self, secret: str) -> Runner | None:
+    def runner_by_secret(self, secret: str) -> RegisteredRunner | None:
         found = self._secrets.get(secret)
         return None if found is None else self.runners.get(found)
 
-    def change_settings(self, settings: Settings) -> None:
+    def change_settings(self, settings: FakeGitHubSettings) -> None:
         self.settings = settings
         self.changed("meta", "settings")
 
@@ -101,10 +109,10 @@ class State:
             case "token", _:
                 document["kind"] = TokenKind(document["kind"])
                 document["scopes"] = tuple(document["scopes"])
-                self.tokens[key] = Token(**document)
+                self.tokens[key] = IssuedToken(**document)
             case "runner", _:
                 document["labels"] = tuple(document["labels"])
-                self.add_runner(Runner(**document))
+                self.add_runner(RegisteredRunner(**document))
             case "job", _:
                 self.jobs[int(key)] = _job_from(document)
 
@@ -124,28 +132,28 @@ class State:
                 return _as_document(self.jobs.get(int(number)))
         raise ValueError(f"unknown kind of document: {kind}")
 
-    def __iter__(self) -> Iterator[Runner]:
+    def __iter__(self) -> Iterator[RegisteredRunner]:
         return iter(self.runners.values())
 
 
-def settings_from(document: Document) -> Settings:
+def settings_from(document: Document) -> FakeGitHubSettings:
     known, owners = document.get("known_scopes"), document.get("app_owners", ())
-    return Settings(
+    return FakeGitHubSettings(
         **{**document, "known_scopes": None if known is None else tuple(known), "app_owners": tuple(owners)}
     )
 
 
-def _job_from(document: Document) -> Job:
+def _job_from(document: Document) -> GitHubJob:
     conclusion = document["conclusion"]
-    return Job(
+    return GitHubJob(
         **{
             **document,
             "labels": tuple(document["labels"]),
-            "phase": Phase(document["phase"]),
+            "phase": JobPhase(document["phase"]),
             "conclusion": None if conclusion is None else Conclusion(conclusion),
         }
     )
 
 
-def _as_document(value: Token | Runner | Job | None) -> Document | None:
+def _as_document(value: IssuedToken | RegisteredRunner | GitHubJob | None) -> Document | None:
     return None if value is None else dataclasses.asdict(value)

@@ -8,7 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
 
-from remuda.domain.resources import Request, UsageClass
+from remuda.domain.resources import RunnerRequest, UsageClass
 
 #: Every machine that we launch carries these; nothing else is ever terminated.
 POOL_TAG = "remuda:pool"
@@ -28,7 +28,7 @@ class LaunchRequest:
     #: The same token never launches twice.
     client_token: str
     count: int
-    request: Request
+    request: RunnerRequest
     #: Whose jobs it is launched for: an organisation, or owner/repo.
     scope: str
     #: What the pool's configuration holds for the backend.

@@ -11,7 +11,7 @@ from remuda.domain.skew import MOST_S, NORMAL_S, skew_s
 from remuda.ports.clock import Clock
 
 
-class Health(StrEnum):
+class CheckStatus(StrEnum):
     OK = "ok"
     #: It works, but not for everything, or not for long.
     WARNING = "warning"
@@ -19,8 +19,8 @@ class Health(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    health: Health
+class CheckResult:
+    health: CheckStatus
     #: What was found, as one line. No credentials.
     found: str
     #: What to do about it, as one line; empty where there is nothing to do.
@@ -29,19 +29,19 @@ class Finding:
     unreachable: bool = False
 
 
-def ok(found: str) -> Finding:
-    return Finding(health=Health.OK, found=found)
+def ok(found: str) -> CheckResult:
+    return CheckResult(health=CheckStatus.OK, found=found)
 
 
-def warning(found: str, fix: str) -> Finding:
-    return Finding(health=Health.WARNING, found=found, fix=fix)
+def warning(found: str, fix: str) -> CheckResult:
+    return CheckResult(health=CheckStatus.WARNING, found=found, fix=fix)
 
 
-def problem(found: str, fix: str) -> Finding:
-    return Finding(health=Health.PROBLEM, found=found, fix=fix)
+def problem(found: str, fix: str) -> CheckResult:
+    return CheckResult(health=CheckStatus.PROBLEM, found=found, fix=fix)
 
 
-def clocks(who: str, date: str, clock: Clock) -> Finding:
+def clocks(who: str, date: str, clock: Clock) -> CheckResult:
     """What the `Date` of somebody's answer says of our clock."""
     ahead_s = skew_s(date, clock.now())
     if ahead_s is None:
@@ -59,7 +59,7 @@ def clocks(who: str, date: str, clock: Clock) -> Finding:
 class Check:
     #: Short and stable: programs tell checks apart by it.
     name: str
-    look: Callable[[], Awaitable[Finding]]
+    look: Callable[[], Awaitable[CheckResult]]
     #: Checks that must not have found a problem: it would only be found again.
     needs: tuple[str, ...] = ()
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from remuda.domain.scale_down.fleet import FleetMachine
 
 
-class Fleet(Protocol):
+class TaggedFleet(Protocol):
     async def close(self) -> None: ...
 
     async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:

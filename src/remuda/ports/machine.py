@@ -17,7 +17,7 @@ class Identity:
     margin_s: float
 
 
-class Script(StrEnum):
+class ScriptStatus(StrEnum):
     """What became of the pre-runner script."""
 
     PENDING = "pending"
@@ -26,17 +26,17 @@ class Script(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class AgentState:
     """What the agent keeps on disk, so that a restart at any point goes on rightly."""
 
-    script: Script = Script.PENDING
+    script: ScriptStatus = ScriptStatus.PENDING
     script_detail: str = ""
     #: The last threshold read: it rules while the store is out of reach.
     threshold: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class StepResult:
     ok: bool
     #: The story for a person. Never a credential.
     detail: str = ""
@@ -47,15 +47,15 @@ class Outcome:
 class Machine(Protocol):
     async def identity(self) -> Identity: ...
 
-    def recall(self) -> Memory:
+    def load(self) -> AgentState:
         """What was remembered last; a fresh memory where there is none or it cannot be read."""
         ...
 
-    def remember(self, memory: Memory) -> None:
+    def save(self, state: AgentState) -> None:
         """Durable when it returns: a crash leaves the old or the new one."""
         ...
 
-    def arm(self, at: datetime) -> None:
+    def set_dead_man_timer(self, at: datetime) -> None:
         """The dead-man timer: at that time the machine ends, whatever the agent does or fails to do by then."""
         ...
 
@@ -63,11 +63,11 @@ class Machine(Protocol):
         """What the cloud says about taking the machine away, or empty."""
         ...
 
-    async def run_script(self, timeout_s: float) -> Outcome:
+    async def run_script(self, timeout_s: float) -> StepResult:
         """The pre-runner script, to its end. OK where there is none."""
         ...
 
-    async def reset(self) -> Outcome:
+    async def reset(self) -> StepResult:
         """Kill every process of past jobs, restore the runner's folder, home, work and temp. OK only where a check
         afterwards found nothing left.
         """

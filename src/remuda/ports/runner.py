@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 from remuda.domain.instance import Assignment
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class RunnerState:
     refused: str = ""
 
 
-class Removal(Enum):
+class RemovalStatus(Enum):
     REMOVED = "removed"
     BUSY = "runs a job"
     #: The github did not answer: it may do so later.
@@ -39,7 +39,7 @@ class Removal(Enum):
 class RunnerSoftware(Protocol):
     def state(self) -> RunnerState: ...
 
-    async def configure(self, assignment: Assignment) -> Outcome:
+    async def configure(self, assignment: Assignment) -> StepResult:
         """Register with the github; the listener stays off. A half registration of the same name is replaced."""
         ...
 
@@ -53,7 +53,7 @@ class RunnerSoftware(Protocol):
         """
         ...
 
-    async def remove(self, assignment: Assignment) -> tuple[Removal, str]:
+    async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         """Remove the registration on the github; REMOVED only when it is gone there. With a detail for people."""
         ...
 

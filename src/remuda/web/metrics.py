@@ -1,14 +1,14 @@
-"""Prometheus metrics: the fleet as the last look found it, and what happened since this process began to look.
+"""Prometheus metrics: gauges of the last poll, and counters of the events since this process started.
 
-It reads nothing: it is told what was seen, and gives text. No label grows with the fleet or with time: ids of runs and
-instances are never labels, and a name that the pool's configuration does not have counts as `other`.
+No label grows with the pool or with time: ids of runs and instances are never labels, and a name that the pool's
+configuration does not contain is counted as `other`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -18,6 +18,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from remuda import __version__
 from remuda.controlplane.read.status import Status
@@ -28,102 +31,129 @@ from remuda.domain.resources import UsageClass
 from remuda.domain.transitions import ENDINGS, TRANSITIONS, Cause
 from remuda.ports.calls import CallCounter
 
-#: Upper bounds of the histogram's buckets: a warm provision takes about a second, a cold one about a minute.
+#: Upper bounds in seconds of the histogram's buckets: a warm provision takes about a second, a cold one a minute.
 BUCKETS_S = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0)
-#: How many events are remembered so that none is counted twice.
+#: Number of events remembered to count none twice.
 MAX_REMEMBERED = 100_000
 OTHER = "other"
-#: In place of a state: there was no record.
+#: State label of an instance that had no record.
 NONE = "none"
 FAILED = "failed"
 
-#: Values of one metric by the values of its labels.
+#: Values of one metric, by label values.
 Values = Mapping[tuple[str, ...], float]
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Definition:
+class MetricDefinition:
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
-    what: str
+    help: str
 
 
-def _gauge(name: str, labels: str, what: str) -> Definition:
-    return Definition(name=name, kind=Kind.GAUGE, labels=tuple(labels.split()), what=what)
+def _gauge(name: str, labels: str, text: str) -> MetricDefinition:
+    return MetricDefinition(name=name, kind=MetricKind.GAUGE, labels=tuple(labels.split()), help=text)
 
 
-def _counter(name: str, labels: str, what: str) -> Definition:
-    told = f"{what} Over what this process saw since its start."
-    return Definition(name=name, kind=Kind.COUNTER, labels=tuple(labels.split()), what=told)
+def _counter(name: str, labels: str, text: str) -> MetricDefinition:
+    return MetricDefinition(
+        name=name,
+        kind=MetricKind.COUNTER,
+        labels=tuple(labels.split()),
+        help=f"{text} Counted since the start of this process.",
+    )
 
 
 INSTANCES = _gauge("remuda_instances", "pool state resource_class usage_class", "Instances that are not terminated.")
-MAX_INSTANCES = _gauge("remuda_max_instances", "pool", "How many instances the pool may have.")
+MAX_INSTANCES = _gauge("remuda_max_instances", "pool", "Maximum number of instances in the pool.")
 POOL_IDLE = _gauge(
     "remuda_pool_idle",
     "pool resource_class",
-    "Idle instances that may be claimed, by their records: neither drained nor held.",
+    "Idle instances that can be claimed: neither drained nor in quarantine.",
 )
-POOL_HINTS = _gauge(
-    "remuda_pool_hints",
+POOL_MESSAGES = _gauge(
+    "remuda_pool_messages",
     "pool resource_class",
-    "Messages in the pool's queue: about as many as idle instances, sometimes stale or doubled.",
+    "Messages in the pool's queue: about one per idle instance; some may be stale or duplicates.",
 )
-OPEN = _gauge("remuda_open_provisions", "pool", "Provisions that are not committed yet.")
-OPEN_AGE = _gauge("remuda_open_provision_age_max_seconds", "pool", "Age of the oldest open provision; 0 without one.")
-BEAT_AGE = _gauge(
+OPEN_PROVISIONS = _gauge("remuda_open_provisions", "pool", "Provisions in progress.")
+OPEN_PROVISION_AGE = _gauge(
+    "remuda_open_provision_age_max_seconds", "pool", "Age of the oldest open provision; 0 if there is none."
+)
+HEARTBEAT_AGE = _gauge(
     "remuda_heartbeat_age_max_seconds",
     "pool state",
-    "Time since the last heartbeat of the instance that has been silent the longest; 0 without one.",
+    "Age of the oldest last heartbeat; 0 if there is none.",
 )
-NO_BEAT = _gauge("remuda_instances_without_heartbeat", "pool state", "Instances whose agent has not reported yet.")
-WARNINGS = _gauge("remuda_warnings", "pool kind", "What `remuda status` warns of, by kind.")
-TOKEN = _gauge(
+WITHOUT_HEARTBEAT = _gauge(
+    "remuda_instances_without_heartbeat", "pool state", "Instances whose agent has not reported yet."
+)
+WARNINGS = _gauge("remuda_warnings", "pool kind", "Warnings of `remuda status`, by kind.")
+TOKEN_EXPIRY = _gauge(
     "remuda_registration_token_expiry_timestamp_seconds",
     "pool",
-    "When the first of the pool's registration tokens expires.",
+    "Expiry of the registration token that expires first.",
 )
-LOOKED = _gauge("remuda_look_timestamp_seconds", "pool", "When the fleet was last read.")
-BUILD = _gauge("remuda_build_info", "version", "Always 1: the version of this process is its label.")
-LOOK_FAILURES = _counter("remuda_look_failures_total", "", "Times that the fleet could not be read.")
-SECONDS = Definition(
+LAST_POLL = _gauge("remuda_last_poll_timestamp_seconds", "pool", "Time of the last successful poll of the store.")
+BUILD = _gauge("remuda_build_info", "version", "Always 1; the label is the version of this process.")
+POLL_FAILURES = _counter("remuda_poll_failures_total", "", "Failed polls of the store.")
+PROVISION_SECONDS = MetricDefinition(
     name="remuda_provision_seconds",
-    kind=Kind.HISTOGRAM,
+    kind=MetricKind.HISTOGRAM,
     labels=("pool", "source"),
-    what="Time from a provision's begin to its commit. Source: warm (all runners from the pool), cold (none) or mixed."
-    " Over what this process saw since its start.",
+    help="Duration of successful provisions. Source: warm (all runners from the pool), cold (none) or mixed."
+    " Counted since the start of this process.",
 )
-PROVISIONS = _counter("remuda_provisions_total", "pool outcome", "Provisions that ended: warm, cold, mixed or failed.")
-RUNNERS = _counter("remuda_runners_total", "pool source", "Runners that runs got: reused from the pool, or created.")
+PROVISIONS = _counter(
+    "remuda_provisions_total", "pool outcome", "Ended provisions. Outcome: warm, cold, mixed or failed."
+)
+RUNNERS = _counter("remuda_runners_total", "pool source", "Runners of provisions. Source: pool (reused) or created.")
 RETIREMENTS = _counter(
-    "remuda_retirements_total", "pool state reason", "Instances whose end was decided, by the state that they were in."
+    "remuda_retirements_total",
+    "pool state reason",
+    "Instances that entered `terminating`, by previous state and reason.",
 )
-STEPS = _counter("remuda_transitions_total", "pool transition", "Changes of instances, by row of the transition table.")
-CALLS = _counter(
+TRANSITION_COUNT = _counter(
+    "remuda_transitions_total", "pool transition", "State transitions of instances, by row of the transition table."
+)
+API_CALLS = _counter(
     "remuda_api_calls_total",
     "service operation outcome",
-    "Calls of this process alone, retries included. Outcome: ok, or error (no answer, or a refusal);"
-    " a condition that does not hold and a thing that is not there are answers.",
+    "API calls of this process, retries included. Outcome: ok or error (no response, or rejected);"
+    " a failed condition and a missing item count as ok.",
 )
 
 METRICS = (
-    *(INSTANCES, MAX_INSTANCES, POOL_IDLE, POOL_HINTS, OPEN, OPEN_AGE, BEAT_AGE, NO_BEAT, WARNINGS, TOKEN, LOOKED),
-    *(BUILD, LOOK_FAILURES, SECONDS, PROVISIONS, RUNNERS, RETIREMENTS, STEPS, CALLS),
+    *(
+        INSTANCES,
+        MAX_INSTANCES,
+        POOL_IDLE,
+        POOL_MESSAGES,
+        OPEN_PROVISIONS,
+        OPEN_PROVISION_AGE,
+        HEARTBEAT_AGE,
+        WITHOUT_HEARTBEAT,
+        WARNINGS,
+        TOKEN_EXPIRY,
+        LAST_POLL,
+    ),
+    *(BUILD, POLL_FAILURES, PROVISION_SECONDS, PROVISIONS, RUNNERS, RETIREMENTS, TRANSITION_COUNT, API_CALLS),
 )
 _LIVE = tuple(state for state in State if state in LIVE)
 _SOURCES = ("warm", "cold", "mixed")
 
 
-class Once:
-    """Admits each event once, and none from before it began. Forgets the oldest when there are many: what is older than
-    anything forgotten is not admitted any more, so that nothing counts twice.
+class EventDeduplicator:
+    """Accepts each event once, and none before `since`.
+
+    Remembers at most `limit` events. Events as old as a forgotten one are rejected, so that nothing counts twice.
     """
 
     def __init__(self, *, since: datetime, limit: int = MAX_REMEMBERED) -> None:
@@ -133,7 +163,7 @@ class Once:
         self._oldest: list[tuple[datetime, int, Hashable]] = []
         self._number = 0
 
-    def admits(self, key: Hashable, at: datetime) -> bool:
+    def accept(self, key: Hashable, at: datetime) -> bool:
         if at < self._since or key in self._keys:
             return False
         self._number += 1
@@ -152,118 +182,120 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, seconds: float) -> None:
-        place = next((number for number, bound in enumerate(BUCKETS_S) if seconds <= bound), len(BUCKETS_S))
-        self._counts[place] += 1
+        bucket = next((number for number, bound in enumerate(BUCKETS_S) if seconds <= bound), len(BUCKETS_S))
+        self._counts[bucket] += 1
         self.sum += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Each with all that is below it."""
+        """Return cumulative counts by upper bound."""
         bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
         return [(bound, float(sum(self._counts[: number + 1]))) for number, bound in enumerate(bounds)]
 
 
-class Meters:
-    """What `/metrics` shows. Counters begin at 0 with the process and never fall: they count events as they are first
-    seen, whatever becomes of the records later. What happened while nobody looked is not in them.
+class FleetMetrics:
+    """The state behind `/metrics`.
+
+    Counters start at 0 with the process and never decrease: an event is counted when it is first read, whatever happens
+    to its record later. Events that were deleted between two polls are missed.
     """
 
-    def __init__(self, *, began: datetime) -> None:
-        #: As the first look tells it: the store knows its name, whatever the settings say.
+    def __init__(self, *, started_at: datetime) -> None:
+        #: The pool's name, as stored; None before the first poll.
         self._pool: str | None = None
         self._gauges: Mapping[str, Values] = {}
-        #: By name, and by labels without the pool.
+        #: By metric name, then by label values without the pool.
         self._counts: dict[str, Counter[tuple[str, ...]]] = {
-            item.name: Counter() for item in METRICS if item.kind is Kind.COUNTER
+            item.name: Counter() for item in METRICS if item.kind is MetricKind.COUNTER
         }
-        self._counts[LOOK_FAILURES.name][()] = 0
-        self._zero(PROVISIONS, [(outcome,) for outcome in (*_SOURCES, FAILED)])
-        self._zero(RUNNERS, [("pool",), ("created",)])
-        self._zero(RETIREMENTS, _ends())
-        self._zero(STEPS, [(row.name,) for row in TRANSITIONS])
+        self._counts[POLL_FAILURES.name][()] = 0
+        self._initialize(PROVISIONS, [(outcome,) for outcome in (*_SOURCES, FAILED)])
+        self._initialize(RUNNERS, [("pool",), ("created",)])
+        self._initialize(RETIREMENTS, _retirement_labels())
+        self._initialize(TRANSITION_COUNT, [(row.name,) for row in TRANSITIONS])
         self._seconds = {source: Histogram() for source in _SOURCES}
-        self._ended = Once(since=began)
-        self._changed = Once(since=began)
+        self._ended = EventDeduplicator(since=started_at)
+        self._changed = EventDeduplicator(since=started_at)
 
-    def _zero(self, definition: Definition, labels: Iterable[tuple[str, ...]]) -> None:
-        """Known from the start, so that the first event is a rise."""
+    def _initialize(self, definition: MetricDefinition, labels: Iterable[tuple[str, ...]]) -> None:
+        """Export zeros from the start, so that `rate()` sees the first event."""
         for values in labels:
             self._counts[definition.name][values] = 0
 
-    def look(self, status: Status) -> None:
-        """The fleet as it is now."""
+    def on_status(self, status: Status) -> None:
+        """Replace the gauges and count the ended provisions."""
         self._pool = status.pool
         self._gauges = dict(_gauges(status.pool, status))
         self.add_provisions(status.runs)
 
-    def look_failed(self) -> None:
-        """The gauges stay as they were, and their time tells."""
-        self._counts[LOOK_FAILURES.name][()] += 1
+    def on_poll_failed(self) -> None:
+        """Count the failure. The gauges keep their values; `remuda_last_poll_timestamp_seconds` shows their age."""
+        self._counts[POLL_FAILURES.name][()] += 1
 
     def add_provisions(self, provisions: Iterable[Provision]) -> None:
-        """Any that were read, as often as they are read."""
+        """Count the ended ones. The same provision may be passed again."""
         for provision in provisions:
-            course = provision.course
-            if course is None or not self._ended.admits(provision.provision_id, course.ended_at):
+            outcome = provision.outcome
+            if outcome is None or not self._ended.accept(provision.provision_id, outcome.ended_at):
                 continue
-            self._counts[PROVISIONS.name][course.kind,] += 1
-            if course.kind == FAILED:
+            self._counts[PROVISIONS.name][outcome.kind,] += 1
+            if outcome.kind == FAILED:
                 continue
-            self._seconds[course.kind].observe(course.seconds)
-            self._counts[RUNNERS.name]["pool",] += course.reused
-            self._counts[RUNNERS.name]["created",] += course.created
+            self._seconds[outcome.kind].observe(outcome.seconds)
+            self._counts[RUNNERS.name]["pool",] += outcome.reused
+            self._counts[RUNNERS.name]["created",] += outcome.created
 
     def add_histories(self, histories: Mapping[str, Sequence[HistoryEntry]]) -> None:
-        """Any that were read, as often as they are read."""
+        """Count the transitions. The same entry may be passed again."""
         for instance_id, entries in histories.items():
             for entry in entries:
                 key = (instance_id, entry.at, entry.transition, entry.epoch)
-                if self._changed.admits(key, entry.at):
+                if self._changed.accept(key, entry.at):
                     self._count(entry)
 
     def _count(self, entry: HistoryEntry) -> None:
-        known = (entry.transition,) in self._counts[STEPS.name]
-        self._counts[STEPS.name][entry.transition if known else OTHER,] += 1
+        known = (entry.transition,) in self._counts[TRANSITION_COUNT.name]
+        self._counts[TRANSITION_COUNT.name][entry.transition if known else OTHER,] += 1
         if entry.target == State.TERMINATING and entry.source != entry.target:
             state = entry.source if entry.source in set(State) else NONE if not entry.source else OTHER
             reason = entry.cause if entry.cause in ENDINGS else OTHER
             self._counts[RETIREMENTS.name][state, reason] += 1
 
     def text(self, calls: CallCounter, accept: str = "") -> tuple[bytes, str]:
-        """All of it, and its content type: Prometheus' text, or OpenMetrics where `accept` asks for it."""
+        """Return the page and its content type: Prometheus text, or OpenMetrics if the Accept header prefers it."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected(list(self._families(calls))))
+        registry.register(_StaticCollector(list(self._families(calls))))
         encode, content_type = choose_encoder(accept)
         return encode(registry), content_type
 
     def _families(self, calls: CallCounter) -> Iterator[Metric]:
         gauges: dict[str, Values] = {**self._gauges, BUILD.name: {(__version__,): 1.0}}
-        counts = {item.name: self._labelled(item) for item in METRICS if item.kind is Kind.COUNTER}
-        counts[CALLS.name] = _calls(calls)
+        counts = {item.name: self._labelled(item) for item in METRICS if item.kind is MetricKind.COUNTER}
+        counts[API_CALLS.name] = _call_counts(calls)
         for item in METRICS:
-            if item.kind is Kind.GAUGE:
-                gauge = GaugeMetricFamily(item.name, item.what, labels=item.labels)
+            if item.kind is MetricKind.GAUGE:
+                gauge = GaugeMetricFamily(item.name, item.help, labels=item.labels)
                 _fill(gauge, gauges.get(item.name, {}))
                 yield gauge
-            elif item.kind is Kind.COUNTER:
-                counter = CounterMetricFamily(item.name, item.what, labels=item.labels)
+            elif item.kind is MetricKind.COUNTER:
+                counter = CounterMetricFamily(item.name, item.help, labels=item.labels)
                 _fill(counter, counts[item.name])
                 yield counter
             else:
-                family = HistogramMetricFamily(item.name, item.what, labels=item.labels)
+                family = HistogramMetricFamily(item.name, item.help, labels=item.labels)
                 for source, histogram in self._seconds.items():
                     if self._pool is not None:
                         family.add_metric([self._pool, source], histogram.buckets(), histogram.sum)
                 yield family
 
-    def _labelled(self, definition: Definition) -> Values:
+    def _labelled(self, definition: MetricDefinition) -> Values:
         counts = self._counts[definition.name]
         if "pool" not in definition.labels:
             return counts
         return {} if self._pool is None else {(self._pool, *labels): count for labels, count in counts.items()}
 
 
-def _ends() -> Iterator[tuple[str, str]]:
-    """Every state and reason that the table of transitions knows."""
+def _retirement_labels() -> Iterator[tuple[str, str]]:
+    """Yield every state and reason of the transition table."""
     for row in TRANSITIONS:
         if row.target is not State.TERMINATING:
             continue
@@ -273,7 +305,7 @@ def _ends() -> Iterator[tuple[str, str]]:
         yield from product((source.value if source else NONE for source in row.sources), reasons)
 
 
-class _Collected(Collector):
+class _StaticCollector(Collector):
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
@@ -286,7 +318,7 @@ def _fill(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> No
         family.add_metric(labels, value)
 
 
-def _calls(calls: CallCounter) -> Values:
+def _call_counts(calls: CallCounter) -> Values:
     return {
         (service, operation, outcome): float(count)
         for (service, operation), counts in calls.outcomes().items()
@@ -298,22 +330,25 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     classes = [item.name for item in status.config.classes] if status.config else []
     yield INSTANCES.name, _instances(pool, status, classes)
     yield POOL_IDLE.name, _claimable(pool, status, classes)
-    yield POOL_HINTS.name, {(pool, name): float(status.pools[name].hints) for name in classes if name in status.pools}
-    ages = [_seconds_since(item.provision.created_at, status.at) for item in status.openings]
-    yield OPEN.name, {(pool,): float(len(ages))}
-    yield OPEN_AGE.name, {(pool,): max(ages, default=0.0)}
+    yield (
+        POOL_MESSAGES.name,
+        {(pool, name): float(status.pools[name].messages) for name in classes if name in status.pools},
+    )
+    ages = [_seconds_since(item.provision.created_at, status.at) for item in status.open_provisions]
+    yield OPEN_PROVISIONS.name, {(pool,): float(len(ages))}
+    yield OPEN_PROVISION_AGE.name, {(pool,): max(ages, default=0.0)}
     yield from _heartbeats(pool, status)
-    kinds = Counter(item.kind if item.kind in KINDS else OTHER for item in status.concerns)
+    kinds = Counter(item.kind if item.kind in KINDS else OTHER for item in status.warnings)
     yield WARNINGS.name, {(pool, kind): float(kinds[kind]) for kind in (*KINDS, OTHER)}
-    yield LOOKED.name, {(pool,): status.at.timestamp()}
+    yield LAST_POLL.name, {(pool,): status.at.timestamp()}
     if status.config is not None:
         yield MAX_INSTANCES.name, {(pool,): float(status.config.max_instances)}
         expiries = [item.registration.expires_at.timestamp() for item in status.config.tokens]
-        yield TOKEN.name, {(pool,): min(expiries)} if expiries else {}
+        yield TOKEN_EXPIRY.name, {(pool,): min(expiries)} if expiries else {}
 
 
 def _instances(pool: str, status: Status, classes: Sequence[str]) -> Values:
-    """With zeros for what there could be: an alert on an absent series would never fire."""
+    """Count instances, with zeros for all known combinations: an alert on an absent series would never fire."""
     counts: Counter[tuple[str, ...]] = Counter()
     for item in _live(status):
         name = item.resource_class if item.resource_class in classes else OTHER
@@ -324,28 +359,28 @@ def _instances(pool: str, status: Status, classes: Sequence[str]) -> Values:
 
 
 def _claimable(pool: str, status: Status, classes: Sequence[str]) -> Values:
-    """Neither drained nor in quarantine."""
+    """Count idle instances that are neither drained nor in quarantine, by class."""
     counts = Counter(
         item.resource_class if item.resource_class in classes else OTHER
         for item in _live(status)
-        if item.state is State.IDLE and not item.retire and not item.is_held(status.at)
+        if item.state is State.IDLE and not item.retire and not item.is_quarantined(status.at)
     )
     return {(pool, name): float(counts[name]) for name in {*classes, *counts}}
 
 
 def _heartbeats(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
-    oldest = dict.fromkeys(_LIVE, 0.0)
-    silent = dict.fromkeys(_LIVE, 0)
+    max_age = dict.fromkeys(_LIVE, 0.0)
+    missing = dict.fromkeys(_LIVE, 0)
     for item in _live(status):
         report = status.reports.get(item.instance_id)
         if report is None or report.beat_at is None:
-            silent[item.state] += 1
+            missing[item.state] += 1
         else:
-            oldest[item.state] = max(oldest[item.state], _seconds_since(report.beat_at, status.at))
-    # What ends need not beat.
-    alive = [state for state in _LIVE if state is not State.TERMINATING]
-    yield BEAT_AGE.name, {(pool, state.value): oldest[state] for state in alive}
-    yield NO_BEAT.name, {(pool, state.value): float(silent[state]) for state in alive}
+            max_age[item.state] = max(max_age[item.state], _seconds_since(report.beat_at, status.at))
+    # Terminating instances need not send heartbeats.
+    states = [state for state in _LIVE if state is not State.TERMINATING]
+    yield HEARTBEAT_AGE.name, {(pool, state.value): max_age[state] for state in states}
+    yield WITHOUT_HEARTBEAT.name, {(pool, state.value): float(missing[state]) for state in states}
 
 
 def _live(status: Status) -> list[Instance]:
@@ -353,5 +388,19 @@ def _live(status: Status) -> list[Instance]:
 
 
 def _seconds_since(at: datetime, now: datetime) -> float:
-    """Clocks differ: nothing is younger than now."""
+    """Return the age, at least 0: the clocks of two machines differ."""
     return max(0.0, (now - at).total_seconds())
+
+
+def metrics_route(metrics: FleetMetrics, calls: CallCounter, *, refresh: Callable[[], Awaitable[None]]) -> Route:
+    """Build the `/metrics` route. `refresh` is awaited before each response and must return soon.
+
+    `calls` must be the same object for the whole process, because counters must not decrease.
+    """
+
+    async def respond(request: Request) -> Response:
+        await refresh()
+        text, content_type = metrics.text(calls, accept=request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type, "cache-control": "no-store"})
+
+    return Route("/metrics", respond, methods=["GET"])

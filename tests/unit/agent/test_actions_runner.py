@@ -26,7 +26,7 @@ from remuda.agent.job_hook import STARTED, JobHook
 from remuda.agent.runner import UNKNOWN_EXIT, ActionsRunner
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment, Credential
-from remuda.ports.runner import Removal, RunnerState
+from remuda.ports.runner import RemovalStatus, RunnerState
 from tests.support.records import LONG_S
 
 #: Does what the file `behave` beside it says, and notes what it was given.
@@ -74,7 +74,7 @@ class Folder:
         # Held open: what is said before the listener listens waits for it.
         self.pipe = os.open(self.runner / "say", os.O_RDWR)
         self.log = root / "logs" / "listener.log"
-        self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", notes=root / "refused")
+        self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", refused_file=root / "refused")
         self.log.parent.mkdir()
         self.behave(REGISTER)
 
@@ -122,7 +122,7 @@ class Folder:
         return int(document["pid"])
 
     def processes(self) -> list[procfs.Process]:
-        return [process for process in procfs.table().values() if _place(process.pid) == str(self.runner)]
+        return [process for process in procfs.all_processes().values() if _place(process.pid) == str(self.runner)]
 
     def _program(self, name: str, text: str) -> None:
         (self.runner / name).write_text(text)
@@ -206,15 +206,15 @@ class TestConfigure:
 
     async def test_does_not_wait_for_ever(self, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.behave("echo hangs; sleep 1000")
-        detail, limit_s = "no end in time: ", 0.1
-        while detail == "no end in time: ":
+        detail, limit_s = "killed at the time limit: ", 0.1
+        while detail == "killed at the time limit: ":
             # Sooner or later that is enough for its first word.
             limit_s *= 2
             monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
             outcome = await folder.open().configure(ASSIGNMENT)
             assert not outcome.ok
             detail = outcome.detail
-        assert detail == "no end in time: hangs"
+        assert detail == "killed at the time limit: hangs"
 
     async def test_needs_a_token_and_software(self, folder: Folder) -> None:
         runner = folder.open()
@@ -373,7 +373,7 @@ class TestJustInTime:
         assert runner.state() == RunnerState(configured_as="jit")
         assert "PACKED" not in repr(runner.state())
         removal, _ = await runner.remove(JUST_IN_TIME)
-        assert removal is Removal.FAILED
+        assert removal is RemovalStatus.FAILED
         await runner.start(ASSIGNMENT)
         folder.say("Running job: a")
         await until(runner, busy=True, configured_as="jit")
@@ -391,7 +391,7 @@ class TestJustInTime:
         await until(runner, listening=False)
         (folder.runner / ".runner").unlink()  # as the real one does by itself
         assert runner.state().spent
-        assert (await runner.remove(JUST_IN_TIME))[0] is Removal.REMOVED
+        assert (await runner.remove(JUST_IN_TIME))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState(exit_code=0)
 
     async def test_an_agent_that_comes_after_the_job_knows_that_it_is_over(self, folder: Folder) -> None:
@@ -419,13 +419,13 @@ class TestJustInTime:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
         gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
-        assert (await runner.remove(gone))[0] is Removal.REMOVED
+        assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState()
         await runner.configure(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
         while not (folder.runner / ".runner").exists():
             await runner.wait_for_change(runner.state(), 0.01)
-        assert (await runner.remove(gone))[0] is Removal.REMOVED
+        assert (await runner.remove(gone))[0] is RemovalStatus.REMOVED
         assert (runner.state().listening, runner.state().configured_as) == (True, "")
         await runner.stop()
 
@@ -435,26 +435,26 @@ class TestRemove:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         folder.behave("rm .runner; echo removed with $ACTIONS_RUNNER_INPUT_TOKEN")
-        assert await runner.remove(ASSIGNMENT) == (Removal.REMOVED, "exit code 0: removed with ***")
+        assert await runner.remove(ASSIGNMENT) == (RemovalStatus.REMOVED, "exit code 0: removed with ***")
         assert folder.read("arguments") == "remove\n"
-        assert (await runner.remove(ASSIGNMENT))[0] is Removal.REMOVED
+        assert (await runner.remove(ASSIGNMENT))[0] is RemovalStatus.REMOVED
 
     @pytest.mark.parametrize(
         ("script", "expected"),
         [
-            ("echo 'Runner \"x\" is currently running a job and cannot be deleted.'; exit 1", Removal.BUSY),
-            ('echo \'Runner "x" is still running a job"\'; exit 1', Removal.BUSY),
-            ("echo Http response code: NotFound; exit 1", Removal.FAILED),
-            ("echo done, but the file stays", Removal.FAILED),
-            ("rm .runner; exit 1", Removal.FAILED),
-            ("rm .runner; echo Does not exist. Skipping Removing runner from the server", Removal.REMOVED),
+            ("echo 'Runner \"x\" is currently running a job and cannot be deleted.'; exit 1", RemovalStatus.BUSY),
+            ('echo \'Runner "x" is still running a job"\'; exit 1', RemovalStatus.BUSY),
+            ("echo Http response code: NotFound; exit 1", RemovalStatus.FAILED),
+            ("echo done, but the file stays", RemovalStatus.FAILED),
+            ("rm .runner; exit 1", RemovalStatus.FAILED),
+            ("rm .runner; echo Does not exist. Skipping Removing runner from the server", RemovalStatus.REMOVED),
             (
                 "rm .runner; echo Config files are missing. Skipping removing runner from the server.",
-                Removal.FAILED,
+                RemovalStatus.FAILED,
             ),
         ],
     )
-    async def test_what_it_says_counts(self, folder: Folder, script: str, expected: Removal) -> None:
+    async def test_what_it_says_counts(self, folder: Folder, script: str, expected: RemovalStatus) -> None:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         folder.behave(script)
@@ -464,7 +464,7 @@ class TestRemove:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         bare = Assignment(url="u", runner_name="n", labels=())
-        assert (await runner.remove(bare))[0] is Removal.FAILED
+        assert (await runner.remove(bare))[0] is RemovalStatus.FAILED
 
 
 class TestRegistrar:
@@ -513,7 +513,7 @@ class TestRegistrar:
         assert runner.state().configured_as == "remuda-p-1-i-1"
         (registrar / "behave").write_text("cat .runner >removed; rm .runner")
         removal, _ = await runner.remove(ASSIGNMENT)
-        assert removal is Removal.REMOVED
+        assert removal is RemovalStatus.REMOVED
         assert not (folder.runner / "stolen").exists()
         assert "evil" not in (registrar / "removed").read_text()
         assert not (folder.runner / ".runner").exists()
@@ -528,6 +528,6 @@ class TestRegistrar:
         await runner.start(ASSIGNMENT)
         await folder.listens(runner)
         removal, detail = await runner.remove(given)
-        assert (removal, "only the service" in detail) == (Removal.FAILED, True)
+        assert (removal, "through the API" in detail) == (RemovalStatus.FAILED, True)
         assert not (tmp_path / "registrar" / "arguments").exists()
         await runner.stop()

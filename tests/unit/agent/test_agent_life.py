@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from remuda.agent.decide import Do
+from remuda.agent.decide import AgentAction
 from remuda.agent.expiry import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal, took_s
 from remuda.domain.transitions import Actor, Cause, End
-from remuda.ports.machine import Outcome, Script
+from remuda.ports.machine import ScriptStatus, StepResult
 from tests.support.agents import ID, MARGIN_S, Stable
 from tests.support.clock import run, until
 from tests.support.records import assignment, at
@@ -67,8 +67,8 @@ def test_a_machine_lives_through_two_runs_and_ends() -> None:
         assert {each.token for each in stable.runner.removed_with if each} == {"removal-t0ken"}
         assert stable.record.uses == 2
         await stable.apply(End(cause=Cause.GONE), Actor.REFRESH)
-        assert await task == "the record says terminating"
-        assert stable.machine.ended == ["the record says terminating"]
+        assert await task == "record state is terminating"
+        assert stable.machine.ended == ["record state is terminating"]
 
     run(story())
 
@@ -102,12 +102,12 @@ def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> No
         assert all(why for _, why, _ in noted)
         seen = [(why, facts.get("epoch"), facts.get("run_id")) for action, why, facts in noted if action == "state"]
         assert seen[:3] == [
-            ("the record says created", 1, "1234"),
-            ("the record says running", 1, "1234"),
-            ("the record says releasing", 1, "1234"),
+            ("record state is created", 1, "1234"),
+            ("record state is running", 1, "1234"),
+            ("record state is releasing", 1, "1234"),
         ]
-        assert ("the record says idle", 1, "") in seen
-        resets = [facts for action, _, facts in noted if action == "step" and facts["do"] == Do.RESET.value]
+        assert ("record state is idle", 1, "") in seen
+        resets = [facts for action, _, facts in noted if action == "step" and facts["step"] == AgentAction.RESET.value]
         assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
     run(story())
@@ -263,12 +263,12 @@ def test_a_signal_tells_how_long_the_machine_itself_took() -> None:
 def test_a_script_that_fails_after_the_record_came_is_told_with_its_own_words() -> None:
     async def story() -> None:
         stable = Stable()
-        stable.machine.script = Outcome(ok=False, detail="no such package")
+        stable.machine.script = StepResult(ok=False, detail="no such package")
         await stable.create()
         stable.start()
         await until(lambda: stable.signalled(Signal.UD_FAILED))
         assert "no such package" in stable.report.detail
-        assert stable.machine.memory.script is Script.FAILED
+        assert stable.machine.memory.script is ScriptStatus.FAILED
         assert stable.log == ["script"]
         await stable.crash()
 
@@ -279,9 +279,9 @@ def test_a_script_that_fails_after_the_record_came_is_told_with_its_own_words() 
 def test_a_script_that_fails_before_the_record_came_is_told_with_its_own_words(restart: bool) -> None:  # noqa: FBT001
     async def story() -> None:
         stable = Stable()
-        stable.machine.script = Outcome(ok=False, detail="no such package")
+        stable.machine.script = StepResult(ok=False, detail="no such package")
         stable.start()
-        await until(lambda: stable.machine.memory.script is Script.FAILED)
+        await until(lambda: stable.machine.memory.script is ScriptStatus.FAILED)
         if restart:
             await stable.restart()
         await stable.create()
@@ -308,7 +308,7 @@ def test_a_script_runs_once_in_a_machines_life() -> None:
 def test_a_failed_registration_is_signalled_at_once() -> None:
     async def story() -> None:
         stable = Stable()
-        stable.runner.configure_outcome = Outcome(ok=False, detail="credential refused: 401")
+        stable.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
         stable.start()
         await stable.create()
         await until(lambda: stable.signalled(Signal.UD_REG_FAILED), within_s=1)
@@ -323,7 +323,7 @@ def test_a_failed_registration_is_signalled_at_once() -> None:
 def test_a_reset_that_fails_is_signalled_and_not_tried_again() -> None:
     async def story() -> None:
         stable = Stable()
-        stable.machine.reset_outcome = Outcome(ok=False, detail="2 processes left")
+        stable.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
         stable.start()
         await stable.create()
         await until(lambda: stable.signalled(Signal.UD_REG_OK))

@@ -14,8 +14,8 @@ from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
-from remuda.ports.machine import Memory, Script
-from remuda.ports.runner import Removal
+from remuda.ports.machine import AgentState, ScriptStatus
+from remuda.ports.runner import RemovalStatus
 from tests.support.agents import ID, MARGIN_S, Stable
 from tests.support.clock import VirtualClock, run, until
 from tests.support.records import at
@@ -42,7 +42,7 @@ def test_out_of_reach_of_the_store_the_last_threshold_rules() -> None:
         stable.store.down = True
         assert stable.task is not None
         why = await stable.task
-        assert why == "its time is up and the store cannot be read"
+        assert why == "threshold passed and the store is unreachable"
         late = stable.clock.now() - threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
 
@@ -52,10 +52,10 @@ def test_out_of_reach_of_the_store_the_last_threshold_rules() -> None:
 def test_the_last_threshold_rules_after_a_restart_too() -> None:
     async def story() -> None:
         stable = Stable()
-        stable.machine.memory = Memory(script=Script.OK, threshold=at(50))
+        stable.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
         stable.store.down = True
         why = await stable.start()
-        assert why == "its time is up and the store cannot be read"
+        assert why == "threshold passed and the store is unreachable"
         assert stable.clock.now() >= at(50 + MARGIN_S)
         assert stable.machine.ended == [why]
 
@@ -148,7 +148,7 @@ def test_a_renewed_threshold_is_followed() -> None:
             await stable.apply(Renew(until=stable.clock.now() + timedelta(seconds=420)), Actor.SCALE_DOWN)
         assert stable.task is not None
         assert not stable.task.done()
-        assert await stable.task == "its time in idle is up"
+        assert await stable.task == "threshold of state idle passed"
         late = stable.clock.now() - stable.record.threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
 
@@ -162,7 +162,7 @@ def test_a_machine_whose_record_was_forgotten_ends_at_its_last_threshold() -> No
         threshold = stable.record.threshold
         del stable.database.instances[ID]
         assert stable.task is not None
-        assert await stable.task == "its time is up and its record is gone"
+        assert await stable.task == "threshold passed and the record is gone"
         assert stable.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
 
     run(story())
@@ -276,7 +276,7 @@ def test_a_removal_refused_for_a_job_waits_and_does_not_count_as_failed() -> Non
         stable = Stable()
         await running(stable)
         refusals = 3 * MAX_REMOVALS
-        stable.runner.removals = [Removal.BUSY] * refusals
+        stable.runner.removals = [RemovalStatus.BUSY] * refusals
         await stable.release()
         started = stable.clock.monotonic()
         await until(lambda: stable.signalled(CLEAN))
@@ -292,7 +292,7 @@ def test_a_removal_that_fails_is_tried_again_with_growing_pauses() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
-        stable.runner.removals = [Removal.FAILED] * (MAX_REMOVALS - 1)
+        stable.runner.removals = [RemovalStatus.FAILED] * (MAX_REMOVALS - 1)
         await stable.release()
         started = stable.clock.monotonic()
         await until(lambda: stable.signalled(CLEAN))
@@ -307,7 +307,7 @@ def test_a_removal_that_fails_too_often_is_signalled_and_the_runner_is_not_stopp
     async def story() -> None:
         stable = Stable()
         await running(stable)
-        stable.runner.removals = [Removal.FAILED] * 100
+        stable.runner.removals = [RemovalStatus.FAILED] * 100
         await stable.release()
         await until(lambda: stable.signalled(Signal.UD_REMOVE_REG_FAILED))
         await asyncio.sleep(60)
@@ -323,7 +323,7 @@ def test_a_forge_out_of_reach_is_asked_again_and_no_machine_is_blamed() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
-        stable.runner.removals = [Removal.UNREACHABLE] * (MAX_REMOVALS + 3)
+        stable.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_REMOVALS + 3)
         await stable.release()
         await until(lambda: stable.signalled(CLEAN))
         assert stable.log.count("remove UNREACHABLE") == MAX_REMOVALS + 3

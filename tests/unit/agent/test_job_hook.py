@@ -36,7 +36,7 @@ class Hooked:
         for folder in (self.runner, self.pristine):
             folder.mkdir()
         self.notes = root / "notes"
-        self.hook = JobHook(folder=root / "hook", pristine=self.pristine, notes=self.notes)
+        self.hook = JobHook(folder=root / "hook", pristine=self.pristine, refused_file=self.notes)
         self.script = root / "hook" / "job-started.sh"
 
     def put(
@@ -251,7 +251,7 @@ def test_a_folder_in_the_place_of_a_file_is_not_emptied_but_an_error(hooked: Hoo
     (hooked.pristine / ".path").write_text("/usr/bin")
     (hooked.runner / name).mkdir()
     (hooked.runner / name / "file").touch()
-    with pytest.raises(Unavailable, match="the listener's environment cannot be restored"):
+    with pytest.raises(Unavailable, match="cannot restore the listener's environment files"):
         hooked.put()
     assert (hooked.runner / name / "file").exists()
 

@@ -56,7 +56,7 @@ def crowd() -> Iterator[Crowd]:
 
 
 def of(uid: int) -> list[procfs.Process]:
-    return [process for process in procfs.table().values() if uid in procfs.users(process.pid)]
+    return [process for process in procfs.all_processes().values() if uid in procfs.users(process.pid)]
 
 
 @ROOT_ONLY
@@ -72,7 +72,7 @@ def test_all_that_a_user_runs_ends_and_nobody_else(crowd: Crowd, tmp_path: Path)
     assert len(killing.killed) >= 3
     assert set(killing.killed) <= {"sh", "sleep", "setsid"}
     assert of(UID) == []
-    assert procfs.look(bystander) is not None
+    assert procfs.read_process(bystander) is not None
 
 
 @ROOT_ONLY

@@ -51,10 +51,10 @@ def test_the_registrar_is_the_pristine_software_and_can_be_made_again(tmp_path: 
 def test_an_image_of_a_machine_in_use_is_another_machine(tmp_path: Path) -> None:
     made = folders(tmp_path)
     made.make()
-    assert not made.are_of(ID)
-    made.are_now_of(ID)
-    assert made.are_of(ID)
-    assert not made.are_of("i-1" + ID[3:])
+    assert not made.belong_to(ID)
+    made.assign_to(ID)
+    assert made.belong_to(ID)
+    assert not made.belong_to("i-1" + ID[3:])
 
 
 def test_a_home_that_is_anothers_is_never_emptied(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_home_that_is_anothers_is_never_emptied(tmp_path: Path) -> None:
     made = folders(tmp_path)
     made.make()  # as a reset that was cut left it
     (home / "precious").touch()
-    with pytest.raises(UserError, match="not its own"):
+    with pytest.raises(UserError, match="does not belong to"):
         made.make()
     os.chown(home, UID, UID)
     made.make()

@@ -8,10 +8,10 @@ from datetime import datetime
 
 import pytest
 
-from remuda.agent.decide import MAX_REMOVALS, MAX_STARTS, TERMINAL_EXITS, Do, Step, View, next_step
+from remuda.agent.decide import MAX_REMOVALS, MAX_STARTS, TERMINAL_EXITS, AgentAction, AgentStep, Observation, next_step
 from remuda.domain.instance import Credential, State
 from remuda.domain.signals import Signal
-from remuda.ports.machine import Script
+from remuda.ports.machine import ScriptStatus
 from remuda.ports.runner import RunnerState
 from tests.support.builders import in_state
 from tests.support.records import NOW, assignment, at
@@ -27,9 +27,9 @@ SIGNALLED = [None, *Signal]
 REMOVE_FAMILY = {signal for signal in Signal if "REMOVE" in signal.name}
 
 
-def view(state: State | None, **changed: object) -> View:
+def observation(state: State | None, **changed: object) -> Observation:
     record = None if state is None else in_state(state, epoch=2, assignment=_assignment(state), threshold=at(300))
-    base = View(record=record, runner=RunnerState(), script=Script.OK, now=NOW, margin_s=1.0)
+    base = Observation(record=record, runner=RunnerState(), script=ScriptStatus.OK, now=NOW, margin_s=1.0)
     return replace(base, **changed)  # type: ignore[arg-type]
 
 
@@ -38,73 +38,73 @@ def _assignment(state: State) -> object:
 
 
 ALL = [
-    view(state, runner=runner, script=script, signalled=signalled, starts=starts, removals=removals)
+    observation(state, runner=runner, script=script, signalled=signalled, starts=starts, removals=removals)
     for state, runner, script, signalled, starts, removals in itertools.product(
-        (None, *State), RUNNERS, Script, SIGNALLED, (0, MAX_STARTS), (0, MAX_REMOVALS)
+        (None, *State), RUNNERS, ScriptStatus, SIGNALLED, (0, MAX_STARTS), (0, MAX_REMOVALS)
     )
 ]
-STEPS: list[tuple[View, Step]] = [(each, next_step(each)) for each in ALL]
+STEPS: list[tuple[Observation, AgentStep]] = [(each, next_step(each)) for each in ALL]
 
 
-def state_of(seen: View) -> State | None:
+def state_of(seen: Observation) -> State | None:
     return seen.record.state if seen.record else None
 
 
-def doing(*what: Do) -> list[View]:
-    return [seen for seen, step in STEPS if step.do in what]
+def observations_leading_to(*actions: AgentAction) -> list[Observation]:
+    return [seen for seen, step in STEPS if step.action in actions]
 
 
 def test_every_combination_has_one_step_with_its_reason() -> None:
     assert len(STEPS) == 8 * 48 * 3 * 9 * 4
-    assert all(step.why and (step.do is Do.SIGNAL) == (step.signal is not None) for _, step in STEPS)
+    assert all(step.reason and (step.action is AgentAction.SIGNAL) == (step.signal is not None) for _, step in STEPS)
 
 
 @pytest.mark.parametrize(
-    ("do", "states"),
+    ("action", "states"),
     [
-        (Do.START, {State.RUNNING}),
-        (Do.CONFIGURE, {State.CREATED, State.CLAIMED}),
-        (Do.REMOVE, {State.RELEASING}),
-        (Do.STOP, {State.RELEASING}),
-        (Do.RESET, {State.RELEASING}),
-        (Do.RUN_SCRIPT, {None, State.CREATED, State.CLAIMED}),
-        (Do.END, {State.TERMINATING, State.TERMINATED}),
-        (Do.SIGNAL, {State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING}),
+        (AgentAction.START, {State.RUNNING}),
+        (AgentAction.CONFIGURE, {State.CREATED, State.CLAIMED}),
+        (AgentAction.REMOVE, {State.RELEASING}),
+        (AgentAction.STOP, {State.RELEASING}),
+        (AgentAction.RESET, {State.RELEASING}),
+        (AgentAction.RUN_SCRIPT, {None, State.CREATED, State.CLAIMED}),
+        (AgentAction.END, {State.TERMINATING, State.TERMINATED}),
+        (AgentAction.SIGNAL, {State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING}),
     ],
 )
-def test_each_step_belongs_to_its_states(do: Do, states: set[State | None]) -> None:
-    assert {state_of(seen) for seen in doing(do)} == states
+def test_each_step_belongs_to_its_states(action: AgentAction, states: set[State | None]) -> None:
+    assert {state_of(seen) for seen in observations_leading_to(action)} == states
 
 
 def test_in_the_pool_the_agent_only_waits() -> None:
-    assert {step.do for seen, step in STEPS if state_of(seen) is State.IDLE} == {Do.WAIT}
+    assert {step.action for seen, step in STEPS if state_of(seen) is State.IDLE} == {AgentAction.WAIT}
 
 
 def test_a_runner_is_started_only_for_its_own_registration_and_once() -> None:
-    for seen in doing(Do.START):
+    for seen in observations_leading_to(AgentAction.START):
         assert (seen.runner.configured_as, seen.runner.listening) == (RIGHT, False)
         assert seen.runner.exit_code not in TERMINAL_EXITS
         assert seen.starts < MAX_STARTS
 
 
 def test_the_machine_is_registered_only_after_its_script_and_with_no_other_registration() -> None:
-    for seen in doing(Do.CONFIGURE):
-        assert seen.script is Script.OK
+    for seen in observations_leading_to(AgentAction.CONFIGURE):
+        assert seen.script is ScriptStatus.OK
         assert (seen.runner.configured_as, seen.runner.listening) == ("", False)
 
 
 def test_the_order_is_remove_then_stop_then_reset() -> None:
-    for seen in doing(Do.STOP):
+    for seen in observations_leading_to(AgentAction.STOP):
         assert seen.runner.configured_as == ""
         assert seen.runner.listening
-    for seen in doing(Do.RESET):
+    for seen in observations_leading_to(AgentAction.RESET):
         assert (seen.runner.configured_as, seen.runner.listening) == ("", False)
 
 
 def test_a_running_job_is_left_alone() -> None:
     """S6: nothing that ends a job happens while one runs, and no signal says that it is over."""
     busy = [step for seen, step in STEPS if seen.runner.busy and state_of(seen) is State.RELEASING]
-    assert {step.do for step in busy} == {Do.WAIT}
+    assert {step.action for step in busy} == {AgentAction.WAIT}
 
 
 def test_signals_speak_of_the_phase_that_was_read() -> None:
@@ -117,7 +117,7 @@ def test_an_ok_is_signalled_only_where_it_is_true() -> None:
     for seen, step in STEPS:
         if step.signal is Signal.UD_REG_OK:
             assert seen.runner == replace(seen.runner, configured_as=RIGHT, listening=False)
-            assert seen.script is Script.OK
+            assert seen.script is ScriptStatus.OK
         if step.signal is Signal.UD_REMOVE_REG_OK:
             assert (seen.runner.configured_as, seen.runner.listening, seen.runner.busy) == ("", False, False)
         # The reset itself signals that the machine is clean.
@@ -132,8 +132,8 @@ def test_no_signal_is_repeated_or_falls_back() -> None:
 
 def test_a_failed_release_is_left_to_the_control_plane() -> None:
     failed = {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
-    after = {step.do for seen, step in STEPS if state_of(seen) is State.RELEASING and seen.signalled in failed}
-    assert after == {Do.WAIT}
+    after = {step.action for seen, step in STEPS if state_of(seen) is State.RELEASING and seen.signalled in failed}
+    assert after == {AgentAction.WAIT}
 
 
 def test_a_running_instance_that_is_not_ready_says_so() -> None:
@@ -145,27 +145,30 @@ def test_a_running_instance_that_is_not_ready_says_so() -> None:
 
 @pytest.mark.parametrize("code", sorted(TERMINAL_EXITS))
 def test_a_runner_that_ended_for_good_is_not_started_again(code: int) -> None:
-    seen = view(State.RUNNING, runner=RunnerState(configured_as=RIGHT, exit_code=code))
+    seen = observation(State.RUNNING, runner=RunnerState(configured_as=RIGHT, exit_code=code))
     assert next_step(seen).signal is Signal.UD_REG_FAILED
 
 
 def test_a_runner_that_ends_again_and_again_is_given_up() -> None:
     runner = RunnerState(configured_as=RIGHT, exit_code=2)
-    assert next_step(view(State.RUNNING, runner=runner, starts=MAX_STARTS - 1)).do is Do.START
-    assert next_step(view(State.RUNNING, runner=runner, starts=MAX_STARTS)).signal is Signal.UD_REG_FAILED
+    assert next_step(observation(State.RUNNING, runner=runner, starts=MAX_STARTS - 1)).action is AgentAction.START
+    assert next_step(observation(State.RUNNING, runner=runner, starts=MAX_STARTS)).signal is Signal.UD_REG_FAILED
 
 
 def test_a_runner_for_one_job_that_was_anothers_is_used_up() -> None:
     spent = RunnerState(configured_as=RIGHT, exit_code=0, spent=True)
-    assert next_step(view(State.RUNNING, runner=spent)).do is Do.WAIT
+    assert next_step(observation(State.RUNNING, runner=spent)).action is AgentAction.WAIT
     robbed = replace(spent, refused="refused a job of run 9 of eve/r")
-    step = next_step(view(State.RUNNING, runner=robbed))
-    assert (step.signal, "eve/r" in step.why) == (Signal.UD_REG_FAILED, True)
+    step = next_step(observation(State.RUNNING, runner=robbed))
+    assert (step.signal, "eve/r" in step.reason) == (Signal.UD_REG_FAILED, True)
 
 
 def test_a_failed_script_is_signalled() -> None:
-    assert next_step(view(State.CREATED, script=Script.FAILED)).signal is Signal.UD_FAILED
-    assert next_step(view(State.CREATED, script=Script.FAILED, signalled=Signal.UD_FAILED)).do is Do.WAIT
+    assert next_step(observation(State.CREATED, script=ScriptStatus.FAILED)).signal is Signal.UD_FAILED
+    assert (
+        next_step(observation(State.CREATED, script=ScriptStatus.FAILED, signalled=Signal.UD_FAILED)).action
+        is AgentAction.WAIT
+    )
 
 
 # The removal ------------------------------------------------------------------------------------------------------
@@ -174,30 +177,30 @@ REGISTERED = RunnerState(configured_as=RIGHT, listening=True)
 
 
 @pytest.mark.parametrize(
-    ("credential", "do"),
+    ("credential", "action"),
     [
-        (Credential(token="t0ken", expires_at=at(1)), Do.REMOVE),
-        (Credential(token="t0ken", expires_at=NOW), Do.WAIT),
-        (None, Do.WAIT),
+        (Credential(token="t0ken", expires_at=at(1)), AgentAction.REMOVE),
+        (Credential(token="t0ken", expires_at=NOW), AgentAction.WAIT),
+        (None, AgentAction.WAIT),
     ],
     ids=["good", "expired", "none"],
 )
-def test_a_removal_needs_a_credential_that_is_still_good(credential: Credential | None, do: Do) -> None:
+def test_a_removal_needs_a_credential_that_is_still_good(credential: Credential | None, action: AgentAction) -> None:
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=credential))
-    assert next_step(replace(view(State.RELEASING), record=record, runner=REGISTERED)).do is do
+    assert next_step(replace(observation(State.RELEASING), record=record, runner=REGISTERED)).action is action
 
 
 def test_removals_that_fail_are_given_up_in_the_end() -> None:
-    seen = view(State.RELEASING, runner=REGISTERED, removals=MAX_REMOVALS - 1)
-    assert next_step(seen).do is Do.REMOVE
+    seen = observation(State.RELEASING, runner=REGISTERED, removals=MAX_REMOVALS - 1)
+    assert next_step(seen).action is AgentAction.REMOVE
     assert next_step(replace(seen, removals=MAX_REMOVALS)).signal is Signal.UD_REMOVE_REG_FAILED
 
 
 def test_a_release_works_for_a_machine_that_never_saw_its_claim() -> None:
     """Still as the last assignment left it: nothing to remove, nothing to stop; clean again and said so."""
-    first = next_step(view(State.RELEASING))
+    first = next_step(observation(State.RELEASING))
     assert first.signal is Signal.UD_REMOVE_REG_OK
-    assert next_step(view(State.RELEASING, signalled=Signal.UD_REMOVE_REG_OK)).do is Do.RESET
+    assert next_step(observation(State.RELEASING, signalled=Signal.UD_REMOVE_REG_OK)).action is AgentAction.RESET
 
 
 # The end ----------------------------------------------------------------------------------------------------------
@@ -209,18 +212,18 @@ LIVE_STATES = [state for state in State if state not in {State.TERMINATING, Stat
 @pytest.mark.parametrize(("threshold", "over"), [(at(-1), True), (at(-0.999), False), (at(1), False)])
 def test_the_agent_ends_past_its_threshold_and_the_margin(state: State, threshold: datetime, over: bool) -> None:  # noqa: FBT001
     for runner in RUNNERS:
-        seen = view(state, runner=runner)
+        seen = observation(state, runner=runner)
         assert seen.record is not None
         late = replace(seen, record=replace(seen.record, threshold=threshold))
-        assert (next_step(late).do is Do.END) is over
+        assert (next_step(late).action is AgentAction.END) is over
 
 
 @pytest.mark.parametrize("state", [State.TERMINATING, State.TERMINATED])
 def test_a_terminated_record_ends_the_machine_whatever_it_does(state: State) -> None:
-    assert {step.do for seen, step in STEPS if state_of(seen) is state} == {Do.END}
+    assert {step.action for seen, step in STEPS if state_of(seen) is state} == {AgentAction.END}
 
 
 def test_without_a_record_the_machine_runs_its_script_and_waits() -> None:
-    assert next_step(view(None, script=Script.PENDING)).do is Do.RUN_SCRIPT
-    assert next_step(view(None, script=Script.OK)).do is Do.WAIT
-    assert next_step(view(None, script=Script.FAILED)).do is Do.WAIT
+    assert next_step(observation(None, script=ScriptStatus.PENDING)).action is AgentAction.RUN_SCRIPT
+    assert next_step(observation(None, script=ScriptStatus.OK)).action is AgentAction.WAIT
+    assert next_step(observation(None, script=ScriptStatus.FAILED)).action is AgentAction.WAIT

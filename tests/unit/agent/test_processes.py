@@ -54,7 +54,7 @@ class Tree:
         raise TimeoutError(command)
 
     def close(self) -> None:
-        processes.kill_all(self.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
+        processes.kill_descendants(self.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
         self.process.kill()
         self.process.communicate()
 
@@ -91,27 +91,27 @@ def test_what_has_ended_is_not_there() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    assert procfs.look(process.pid) is None, "a zombie does nothing any more"
+    assert procfs.read_process(process.pid) is None, "a zombie does nothing any more"
     process.wait()
-    assert procfs.look(process.pid) is None
+    assert procfs.read_process(process.pid) is None
     assert processes.command(process.pid) == ()
 
 
 def test_a_number_given_anew_is_not_hit() -> None:
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        seen = procfs.look(process.pid)
+        seen = procfs.read_process(process.pid)
         assert seen is not None
         assert procfs.is_alive(seen.pid, seen.started)
         other = procfs.Process(pid=seen.pid, ppid=seen.ppid, started=seen.started - 1)
 
         assert not procfs.is_alive(other.pid, other.started)
-        assert processes.send(other, signal.SIGKILL) is None
+        assert processes.send_signal(other, signal.SIGKILL) is None
         assert process.poll() is None
     finally:
         process.kill()
         process.wait()
-    assert processes.send(seen, signal.SIGKILL) is None
+    assert processes.send_signal(seen, signal.SIGKILL) is None
 
 
 def test_all_are_killed_but_those_to_keep(trees: list[Tree]) -> None:
@@ -121,7 +121,7 @@ def test_all_are_killed_but_those_to_keep(trees: list[Tree]) -> None:
         tree.find("sleep", number)
     sleeper = tree.find("sleep", "1000")
 
-    killing = processes.kill_all(tree.pid, keep={tree.pid, sleeper.pid}, clock=SystemClock(), limit_s=LONG_S)
+    killing = processes.kill_descendants(tree.pid, keep={tree.pid, sleeper.pid}, clock=SystemClock(), limit_s=LONG_S)
 
     assert killing.left == ()
     # Without their arguments, which may hold a secret: what is told is kept.
@@ -134,7 +134,7 @@ def test_one_that_is_started_again_by_another_is_killed_for_good(trees: list[Tre
     tree = Tree("while :; do sh -c 'while :; do sleep 1000; done'; done & echo ready; while :; do sleep 999; done")
     trees.append(tree)
 
-    killing = processes.kill_all(tree.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
+    killing = processes.kill_descendants(tree.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
 
     assert killing.left == ()
     assert procfs.descendants(tree.pid) == []
@@ -158,7 +158,7 @@ def test_one_without_its_first_thread_is_seen(trees: list[Tree]) -> None:
         pass
 
     assert procfs.is_alive(process.pid, process.started)
-    assert len(processes.kill_all(tree.pid, keep=(), clock=SystemClock(), limit_s=LONG_S).killed) == 1
+    assert len(processes.kill_descendants(tree.pid, keep=(), clock=SystemClock(), limit_s=LONG_S).killed) == 1
     assert procfs.descendants(tree.pid) == []
 
 
@@ -168,7 +168,7 @@ def test_whose_a_process_is_can_be_told_while_it_becomes_another_program() -> No
     for _ in range(20):
         process = subprocess.Popen(["/bin/sh", "-c", "exec sleep 1000"], env={procfs.MARKER: "i-1"})
         try:
-            told |= {procfs._marker(f"/proc/{process.pid}") for _ in range(20)}
+            told |= {procfs._variable(f"/proc/{process.pid}", procfs.MARKER) for _ in range(20)}
         finally:
             process.kill()
             process.wait()
@@ -177,7 +177,7 @@ def test_whose_a_process_is_can_be_told_while_it_becomes_another_program() -> No
 
 def test_what_an_agent_starts_leaves_no_core_dump() -> None:
     code = (
-        "import subprocess; from remuda.agent import processes; processes.leave_no_core_dumps();"
+        "import subprocess; from remuda.agent import processes; processes.disable_core_dumps();"
         "subprocess.run(['sh', '-c', 'ulimit -Hc; ulimit -Sc'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -188,7 +188,7 @@ def test_it_gives_up_in_time(trees: list[Tree]) -> None:
     tree = Tree("echo ready; exec sleep 1000")
     trees.append(tree)
 
-    killing = processes.kill_all(tree.pid, keep=(), clock=SystemClock(), limit_s=0)
+    killing = processes.kill_descendants(tree.pid, keep=(), clock=SystemClock(), limit_s=0)
 
     assert [process.ppid for process in killing.left] == [tree.pid]
 
@@ -203,7 +203,7 @@ def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"started\n"
     try:
-        found = list(processes.running(program, procfs.table().values()))
+        found = list(processes.find_running(program, procfs.all_processes().values()))
         assert [candidate.pid for candidate in found] == [process.pid]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -212,12 +212,12 @@ def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
 
 async def test_the_end_of_a_process_is_an_event() -> None:
     process = subprocess.Popen(["sleep", "1000"])
-    seen = procfs.look(process.pid)
+    seen = procfs.read_process(process.pid)
     assert seen is not None
     descriptor = os.pidfd_open(process.pid)
     try:
-        assert not await processes.ended(descriptor, 0.01)
-        waiting = asyncio.ensure_future(processes.ended(descriptor, LONG_S))
+        assert not await processes.wait_for_end(descriptor, 0.01)
+        waiting = asyncio.ensure_future(processes.wait_for_end(descriptor, LONG_S))
         await asyncio.sleep(0)
         process.kill()
         assert await waiting
@@ -257,7 +257,7 @@ class TestRun:
                 scratch=tmp_path,
             )
             assert code is None
-        child = procfs.look(int(output))
+        child = procfs.read_process(int(output))
         while child is not None and procfs.is_alive(child.pid, child.started):
             await asyncio.sleep(0.01)
 

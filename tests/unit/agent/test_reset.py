@@ -69,7 +69,7 @@ class Supervisor:
         assert self._process.stdout.readline().strip() == word
 
     def close(self) -> None:
-        processes.kill_all(self.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
+        processes.kill_descendants(self.pid, keep=(), clock=SystemClock(), limit_s=LONG_S)
         self._process.kill()
         self._process.communicate()
 
@@ -100,7 +100,7 @@ class Machine:
         self.outside.mkdir()
         (self.outside / "precious").write_text("precious")
         self.reset = Reset(
-            kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock(), limit_s=LONG_S),
+            kill=partial(processes.kill_descendants, supervisor.pid, keep=(), clock=SystemClock(), limit_s=LONG_S),
             runner_folder=self.runner,
             pristine=self.pristine,
             recreate=self.rooms,
@@ -302,7 +302,7 @@ async def test_daemons_that_shed_everything_are_killed(machine: Machine, supervi
 async def test_what_cannot_be_killed_is_told(machine: Machine, supervisor: Supervisor) -> None:
     supervisor.run("sleep 1000 >/dev/null &")
     hasty = Reset(
-        kill=partial(processes.kill_all, supervisor.pid, keep=(), clock=SystemClock(), limit_s=0),
+        kill=partial(processes.kill_descendants, supervisor.pid, keep=(), clock=SystemClock(), limit_s=0),
         runner_folder=machine.runner,
         pristine=machine.pristine,
         recreate=machine.rooms,
@@ -319,7 +319,7 @@ async def test_a_user_of_their_own_gets_the_folders_and_nothing_above(machine: M
     shutil.rmtree(machine.runner)
     left = [Finding(kind=Kind.CRONTAB, name="remuda-job")]
     reset = Reset(
-        kill=lambda: processes.Killing(killed=(), left=()),
+        kill=lambda: processes.KillResult(killed=(), left=()),
         runner_folder=machine.runner,
         pristine=machine.pristine,
         recreate=machine.rooms,
@@ -352,9 +352,9 @@ class Places:
         self.armed = armed
         self.asked: list[str] = []
 
-    def kill(self) -> processes.Killing:
+    def kill(self) -> processes.KillResult:
         self.asked.append("kill")
-        return processes.Killing(killed=("cron",) if self.armed > 0 else (), left=())
+        return processes.KillResult(killed=("cron",) if self.armed > 0 else (), left=())
 
     def disarm(self) -> Sequence[Finding]:
         self.asked.append("disarm")

@@ -6,7 +6,7 @@ import pytest
 
 from remuda.cli.operator import check_choice, check_reason, run_quarantine, run_terminate
 from remuda.cli.output import Output
-from remuda.cli.rendering.durations import parse_duration
+from remuda.cli.rendering.formatting import parse_duration
 from remuda.config.settings import Settings
 from remuda.controlplane.operator import InstanceSelector
 from remuda.domain.errors import UserError

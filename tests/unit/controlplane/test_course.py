@@ -7,12 +7,21 @@ import asyncio
 import pytest
 
 from remuda.controlplane.provision.outcome import OutcomeRecorder
+from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.errors import CapacityError, Conflict, RemudaError
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision, ProvisionStatus
-from remuda.domain.provision_outcome import MAX_LAUNCHES, MAX_REASON, MAX_REFUSALS, MAX_TAKEN, ProvisionOutcome, Source
+from remuda.domain.provision_outcome import (
+    MAX_ACQUIRED,
+    MAX_LAUNCHES,
+    MAX_REASON,
+    MAX_REJECTIONS,
+    ProvisionOutcome,
+    RejectionKind,
+    RunnerSource,
+)
 from remuda.domain.resources import TypePatterns, UsageClass
-from tests.support.records import instance_id, message
+from tests.support.records import instance, instance_id, message
 from tests.support.world import World
 from tests.support.world_time import VirtualClock
 
@@ -22,22 +31,22 @@ def only(world: World, run_id: str = "1") -> Provision:
     return found
 
 
-def course_of(world: World, run_id: str = "1") -> ProvisionOutcome:
-    course = only(world, run_id).course
-    assert course is not None
-    return course
+def outcome_of(world: World, run_id: str = "1") -> ProvisionOutcome:
+    outcome = only(world, run_id).outcome
+    assert outcome is not None
+    return outcome
 
 
 async def test_a_commit_tells_where_each_runner_came_from(world: World) -> None:
     warm = await world.warm(2)
     result = await world.provision(count=3)
-    course = course_of(world)
-    assert (course.reused, course.created, course.kind, course.error) == (2, 1, "mixed", "")
-    assert {item.instance_id for item in course.taken if item.source is Source.POOL} == set(warm)
-    assert [(item.count, item.launched) for item in course.launches] == [(1, 1)]
-    assert list(course.phases) == ["intent", "instances", "commit"]
-    assert max(item.seconds for item in course.taken) <= course.seconds <= result.seconds
-    assert only(world).asked == "on-demand, trusted, for octo/repo, types *"
+    outcome = outcome_of(world)
+    assert (outcome.reused, outcome.created, outcome.kind, outcome.error) == (2, 1, "mixed", "")
+    assert {item.instance_id for item in outcome.acquired if item.source is RunnerSource.POOL} == set(warm)
+    assert [(item.count, item.launched) for item in outcome.launches] == [(1, 1)]
+    assert list(outcome.phases) == ["intent", "instances", "commit"]
+    assert max(item.seconds for item in outcome.acquired) <= outcome.seconds <= result.seconds
+    assert only(world).request_summary == "on-demand, trusted, for octo/repo, types *"
 
 
 async def test_refused_hints_are_told_with_their_reasons(world: World) -> None:
@@ -45,29 +54,29 @@ async def test_refused_hints_are_told_with_their_reasons(world: World) -> None:
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
     )
     await world.provision()
-    course = course_of(world)
-    assert {item.kind: (item.instance_id, item.why) for item in course.refusals} == {
-        "misfit": (instance_id(7), "spot, not on-demand"),
-        "lost": (instance_id(8), "the message is stale: there is no record"),
+    outcome = outcome_of(world)
+    assert {item.kind: (item.instance_id, item.why) for item in outcome.rejections} == {
+        "mismatch": (instance_id(7), "spot, not on-demand"),
+        "claim-lost": (instance_id(8), "stale pool message: the instance has no record"),
     }
-    assert course.refused == {"misfit": 1, "lost": 1}
+    assert outcome.rejected == {"mismatch": 1, "claim-lost": 1}
 
 
 async def test_a_failure_tells_its_story_too(world: World) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision(count=2, patterns=TypePatterns(("c6i.large",)))
-    course = course_of(world)
-    assert (course.kind, course.error) == ("failed", failure.value.message[:MAX_REASON])
-    assert [(item.count, item.launched) for item in course.launches] == [(2, 1)]
+    outcome = outcome_of(world)
+    assert (outcome.kind, outcome.error) == ("failed", failure.value.message[:MAX_REASON])
+    assert [(item.count, item.launched) for item in outcome.launches] == [(2, 1)]
 
 
 async def test_a_release_leaves_the_story(world: World) -> None:
     await world.provision()
-    before = course_of(world)
+    before = outcome_of(world)
     await world.release()
     assert only(world).status is ProvisionStatus.RELEASED
-    assert course_of(world) == before
+    assert outcome_of(world) == before
 
 
 async def test_a_provision_that_was_released_meanwhile_still_tells(world: World) -> None:
@@ -79,17 +88,22 @@ async def test_a_provision_that_was_released_meanwhile_still_tells(world: World)
     with pytest.raises(RemudaError) as failure:
         await provisioning
     assert isinstance(failure.value, Conflict)
-    assert course_of(world).error == failure.value.message
+    assert outcome_of(world).error == failure.value.message
 
 
 async def test_what_is_told_is_bounded(world: World) -> None:
     recorder = OutcomeRecorder(VirtualClock())
-    for number in range(2 * MAX_TAKEN):
-        recorder.take(instance_id(number), Source.POOL, None)
-        recorder.refuse("lost", "x" * 1_000, instance_id(number))
+    registered = RegisteredInstance(instance=instance(1), source=RunnerSource.POOL, report=None)
+    for number in range(2 * MAX_ACQUIRED):
+        recorder.acquire(registered)
+        recorder.reject(RejectionKind.CLAIM_LOST, "x" * 1_000, instance_id(number))
         recorder.launch(1, 0, ("y" * 1_000,) * 50)
-    course = recorder.course(error="z" * 1_000)
-    assert (len(course.taken), len(course.refusals), len(course.launches)) == (MAX_TAKEN, MAX_REFUSALS, MAX_LAUNCHES)
-    assert (course.reused, course.refused["lost"]) == (2 * MAX_TAKEN, 2 * MAX_TAKEN)
-    assert {len(course.error), len(course.refusals[0].why), len(course.launches[0].errors[0])} == {MAX_REASON}
-    assert len(course.launches[0].errors) == MAX_LAUNCHES
+    outcome = recorder.outcome(error="z" * 1_000)
+    assert (len(outcome.acquired), len(outcome.rejections), len(outcome.launches)) == (
+        MAX_ACQUIRED,
+        MAX_REJECTIONS,
+        MAX_LAUNCHES,
+    )
+    assert (outcome.reused, outcome.rejected["claim-lost"]) == (2 * MAX_ACQUIRED, 2 * MAX_ACQUIRED)
+    assert {len(outcome.error), len(outcome.rejections[0].why), len(outcome.launches[0].errors[0])} == {MAX_REASON}
+    assert len(outcome.launches[0].errors) == MAX_LAUNCHES

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.release import Fate
+from remuda.controlplane.release import ReleaseStatus
 from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import EPHEMERAL, State
 from tests.support.world import World
@@ -23,7 +23,7 @@ async def provisioned(world: World, count: int = 1, hook: Any = None) -> list[st
 
 async def test_without_a_credential_of_its_own_nothing_is_begun(world: World) -> None:
     process = world.process()
-    with pytest.raises(UserError, match="registered one by one with a GitHub credential") as refused:
+    with pytest.raises(UserError, match="ephemeral runners need a GitHub credential") as refused:
         await world.provision("1", ephemeral=True, process=process)
     assert (refused.value.field, "REMUDA_GITHUB_TOKEN" in refused.value.fix) == ("ephemeral", True)
     assert not any(process.calls.by_service().values())
@@ -55,7 +55,7 @@ async def test_one_job_then_released_then_gone(world: World, credentialed: bool)
     await world.sweep()
     assert world.in_state(State.RUNNING) == machines
     done = await world.release("1", process=world.process(credentialed=credentialed))
-    assert {(item.fate, item.why) for item in done.outcomes} == {(Fate.RETIRED, EPHEMERAL)}
+    assert {(item.status, item.why) for item in done.outcomes} == {(ReleaseStatus.RETIRED, EPHEMERAL)}
     assert world.in_state(State.TERMINATING) == machines
     assert {world.database.histories[machine][-1].cause for machine in machines} == {"ephemeral"}
 
@@ -64,14 +64,14 @@ async def test_a_release_with_a_credential_removes_what_no_job_used(world: World
     (machine,) = await provisioned(world)
     assert len(world.registrations(machine)) == 1
     done = await world.release("1", process=world.process(credentialed=True))
-    assert [(item.fate, item.why) for item in done.outcomes] == [(Fate.RETIRED, EPHEMERAL)]
+    assert [(item.status, item.why) for item in done.outcomes] == [(ReleaseStatus.RETIRED, EPHEMERAL)]
     assert world.registrations() == []
 
 
 async def test_without_one_the_machine_goes_and_a_sweep_removes_the_registration(world: World) -> None:
     (machine,) = await provisioned(world)
     done = await world.release("1")
-    assert [item.fate for item in done.outcomes] == [Fate.RETIRED]
+    assert [item.status for item in done.outcomes] == [ReleaseStatus.RETIRED]
     assert world.record(machine).state is State.TERMINATING
     await world.sweep()
     assert world.registrations() == []
@@ -83,7 +83,7 @@ async def test_a_release_waits_for_the_job(world: World) -> None:
     await asyncio.sleep(5)
     done = await world.release("1", process=world.process(credentialed=True))
     assert job.conclusion == "success"
-    assert [(item.fate, item.why) for item in done.outcomes] == [(Fate.RETIRED, EPHEMERAL)]
+    assert [(item.status, item.why) for item in done.outcomes] == [(ReleaseStatus.RETIRED, EPHEMERAL)]
     assert world.record(machine).state is State.TERMINATING
 
 

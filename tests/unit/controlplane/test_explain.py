@@ -9,22 +9,22 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.cli.rendering.explanation import in_words, story_document, story_lines
+from remuda.cli.rendering.explanation import describe_signals, explanation_document, explanation_lines
 from remuda.cli.rendering.status import status_document
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import check_subject, explain
 from remuda.controlplane.read.status import status
 from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
-from remuda.domain.reporting.explanation import Story
+from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import Signal
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.records import instance_id, message
 from tests.support.world import World
 
 
-async def tell(world: World, subject: str) -> Story:
+async def tell(world: World, subject: str) -> Explanation:
     story = await explain(world.process(), subject)
     times = [line.at for line in story.lines]
     assert times == sorted(times)
@@ -32,13 +32,13 @@ async def tell(world: World, subject: str) -> Story:
     return story
 
 
-def words(story: Story) -> list[str]:
+def words(story: Explanation) -> list[str]:
     return [line.what for line in story.lines]
 
 
-def shown(story: Story) -> str:
+def shown(story: Explanation) -> str:
     console = Console(file=StringIO(), width=200, highlight=False)
-    for line in story_lines(story):
+    for line in explanation_lines(story):
         console.print(line, soft_wrap=True)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -70,9 +70,9 @@ async def test_a_warm_run_tells_of_candidates_and_claims(world: World) -> None:
     await world.provision("7", count=2)
     story = await tell(world, "7")
     told = {(line.instance_id, line.what): line.why for line in story.lines}
-    assert told[instance_id(7), "candidate refused: it does not fit"] == "spot, not on-demand"
-    assert told[instance_id(8), "claim lost"].startswith("the message is stale")
-    assert told[warm, "claimed from the pool"] == "fits run 7 (provision)"
+    assert told[instance_id(7), "candidate rejected: it does not match"] == "spot, not on-demand"
+    assert told[instance_id(8), "claim lost"].startswith("stale pool message")
+    assert told[warm, "claimed from the pool"] == "matches run 7 (provision)"
     assert "from the pool" in told[warm, "registered"]
     assert story.upcoming[0] == "the run keeps its runners until remuda release --run-id 7, or until their time is up"
     # The machine's life before this run is not part of it.
@@ -139,7 +139,7 @@ async def test_an_instance_with_two_runs(world: World) -> None:
 async def test_an_end_says_why_it_came(world: World) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
-    world.behaviour.resets[machine] = Outcome(ok=False, detail="it would not go")
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     await world.release("7")
     await world.pass_time(20)
     story = await tell(world, machine)
@@ -178,7 +178,7 @@ def test_what_cannot_be_a_run_or_an_instance_is_refused_before_any_call(subject:
 async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
-    world.behaviour.resets[machine] = Outcome(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
     await world.release("7")
     text = shown(await tell(world, "7"))
     assert "[2J[bold]boo[/bold] next" in text
@@ -189,7 +189,7 @@ async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> No
 async def test_programs_get_the_same_story(world: World) -> None:
     await world.provision("7")
     story = await tell(world, "7")
-    document = story_document(story)
+    document = explanation_document(story)
     assert (document["kind"], document["subject"]) == ("run", "7")
     assert [line["what"] for line in document["lines"]] == words(story)
     assert document["next"] == list(story.upcoming)
@@ -199,23 +199,23 @@ async def test_programs_get_the_same_story(world: World) -> None:
 async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
-    world.behaviour.resets[machine] = Outcome(ok=False, detail="it would not go")
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     text = shown(await tell(world, machine))
     assert "boots: launched for run warm-up (provision)" in text
     assert "announced to the pool (release)" in text
-    assert "claimed from the pool: fits run 7 (provision)" in text
+    assert "claimed from the pool: matches run 7 (provision)" in text
     assert "last word: it is registered (UD_REG_OK, assignment 2): took " in text
     await world.release("7")
     assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED): took " in shown(await tell(world, "7"))
     assert shown(await tell(world, "warm-up")).startswith("Run warm-up: released (by attempt 1)\n")
-    document = json.dumps(story_document(await tell(world, machine)))
+    document = json.dumps(explanation_document(await tell(world, machine)))
     assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, assignment 2)" in document
 
 
 def test_every_signal_has_its_words() -> None:
     for signal in Signal:
-        assert in_words(f"{signal}: why").endswith(f" ({signal}): why")
-    assert in_words("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
+        assert describe_signals(f"{signal}: why").endswith(f" ({signal}): why")
+    assert describe_signals("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
 
 
 async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -> None:
@@ -239,7 +239,7 @@ async def test_a_committed_run_whose_machines_have_ended(world: World, count: in
     assert story.upcoming[0].startswith(f"{told}: there is nothing to release")
     found = await status(process)
     assert list(found.ended.values()) == [told]
-    assert [run["machines_ended"] for run in status_document(found)["runs"]] == [True]
+    assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
 
 
 async def test_a_run_with_machines_of_its_own_does_not_blame_the_pool(world: World) -> None:

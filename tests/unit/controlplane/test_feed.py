@@ -23,7 +23,7 @@ from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.reporting.prices import PriceTable
 from remuda.web.dashboard.feed import Feed
-from remuda.web.metrics import Meters
+from remuda.web.metrics import FleetMetrics
 from tests.support.world import World
 
 DAY_S = 86_400.0
@@ -40,32 +40,34 @@ class Page:
         self.histories: dict[str, Any] = {}
         self.runs: dict[str, Any] = {}
 
-    async def look(self, *, everything: bool = False, thorough: bool = False) -> set[str]:
-        found = await self.reader.look(self.context, thorough=thorough, everything=everything, ghosts=False)
+    async def poll(self, *, include_terminated: bool = False, with_status: bool = False) -> set[str]:
+        found = await self.reader.poll(
+            self.context, with_status=with_status, include_terminated=include_terminated, check_registrations=False
+        )
         for name, seen in found.instances.items():
             self.instances[name] = seen.instance
             self.histories[name] = seen.history
-        for name in found.gone:
+        for name in found.removed_instances:
             del self.instances[name]
         self.runs |= {item.provision_id: item for item in found.provisions}
-        for name in found.lapsed:
+        for name in found.removed_provisions:
             del self.runs[name]
-        return set(found.instances) | found.gone
+        return set(found.instances) | found.removed_instances
 
 
 async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
     context = world.process()
     page = Page(context)
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     await world.warm(2)
-    told = await page.look()
+    told = await page.poll()
     assert told == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
     await world.provision("7", count=3)
-    await page.look()
+    await page.poll()
     # Histories are read once more after a change, and then nothing is left to tell.
-    await page.look()
-    assert await page.look() == set()
-    everything = await read_status(context, everything=True)
+    await page.poll()
+    assert await page.poll() == set()
+    everything = await read_status(context, include_terminated=True)
     assert page.instances == {item.instance_id: item for item in everything.instances}
     assert page.runs == {item.provision_id: item for item in everything.runs}
     assert page.histories == dict(await context.store.histories(list(page.instances)))
@@ -75,22 +77,22 @@ async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
 async def test_ends_are_seen_and_go_out_of_sight_in_time(world: World) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     (instance_id,) = await world.warm(1)
-    await page.look()
+    await page.poll()
     world.hosts[instance_id].power_off()
     for _ in range(200):
         await world.sweep()
-        await page.look()
+        await page.poll()
         if page.instances[instance_id].state is State.TERMINATED:
             break
         await asyncio.sleep(10)
     history: list[HistoryEntry] = page.histories[instance_id]
     assert history[-1].target == "terminated"
     await asyncio.sleep(3_700)
-    assert instance_id in await page.look()
+    assert instance_id in await page.poll()
     assert instance_id not in page.instances
-    assert await page.look(everything=True) == set()
+    assert await page.poll(include_terminated=True) == set()
 
 
 async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
@@ -98,7 +100,7 @@ async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
 ) -> None:
     context = world.process()
     page = Page(context)
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     (instance_id,) = await world.warm(1)
 
     async def fail(_: object) -> NoReturn:
@@ -107,8 +109,8 @@ async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
     with monkeypatch.context() as cut:
         cut.setattr(context.store, "histories", fail)
         with pytest.raises(Unavailable):
-            await page.look()
-    assert await page.look() == {instance_id}
+            await page.poll()
+    assert await page.poll() == {instance_id}
     assert page.histories[instance_id]
 
 
@@ -138,16 +140,16 @@ async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: Worl
     for number in range(2, 2 + NEWEST_PROVISIONS):
         await context.store.put_provision(asked(world, number, status=ProvisionStatus.RELEASED))
     found = await read_status(context)
-    assert [item.provision.provision_id for item in found.openings] == ["p-1"]
-    await page.look(everything=True)
+    assert [item.provision.provision_id for item in found.open_provisions] == ["p-1"]
+    await page.poll(include_terminated=True)
     assert page.runs["p-1"].status is OPEN
-    meters = Meters(began=context.clock.now())
-    meters.look(found)
+    meters = FleetMetrics(started_at=context.clock.now())
+    meters.on_status(found)
     assert b'remuda_open_provisions{pool="test"} 1.0' in meters.text(context.calls)[0]
     assert b'remuda_open_provision_age_max_seconds{pool="test"} 200.0' in meters.text(context.calls)[0]
     # And so is what became of it.
     await context.store.replace_provision(first, released(first, now=context.clock.now(), why="given up"))
-    await page.look(thorough=True)
+    await page.poll(with_status=True)
     assert page.runs["p-1"].status is ProvisionStatus.RELEASED
 
 
@@ -157,11 +159,11 @@ async def test_what_is_old_goes_out_of_sight(world: World) -> None:
     for number, age_s in enumerate((3_000, 100), start=1):
         await context.store.put_provision(asked(world, number, age_s=age_s, status=ProvisionStatus.RELEASED))
     await context.store.put_provision(asked(world, 3, age_s=3_000))
-    await page.look(everything=True)
+    await page.poll(include_terminated=True)
     assert set(page.runs) == {"p-1", "p-2", "p-3"}
     await asyncio.sleep(1_000)
-    for thorough in (False, True):
-        await page.look(thorough=thorough)
+    for with_status in (False, True):
+        await page.poll(with_status=with_status)
         assert set(page.runs) == {"p-2", "p-3"}, "what is open stays"
 
 
@@ -175,13 +177,13 @@ async def test_decisions_and_times_lapse_with_age(world: World) -> None:
         retired = [record for record in await context.store.find(LIVE) if record.instance_id == instance_id]
         await drain(context, retired, reason="an old image", dry_run=False)
         await asyncio.sleep(2)
-        shown = json.loads(feed.board.snapshot())
+        shown = json.loads(feed.change_log.snapshot())
         assert [item["instance"] for item in shown["decisions"].values()] == [instance_id]
-        assert shown["facts"]["times"]["warm"]["count"] == 1
+        assert shown["facts"]["provision_times"]["warm"]["count"] == 1
         await asyncio.sleep(700)
-        shown = json.loads(feed.board.snapshot())
+        shown = json.loads(feed.change_log.snapshot())
         assert not any(shown.get("decisions", {}).values())
-        assert shown["facts"]["times"] == {}
+        assert shown["facts"]["provision_times"] == {}
     running.cancel()
     await world.release("7")
 
@@ -195,10 +197,10 @@ class Counting:
         self.runs: set[str] = set()
         self.steps: set[tuple[str, str, int]] = set()
 
-    def look(self, status: Status) -> None:
+    def on_status(self, status: Status) -> None:
         self.pools.append(status.pool)
 
-    def look_failed(self) -> None:
+    def on_poll_failed(self) -> None:
         self.failures += 1
 
     def add_provisions(self, provisions: Iterable[Provision]) -> None:
@@ -226,7 +228,7 @@ def make_feed(context: Context, failures: list[str], *observers: Counting, since
     return Feed(
         open_context=opened,
         backend="local",
-        every_s=0.25,
+        interval_s=0.25,
         since_s=since_s,
         clock=context.clock,
         ids=SystemIds(),
@@ -240,12 +242,12 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> No
     feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(0.1)
-    assert json.loads(feed.board.snapshot())["facts"]["trouble"] == "the disk is full"
-    assert feed.last_good is None
+    assert json.loads(feed.change_log.snapshot())["facts"]["error"] == "the disk is full"
+    assert feed.last_success is None
     await asyncio.sleep(5)
-    assert json.loads(feed.board.snapshot())["facts"]["trouble"] == ""
-    assert feed.last_good is not None
-    assert event_log.said == [("look-failed", "the disk is full"), ("look-works-again", "before: the disk is full")]
+    assert json.loads(feed.change_log.snapshot())["facts"]["error"] == ""
+    assert feed.last_success is not None
+    assert event_log.said == [("poll-failed", "the disk is full"), ("poll-recovered", "last error: the disk is full")]
     running.cancel()
 
 
@@ -260,14 +262,14 @@ async def test_what_reuse_is_worth_is_what_the_report_says(world: World) -> None
         await asyncio.sleep(30)
         await world.provision("8")
         await asyncio.sleep(5)
-        shown = json.loads(feed.board.snapshot())["facts"]["worth"]
+        shown = json.loads(feed.change_log.snapshot())["facts"]["usage"]
         told = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
     assert (shown["reused"], shown["created"], shown["runs"]) == (told.reused, told.created, 2) == (1, 1, 2)
     # Reckoned a little before: an hour is 3,600 of them, a second is one.
     assert 0 < shown["cost"] <= told.costs.total <= shown["cost"] + 10
-    assert shown["idle"] == pytest.approx(told.savings.idle_cost, abs=0.001)
-    assert shown["waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
-    assert (shown["priced"], shown["unpriced"]) == ("2026-10", [])
+    assert shown["idle_cost"] == pytest.approx(told.savings.idle_cost, abs=0.001)
+    assert shown["saved_waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
+    assert (shown["prices_as_of"], shown["unpriced"]) == ("2026-10", [])
     running.cancel()
     await world.release("8")
 
@@ -285,7 +287,7 @@ async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(worl
     await asyncio.sleep(60)
     unwatched = searches() - before
     assert unwatched <= 5
-    version = feed.board.version
+    version = feed.change_log.version
     with feed.watched():
         await world.warm(1)
         assert await feed.newer_than(version)
@@ -306,7 +308,7 @@ async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(w
     await world.provision("7")
     await asyncio.sleep(5)
     began = context.clock.now()
-    await feed.recent(age_s=1.0, timeout_s=5.0)
+    await feed.recent_status(max_age_s=1.0, timeout_s=5.0)
     assert feed.status is not None
     assert (began - feed.status.at).total_seconds() <= 1.0
     assert (context.clock.now() - began).total_seconds() < 1.0
@@ -320,19 +322,19 @@ async def test_one_that_reads_slowly_gets_the_newest_and_holds_up_nobody(world: 
     feed = make_feed(world.process(), [])
     running = asyncio.create_task(feed.run())
     with feed.watched():
-        await feed.first_look(5)
-        slow = feed.board.version
+        await feed.first_poll(5)
+        slow = feed.change_log.version
         (instance_id,) = await world.warm(1)
         for number in range(5):
             await world.provision(str(number))
             await world.release(str(number))
             assert await feed.newer_than(slow)
         await asyncio.sleep(1)
-        document = json.loads(feed.board.changes(slow))
+        document = json.loads(feed.change_log.changes(slow))
         assert document["version"] - slow > 5
         assert document["instances"][instance_id]["state"] == "idle"
         assert document["instances"][instance_id]["uses"] == 6
         assert len(document["instances"]) == 1
     feed.close()
-    assert not await feed.newer_than(feed.board.version)
+    assert not await feed.newer_than(feed.change_log.version)
     running.cancel()

@@ -13,7 +13,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.ports.compute import POOL_TAG
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.records import instance_id
 from tests.support.world import World
 
@@ -132,7 +132,7 @@ async def test_one_at_work_goes_into_quarantine_after_its_run(world: World) -> N
 async def test_one_that_failed_to_reset_can_be_looked_at(world: World) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
-    world.behaviour.resets[machine] = Outcome(ok=False, detail="a file would not go")
+    world.behaviour.resets[machine] = StepResult(ok=False, detail="a file would not go")
     await held(world, machine, for_s=100.0)
     (outcome,) = (await world.release("7")).outcomes
     assert "kept: quarantined" in outcome.why

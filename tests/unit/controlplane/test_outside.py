@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.refresh import refresh
-from remuda.controlplane.release import Fate
+from remuda.controlplane.release import ReleaseStatus
 from remuda.domain.errors import Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
-from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth
@@ -25,7 +25,7 @@ from tests.support.world_time import Call
 
 async def stray(world: World) -> str:
     """A machine of this pool that nobody wrote down."""
-    request = Request(
+    request = RunnerRequest(
         resource_class=DEFAULT_CLASSES[0],
         usage_class=UsageClass.ON_DEMAND,
         patterns=TypePatterns(("*",)),
@@ -339,7 +339,7 @@ async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: World
 async def test_sightings_that_look_right_again_are_dropped(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
-    assert f"ghost:{name}" in world.database.sightings
+    assert f"stale-registration:{name}" in world.database.sightings
     world.github.runners.clear()
     await world.sweep()
     assert not world.database.sightings
@@ -389,6 +389,6 @@ async def test_a_release_goes_on_with_what_it_can_read(world: World) -> None:
     store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)
     store.spoiled = frozenset({spoiled})
     done = await world.release(process=replace(context, store=store))
-    assert [outcome.instance_id for outcome in done.of(Fate.RELEASED)] == [other]
+    assert [outcome.instance_id for outcome in done.of(ReleaseStatus.RELEASED)] == [other]
     (error,) = done.errors
     assert spoiled in error

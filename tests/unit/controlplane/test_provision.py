@@ -16,7 +16,7 @@ from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from simulation.memory.compute import MemoryCompute
 from tests.support.world import POOL, SCOPE, World
 from tests.support.world_time import Call, Notes
@@ -108,14 +108,14 @@ async def test_partial_capacity_is_ended_and_named(world: World) -> None:
 
 async def test_a_new_machine_that_fails_takes_all_with_it(world: World) -> None:
     await world.warm(1)
-    world.behaviour.registration["i-00000000000000003"] = Outcome(ok=False, detail="no network")
+    world.behaviour.registration["i-00000000000000003"] = StepResult(ok=False, detail="no network")
     error = await refused(world, Unavailable, count=3)
     assert "no network" in error.message
     assert "i-00000000000000003" in error.message
 
 
 async def test_a_failing_script_stops_everything_and_says_so(world: World) -> None:
-    world.behaviour.script = Outcome(ok=False, detail="line 3: no such package")
+    world.behaviour.script = StepResult(ok=False, detail="line 3: no such package")
     error = await refused(world, UserError, count=2)
     assert isinstance(error, UserError)
     assert error.field == "pre-runner-script"
@@ -201,7 +201,7 @@ async def test_a_release_stops_a_provision_that_is_at_work(world: World) -> None
     provisioning = asyncio.create_task(world.provision(count=2))
     await asyncio.sleep(5)
     released = await world.release()
-    assert {outcome.fate.value for outcome in released.outcomes} == {"retired"}
+    assert {outcome.status.value for outcome in released.outcomes} == {"retired"}
     with pytest.raises((Conflict, Unavailable)):
         await provisioning
     world.check_holds_nothing("1")
@@ -258,7 +258,7 @@ async def test_the_same_run_id_may_provision_again(world: World) -> None:
     again = await world.provision(count=1, attempt=2)
     assert again.reused == 1
     late = await world.release(attempt=1)
-    assert [outcome.fate.value for outcome in late.outcomes] == ["skipped"]
+    assert [outcome.status.value for outcome in late.outcomes] == ["skipped"]
     assert world.in_state(State.RUNNING) == [again.instances[0].instance.instance_id]
 
 

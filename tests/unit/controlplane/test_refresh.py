@@ -53,7 +53,7 @@ async def test_a_change_is_told_by_the_settings_name_and_without_secrets(world: 
     await world.configure(launch={"boot-delay-s": "2", "agent-url": "https://s3/agent?X-Amz-Signature=old"})
     launch = {"pre-runner-script": "TOKEN=hidden", "agent-url": "https://s3/agent?X-Amz-Signature=new"}
     runtime = replace(LIFETIMES, max_runtime_s=600.0)
-    classes = (*config(world).classes, ResourceClass(name="tiny", cpu=1, mmem=512))
+    classes = (*config(world).classes, ResourceClass(name="tiny", cpu=1, memory_mib=512))
     result = await world.configure(launch=launch, lifetimes=runtime, classes=classes, reuse=Reuse.NEVER)
     assert set(result.changes) == {"boot-delay-sec", "max-runtime-min", "resource-class-config", "reuse"}
     document = refresh_document(result)
@@ -82,7 +82,7 @@ async def test_the_records_of_another_pool_are_never_swept(world: World) -> None
 
 
 async def test_a_new_class_gets_a_queue(world: World) -> None:
-    classes = (ResourceClass(name="tiny", cpu=1, mmem=512),)
+    classes = (ResourceClass(name="tiny", cpu=1, memory_mib=512),)
     result = await world.configure(classes=classes)
     assert "queue tiny" in result.applied
     assert (await world.provision(resource_class="tiny")).created == 1

@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from remuda.cli.rendering.results import release_document
-from remuda.controlplane.release import Fate, ReleaseResult
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.world import LIFETIMES, SCOPE, World
 from tests.support.world_time import Call, Hook
 from tests.unit.controlplane.cuts import Cut, How
@@ -20,7 +20,7 @@ from tests.unit.controlplane.cuts import Cut, How
 
 def fates(result: ReleaseResult) -> list[str]:
     assert not result.errors
-    return sorted(outcome.fate.value for outcome in result.outcomes)
+    return sorted(outcome.status.value for outcome in result.outcomes)
 
 
 def answers_after(seconds: float) -> Hook:
@@ -123,7 +123,7 @@ async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: World)
     assert again.instance.instance_id == instance.instance_id
     result = await world.release()
     assert fates(result) == ["skipped"]
-    assert "another assignment" in result.outcomes[0].why
+    assert "another provision" in result.outcomes[0].why
     assert world.in_state(State.RUNNING) == [instance.instance_id]
 
 
@@ -233,7 +233,7 @@ async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
 
 async def test_a_failed_reset_ends_the_machine(world: World) -> None:
     instance = await one(world)
-    world.behaviour.resets[instance.instance_id] = Outcome(ok=False, detail="a process would not die")
+    world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
     assert fates(result) == ["retired"]
     assert "would not die" in world.database.histories[instance.instance_id][-1].why
@@ -286,19 +286,19 @@ async def test_one_error_leaves_the_others(world: World) -> None:
     result = await world.release()
     assert len(result.errors) == 1
     assert first.instance_id in result.errors[0]
-    assert [outcome.fate for outcome in result.outcomes] == [Fate.RELEASED]
+    assert [outcome.status for outcome in result.outcomes] == [ReleaseStatus.RELEASED]
     assert world.in_state(State.IDLE) == [second.instance_id]
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope=SCOPE)
 
 
 async def test_what_a_reset_found_is_told_of_pooled_and_retired_ones(world: World) -> None:
-    for reuse, fate in ((Reuse.SAME_TRUST, Fate.RELEASED), (Reuse.NEVER, Fate.RETIRED)):
+    for reuse, fate in ((Reuse.SAME_TRUST, ReleaseStatus.RELEASED), (Reuse.NEVER, ReleaseStatus.RETIRED)):
         await world.configure(reuse=reuse)
         instance_id = (await one(world, run_id=fate.value)).instance_id
-        world.behaviour.resets[instance_id] = Outcome(ok=True, detail="1 process (sleep 9)")
+        world.behaviour.resets[instance_id] = StepResult(ok=True, detail="1 process (sleep 9)")
         result = await world.release(fate.value)
         (outcome,) = result.outcomes
-        assert (outcome.fate, outcome.detail) == (fate, "1 process (sleep 9)")
+        assert (outcome.status, outcome.detail) == (fate, "1 process (sleep 9)")
         document = release_document(result)
         assert document["details"] == {instance_id: "1 process (sleep 9)"}
         assert document["reasons"] == {instance_id: outcome.why}

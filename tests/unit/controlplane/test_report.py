@@ -12,7 +12,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.read.report import report
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import PriceTable, SpotPoint
-from remuda.domain.reporting.usage import Ledger
+from remuda.domain.reporting.usage import UsageReport
 from remuda.domain.resources import UsageClass
 from tests.support.world import World
 
@@ -34,7 +34,7 @@ class Market:
         return [SpotPoint(instance_type=name, zone="a", at=since, price=self._price) for name in instance_types]
 
 
-async def told(world: World, process: Context | None = None, last_s: float = 86_400) -> Ledger:
+async def told(world: World, process: Context | None = None, last_s: float = 86_400) -> UsageReport:
     process = process or world.process()
     return await report(process, since=process.clock.now() - timedelta(seconds=last_s), prices=PRICES)
 
@@ -75,7 +75,7 @@ async def test_spot_prices_are_asked_for_where_that_is_allowed(
 ) -> None:
     await world.provision("7", usage_class=UsageClass.SPOT)
     market = Market(price)
-    found = await told(world, replace(world.process(), spot=market))
+    found = await told(world, replace(world.process(), spot_prices=market))
     assert market.asked == ["c6i.large"]
     assert found.costs.total == pytest.approx(spent * sum(found.hours.values()) * 3_600)
     assert note in " ".join(found.notes)
@@ -85,5 +85,5 @@ async def test_spot_prices_are_asked_for_where_that_is_allowed(
 async def test_the_market_is_not_asked_without_need(world: World) -> None:
     await world.provision("7")
     market = Market(1.0)
-    await told(world, replace(world.process(), spot=market))
+    await told(world, replace(world.process(), spot_prices=market))
     assert not market.asked

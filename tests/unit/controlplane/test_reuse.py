@@ -63,7 +63,7 @@ async def test_a_machine_that_falls_never_rises_again(world: World) -> None:
     assert (await world.provision("2", tier=T)).created == 1
     assert world.record(machine).state is State.IDLE
     history = [item.why for item in world.database.histories[machine] if item.transition == "claim"]
-    assert history == ["fits run 1; untrusted from now on"]
+    assert history == ["matches run 1; tier untrusted from now on"]
 
 
 async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy(world: World) -> None:
@@ -96,14 +96,14 @@ async def test_a_hint_that_lies_claims_nothing_and_goes(world: World, lie: dict[
     sent.message = replace(sent.message, **lie)
     told: dict[str, Any] = {"tier": U, "repository": ONE, **lie}
     result = await world.provision("1", **told)
-    assert (result.created, result.refused["lost"]) == (1, 1)
+    assert (result.created, result.rejected["claim-lost"]) == (1, 1)
     assert world.record(machine).state is State.IDLE
     assert world.hints() == []
 
 
 async def test_same_repo_needs_to_know_the_repository(world: World) -> None:
     await world.configure(reuse=Reuse.SAME_REPO)
-    with pytest.raises(UserError, match="which repository run 1 is of") as refused:
+    with pytest.raises(UserError, match="the repository of run 1 is unknown") as refused:
         await world.provision("1")
     assert refused.value.field == "repository"
     assert not world.database.provisions

@@ -10,7 +10,7 @@ import pytest
 
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable, UserError
-from remuda.domain.scale_down.decisions import Action, Policy
+from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
@@ -34,7 +34,7 @@ class Fleet:
         values: dict[str, object] = {"runner_id": number, "name": f"r-{instance_id(number)}", **more}
         return self.hub.add(Runner(**values))  # type: ignore[arg-type]
 
-    async def cycle(self, policy: Policy | None = None, *, dry_run: bool = False) -> ScaleDownResult:
+    async def cycle(self, policy: ScaleDownPolicy | None = None, *, dry_run: bool = False) -> ScaleDownResult:
         context = FleetContext(
             environment=ENVIRONMENT,
             fleet=self.fleet,
@@ -43,7 +43,7 @@ class Fleet:
             event_log=self.notes,
             calls=self.hub.calls,
         )
-        return await scale_down(context, policy or Policy(), dry_run=dry_run)
+        return await scale_down(context, policy or ScaleDownPolicy(), dry_run=dry_run)
 
     @property
     def orphans(self) -> list[str]:
@@ -228,9 +228,9 @@ async def test_a_budget_spreads_removals_over_cycles() -> None:
     fleet = Fleet(machine(1, orphan="true"), *(machine(number, age_s=600 + number) for number in range(2, 6)))
     for number in range(1, 6):
         fleet.runner(number)
-    await fleet.cycle(Policy(max_removals=2))
+    await fleet.cycle(ScaleDownPolicy(max_removals=2))
     assert fleet.machines.ended == list(map(instance_id, (1, 5)))
-    await fleet.cycle(Policy(max_removals=2))
+    await fleet.cycle(ScaleDownPolicy(max_removals=2))
     assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 3, 4, 5)))
 
 
@@ -275,11 +275,11 @@ async def test_a_pool_is_not_opened_without_a_sign_of_one() -> None:
         calls=CallCounter(),
         open_pool=open_pool,
     )
-    result = await scale_down(context, Policy())
+    result = await scale_down(context, ScaleDownPolicy())
     assert (opened, result.errors, fleet.machines.ended) == (0, (), [instance_id(1)])
     fleet.machines.add(machine(3))
     fleet.machines.alive[instance_id(3)].tags["remuda:pool"] = "test"  # type: ignore[index]
-    result = await scale_down(context, Policy())
+    result = await scale_down(context, ScaleDownPolicy())
     assert opened == 1
     assert len(result.errors) == 1
     assert instance_id(3) in fleet.machines.alive

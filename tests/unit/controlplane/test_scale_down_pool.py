@@ -12,12 +12,12 @@ import pytest
 
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.controlplane.context import Context
-from remuda.controlplane.read.feed import Seen
+from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
 from remuda.domain.scale_down.cron import parse_cron
-from remuda.domain.scale_down.decisions import Action, Policy
+from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.ports.github import GitHub
 from remuda.web.dashboard.serialize import decisions, milliseconds
@@ -30,14 +30,14 @@ ORPHAN = "ghr:orphan"
 CYCLE_S = 30.0
 
 
-def keeping(idle_count: int) -> Policy:
+def keeping(idle_count: int) -> ScaleDownPolicy:
     assert NOW.tzinfo is not None
     always = IdleWindow(cron=parse_cron("* * * * * *"), zone=NOW.tzinfo, zone_name="UTC", idle_count=idle_count)
-    return Policy(windows=(always,), boot_min=0.5)
+    return ScaleDownPolicy(windows=(always,), boot_min=0.5)
 
 
 async def cycle(
-    world: World, policy: Policy | None = None, hook: Hook | None = None, *, dry_run: bool = False
+    world: World, policy: ScaleDownPolicy | None = None, hook: Hook | None = None, *, dry_run: bool = False
 ) -> ScaleDownResult:
     pool: Context = world.process(hook, credentialed=True)
     github: GitHub | None = pool.github
@@ -52,7 +52,7 @@ async def cycle(
         open_pool=lambda: nullcontext(pool),
         has_pool=True,
     )
-    return await scale_down(context, policy or Policy(boot_min=0.5), dry_run=dry_run)
+    return await scale_down(context, policy or ScaleDownPolicy(boot_min=0.5), dry_run=dry_run)
 
 
 def mark(world: World, *instance_ids: str) -> None:
@@ -64,7 +64,7 @@ def is_marked(world: World, instance_id: str) -> bool:
     return ORPHAN in world.cloud.machines[instance_id].tags
 
 
-async def pass_time(world: World, seconds: float, policy: Policy) -> None:
+async def pass_time(world: World, seconds: float, policy: ScaleDownPolicy) -> None:
     for _ in range(int(seconds / CYCLE_S)):
         await world.pass_time(CYCLE_S)
         result = await cycle(world, policy)
@@ -86,7 +86,7 @@ async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> No
     await pass_time(world, 180, keeping(2))
     histories = await world.process().store.histories(sorted(kept))
     for name in kept:
-        shown = decisions(Seen(instance=world.record(name), history=histories[name]))
+        shown = decisions(KnownInstance(instance=world.record(name), history=histories[name]))
         (told,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
         assert (told["by"], told["instance"], told["what"]) == ("scale-down", name, "stays longer in the pool")
         assert told["why"]
@@ -212,7 +212,7 @@ async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: World) -> N
         open_pool=lambda: nullcontext(pool),
         has_pool=True,
     )
-    result = await scale_down(context, Policy())
+    result = await scale_down(context, ScaleDownPolicy())
     assert [item.decision.action for item in result.outcomes] == [Action.SKIP]
     assert "other" in result.outcomes[0].decision.reason
     world.database.instances[name] = record

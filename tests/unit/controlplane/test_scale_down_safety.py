@@ -18,7 +18,7 @@ from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import LIVE, State
 from remuda.domain.scale_down.cron import parse_cron
-from remuda.domain.scale_down.decisions import Action, Policy
+from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import Eviction, IdleWindow
 from remuda.ports.calls import CallCounter
@@ -199,7 +199,7 @@ class Trial:
             calls=calls,
             open_pool=open_pool,
         )
-        policy = Policy(windows=(window,), max_removals=self.case.budget)
+        policy = ScaleDownPolicy(windows=(window,), max_removals=self.case.budget)
         results = []
         for _ in range(CYCLES):
             results.append(await scale_down(fleet, policy))

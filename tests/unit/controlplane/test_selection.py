@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.provision.selection import SPARE_FAILURES
+from remuda.controlplane.provision.selection import EXTRA_FAILURES_ALLOWED
 from remuda.domain.errors import CapacityError, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Signal
-from remuda.ports.machine import Outcome
+from remuda.ports.machine import StepResult
 from tests.support.records import message
 from tests.support.world import World, number_of
 from tests.support.world_time import Call
@@ -22,7 +22,7 @@ MISFITS: dict[str, dict[str, Any]] = {
     "usage": {"usage_class": UsageClass.SPOT},
     "type": {"instance_type": "t3.large"},
     "cpu": {"cpu": 1},
-    "memory": {"mmem": 1_024},
+    "memory": {"memory_mib": 1_024},
     "tier": {"tier": Tier.UNTRUSTED},
     "class": {"resource_class": "xlarge"},
 }
@@ -41,7 +41,7 @@ async def test_a_misfit_is_handed_back_at_once(world: World, kind: str) -> None:
     hint = fitting(0xABC, **MISFITS[kind])
     put(world, hint)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
-    assert (result.created, dict(result.refused)) == (1, {"misfit": 1})
+    assert (result.created, dict(result.rejected)) == (1, {"mismatch": 1})
     (left,) = world.queues.named("large").messages
     assert (left.message, left.receipt) == (hint, "")
     assert left.visible_at <= world.clock.now()
@@ -87,7 +87,7 @@ async def test_malformed_messages_are_dropped_and_counted(world: World) -> None:
     for _ in range(3):
         put(world, None, malformed="not JSON")
     result = await world.provision()
-    assert (result.created, dict(result.refused)) == (1, {"malformed": 3})
+    assert (result.created, dict(result.rejected)) == (1, {"malformed": 3})
     assert not world.queues.named("large").messages
 
 
@@ -100,7 +100,7 @@ async def test_a_stale_message_is_deleted(world: World) -> None:
     put(world, fitting(number_of(ids[1]), epoch=1))
     put(world, fitting(0xDEAD))
     result = await world.provision("2")
-    assert (result.created, dict(result.refused)) == (1, {"lost": 3})
+    assert (result.created, dict(result.rejected)) == (1, {"claim-lost": 3})
     assert not world.queues.named("large").messages
     assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
 
@@ -134,7 +134,7 @@ async def test_a_duplicate_message_is_deleted(world: World) -> None:
         put(world, world.record(warm).message())
     result = await world.provision(count=2)
     assert (result.reused, result.created) == (1, 1)
-    assert result.refused["duplicate"] == 3
+    assert result.rejected["duplicate"] == 3
     assert not world.queues.named("large").messages
 
 
@@ -165,7 +165,7 @@ async def test_a_dead_heartbeat_gives_up_early(world: World) -> None:
     began = world.loop.time()
     result = await world.provision(count=2)
     assert world.loop.time() - began < 25
-    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejected["registration-failed"]) == (1, 1, 1)
     assert good in {item.instance.instance_id for item in result.instances}
     assert world.record(dead).state is State.TERMINATING
 
@@ -197,9 +197,9 @@ async def test_a_store_out_of_reach_is_no_dead_heartbeat(world: World) -> None:
 
 async def test_a_failed_registration_ends_the_machine_and_goes_on(world: World) -> None:
     bad, _good = await world.warm(2)
-    world.behaviour.registration[bad] = Outcome(ok=False, detail="disk full")
+    world.behaviour.registration[bad] = StepResult(ok=False, detail="disk full")
     result = await world.provision(count=2)
-    assert (result.reused, result.created, result.refused["failed"]) == (1, 1, 1)
+    assert (result.reused, result.created, result.rejected["registration-failed"]) == (1, 1, 1)
     history = world.database.histories[bad]
     assert (history[-1].transition, "disk full" in history[-1].why) == ("end-claimed", True)
 
@@ -224,7 +224,7 @@ async def test_a_slow_machine_is_given_up_and_another_taken(world: World) -> Non
 async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = Outcome(ok=False, detail=f"{CREDENTIAL_REFUSED}: 401")
+        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: 401")
     with pytest.raises(UserError, match="refused the registration") as error:
         await world.provision(count=3)
     assert error.value.field == "github-token"
@@ -237,7 +237,7 @@ async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) ->
 async def test_a_github_out_of_reach_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = Outcome(ok=False, detail=f"{FORGE_UNREACHABLE}: no route")
+        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{FORGE_UNREACHABLE}: no route")
     with pytest.raises(Unavailable, match="out of reach"):
         await world.provision(count=2)
     assert world.in_state(State.TERMINATING) == []
@@ -248,12 +248,12 @@ async def test_a_github_out_of_reach_burns_nothing(world: World) -> None:
 async def test_failures_of_ours_do_not_burn_the_whole_pool(world: World) -> None:
     ids = await world.warm(12)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = Outcome(ok=False, detail="no route to host")
+        world.behaviour.registration[instance_id] = StepResult(ok=False, detail="no route to host")
     with pytest.raises(Unavailable, match="no route to host"):
         await world.provision(count=1)
     world.check_holds_nothing("1")
-    assert len(world.in_state(State.TERMINATING)) == 1 + SPARE_FAILURES + 1
-    assert len(world.in_state(State.IDLE)) == 12 - (1 + SPARE_FAILURES + 1)
+    assert len(world.in_state(State.TERMINATING)) == 1 + EXTRA_FAILURES_ALLOWED + 1
+    assert len(world.in_state(State.IDLE)) == 12 - (1 + EXTRA_FAILURES_ALLOWED + 1)
 
 
 async def test_a_late_signal_of_an_earlier_epoch_does_not_count(world: World) -> None:

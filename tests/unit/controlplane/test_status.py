@@ -41,14 +41,14 @@ async def test_a_pool_at_work(world: World) -> None:
     await world.provision("7", resource_class="xlarge")
     found = await look(world)
     assert found.by_state() == {"running": 1, "idle": 2}
-    assert (found.pools["large"].idle, found.pools["large"].hints) == (2, 2)
-    assert not found.concerns
+    assert (found.pools["large"].idle, found.pools["large"].messages) == (2, 2)
+    assert not found.warnings
     text = shown(found)
     assert all(instance_id in text for instance_id in idle)
-    assert "Open launches" not in text
+    assert "Open provisions" not in text
     document = status_document(found)
     assert [item["seconds_left"] > 0 for item in document["instances"]] == [True] * 3
-    assert document["warnings"] == document["open"] == []
+    assert document["warnings"] == document["open_provisions"] == []
     assert (document["reuse"], "pool test, reuse same-trust" in text) == ("same-trust", True)
 
 
@@ -62,11 +62,11 @@ async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
     provisioning = asyncio.create_task(world.provision("9", count=2))
     await asyncio.sleep(5)
     found = await look(world)
-    assert [(item.provision.run_id, item.held) for item in found.openings] == [("9", {"created": 2})]
+    assert [(item.provision.run_id, item.instances) for item in found.open_provisions] == [("9", {"created": 2})]
     assert "2 created" in shown(found)
-    assert status_document(found)["open"][0]["held"] == {"created": 2}
+    assert status_document(found)["open_provisions"][0]["instances"] == {"created": 2}
     await provisioning
-    assert (await look(world)).openings == ()
+    assert (await look(world)).open_provisions == ()
 
 
 async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
@@ -74,7 +74,7 @@ async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
     world.hosts[instance_id].power_off()
     await asyncio.sleep(25)
     found = await look(world)
-    assert [(item.kind, item.subject) for item in found.concerns] == [("stale-heartbeat", instance_id)]
+    assert [(item.kind, item.subject) for item in found.warnings] == [("stale-heartbeat", instance_id)]
     assert "stale-heartbeat" in shown(found, width=80)
 
 
@@ -84,9 +84,9 @@ async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
     github = world.process(credentialed=True).github
     assert github is not None
     await github.jit_config(SCOPE, name=name, labels=["x"])
-    assert not (await look(world)).concerns
-    (ghost,) = (await look(world, credentialed=True)).concerns
-    assert (ghost.kind, ghost.subject) == ("ghost", name)
+    assert not (await look(world)).warnings
+    (ghost,) = (await look(world, credentialed=True)).warnings
+    assert (ghost.kind, ghost.subject) == ("stale-registration", name)
     assert "idle" in ghost.text
 
 
@@ -95,7 +95,7 @@ async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world
     good, world.token = world.token, "r3voked"
     found = await look(world, credentialed=True)
     world.token = good
-    assert [item.kind for item in found.concerns] == ["github"]
+    assert [item.kind for item in found.warnings] == ["github"]
     assert found.by_state() == {"idle": 1}
 
 
@@ -107,7 +107,7 @@ async def test_lines_say_only_what_changed(world: World) -> None:
     await world.provision("8")
     second = await look(world)
     assert any(f"{instance_id} is running for run 8 (was idle)" in line for line in changes(first, second))
-    assert any("is over" in line for line in changes(second, replace(second, instances=[])))
+    assert any("is gone" in line for line in changes(second, replace(second, instances=[])))
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/nope]"])

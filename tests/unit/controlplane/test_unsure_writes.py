@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from remuda.controlplane.context import AMBIGUOUS_TRIES
+from remuda.controlplane.context import WRITE_RETRIES
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
@@ -89,10 +89,10 @@ async def test_a_claim_whose_last_try_shows_that_it_was_ours(world: World) -> No
 
     class Hook(Unsure):
         async def __call__(self, name: str, call: Call) -> Any:
-            self._applied = self.count + 1 == AMBIGUOUS_TRIES
+            self._applied = self.count + 1 == WRITE_RETRIES
             return await super().__call__(name, call)
 
-    hook = Hook("store.apply", applied=False, at=range(1, AMBIGUOUS_TRIES + 1))
+    hook = Hook("store.apply", applied=False, at=range(1, WRITE_RETRIES + 1))
     result = await world.provision(process=world.process(hook))
     assert [item.instance.instance_id for item in result.instances] == [warm]
 

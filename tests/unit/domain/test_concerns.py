@@ -9,7 +9,7 @@ import pytest
 from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import ScopeTokens
 from remuda.domain.provision import ProvisionStatus
-from remuda.domain.reporting.warnings import ENDING_TAKES_S, PoolWarning, concerns
+from remuda.domain.reporting.warnings import ENDING_TAKES_S, PoolWarning, find_warnings
 from remuda.domain.signals import Report
 from tests.support.builders import in_state
 from tests.support.records import NOW, at, instance, instance_id, pool_config, provision
@@ -24,7 +24,7 @@ def beating(record: Instance, age_s: float = 1.0, notice: str = "") -> dict[str,
 
 
 def found(record: Instance, reports: dict[str, Report] | None = None) -> list[PoolWarning]:
-    return concerns(CONFIG, [record], beating(record) if reports is None else reports, [], now=NOW)
+    return find_warnings(CONFIG, [record], beating(record) if reports is None else reports, [], now=NOW)
 
 
 @pytest.mark.parametrize("state", State)
@@ -63,18 +63,18 @@ def test_a_spot_notice_is_told() -> None:
 
 def test_an_open_provision_past_its_deadline_is_overdue() -> None:
     late = provision(deadline=at(-MARGIN_S - 1))
-    assert [item.subject for item in concerns(CONFIG, [], {}, [late], now=NOW)] == ["1234"]
+    assert [item.subject for item in find_warnings(CONFIG, [], {}, [late], now=NOW)] == ["1234"]
     done = replace(late, status=ProvisionStatus.COMMITTED)
-    assert concerns(CONFIG, [], {}, [done, provision()], now=NOW) == []
+    assert find_warnings(CONFIG, [], {}, [done, provision()], now=NOW) == []
 
 
 def test_a_token_that_ends_before_a_provision_could() -> None:
     short = Credential(token="t0ken", expires_at=at(CONFIG.lifetimes.provision_timeout_s - 1))
     config = replace(CONFIG, tokens=(ScopeTokens(scope="octo/repo", registration=short, removal=short),))
-    (told,) = concerns(config, [], {}, [], now=NOW)
+    (told,) = find_warnings(config, [], {}, [], now=NOW)
     assert (told.kind, told.subject) == ("token", "octo/repo")
     assert "t0ken" not in told.text
 
 
 def test_without_a_configuration_that_is_all_there_is_to_say() -> None:
-    assert [item.kind for item in concerns(None, [instance()], {}, [], now=NOW)] == ["unconfigured"]
+    assert [item.kind for item in find_warnings(None, [instance()], {}, [], now=NOW)] == ["unconfigured"]

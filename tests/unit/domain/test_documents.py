@@ -13,7 +13,7 @@ from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage
-from remuda.domain.serialization import MAX_WHOLE, camel, from_document, plain, to_document
+from remuda.domain.serialization import MAX_WHOLE, camel, from_document, to_document, to_jsonable
 from remuda.domain.signals import Report, Signal
 from tests.support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
 
@@ -71,7 +71,7 @@ def test_times_are_fixed_width_text() -> None:
 
 
 def test_mappings_and_nested_records_are_plain() -> None:
-    assert plain({"a": (State.IDLE, NOW, None)}) == {"a": ["idle", "2025-05-31T12:00:00.000Z", None]}
+    assert to_jsonable({"a": (State.IDLE, NOW, None)}) == {"a": ["idle", "2025-05-31T12:00:00.000Z", None]}
     assert to_document(pool_config())["lifetimes"]["keepRecordsS"] == 600.0
 
 

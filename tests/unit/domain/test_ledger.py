@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, Source
+from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.timeline import Phase, clipped, levels, lifetime, spans_of
-from remuda.domain.reporting.usage import Ledger, bill, ledger, quantile, worth
+from remuda.domain.reporting.timeline import MachinePhase, clipped, levels, lifetime, spans_of
+from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
 from remuda.domain.resources import UsageClass
 from tests.support.records import at, entry, instance, instance_id, provision
 
@@ -54,33 +54,33 @@ def made(
     lives: Sequence[tuple[Instance, Sequence[HistoryEntry]]] = ((ENDED, LIFE),),
     since: datetime = BEFORE,
     until: datetime = AFTER,
-) -> Ledger:
+) -> UsageReport:
     histories = {item.instance_id: entries for item, entries in lives}
-    return ledger(provisions, [item for item, _ in lives], histories, PRICES, since=since, until=until)
+    return usage_report(provisions, [item for item, _ in lives], histories, PRICES, since=since, until=until)
 
 
-def course(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: Any) -> ProvisionOutcome:
-    sources = [Source.POOL] * reused + [Source.CREATED] * created
-    taken = tuple(AcquiredRunner(instance_id=instance_id(1), source=source, seconds=seconds) for source in sources)
+def outcome(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: Any) -> ProvisionOutcome:
+    sources = [RunnerSource.POOL] * reused + [RunnerSource.CREATED] * created
+    acquired = tuple(AcquiredRunner(instance_id=instance_id(1), source=source, seconds=seconds) for source in sources)
     values: dict[str, Any] = {
         "ended_at": at(9),
         "seconds": seconds,
         "reused": reused,
         "created": created,
-        "taken": taken,
+        "acquired": acquired,
     }
     return ProvisionOutcome(**{**values, **changed})
 
 
 def test_a_life_is_cut_into_what_was_paid_for() -> None:
     assert [(span.phase, span.seconds, span.run_id) for span in spans_of(ENDED, LIFE, now=at(4_000))] == [
-        (Phase.BOOTING, 60, "1"),
-        (Phase.RUNNING, 600, "1"),
-        (Phase.RELEASING, 30, "1"),
-        (Phase.IDLE, 600, ""),
-        (Phase.CLAIMED, 10, "2"),
-        (Phase.RUNNING, 600, "2"),
-        (Phase.ENDING, 60, ""),
+        (MachinePhase.BOOTING, 60, "1"),
+        (MachinePhase.RUNNING, 600, "1"),
+        (MachinePhase.RELEASING, 30, "1"),
+        (MachinePhase.IDLE, 600, ""),
+        (MachinePhase.CLAIMED, 10, "2"),
+        (MachinePhase.RUNNING, 600, "2"),
+        (MachinePhase.ENDING, 60, ""),
     ]
 
 
@@ -125,10 +125,10 @@ def test_spot_has_its_own_price_and_an_unknown_type_is_named() -> None:
 
 
 def test_reuse_and_waiting_times_by_kind() -> None:
-    courses = [course(created=3, seconds=40.0), course(reused=2, created=1, seconds=30.0)]
-    courses += [course(reused=3, seconds=float(seconds)) for seconds in (1, 2, 3)]
-    courses += [course(created=1, seconds=9.0, error="no room")]
-    found = made([provision(number, course=item) for number, item in enumerate(courses)] + [provision(9)])
+    outcomes = [outcome(created=3, seconds=40.0), outcome(reused=2, created=1, seconds=30.0)]
+    outcomes += [outcome(reused=3, seconds=float(seconds)) for seconds in (1, 2, 3)]
+    outcomes += [outcome(created=1, seconds=9.0, error="no room")]
+    found = made([provision(number, outcome=item) for number, item in enumerate(outcomes)] + [provision(9)])
     assert (found.reused, found.created, found.provisions) == (11, 4, 7)
     assert found.reuse_rate == pytest.approx(11 / 15)
     assert found.kinds == {"cold": 1, "mixed": 1, "warm": 3, "failed": 1, "untold": 1}
@@ -139,8 +139,8 @@ def test_reuse_and_waiting_times_by_kind() -> None:
 
 
 def test_reuse_saves_boots_and_costs_idle_time() -> None:
-    courses = [course(created=1, seconds=60.0), course(reused=2, seconds=10.0)]
-    savings = made([provision(number, course=item) for number, item in enumerate(courses)]).savings
+    outcomes = [outcome(created=1, seconds=60.0), outcome(reused=2, seconds=10.0)]
+    savings = made([provision(number, outcome=item) for number, item in enumerate(outcomes)]).savings
     assert (savings.boot_s, savings.waiting_s) == (60.0, 50.0)
     assert savings.boot_cost == pytest.approx(2 * 60 / 3_600)
     assert savings.idle_cost == pytest.approx(600 / 3_600)
@@ -148,14 +148,14 @@ def test_reuse_saves_boots_and_costs_idle_time() -> None:
 
 
 def test_without_a_boot_to_compare_with_nothing_is_claimed() -> None:
-    savings = made([provision(1, course=course(reused=2))]).savings
+    savings = made([provision(1, outcome=outcome(reused=2))]).savings
     assert (savings.boot_s, savings.waiting_s, savings.boot_cost) == (None, 0.0, 0.0)
 
 
 def test_what_is_told_of_many_stands_for_all() -> None:
-    many = course(reused=500, seconds=1.0)
-    told = ProvisionOutcome(ended_at=at(9), seconds=1.0, reused=500, taken=many.taken[:100])
-    found = made([provision(1, course=course(created=1, seconds=36.0)), provision(2, course=told)])
+    many = outcome(reused=500, seconds=1.0)
+    told = ProvisionOutcome(ended_at=at(9), seconds=1.0, reused=500, acquired=many.acquired[:100])
+    found = made([provision(1, outcome=outcome(created=1, seconds=36.0)), provision(2, outcome=told)])
     assert found.savings.boot_hours == pytest.approx(500 * 36 / 3_600)
 
 
@@ -244,10 +244,10 @@ def test_what_fits_a_glance_is_what_the_ledger_says(
     lives: list[tuple[Instance, list[HistoryEntry]]], reused: int
 ) -> None:
     lives = [(replace(record, instance_id=instance_id(number)), each) for number, (record, each) in enumerate(lives)]
-    provisions = [provision(1, course=course(created=1, seconds=60.0)), provision(2, course=course(reused=reused))]
+    provisions = [provision(1, outcome=outcome(created=1, seconds=60.0)), provision(2, outcome=outcome(reused=reused))]
     told = made(provisions, lives)
-    bills = [bill(record, history, PRICES, since=BEFORE, until=AFTER) for record, history in lives]
-    found = worth(provisions, [record for record, _ in lives], bills, PRICES, since=BEFORE, until=AFTER)
+    bills = [instance_cost(record, history, PRICES, since=BEFORE, until=AFTER) for record, history in lives]
+    found = usage_summary(provisions, [record for record, _ in lives], bills, PRICES, since=BEFORE, until=AFTER)
     assert (found.reused, found.created, found.runs) == (told.reused, told.created, 2)
     assert found.cost == pytest.approx(told.costs.total)
     assert set(found.unpriced) == set(told.costs.unpriced_hours)

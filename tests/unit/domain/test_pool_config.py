@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import MAX_RUNNER_NAME, parse_runner_name, runner_name, runner_prefix
-from remuda.domain.stale_registrations import ghost_reason
+from remuda.domain.stale_registrations import stale_registration_reason
 from tests.support.builders import in_state
 from tests.support.records import NOW, at, instance_id, pool_config
 
@@ -90,7 +90,7 @@ def test_tokens_do_not_show_in_a_repr() -> None:
 
 def ghost(name: str, record_state: State | None, *, epoch: int = 2, since: datetime | None = None) -> str | None:
     record = None if record_state is None else in_state(record_state, epoch=epoch)
-    return ghost_reason(name, record, pool="test", unrecorded_since=since, now=NOW, grace_s=900.0)
+    return stale_registration_reason(name, record, pool="test", unrecorded_since=since, now=NOW, grace_s=900.0)
 
 
 NAME = runner_name("test", 2, instance_id(1))

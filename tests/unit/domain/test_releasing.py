@@ -15,7 +15,7 @@ from remuda.domain.release_policy import credential_is_short, next_for_releasing
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import Lifetimes, expired
-from remuda.domain.transitions import Actor, Cause, End, Extend, Pool, advance
+from remuda.domain.transitions import Actor, Cause, End, Extend, ReturnToPool, advance
 from tests.support.builders import in_state, report
 from tests.support.records import NOW, assignment, at
 
@@ -29,7 +29,7 @@ def decide(seen: Any, **changed: Any) -> Any:
 
 
 def test_a_clean_machine_goes_to_the_pool() -> None:
-    assert decide(report(CLEAN)) == Pool(report=report(CLEAN), idle_time_s=420.0)
+    assert decide(report(CLEAN)) == ReturnToPool(report=report(CLEAN), idle_time_s=420.0)
 
 
 @pytest.mark.parametrize(

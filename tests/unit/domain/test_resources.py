@@ -18,11 +18,11 @@ from remuda.domain.resources import (
     DEFAULT_CLASSES,
     MAX_CLASSES,
     MAX_CPU,
-    MAX_MMEM,
+    MAX_MEMORY_MIB,
     MAX_PATTERN_TEXT,
-    Request,
     ResourceClass,
     Reuse,
+    RunnerRequest,
     Tier,
     TypePatterns,
     UsageClass,
@@ -101,15 +101,15 @@ def test_a_pattern_given_twice_counts_once_and_the_order_stays() -> None:
 
 
 def test_own_classes_replace_the_defaults() -> None:
-    parsed = parse_classes({"small": {"cpu": 1, "mmem": 512}, "gpu_1-x": {"cpu": MAX_CPU, "mmem": MAX_MMEM}})
+    parsed = parse_classes({"small": {"cpu": 1, "mmem": 512}, "gpu_1-x": {"cpu": MAX_CPU, "mmem": MAX_MEMORY_MIB}})
     assert parsed == (
-        ResourceClass(name="small", cpu=1, mmem=512),
-        ResourceClass(name="gpu_1-x", cpu=MAX_CPU, mmem=MAX_MMEM),
+        ResourceClass(name="small", cpu=1, memory_mib=512),
+        ResourceClass(name="gpu_1-x", cpu=MAX_CPU, memory_mib=MAX_MEMORY_MIB),
     )
 
 
 def test_the_default_classes_can_be_written_as_a_document() -> None:
-    document = {each.name: {"cpu": each.cpu, "mmem": each.mmem} for each in DEFAULT_CLASSES}
+    document = {each.name: {"cpu": each.cpu, "mmem": each.memory_mib} for each in DEFAULT_CLASSES}
     assert parse_classes(json.loads(json.dumps(document))) == DEFAULT_CLASSES
 
 
@@ -132,7 +132,7 @@ def test_the_default_classes_can_be_written_as_a_document() -> None:
         {"large": {"cpu": 0, "mmem": 4096}},
         {"large": {"cpu": -1, "mmem": 4096}},
         {"large": {"cpu": MAX_CPU + 1, "mmem": 4096}},
-        {"large": {"cpu": 2, "mmem": MAX_MMEM + 1}},
+        {"large": {"cpu": 2, "mmem": MAX_MEMORY_MIB + 1}},
         {"large": {"cpu": float("nan"), "mmem": 4096}},
         {"large": {"cpu": "9" * 10_000, "mmem": 4096}},
         {"": {"cpu": 2, "mmem": 4096}},
@@ -163,13 +163,13 @@ JSON = st.recursive(
 @given(JSON)
 def test_any_json_is_classes_or_a_user_error(document: Any) -> None:
     with suppress(UserError):
-        assert all(each.cpu >= 1 and each.mmem >= 1 for each in parse_classes(document))
+        assert all(each.cpu >= 1 and each.memory_mib >= 1 for each in parse_classes(document))
 
 
 # Fit --------------------------------------------------------------------------------------------------------------
 
-WANTED = Request(
-    resource_class=ResourceClass(name="large", cpu=2, mmem=4_096),
+WANTED = RunnerRequest(
+    resource_class=ResourceClass(name="large", cpu=2, memory_mib=4_096),
     usage_class=UsageClass.SPOT,
     patterns=TypePatterns.parse("c*"),
     tier=Tier.TRUSTED,
@@ -178,7 +178,7 @@ WANTED = Request(
 
 def test_a_message_that_offers_as_much_or_more_fits() -> None:
     assert misfit(message(), WANTED) is None
-    assert misfit(message(cpu=64, mmem=99_999), WANTED) is None
+    assert misfit(message(cpu=64, memory_mib=99_999), WANTED) is None
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_message_that_offers_as_much_or_more_fits() -> None:
         ({"usage_class": UsageClass.ON_DEMAND}, "on-demand, not spot"),
         ({"instance_type": "m6i.large"}, "type m6i.large is not among c*"),
         ({"cpu": 1}, "1 cpu, 2 wanted"),
-        ({"mmem": 4_095}, "4095 MiB, 4096 wanted"),
+        ({"memory_mib": 4_095}, "4095 MiB, 4096 wanted"),
         ({"tier": Tier.UNTRUSTED}, "tier untrusted, not trusted"),
     ],
 )

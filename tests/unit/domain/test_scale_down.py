@@ -13,12 +13,12 @@ from remuda.domain.scale_down.decisions import (
     Decision,
     IdleScope,
     Lookup,
-    Phase,
-    Policy,
-    judge_active,
-    judge_bypassed,
-    judge_orphan,
-    judge_recorded,
+    ScaleDownPhase,
+    ScaleDownPolicy,
+    decide_active,
+    decide_bypassed,
+    decide_orphan,
+    decide_recorded,
     renewals,
     within_budget,
 )
@@ -41,13 +41,13 @@ def window(idle_count: int, cron: str = "* * * * * *") -> IdleWindow:
 def judge(
     machines: list[FleetMachine],
     runners: list[Registration] | None,
-    policy: Policy | None = None,
+    policy: ScaleDownPolicy | None = None,
     quota: Quota | None = None,
 ) -> list[Decision]:
     ids = [item.instance_id for item in machines]
     scopes = {item.scope for item in machines if item.scope}
     known = {scope: None if runners is None else match(ids, runners) for scope in scopes}
-    return judge_active(machines, known, policy or Policy(), quota or Quota(), NOW)
+    return decide_active(machines, known, policy or ScaleDownPolicy(), quota or Quota(), NOW)
 
 
 # Phase 1
@@ -66,8 +66,8 @@ def judge(
     ],
 )
 def test_an_orphan_with_a_runner_id(lookup: Lookup, action: Action, word: str) -> None:
-    made = judge_orphan(machine(1, orphan="true", github_runner_id="1"), lookup, ())
-    assert (made.action, made.phase) == (action, Phase.ORPHANS)
+    made = decide_orphan(machine(1, orphan="true", github_runner_id="1"), lookup, ())
+    assert (made.action, made.phase) == (action, ScaleDownPhase.ORPHANS)
     assert word in made.reason
 
 
@@ -81,39 +81,39 @@ def test_a_name_that_names_no_other_machine_says_nothing_against_the_tag(name: s
         (False, True, Action.TERMINATE),
     ):
         runner = Registration(runner_id=1, name=name, online=online, busy=busy)
-        assert judge_orphan(orphan, Lookup(found=runner), ()).action is action, (online, busy)
+        assert decide_orphan(orphan, Lookup(found=runner), ()).action is action, (online, busy)
 
 
 def test_an_orphan_without_an_id_goes_unless_github_shows_it_busy() -> None:
     orphan = machine(1, orphan="true")
-    assert judge_orphan(orphan, None, ()).action is Action.TERMINATE
-    idle = judge_orphan(orphan, None, [registration(1)])
+    assert decide_orphan(orphan, None, ()).action is Action.TERMINATE
+    idle = decide_orphan(orphan, None, [registration(1)])
     assert (idle.action, idle.registrations) == (Action.TERMINATE, (registration(1),))
-    assert judge_orphan(orphan, None, [registration(1, busy=True)]).action is Action.UNMARK_ORPHAN
-    assert judge_orphan(orphan, None, None).action is Action.SKIP
+    assert decide_orphan(orphan, None, [registration(1, busy=True)]).action is Action.UNMARK_ORPHAN
+    assert decide_orphan(orphan, None, None).action is Action.SKIP
 
 
 def test_a_confirmed_orphan_that_runs_a_job_under_another_name_is_none() -> None:
     orphan = machine(1, orphan="true", github_runner_id="1")
     crashed = Lookup(found=registration(1, online=False, busy=True))
     again = registration(1, busy=True, runner_id=9)
-    assert judge_orphan(orphan, crashed, [registration(1, online=False, busy=True), again]).action is (
+    assert decide_orphan(orphan, crashed, [registration(1, online=False, busy=True), again]).action is (
         Action.UNMARK_ORPHAN
     )
     # The list is not needed to confirm it.
-    assert judge_orphan(orphan, crashed, None).action is Action.TERMINATE
+    assert decide_orphan(orphan, crashed, None).action is Action.TERMINATE
 
 
 def test_what_is_gone_by_id_needs_a_complete_list() -> None:
     """GitHub says 404 of everything that a credential may not see."""
-    made = judge_orphan(machine(1, orphan="true", github_runner_id="1"), Lookup(found=None), None)
+    made = decide_orphan(machine(1, orphan="true", github_runner_id="1"), Lookup(found=None), None)
     assert made.action is Action.SKIP
 
 
 @pytest.mark.parametrize("owner", ["", "acme/x/y", "a b", "acme/.."])
 def test_an_orphan_whose_owner_is_unclear_is_left_alone_where_it_has_an_id(owner: str) -> None:
-    assert judge_orphan(machine(1, owner=owner, orphan="true", github_runner_id="7"), None, ()).action is Action.SKIP
-    assert judge_orphan(machine(1, owner=owner, orphan="true"), None, ()).action is Action.TERMINATE
+    assert decide_orphan(machine(1, owner=owner, orphan="true", github_runner_id="7"), None, ()).action is Action.SKIP
+    assert decide_orphan(machine(1, owner=owner, orphan="true"), None, ()).action is Action.TERMINATE
 
 
 # Phase 2
@@ -141,7 +141,7 @@ def test_an_active_machine(
 ) -> None:
     quota = Quota(idle_count=idle_count, window="w")
     (made,) = judge([machine(1, age_s=age_s)], [runner] if runner else [], quota=quota)
-    assert (made.action, made.phase) == (action, Phase.ACTIVE)
+    assert (made.action, made.phase) == (action, ScaleDownPhase.ACTIVE)
     assert word in made.reason
     assert (made.registrations == (runner,)) is (action is Action.TERMINATE)
 
@@ -150,7 +150,7 @@ def test_the_least_running_time_depends_on_the_system_unless_it_is_set() -> None
     on_windows = machine(1, age_s=10 * MINUTE, os="windows")
     assert judge([on_windows], [registration(1)])[0].action is Action.KEEP
     assert judge([machine(1, age_s=10 * MINUTE)], [registration(1)])[0].action is Action.TERMINATE
-    assert judge([on_windows], [registration(1)], Policy(minimum_min=10))[0].action is Action.TERMINATE
+    assert judge([on_windows], [registration(1)], ScaleDownPolicy(minimum_min=10))[0].action is Action.TERMINATE
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_quota_counts_for_the_environment_or_for_each_owner() -> None:
     quota = Quota(idle_count=1, window="w")
     kept = [item.instance_id for item in judge(machines, runners, quota=quota) if item.action is Action.KEEP]
     assert kept == [instance_id(1)]
-    by_owner = judge(machines, runners, Policy(idle_scope=IdleScope.OWNER), quota)
+    by_owner = judge(machines, runners, ScaleDownPolicy(idle_scope=IdleScope.OWNER), quota)
     assert [item.action for item in by_owner].count(Action.KEEP) == 2
 
 
@@ -185,10 +185,10 @@ def test_one_with_unclear_tags_is_left_alone() -> None:
 
 
 def test_a_bypassed_machine_is_never_touched() -> None:
-    made = judge_bypassed(machine(1, orphan="true", bypass="true"), Phase.ORPHANS)
+    made = decide_bypassed(machine(1, orphan="true", bypass="true"), ScaleDownPhase.ORPHANS)
     assert made is not None
     assert made.action is Action.SKIP
-    assert judge_bypassed(machine(1, bypass="yes"), Phase.ACTIVE) is None
+    assert decide_bypassed(machine(1, bypass="yes"), ScaleDownPhase.ACTIVE) is None
 
 
 def test_a_budget_lets_those_go_that_are_evicted_first() -> None:
@@ -221,8 +221,10 @@ def test_the_first_open_window_rules() -> None:
 
 
 def test_a_record_rules_its_machine() -> None:
-    assert judge_recorded(machine(1), instance(1), Phase.ACTIVE).action is Action.KEEP
-    assert judge_recorded(machine(1, orphan="true"), instance(1), Phase.ORPHANS).action is Action.UNMARK_ORPHAN
+    assert decide_recorded(machine(1), instance(1), ScaleDownPhase.ACTIVE).action is Action.KEEP
+    assert (
+        decide_recorded(machine(1, orphan="true"), instance(1), ScaleDownPhase.ORPHANS).action is Action.UNMARK_ORPHAN
+    )
 
 
 def test_idle_instances_are_renewed_up_to_the_quota_of_their_class() -> None:

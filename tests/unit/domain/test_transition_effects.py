@@ -22,12 +22,12 @@ from remuda.domain.transitions import (
     Confirm,
     Event,
     Extend,
-    Pool,
     Quarantine,
     Release,
     Renew,
     RenewCredential,
     Retire,
+    ReturnToPool,
     advance,
     presumed,
 )
@@ -126,7 +126,7 @@ def test_a_new_removal_credential_changes_nothing_else() -> None:
 
 def test_pooling_drops_the_assignment_counts_the_use_and_gives_the_idle_time() -> None:
     record = in_state(State.RELEASING, announced_at=at(-9))
-    event = Pool(report=report(Signal.UD_REMOVE_REG_REMOVE_RUN_OK), idle_time_s=420.0)
+    event = ReturnToPool(report=report(Signal.UD_REMOVE_REG_REMOVE_RUN_OK), idle_time_s=420.0)
     assert effect(record, event, L) == {
         "state": State.IDLE,
         "assignment": None,

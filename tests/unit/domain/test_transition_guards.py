@@ -22,12 +22,12 @@ from remuda.domain.transitions import (
     End,
     Event,
     Extend,
-    Guard,
-    Pool,
     Release,
     Renew,
     RenewCredential,
     Retire,
+    ReturnToPool,
+    WriteCondition,
     advance,
 )
 from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
@@ -44,7 +44,7 @@ ROWS: list[tuple[type, State, Actor]] = [
     (Release, State.RUNNING, L),
     (Extend, State.RELEASING, L),
     (RenewCredential, State.RELEASING, L),
-    (Pool, State.RELEASING, L),
+    (ReturnToPool, State.RELEASING, L),
     (Announce, State.IDLE, L),
     (Renew, State.IDLE, S),
     (Retire, State.RUNNING, R),
@@ -211,10 +211,10 @@ def test_a_confirmed_end_does_not_ask_the_clock() -> None:
 
 @pytest.mark.parametrize("state", [each for each in State if each is not State.IDLE])
 def test_a_guard_for_no_record_admits_no_record_only(state: State) -> None:
-    guard = Guard(state=None, epoch=1)
+    guard = WriteCondition(state=None, epoch=1)
     assert guard.admits(None)
     assert not guard.admits(in_state(state))
-    assert not Guard(state=state, epoch=1).admits(None)
+    assert not WriteCondition(state=state, epoch=1).admits(None)
 
 
 # Evidence (S4, S6) ------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_a_commit_rests_on_a_registration_of_its_own_epoch() -> None:
 
 def test_pooling_rests_on_a_clean_machine_of_its_own_epoch() -> None:
     record = in_state(State.RELEASING)
-    accepted = [r for r in REPORTS if _accepts(record, Pool(report=r, idle_time_s=9.0), L)]
+    accepted = [r for r in REPORTS if _accepts(record, ReturnToPool(report=r, idle_time_s=9.0), L)]
     assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)}
 
 
@@ -284,7 +284,7 @@ def test_an_extension_rests_on_a_running_job() -> None:
 
 def test_a_retired_instance_is_not_pooled() -> None:
     record = in_state(State.RELEASING)
-    event = evidence(record)[Pool]
+    event = evidence(record)[ReturnToPool]
     with pytest.raises(IllegalTransition, match="retired"):
         write(replace(record, retire="spot notice: soon"), event, L)
     assert not write(record, event, L).guard.admits(replace(record, retire="spot notice: soon"))
@@ -297,7 +297,7 @@ def test_a_write_that_loses_its_race_writes_nothing() -> None:
     assert not write(record, claim(owner="p-3/c"), P).guard.admits(first)
 
 
-@pytest.mark.parametrize("kind", [Release, Extend, Pool])
+@pytest.mark.parametrize("kind", [Release, Extend, ReturnToPool])
 def test_what_is_reckoned_by_the_records_time_spares_a_later_quarantine(kind: type) -> None:
     record = in_state(State.RUNNING if kind is Release else State.RELEASING)
     guard = write(record, evidence(record)[kind], L).guard

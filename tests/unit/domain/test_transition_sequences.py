@@ -14,7 +14,7 @@ from remuda.domain.instance import ABSORBING, ASSIGNED, Instance, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
-from remuda.domain.stale_registrations import ghost_reason
+from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.domain.transitions import (
     Actor,
     Announce,
@@ -26,11 +26,11 @@ from remuda.domain.transitions import (
     End,
     Event,
     Extend,
-    Pool,
     Release,
     Renew,
     RenewCredential,
     Retire,
+    ReturnToPool,
     advance,
     create,
 )
@@ -59,9 +59,9 @@ class Move:
     lag: int
 
 
-KINDS = (Claim, Commit, Release, Extend, RenewCredential, Pool, Announce, Renew, Retire, End, Confirm)
+KINDS = (Claim, Commit, Release, Extend, RenewCredential, ReturnToPool, Announce, Renew, Retire, End, Confirm)
 #: What leads on is drawn more often, or most stories would stay where they began.
-FORWARD = (Commit, Release, Pool, Claim)
+FORWARD = (Commit, Release, ReturnToPool, Claim)
 
 MOVES = st.builds(
     Move,
@@ -103,7 +103,7 @@ def event_of(move: Move, record: Instance, now: datetime) -> Event:
         Release: Release(release_time_s=60.0, credential=REMOVAL, owner=owner),
         Extend: Extend(report=report, extension_s=60.0, margin_s=0.0),
         RenewCredential: RenewCredential(credential=REMOVAL),
-        Pool: Pool(report=report, idle_time_s=60.0),
+        ReturnToPool: ReturnToPool(report=report, idle_time_s=60.0),
         Announce: Announce(),
         Renew: Renew(until=now + timedelta(seconds=60)),
         Retire: Retire(reason=move.reason),
@@ -231,7 +231,7 @@ def test_once_a_ghost_always_a_ghost(moves: list[Move], epoch: int) -> None:
     name = runner_name("test", epoch, instance_id(1))
     known = [record for record, _ in tell(moves) if record.epoch >= epoch]
     verdicts = [
-        ghost_reason(name, record, pool="test", unrecorded_since=None, now=NOW, grace_s=900.0) is not None
+        stale_registration_reason(name, record, pool="test", unrecorded_since=None, now=NOW, grace_s=900.0) is not None
         for record in known
     ]
     assert verdicts == sorted(verdicts)
@@ -249,7 +249,7 @@ def test_stories_get_far() -> None:
     use = [
         move(Commit, Actor.PROVISION, Signal.UD_REG_OK),
         move(Release, Actor.RELEASE),
-        move(Pool, Actor.RELEASE, Signal.UD_REMOVE_REG_REMOVE_RUN_OK),
+        move(ReturnToPool, Actor.RELEASE, Signal.UD_REMOVE_REG_REMOVE_RUN_OK),
         move(Claim, Actor.PROVISION),
     ]
     stale = replace(use[2], lag=2)

@@ -18,12 +18,12 @@ from remuda.domain.transitions import (
     Commit,
     Confirm,
     Extend,
-    Pool,
     Quarantine,
     Release,
     Renew,
     RenewCredential,
     Retire,
+    ReturnToPool,
     advance,
     create,
     tombstone,
@@ -43,7 +43,7 @@ LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
     (Release, State.RUNNING): (State.RELEASING, {P, L, R}),
     (Extend, State.RELEASING): (State.RELEASING, {L, R}),
     (RenewCredential, State.RELEASING): (State.RELEASING, {L, R}),
-    (Pool, State.RELEASING): (State.IDLE, {L, R}),
+    (ReturnToPool, State.RELEASING): (State.IDLE, {L, R}),
     (Announce, State.IDLE): (State.IDLE, {L, R}),
     (Renew, State.IDLE): (State.IDLE, {S}),
     # Section 5: "spot notice: the control plane sets `retire`".
@@ -73,7 +73,7 @@ ENDS: dict[State, tuple[set[Actor], set[Cause]]] = {
     State.IDLE: ({R}, {Cause.EXPIRED, Cause.RETIRED, Cause.GONE}),
 }
 
-EVENTS = (Claim, Commit, Release, Extend, RenewCredential, Pool, Announce, Renew, Retire, Quarantine, Confirm)
+EVENTS = (Claim, Commit, Release, Extend, RenewCredential, ReturnToPool, Announce, Renew, Retire, Quarantine, Confirm)
 
 
 def _name(value: Any) -> str:

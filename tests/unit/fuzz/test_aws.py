@@ -26,7 +26,7 @@ from remuda.adapters.aws.secrets import _value
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
-from remuda.domain.resources import DEFAULT_CLASSES, Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineView
 from remuda.ports.pool import Delivery
@@ -220,7 +220,7 @@ def test_a_list_of_machines(aws: Aws, cut: int, length: int, mark: str, status: 
             assert NOW - view.launched_at + timedelta(days=1) is not None
 
 
-REQUEST = Request(
+REQUEST = RunnerRequest(
     resource_class=DEFAULT_CLASSES[0], usage_class=UsageClass.SPOT, patterns=TypePatterns(("*",)), tier=Tier.TRUSTED
 )
 OVERRIDES = {"Overrides": {"SubnetId": "subnet-1", "AvailabilityZone": "a"}}

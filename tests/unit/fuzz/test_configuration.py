@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from remuda.action.channel import plain_lines
 from remuda.action.inputs import USED_BY, input_variable, read_inputs
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
-from remuda.adapters.local.options import Options as LocalOptions
+from remuda.adapters.local.options import LocalOptions
 from remuda.adapters.system.prices import read_prices
-from remuda.aws_lambda.handler import parse as parse_event
-from remuda.cli.rendering.durations import parse_duration
+from remuda.aws_lambda.handler import parse_event
+from remuda.cli.rendering.formatting import parse_duration
 from remuda.cli.workflow_file import MAX_STEPS, MAX_TEXT, load_workflow, parse_workflow
 from remuda.config.settings import Settings, _zone, load, variable
 from remuda.domain.errors import UserError
@@ -237,7 +237,7 @@ def test_lines_of_a_log(text: str) -> None:
 @example({"command": 10**5_000})
 def test_an_event(event: Any) -> None:
     order = judged(lambda: parse_event(event))
-    assert order is None or order.command in {"refresh", "scale-down"}
+    assert order is None or order.name in {"refresh", "scale-down"}
 
 
 # Workflows --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.support.world_time import run_virtual
 
 FEW = 10
 #: Of an instance of another class.
-LIE = make_message(1, resource_class="xlarge", usage_class=UsageClass.ON_DEMAND, cpu=4, mmem=8_192)
+LIE = make_message(1, resource_class="xlarge", usage_class=UsageClass.ON_DEMAND, cpu=4, memory_mib=8_192)
 
 
 class SpoiledWorld(World):
@@ -102,7 +102,7 @@ def test_messages(data: st.DataObject) -> None:
         process = world.process()
         made = await world.provision("2", count=1, process=process)
         assert [item.instance.resource_class for item in made.instances] == ["large"]
-        assert made.refused.get("malformed", 0) <= dropped
+        assert made.rejected.get("malformed", 0) <= dropped
         for note, why in process.event_log.lines:  # type: ignore[attr-defined]
             check_shown(f"{note} {why}", 12_000)
         for item in made.instances:

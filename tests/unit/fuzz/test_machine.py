@@ -13,18 +13,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remuda.adapters.aws.imds import MEMORY, TIMERS, Ec2Machine, Imds
+from remuda.adapters.aws.imds import STATE_FILE, TIMERS, Ec2Machine, Imds
 from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
-from remuda.adapters.local.record import Record, read_record
-from remuda.agent.expiry import Lifetime
+from remuda.adapters.local.record import MachineRecord, read_record
+from remuda.agent.expiry import Expiry
 from remuda.agent.job_hook import JobHook
-from remuda.agent.runner import ActionsRunner, _JobLog, _story
+from remuda.agent.runner import ActionsRunner, _describe_result, _JobLog
 from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, took_s
-from remuda.ports.machine import Identity, Memory, Outcome, Script
+from remuda.ports.machine import AgentState, Identity, ScriptStatus, StepResult
 from tests.support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from tests.support.records import NOW
 from tests.support.world_time import VirtualClock
@@ -34,12 +34,12 @@ texts = st.sampled_from(TEXTS) | st.text(max_size=20)
 bodies = texts.map(lambda text: text.encode(errors="replace")) | st.binary(max_size=20)
 
 
-RECORD = Record(
+RECORD = MachineRecord(
     instance_id=ONE,
     pool="p",
     instance_type="c6i.large",
     cpu=2,
-    mmem=4_096,
+    memory_mib=4_096,
     tags={"remuda:pool": "p"},
     launched_at=NOW,
     first_life_s=300.0,
@@ -65,8 +65,8 @@ class Machine:
     """The EC2 machine on metadata of ours, made once."""
 
     def __init__(self, folder: Path) -> None:
-        async def clean() -> Outcome:
-            return Outcome(ok=True)
+        async def clean() -> StepResult:
+            return StepResult(ok=True)
 
         self.folder = folder
         self.metadata = _Metadata()
@@ -138,12 +138,12 @@ def test_a_spot_notice(machine: Machine, action: bytes, advice: bytes) -> None:
 
 
 @fuzzed()
-@given(memory=spoiled_text(to_document(Memory(script=Script.OK, threshold=NOW))), timers=bodies)
+@given(memory=spoiled_text(to_document(AgentState(script=ScriptStatus.OK, threshold=NOW))), timers=bodies)
 @example(memory=b'{"threshold":"9999-12-31T23:59:59.999Z"}', timers=b"remuda-dead-man-1\nsshd\n")
 @example(memory=b'{"threshold":"0001-01-01T00:00:00.000Z"}', timers=b"")
 def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> None:
     """An agent that starts on it arms its timer, and stops nothing but its own."""
-    (machine.folder / MEMORY).write_bytes(memory)
+    (machine.folder / STATE_FILE).write_bytes(memory)
     (machine.folder / TIMERS).write_bytes(timers)
     stopped: list[str] = []
 
@@ -154,7 +154,7 @@ def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> No
     machine.agent._run = run
 
     async def start() -> bool:
-        return Lifetime(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).is_over()
+        return Expiry(machine=machine.agent, clock=VirtualClock(), margin_s=60.0).has_passed()
 
     assert machine.ask(start()) is not None
     assert all(name.startswith("remuda-dead-man-") for name in stopped)
@@ -189,7 +189,7 @@ def test_a_runners_folder(place: Path, settings: bytes, listener: bytes, jit: by
         log=place / "runner.log",
         clock=VirtualClock(),
         environment={},
-        hook=JobHook(folder=place / "hook", pristine=place, notes=place / "notes"),
+        hook=JobHook(folder=place / "hook", pristine=place, refused_file=place / "notes"),
     )
     state = runner.state()
     assert not state.listening, "nobody else's process is taken for the runner's"
@@ -214,7 +214,7 @@ def test_lines_of_the_listener(place: Path, parts: list[bytes]) -> None:
 @given(st.none() | st.integers(-5, 300), st.text(max_size=200) | texts)
 def test_the_story_of_a_program(code: int | None, output: str) -> None:
     """What a program printed becomes the detail of a report."""
-    detail = Report(instance_id=ONE, detail=_story(code, output)).detail
+    detail = Report(instance_id=ONE, detail=_describe_result(code, output)).detail
     check_shown(detail, 1_000)
 
 

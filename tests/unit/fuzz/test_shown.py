@@ -18,10 +18,10 @@ from remuda.cli.output import ConsoleEventLog, Output, error_line, note_line
 from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.context import Context
 from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
-from remuda.domain.text import brief, printable, quoted
+from remuda.domain.text import quote, sanitize, truncate
 from remuda.web.dashboard.app import build_app
-from remuda.web.dashboard.auth import Token, names_loopback
-from remuda.web.dashboard.change_log import Board
+from remuda.web.dashboard.auth import AccessToken, is_loopback_host
+from remuda.web.dashboard.change_log import ChangeLog
 from remuda.web.dashboard.feed import Feed
 from tests.support.mutations import ESCAPES, LONE, TEXTS, any_json, check_shown, fuzzed
 from tests.support.records import NOW
@@ -35,8 +35,8 @@ octets = texts.map(lambda text: text.encode(errors="replace")) | st.binary(max_s
 @example(LONE, 5)
 @example("\x9b2J\u2028\u202e", 50)
 def test_text(text: str, most: int) -> None:
-    check_shown(printable(text), 10 * len(text) + 10)
-    check_shown(brief(text, most), most)
+    check_shown(sanitize(text), 10 * len(text) + 10)
+    check_shown(truncate(text, most), most)
     for error in (UserError(text, fix=text), Unavailable(text * 500)):
         check_shown(error.message, MAX_MESSAGE)
         check_shown(error.fix, MAX_MESSAGE)
@@ -47,7 +47,7 @@ def test_text(text: str, most: int) -> None:
 @given(any_json, st.integers(0, 50))
 @example(10**5_000, 50)
 def test_a_value(value: Any, most: int) -> None:
-    check_shown(quoted(value, most), most)
+    check_shown(quote(value, most), most)
 
 
 @fuzzed()
@@ -85,17 +85,17 @@ async def nothing() -> AsyncIterator[Context]:
     yield
 
 
-FEED = Feed(open_context=nothing, backend="local", every_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds())
+FEED = Feed(open_context=nothing, backend="local", interval_s=1.0, since_s=60.0, clock=SystemClock(), ids=SystemIds())
 # It has something to show: nobody waits for it.
-FEED._first.set()
+FEED._first_poll_done.set()
 COOKIE = (b"cookie", b"remuda_session=\xff;;=;")
-APPS = [build_app(FEED, token=token, loopback=True) for token in (None, Token("t0ken"))]
+APPS = [build_app(FEED, token=token, loopback=True) for token in (None, AccessToken("t0ken"))]
 PATHS = (
     "/",
     "/login",
     "/api/snapshot",
     "/api/events",
-    "/api/story",
+    "/api/explanation",
     "/style.css",
     "/metrics",
     "/../x",
@@ -123,8 +123,8 @@ async def ask(app: Any, scope: dict[str, Any], body: bytes) -> int:
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    FEED.board.put("x", "y", "1")
-    FEED.board.commit()
+    FEED.change_log.put("x", "y", "1")
+    FEED.change_log.commit()
     async with asyncio.timeout(20):
         await app(scope, receive, send)
     start = next(message for message in sent if message["type"] == "http.response.start")
@@ -136,12 +136,12 @@ async def ask(app: Any, scope: dict[str, Any], body: bytes) -> int:
     which=st.sampled_from([0, 1]),
     method=st.sampled_from(["GET", "HEAD", "POST", "PUT", "OPTIONS", "X"]),
     path=st.sampled_from(PATHS) | texts.map(lambda text: f"/{text}"),
-    query=octets | octets.map(lambda octet: b"of=" + octet) | octets.map(lambda octet: b"since=" + octet),
+    query=octets | octets.map(lambda octet: b"subject=" + octet) | octets.map(lambda octet: b"since=" + octet),
     headers=st.lists(st.tuples(st.sampled_from(NAMES), octets), max_size=4),
     body=octets | octets.map(lambda octet: b"token=" + octet) | st.just(b"token=" + b"x" * 9_000),
     known=st.booleans(),
 )
-@example(which=0, method="GET", path="/api/story", query=b"of=%ed%a0%80", headers=[], body=b"", known=True)
+@example(which=0, method="GET", path="/api/explanation", query=b"subject=%ed%a0%80", headers=[], body=b"", known=True)
 @example(which=1, method="POST", path="/login", query=b"", headers=[], body=b"token=%ff%00", known=True)
 @example(which=1, method="GET", path="/", query=b"", headers=[COOKIE], body=b"", known=True)
 def test_a_request(
@@ -179,8 +179,8 @@ def test_a_request(
 @example("[" * 1_000)
 @example("127.0.0.1" * 1_000)
 def test_small_words_of_a_request(text: str) -> None:
-    assert names_loopback(text) in {True, False}
-    board = Board(life="l")
+    assert is_loopback_host(text) in {True, False}
+    board = ChangeLog(process_id="l")
     assert board.version_of(text) is None or text.startswith("l-")
     assert board.version_of(f"l-{text}") in {None, 0}
     json.loads(board.snapshot())

@@ -23,10 +23,10 @@ from remuda.adapters.aws.ec2.template import template_name
 from remuda.adapters.aws.errors import code_of, message_of, translated
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
-from remuda.domain.resources import Request, ResourceClass, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
-from remuda.ports.doctor import Check, Finding, clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, clocks, ok, problem, warning
 
 REGION = "aws region"
 CREDENTIALS = "aws credentials"
@@ -96,10 +96,10 @@ class AwsDoctor:
 
     # Identity -------------------------------------------------------------------------------------------------
 
-    async def _region(self) -> Finding:
+    async def _region(self) -> CheckResult:
         return ok(self._clients.region())
 
-    async def _credentials(self) -> Finding:
+    async def _credentials(self) -> CheckResult:
         return ok(str((await self._identity())["Arn"]))
 
     async def _identity(self) -> dict[str, Any]:
@@ -108,13 +108,13 @@ class AwsDoctor:
             answer: dict[str, Any] = await await_response(client.get_caller_identity())
         return answer
 
-    async def _clocks(self) -> Finding:
+    async def _clocks(self) -> CheckResult:
         headers = (await self._identity())["ResponseMetadata"]["HTTPHeaders"]
         return clocks("AWS", str(headers.get("date", "")), self._clock)
 
     # Table and queues -----------------------------------------------------------------------------------------
 
-    async def _table(self) -> Finding:
+    async def _table(self) -> CheckResult:
         name = template_name(self._pool)
         found = await (await self._adapters()).store.inspect()
         if not found.active:
@@ -125,7 +125,7 @@ class AwsDoctor:
             return warning(f"table {name} has provisioned throughput, which throttles bursts", "switch it to on-demand")
         return ok(f"{name}: keys, indexes and expiry are correct, billed on demand")
 
-    async def _queues(self) -> Finding:
+    async def _queues(self) -> CheckResult:
         deviations = await (await self._adapters()).pool.inspect([each.name for each in self._classes])
         if deviations:
             return problem("; ".join(f"{name} {deviation}" for name, deviation in deviations.items()), REFRESH_FIX)
@@ -133,7 +133,7 @@ class AwsDoctor:
 
     # Launch options -------------------------------------------------------------------------------------------
 
-    async def _options(self) -> Finding:
+    async def _options(self) -> CheckResult:
         options = self._launch_options()
         return ok(f"{options.ami}, {len(options.subnets)} subnets, profile {options.profile}")
 
@@ -146,7 +146,7 @@ class AwsDoctor:
         pages = calls.pages(operation, Filters=[{"Name": filter_name, "Values": list(values)}])
         return [item async for page in pages for item in page.get(list_name, ())]
 
-    async def _image(self) -> Finding:
+    async def _image(self) -> CheckResult:
         options = self._launch_options()
         if not options.ami.startswith("ami-"):
             return ok(f"{options.ami}, resolved by EC2 at each launch")
@@ -160,7 +160,7 @@ class AwsDoctor:
             )
         return _check_architecture(options, str(image.get("Architecture", "")), str(image.get("Platform", "")))
 
-    async def _subnets(self) -> Finding:
+    async def _subnets(self) -> CheckResult:
         wanted = self._launch_options().subnets
         found = {item["SubnetId"]: item for item in await self._describe("DescribeSubnets", "subnet-id", wanted)}
         missing = [name for name in wanted if name not in found]
@@ -174,7 +174,7 @@ class AwsDoctor:
         zones = sorted({str(item.get("AvailabilityZone", "")) for item in found.values()})
         return ok(f"{', '.join(wanted)} in {', '.join(zones)}")
 
-    async def _groups(self) -> Finding:
+    async def _groups(self) -> CheckResult:
         options = self._launch_options()
         wanted = options.security_groups
         if not wanted:
@@ -193,12 +193,12 @@ class AwsDoctor:
             return problem(f"{', '.join(stray)} and the subnets are in different VPCs", fix)
         return ok(", ".join(wanted))
 
-    async def _profile(self) -> Finding:
+    async def _profile(self) -> CheckResult:
         name = profile_name(self._launch_options().profile)
         role = await instance_profile_role(await self._clients.client("iam", "IAM", config()), name)
         return ok(f"{name}, with role {role['RoleName']}")
 
-    async def _template(self) -> Finding:
+    async def _template(self) -> CheckResult:
         name = template_name(self._pool)
         current = await (await self._adapters()).compute.has_template(self._launch)
         if current is None:
@@ -209,13 +209,13 @@ class AwsDoctor:
 
     # Permissions ----------------------------------------------------------------------------------------------
 
-    async def _may_launch(self) -> Finding:
+    async def _may_launch(self) -> CheckResult:
         """Dry-run CreateFleet and RunInstances: a fleet needs the permissions of both."""
         options = self._launch_options()
         tags = {POOL_TAG: self._pool, PROVISION_TAG: "doctor"}
         fleet = fleet_request(
             template=template_name(self._pool),
-            request=Request(
+            request=RunnerRequest(
                 resource_class=min(self._classes, key=lambda each: each.cpu),
                 usage_class=UsageClass.ON_DEMAND,
                 patterns=TypePatterns(("*",)),
@@ -245,7 +245,7 @@ class AwsDoctor:
         images = await self._describe("DescribeImages", "image-id", [options.ami])
         return _DRY_RUN_TYPES.get(str(images[0].get("Architecture", "")) if images else "", _DRY_RUN_TYPES["x86_64"])
 
-    async def _may_terminate(self) -> Finding:
+    async def _may_terminate(self) -> CheckResult:
         machines = await (await self._adapters()).compute.list_pool()
         running = [item.instance_id for item in machines if item.state is MachineState.RUNNING]
         if not running:
@@ -273,7 +273,7 @@ class AwsDoctor:
         )
 
 
-def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: str) -> Finding:
+def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: str) -> CheckResult:
     """Whether the image runs Linux, and has the same architecture as the downloads for it."""
     if system.lower() == "windows":
         return problem(f"{options.ami} is a Windows image", f"set {AMI} to a Linux image")

@@ -22,10 +22,10 @@ from remuda.adapters.aws.user_data import MARGIN_TAG, MachineLayout
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
 from remuda.domain.serialization import from_document, to_document
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
-from remuda.ports.machine import Identity, Memory, Outcome
+from remuda.ports.machine import AgentState, Identity, StepResult
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
@@ -41,9 +41,9 @@ COMMAND_TIMEOUT_S = 15.0
 MAX_NOTICE = 500
 #: EC2's limit for a tag value.
 MAX_TAG = 256
-MAX_MEMORY_BYTES = 1024 * 1024
+MAX_STATE_BYTES = 1024 * 1024
 
-MEMORY = "memory.json"
+STATE_FILE = "state.json"
 SCRIPT = "pre-runner.sh"
 SCRIPT_LOG = "pre-runner.log"
 #: File with the names of the timers that are set, one per line. The bootstrap writes the first.
@@ -150,7 +150,7 @@ class Ec2Machine:
         *,
         imds: Imds,
         clock: Clock,
-        reset: Callable[[], Awaitable[Outcome]],
+        reset: Callable[[], Awaitable[StepResult]],
         layout: MachineLayout | None = None,
         run: RunCommand = run_command,
         terminate: Callable[[str], Awaitable[None]] | None = None,
@@ -189,19 +189,19 @@ class Ec2Machine:
                 field=MARGIN_TAG,
                 fix=_TAG_FIX,
             )
-        return Identity(instance_id=instance_id, pool=brief(await self._tag(POOL_TAG), MAX_TAG), margin_s=margin_s)
+        return Identity(instance_id=instance_id, pool=truncate(await self._tag(POOL_TAG), MAX_TAG), margin_s=margin_s)
 
-    def recall(self) -> Memory:
+    def load(self) -> AgentState:
         try:
-            with (self._state / MEMORY).open("rb") as file:
-                return from_document(Memory, json.loads(file.read(MAX_MEMORY_BYTES)))
+            with (self._state / STATE_FILE).open("rb") as file:
+                return from_document(AgentState, json.loads(file.read(MAX_STATE_BYTES)))
         except (OSError, ValueError, RecursionError):
-            return Memory()
+            return AgentState()
 
-    def remember(self, memory: Memory) -> None:
-        self._write(MEMORY, json.dumps(to_document(memory)).encode())
+    def save(self, state: AgentState) -> None:
+        self._write(STATE_FILE, json.dumps(to_document(state)).encode())
 
-    def arm(self, at: datetime) -> None:
+    def set_dead_man_timer(self, at: datetime) -> None:
         """Set the new timer before stopping the old ones, so that there is always one.
 
         The name is written to disk before the timer is set, so that a restarted agent can stop every timer.
@@ -227,13 +227,13 @@ class Ec2Machine:
             self._notice = await self._read_notice() or self._notice
         return self._notice
 
-    async def run_script(self, timeout_s: float) -> Outcome:
+    async def run_script(self, timeout_s: float) -> StepResult:
         script = self._state / SCRIPT
         if not script.exists():
-            return Outcome(ok=True, detail="no pre-runner script")
+            return StepResult(ok=True, detail="no pre-runner script")
         step = f"script {self._state}"
         # A script started by an earlier agent process must not run at the same time.
-        await asyncio.to_thread(procfs.end_step, step)
+        await asyncio.to_thread(procfs.kill_step, step)
         ended = await scripts.run(
             script,
             log=self._state / SCRIPT_LOG,
@@ -241,9 +241,9 @@ class Ec2Machine:
             environment={**self._script_environment, procfs.STEP: step},
             timeout_s=timeout_s,
         )
-        return Outcome(ok=ended.ok, detail=ended.story)
+        return StepResult(ok=ended.ok, detail=ended.detail)
 
-    async def reset(self) -> Outcome:
+    async def reset(self) -> StepResult:
         return await self._reset()
 
     async def end(self, reason: str) -> None:  # noqa: ARG002 - the agent's event_log has it; EC2 takes none
@@ -319,4 +319,4 @@ def _lines(names: Sequence[str]) -> bytes:
 
 
 def _one_line(text: str) -> str:
-    return brief(" ".join(text.split()), MAX_NOTICE)
+    return truncate(" ".join(text.split()), MAX_NOTICE)

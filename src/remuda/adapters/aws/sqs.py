@@ -15,7 +15,7 @@ from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, code_of, translated
 from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
@@ -298,7 +298,7 @@ def _delivery(message: Mapping[str, Any]) -> Delivery:
     try:
         return Delivery(receipt=receipt, message=serialization.from_document(PoolMessage, _document(message)))
     except ValueError as error:
-        return Delivery(receipt=receipt, message=None, malformed=brief(str(error), MAX_REASON))
+        return Delivery(receipt=receipt, message=None, malformed=truncate(str(error), MAX_REASON))
 
 
 def _document(message: Mapping[str, Any]) -> Any:

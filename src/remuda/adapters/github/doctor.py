@@ -10,7 +10,7 @@ from remuda.adapters.github import responses
 from remuda.adapters.github.client import GitHubClient
 from remuda.domain.errors import UserError
 from remuda.ports.clock import Clock
-from remuda.ports.doctor import Check, Finding, clocks, ok, problem, warning
+from remuda.ports.doctor import Check, CheckResult, clocks, ok, problem, warning
 
 ACCESS = "github access"
 #: The doctor warns if less than one part in this many of the hourly rate limit is left.
@@ -41,11 +41,11 @@ class GitHubDoctor:
             Check(name="github clock", look=self._clocks, needs=(ACCESS,)),
         )
 
-    async def _credential(self) -> Finding:
+    async def _credential(self) -> CheckResult:
         github = await self._github()
         return ok(github.credential_description)
 
-    async def _access(self) -> Finding:
+    async def _access(self) -> CheckResult:
         if not self._scope:
             raise UserError("no scope is configured", fix="set --github-scope to an organisation or owner/repo")
         _, count = responses.parse_runner_page(responses.json_object(await self._first_page()))
@@ -56,7 +56,7 @@ class GitHubDoctor:
             self._response = await (await self._github()).first_runner_response(self._scope)
         return self._response
 
-    async def _rate_limit(self) -> Finding:
+    async def _rate_limit(self) -> CheckResult:
         headers = (await self._first_page()).headers
         try:
             left, limit = int(headers["x-ratelimit-remaining"]), int(headers["x-ratelimit-limit"])
@@ -70,5 +70,5 @@ class GitHubDoctor:
             return warning(found, "check what else uses this credential, or use a GitHub App, which has a higher limit")
         return ok(found)
 
-    async def _clocks(self) -> Finding:
+    async def _clocks(self) -> CheckResult:
         return clocks("GitHub", (await self._first_page()).headers.get("date", ""), self._clock)

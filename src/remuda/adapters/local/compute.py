@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from remuda import procfs
 from remuda.adapters.local import folder as files
-from remuda.adapters.local.launch import DRAFT, ROOT_LOCK, Launcher, is_on
-from remuda.adapters.local.options import Options
-from remuda.adapters.local.record import Record, read_record
+from remuda.adapters.local.launch import DRAFT, ROOT_LOCK, LocalLauncher, is_on
+from remuda.adapters.local.options import LocalOptions
+from remuda.adapters.local.record import MachineRecord, read_record
 from remuda.domain import timestamps
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
@@ -58,7 +58,7 @@ class LocalCompute:
         self._runner_source = runner_source.resolve()
         self._clock = clock
         self._calls = calls
-        self._launcher = Launcher(
+        self._launcher = LocalLauncher(
             root=self._root,
             pool=pool,
             runner_source=self._runner_source,
@@ -70,7 +70,7 @@ class LocalCompute:
 
     async def prepare(self, launch: Mapping[str, str]) -> Sequence[str]:
         self._calls.add(SERVICE, "prepare")
-        Options.parse(launch)
+        LocalOptions.parse(launch)
         if not self._runner_source.is_dir():
             raise UserError(
                 f"there is no runner software in {self._runner_source}",
@@ -177,7 +177,7 @@ class LocalCompute:
         known = files.supervisor(str(folder))
         since = known[1] if known is not None else 0
         for _ in range(HUNTS):
-            found = procfs.leftovers(folder.name, str(folder), since)
+            found = procfs.machine_processes(folder.name, str(folder), since)
             if not found:
                 return True
             procfs.kill(found, HUNT_PAUSE_S)
@@ -261,7 +261,7 @@ class LocalCompute:
         return True
 
 
-def _state(record: Record, *, on: bool) -> MachineState:
+def _state(record: MachineRecord, *, on: bool) -> MachineState:
     if not on:
         return MachineState.TERMINATED
     if record.ending_at is not None or record.finished:
@@ -271,7 +271,7 @@ def _state(record: Record, *, on: bool) -> MachineState:
 
 async def _stopped(pid: int, started: int, number: signal.Signals, timeout_s: float) -> bool:
     """Send the signal to exactly this process and wait for its end. Whether it has ended."""
-    descriptor = procfs.send(pid, started, number)
+    descriptor = procfs.send_signal(pid, started, number)
     if descriptor is None:
         return True
     loop = asyncio.get_running_loop()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from remuda.ports.doctor import Check, Finding, ok, problem
+from remuda.ports.doctor import Check, CheckResult, ok, problem
 
 #: What a runner's folder begins with.
 SCRIPTS = ("config.sh", "run.sh")
@@ -29,7 +29,7 @@ class LocalDoctor:
             Check(name="runner software", look=self._software, needs=(self.ready,)),
         )
 
-    async def _up(self) -> Finding:
+    async def _up(self) -> CheckResult:
         if not self._root.is_dir():
             return problem(f"there is no state folder {self._root}", self._fix)
         if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
@@ -39,7 +39,7 @@ class LocalDoctor:
             return problem(f"{' and '.join(down)} {'does' if len(down) == 1 else 'do'} not run", self._fix)
         return ok(f"up in {self._root}")
 
-    async def _software(self) -> Finding:
+    async def _software(self) -> CheckResult:
         missing = [name for name in SCRIPTS if not os.access(self._runner / name, os.X_OK)]
         if missing:
             return problem(f"{', '.join(missing)} missing in {self._runner}", self._fix)

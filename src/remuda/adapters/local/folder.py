@@ -112,7 +112,7 @@ def power_on(folder: str) -> int:
 
 
 def note_supervisor(descriptor: int, pid: int, started: int) -> None:
-    """Launcher and supervisor both write it, the same: whoever is first."""
+    """LocalLauncher and supervisor both write it, the same: whoever is first."""
     os.pwrite(descriptor, b"%d %d\n" % (pid, started), 0)
 
 

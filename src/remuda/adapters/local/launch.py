@@ -17,8 +17,8 @@ from pathlib import Path
 import remuda
 from remuda import procfs
 from remuda.adapters.local import folder as files
-from remuda.adapters.local.options import MachineType, Options, choose_type
-from remuda.adapters.local.record import Record
+from remuda.adapters.local.options import LocalMachineType, LocalOptions, choose_type
+from remuda.adapters.local.record import MachineRecord
 from remuda.domain.errors import CapacityError, Unavailable
 from remuda.domain.resources import UsageClass, is_instance_id
 from remuda.domain.serialization import from_document, to_document
@@ -36,7 +36,7 @@ _SOURCE = str(Path(remuda.__file__).parents[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class LaunchPlan:
     """What a token stands for, on disk before the first machine is made."""
 
     instance_ids: tuple[str, ...]
@@ -54,7 +54,7 @@ class Plan:
         return LaunchResult(instances=launched, errors=self.errors)
 
 
-class Launcher:
+class LocalLauncher:
     def __init__(
         self,
         *,
@@ -86,7 +86,7 @@ class Launcher:
         return changes
 
     def launch(self, request: LaunchRequest) -> LaunchResult:
-        options = Options.parse(request.launch)
+        options = LocalOptions.parse(request.launch)
         machine_type = choose_type(request.request)
         self.prepare()
         path = self._root / LAUNCHES / hashlib.sha256(request.client_token.encode()).hexdigest()
@@ -103,7 +103,7 @@ class Launcher:
             finally:
                 for descriptor in held.values():
                     os.close(descriptor)
-            plan = Plan(
+            plan = LaunchPlan(
                 instance_ids=tuple(made),
                 instance_type=plan.instance_type,
                 errors=(*plan.errors, *problems),
@@ -125,8 +125,8 @@ class Launcher:
     # What to launch
 
     def _plan(
-        self, path: Path, request: LaunchRequest, options: Options, machine_type: MachineType
-    ) -> tuple[Plan, dict[str, int]]:
+        self, path: Path, request: LaunchRequest, options: LocalOptions, machine_type: LocalMachineType
+    ) -> tuple[LaunchPlan, dict[str, int]]:
         """Decide on the names and give the drafts power, so that others count them."""
         held: dict[str, int] = {}
         with self._alone():
@@ -138,7 +138,7 @@ class Launcher:
                 while len(held) < count:
                     name = self._new_id()
                     held[name] = self._draft(name)
-                plan = Plan(instance_ids=tuple(held), instance_type=machine_type.name, errors=tuple(errors))
+                plan = LaunchPlan(instance_ids=tuple(held), instance_type=machine_type.name, errors=tuple(errors))
                 files.write(str(path), files.encode(to_document(plan)))
             except BaseException:
                 for descriptor in held.values():
@@ -146,7 +146,7 @@ class Launcher:
                 raise
         return plan, held
 
-    def _room(self, request: LaunchRequest, options: Options) -> tuple[int, list[str]]:
+    def _room(self, request: LaunchRequest, options: LocalOptions) -> tuple[int, list[str]]:
         limits: list[tuple[int, str]] = []
         if options.no_capacity:
             limits.append((0, "local: no capacity (fault no-capacity)."))
@@ -188,7 +188,12 @@ class Launcher:
     # The machines
 
     def _make_all(
-        self, plan: Plan, held: dict[str, int], request: LaunchRequest, options: Options, machine_type: MachineType
+        self,
+        plan: LaunchPlan,
+        held: dict[str, int],
+        request: LaunchRequest,
+        options: LocalOptions,
+        machine_type: LocalMachineType,
     ) -> tuple[list[str], list[str]]:
         def make(name: str) -> str:
             if (self._root / name).exists():
@@ -213,17 +218,17 @@ class Launcher:
             problems = dict(zip(plan.instance_ids, threads.map(make, plan.instance_ids), strict=True))
         return [name for name in problems if not problems[name]], [text for text in problems.values() if text]
 
-    def _fill(self, name: str, request: LaunchRequest, options: Options, machine_type: MachineType) -> None:
+    def _fill(self, name: str, request: LaunchRequest, options: LocalOptions, machine_type: LocalMachineType) -> None:
         draft = self._root / f"{DRAFT}{name}"
         for room in (files.HOME, files.TMP, files.WORK, files.LOGS):
             (draft / room).mkdir(mode=0o700)
         shutil.copytree(self._runner_source, draft / files.RUNNER, symlinks=True)
-        record = Record(
+        record = MachineRecord(
             instance_id=name,
             pool=self._pool,
             instance_type=machine_type.name,
             cpu=machine_type.cpu,
-            mmem=machine_type.mmem,
+            memory_mib=machine_type.memory_mib,
             tags={**request.tags, POOL_TAG: self._pool, PROVISION_TAG: request.provision_id},
             launched_at=self._clock.now(),
             launch=dict(request.launch),
@@ -262,7 +267,7 @@ class Launcher:
         # It outlives this object and often this process; `reap` takes note of its end.
         process.returncode = 0
         self._children.add(process.pid)
-        seen = procfs.look(process.pid)
+        seen = procfs.read_process(process.pid)
         if seen is not None:
             files.note_supervisor(power, seen.pid, seen.started)
 
@@ -275,10 +280,10 @@ def is_on(folder: Path) -> bool:
     return known is None or procfs.is_alive(*known)
 
 
-def _read_plan(path: Path) -> Plan | None:
+def _read_plan(path: Path) -> LaunchPlan | None:
     document = files.read(str(path))
     if document is None:
         return None
     with contextlib.suppress(ValueError):
-        return from_document(Plan, document)
+        return from_document(LaunchPlan, document)
     return None

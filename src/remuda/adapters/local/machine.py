@@ -16,14 +16,14 @@ from remuda.adapters.local.supervisor import FD_VARIABLE, FOLDER_VARIABLE
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.serialization import from_document, to_document
 from remuda.ports.clock import Clock
-from remuda.ports.machine import Identity, Memory, Outcome
+from remuda.ports.machine import AgentState, Identity, StepResult
 
 MAX_DETAIL = 500
 MAX_NOTICE = 500
 
 
 class LocalMachine:
-    def __init__(self, *, folder: Path, clock: Clock, reset: Callable[[], Awaitable[Outcome]]) -> None:
+    def __init__(self, *, folder: Path, clock: Clock, reset: Callable[[], Awaitable[StepResult]]) -> None:
         self._folder = folder
         self._clock = clock
         self._reset = reset
@@ -35,17 +35,17 @@ class LocalMachine:
             raise Unavailable(f"the machine's record in {self._folder} cannot be read")
         return Identity(instance_id=record.instance_id, pool=record.pool, margin_s=record.margin_s)
 
-    def recall(self) -> Memory:
+    def load(self) -> AgentState:
         document = files.read(str(self._folder / files.MEMORY))
         if document is not None:
             with contextlib.suppress(ValueError):
-                return from_document(Memory, document)
-        return Memory()
+                return from_document(AgentState, document)
+        return AgentState()
 
-    def remember(self, memory: Memory) -> None:
-        files.write(str(self._folder / files.MEMORY), files.encode(to_document(memory)), durable=True)
+    def save(self, state: AgentState) -> None:
+        files.write(str(self._folder / files.MEMORY), files.encode(to_document(state)), durable=True)
 
-    def arm(self, at: datetime) -> None:
+    def set_dead_man_timer(self, at: datetime) -> None:
         self._tell(f"arm {at.timestamp():.3f}")
 
     async def spot_notice(self) -> str:
@@ -56,13 +56,13 @@ class LocalMachine:
         except OSError:
             return ""
 
-    async def run_script(self, timeout_s: float) -> Outcome:
+    async def run_script(self, timeout_s: float) -> StepResult:
         script = self._folder / files.SCRIPT
         if not script.exists():
-            return Outcome(ok=True, detail="there is no pre-runner script")
+            return StepResult(ok=True, detail="there is no pre-runner script")
         step = f"script {self._folder}"
         # One that an earlier agent began would run beside this one.
-        await asyncio.to_thread(procfs.end_step, step)
+        await asyncio.to_thread(procfs.kill_step, step)
         ended = await scripts.run(
             script,
             log=self._folder / files.LOGS / "pre-runner.log",
@@ -70,9 +70,9 @@ class LocalMachine:
             environment={**job_environment(self._folder), procfs.STEP: step},
             timeout_s=timeout_s,
         )
-        return Outcome(ok=ended.ok, detail=ended.story)
+        return StepResult(ok=ended.ok, detail=ended.detail)
 
-    async def reset(self) -> Outcome:
+    async def reset(self) -> StepResult:
         return await self._reset()
 
     async def end(self, reason: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from remuda.domain.errors import CapacityError, UserError
-from remuda.domain.resources import Request
+from remuda.domain.resources import RunnerRequest
 
 BOOT_DELAY = "boot-delay-s"
 SCRIPT = "pre-runner-script"
@@ -22,7 +22,7 @@ FAULTS = "never-boots, dies-after-s=SECONDS, no-capacity or partial=COUNT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class LocalOptions:
     #: How long a machine is pending: to show cold starts against warm ones.
     boot_delay_s: float = 0.0
     script: str = ""
@@ -37,7 +37,7 @@ class Options:
     partial: int | None = None
 
     @classmethod
-    def parse(cls, launch: Mapping[str, str]) -> Options:
+    def parse(cls, launch: Mapping[str, str]) -> LocalOptions:
         for name in launch:
             if name not in NAMES:
                 raise UserError(
@@ -88,11 +88,11 @@ def _count(text: str, field: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineType:
+class LocalMachineType:
     name: str
     cpu: int
     #: MiB.
-    mmem: int
+    memory_mib: int
 
 
 _SIZES = (
@@ -108,19 +108,23 @@ _SIZES = (
 _FAMILIES = (("c6i", 2), ("m6i", 4), ("r6i", 8), ("c7g", 2))
 #: Small ones first: the first that fits is the cheapest.
 CATALOGUE = tuple(
-    MachineType(name=f"{family}.{size}", cpu=cpu, mmem=cpu * gib * 1024)
+    LocalMachineType(name=f"{family}.{size}", cpu=cpu, memory_mib=cpu * gib * 1024)
     for size, cpu in _SIZES
     for family, gib in _FAMILIES
 )
 
 
-def choose_type(request: Request) -> MachineType:
+def choose_type(request: RunnerRequest) -> LocalMachineType:
     wanted = request.resource_class
     for candidate in CATALOGUE:
-        if candidate.cpu >= wanted.cpu and candidate.mmem >= wanted.mmem and request.patterns.matches(candidate.name):
+        if (
+            candidate.cpu >= wanted.cpu
+            and candidate.memory_mib >= wanted.memory_mib
+            and request.patterns.matches(candidate.name)
+        ):
             return candidate
     raise CapacityError(
-        f"no local machine type matches {request.patterns} with the {wanted.cpu} cpu and {wanted.mmem} MiB "
+        f"no local machine type matches {request.patterns} with the {wanted.cpu} cpu and {wanted.memory_mib} MiB "
         f"of class {wanted.name}",
         fix="allow more types: the local backend plays c6i, m6i, r6i and c7g, from large to 16xlarge",
     )

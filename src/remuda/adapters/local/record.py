@@ -14,12 +14,12 @@ from remuda.domain.thresholds import MAX_LIFETIME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class MachineRecord:
     instance_id: str
     pool: str
     instance_type: str
     cpu: int
-    mmem: int
+    memory_mib: int
     tags: Mapping[str, str]
     launched_at: datetime
     #: The launch options as they were given.
@@ -41,13 +41,13 @@ class Record:
             raise ValueError("its margin or its first life cannot be one")
 
 
-def read_record(folder: Path) -> Record | None:
+def read_record(folder: Path) -> MachineRecord | None:
     """None where there is none, or it is not this folder's: jobs can write there."""
     document = files.read(str(folder / files.RECORD))
     if document is None:
         return None
     try:
-        record = from_document(Record, document)
+        record = from_document(MachineRecord, document)
     except ValueError:
         return None
     return record if record.instance_id == folder.name and is_instance_id(record.instance_id) else None

@@ -65,7 +65,7 @@ def _log(text: str) -> None:
         os.write(2, f"{_timestamp()} {text}\n".encode())
 
 
-class Supervisor:
+class MachineSupervisor:
     def __init__(self, folder: str, boot: dict[str, Any], record: dict[str, Any]) -> None:
         self._folder = folder
         self._command: list[str] = boot["command"]
@@ -289,7 +289,7 @@ def main() -> None:
     folder, power = sys.argv[1], int(sys.argv[2])
     # Nobody else may hold the power up.
     os.set_inheritable(power, False)  # noqa: FBT003  # os.set_inheritable takes no keyword
-    itself = procfs.look(os.getpid())
+    itself = procfs.read_process(os.getpid())
     if itself is not None:
         files.note_supervisor(power, itself.pid, itself.started)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -299,7 +299,7 @@ def main() -> None:
     if boot is None or record is None:
         _log("there is nothing to boot from")
         sys.exit(1)
-    Supervisor(folder, boot, record).run()
+    MachineSupervisor(folder, boot, record).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One connection in one thread: a wait for a lock never blocks the event loop."""
+"""A SQLite connection in a thread of its own, so that waiting for a lock does not block the event loop."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from remuda.domain.errors import Unavailable
 
 T = TypeVar("T")
 
-#: How long a write waits for the writers before it.
+#: Seconds that a write waits for the lock.
 BUSY_TIMEOUT_S = 5.0
 
-#: Tells one state of the file from another: connection, other processes' commits, our own.
-Token = tuple[int, int, int]
+#: Version of the file's content: connection number, commits of other connections, rows changed by this connection.
+FileVersion = tuple[int, int, int]
 
 
 class SqliteFile:
-    """Runs jobs on the file, one after another, each whole: a caller that is cancelled leaves its job to finish or,
-    where it had not begun, to be dropped.
+    """Runs jobs on the file one after another. If the caller is cancelled, a job that has started still completes and
+    a job that has not started is dropped.
     """
 
     def __init__(self, *, path: Path, busy_timeout_s: float, thread_name: str) -> None:
@@ -33,7 +33,7 @@ class SqliteFile:
         self._busy_timeout_s = busy_timeout_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
         self._closed = False
-        # These belong to the thread.
+        # Used in the thread only.
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int] | None = None
         self._openings = 0
@@ -42,7 +42,7 @@ class SqliteFile:
         return await self._submit(lambda: job(self._connected()))
 
     async def create(self, scratch: Path) -> bool:
-        """Make the file where there is none and open it; whether this call made it."""
+        """Create the file if it does not exist, and open it. Return whether this call created it."""
 
         def job() -> bool:
             created = schema.create(self.path, scratch)
@@ -51,10 +51,10 @@ class SqliteFile:
 
         return await self._submit(job)
 
-    def token(self, connection: sqlite3.Connection) -> Token:
-        """For jobs: equal to an earlier one where nothing was committed in between."""
+    def version(self, connection: sqlite3.Connection) -> FileVersion:
+        """Return the file's version. Called by jobs. Two equal versions mean that nothing was committed in between."""
         (version,) = connection.execute("PRAGMA data_version").fetchone()
-        # The version is blind to this connection's own commits; its count of changed rows is not.
+        # data_version ignores commits of this connection; total_changes counts them.
         return self._openings, int(version), connection.total_changes
 
     async def close(self) -> None:
@@ -77,7 +77,7 @@ class SqliteFile:
         return await asyncio.get_running_loop().run_in_executor(self._thread, guarded)
 
     def _connected(self) -> sqlite3.Connection:
-        """A file that was removed or replaced is not the store any more: writes to it would be lost in silence."""
+        """Return the connection. Reopen the file if it was replaced, because writes to the old one would be lost."""
         identity = self._identity()
         if self._connection is not None and identity != self._opened:
             self._disconnect()
@@ -102,7 +102,7 @@ class SqliteFile:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing, alone from its first read on: what is read here is still so when it is written."""
+    """A transaction that takes the write lock at its start, so that its reads stay valid until the commit."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield

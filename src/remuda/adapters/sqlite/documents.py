@@ -1,4 +1,4 @@
-"""Records as the text of a JSON column, and back."""
+"""Conversion between records and the text of a JSON column."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 def encode(record: Any) -> str:
-    return json.dumps(serialization.plain(record), separators=(",", ":"))
+    return json.dumps(serialization.to_jsonable(record), separators=(",", ":"))
 
 
 def decode(kind: type[T], text: str, name: str = "") -> T:
-    """`ValueError` where the text is not such a record, or lies where the record of `name` belongs and is another's."""
+    """Parse a record. Raises `ValueError` if the text is malformed or holds the record of another key than `name`."""
     record = serialization.from_document(kind, _load(text))
     match record:
         case Instance() | Report():
@@ -30,7 +30,7 @@ def decode(kind: type[T], text: str, name: str = "") -> T:
         case _:
             own = name
     if name and own != name:
-        raise ValueError("its key is not that of the record that it claims to be")
+        raise ValueError("the record's id differs from its key")
     return record
 
 

@@ -1,4 +1,4 @@
-"""What SQLite and the file system say, as Remuda's errors: the one place that knows their codes."""
+"""Translation of SQLite's and the file system's error codes into Remuda's errors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from remuda.domain.errors import RemudaError, Unavailable, UserError
 
 _CORRUPT = frozenset({sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT})
 _FORBIDDEN = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
-#: PROTOCOL: two processes met too often over the locks of the write-ahead log.
+#: SQLITE_PROTOCOL: too many conflicts over the locks of the write-ahead log.
 _LOCKED = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
-_TROUBLE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN})
+_TEMPORARY = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN})
 
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _WRONG_KIND = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG})
 
-#: The extended codes keep the primary one in their lowest byte.
+#: The lowest byte of an extended code is the primary code.
 _PRIMARY = 0xFF
 
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Errors of SQLite and of the file system leave as Remuda's. What no row knows is a bug and leaves as it is."""
+    """Raise SQLite and file system errors as Remuda's. Unknown SQLite errors are bugs and are raised unchanged."""
     try:
         yield
     except sqlite3.Error as error:
@@ -43,17 +43,17 @@ def missing(path: Path) -> UserError:
 
 
 def not_a_file(path: Path) -> UserError:
-    return UserError(f"{path} is a folder, not a store", fix="name a file for the store")
+    return UserError(f"{path} is a folder, not a store", fix="give the path of a file for the store")
 
 
 def not_a_store(path: Path) -> UserError:
-    return UserError(f"{path} is a database, but not a Remuda store", fix="name another file for the store")
+    return UserError(f"{path} is a database, but not a Remuda store", fix="use another file for the store")
 
 
 def too_new(path: Path, found: int, known: int) -> UserError:
     return UserError(
-        f"{path} has schema {found}, written by a newer Remuda; this one knows {known}",
-        fix="upgrade Remuda, or name another file for the store",
+        f"{path} has schema {found} of a newer Remuda; this version supports schema {known}",
+        fix="upgrade Remuda, or use another file for the store",
     )
 
 
@@ -64,15 +64,15 @@ def _from_sqlite(error: sqlite3.Error, path: Path) -> RemudaError | None:
     code &= _PRIMARY
     if code in _CORRUPT:
         return UserError(
-            f"{path} cannot be read as a store: {error}",
+            f"{path} is damaged or not a SQLite database: {error}",
             fix=f"move {path.name} and its -wal and -shm files away, then run remuda up or remuda refresh",
         )
     if code in _FORBIDDEN or (code == sqlite3.SQLITE_CANTOPEN and not _accessible(path)):
         return _not_writable(path, str(error))
     if code in _LOCKED:
         return Unavailable(f"{path} is locked by another process: {error}")
-    if code in _TROUBLE:
-        return Unavailable(f"{path} cannot be used now: {error}")
+    if code in _TEMPORARY:
+        return Unavailable(f"{path} is temporarily unusable: {error}")
     return None
 
 
@@ -81,18 +81,18 @@ def _from_system(error: OSError, path: Path) -> RemudaError:
     if error.errno in _REFUSED:
         return _not_writable(path, reason)
     if error.errno in _WRONG_KIND:
-        return UserError(f"there can be no store at {path}: {reason}", fix="name another file for the store")
-    return Unavailable(f"{path} cannot be used now: {reason}")
+        return UserError(f"cannot create a store at {path}: {reason}", fix="use another file for the store")
+    return Unavailable(f"{path} is temporarily unusable: {reason}")
 
 
 def _not_writable(path: Path, reason: str) -> UserError:
     return UserError(
-        f"the store {path} cannot be written: {reason}", fix="make the file and its folder writable for this user"
+        f"the store {path} is not writable: {reason}", fix="make the file and its folder writable for this user"
     )
 
 
 def _accessible(path: Path) -> bool:
-    """SQLite says "unable to open" for a lack of rights and for a lack of file handles alike."""
+    """Whether file and folder are writable. SQLite reports "unable to open" also for a lack of file handles."""
     effective = os.access in os.supports_effective_ids
     wanted = os.R_OK | os.W_OK
     return all(os.access(place, wanted, effective_ids=effective) for place in (path, path.parent))

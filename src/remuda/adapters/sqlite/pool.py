@@ -1,4 +1,4 @@
-"""The pool in one SQLite file: queues as SQS has them, for many processes of one machine."""
+"""The resource pool in a SQLite file, with the queue semantics of SQS, shared by the processes of one computer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from remuda.adapters.sqlite import queues
+from remuda.adapters.sqlite.change_poller import ChangePoller
 from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, encode
-from remuda.adapters.sqlite.queues import Incoming, Outgoing, Seal
-from remuda.adapters.sqlite.watch import Watch
+from remuda.adapters.sqlite.queues import DeliveryReceipt, NewMessage, ReceivedMessage
 from remuda.domain.resources import PoolMessage
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.pool import BATCH, Delivery
 
 T = TypeVar("T")
 
-#: How much a log may hear of a body that cannot be parsed.
+#: Maximum length of the parse error of a malformed message.
 MAX_REASON = 200
 
 
@@ -35,7 +35,7 @@ class SqliteResourcePool:
         self._clock = clock
         self._ids = ids
         self._calls = calls
-        self._watch: Watch[str, bool] = Watch(look=self._look, clock=clock, ids=ids)
+        self._poller: ChangePoller[str, bool] = ChangePoller(read_values=self._read_values, clock=clock, ids=ids)
 
     async def prepare(self, classes: Collection[str]) -> Sequence[str]:
         self._calls.add("pool", "prepare")
@@ -45,13 +45,13 @@ class SqliteResourcePool:
         return [f"queue {name}" for name in created]
 
     async def close(self) -> None:
-        await self._watch.close()
+        await self._poller.close()
         await self._file.close()
 
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
         visible_at = self._now() + delay_s
         outgoing = [
-            Outgoing(
+            NewMessage(
                 queue=message.resource_class,
                 body=encode(message),
                 visible_at=visible_at,
@@ -75,7 +75,7 @@ class SqliteResourcePool:
             if remaining_s <= 0:
                 return []
             try:
-                await self._watch.wait(resource_class, bool, remaining_s)
+                await self._poller.wait(resource_class, bool, remaining_s)
             except TimeoutError:
                 return []
             taken = await self._take(resource_class, limit, visibility_s)
@@ -95,34 +95,35 @@ class SqliteResourcePool:
         with self._counted("depth"):
             return await self._file.run(partial(queues.depth, queue=resource_class))
 
-    async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[Incoming]:
-        seals = [
-            Seal(receipt=self._ids.new("r-"), shuffle=self._ids.jitter()) for _ in range(max(0, min(limit, BATCH)))
+    async def _take(self, queue: str, limit: int, visibility_s: float) -> Sequence[ReceivedMessage]:
+        receipts = [
+            DeliveryReceipt(receipt=self._ids.new("r-"), shuffle=self._ids.jitter())
+            for _ in range(max(0, min(limit, BATCH)))
         ]
         now = self._now()
 
-        def job(connection: sqlite3.Connection) -> Sequence[Incoming]:
+        def job(connection: sqlite3.Connection) -> Sequence[ReceivedMessage]:
             queues.check(connection, queue)
-            # An empty queue is looked at often: it shall not cost others the write lock.
+            # Empty queues are polled often, so check without the write lock first.
             if not queues.ready(connection, [queue], now):
                 return []
             with transaction(connection):
-                return queues.write_taken(connection, queue, seals, now=now, hidden_until=now + visibility_s)
+                return queues.write_taken(connection, queue, receipts, now=now, hidden_until=now + visibility_s)
 
         return await self._file.run(job)
 
-    async def _look(self, names: Collection[str], new: Collection[str]) -> Mapping[str, bool]:  # noqa: ARG002
-        # Asked each time, commit or not: messages also come back because time passes.
+    async def _read_values(self, names: Collection[str], new: Collection[str]) -> Mapping[str, bool]:  # noqa: ARG002
+        # Read even without a commit, because messages also become visible when their time-out passes.
         ready = await self._file.run(partial(queues.ready, queues=names, now=self._now()))
         return dict.fromkeys(ready, True)
 
     async def _write(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        def whole(connection: sqlite3.Connection) -> T:
+        def in_transaction(connection: sqlite3.Connection) -> T:
             with transaction(connection):
                 return job(connection)
 
-        result = await self._file.run(whole)
-        self._watch.nudge()
+        result = await self._file.run(in_transaction)
+        self._poller.wake()
         return result
 
     def _counted(self, operation: str, count: int = 1) -> AbstractContextManager[None]:
@@ -136,8 +137,8 @@ def _batches(items: int) -> int:
     return -(-items // BATCH)
 
 
-def _delivery(incoming: Incoming) -> Delivery:
+def _delivery(message: ReceivedMessage) -> Delivery:
     try:
-        return Delivery(receipt=incoming.receipt, message=decode(PoolMessage, incoming.body))
+        return Delivery(receipt=message.receipt, message=decode(PoolMessage, message.body))
     except ValueError as error:
-        return Delivery(receipt=incoming.receipt, message=None, malformed=brief(str(error), MAX_REASON))
+        return Delivery(receipt=message.receipt, message=None, malformed=truncate(str(error), MAX_REASON))

@@ -1,4 +1,4 @@
-"""The statements on the queues: plain functions of a connection, run in its thread.
+"""SQL statements on the queues: functions of a connection, called in its thread.
 
 Functions named `write_…` must be called inside a transaction. Times are seconds since 1970.
 """
@@ -14,39 +14,39 @@ from remuda.domain.errors import NotFound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outgoing:
+class NewMessage:
     queue: str
     body: str
     visible_at: float
-    #: Its place among others, by chance: nobody shall come to rely on an order that SQS does not keep.
+    #: Random sort key: like SQS, the queue keeps no order.
     shuffle: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seal:
-    """What a received message is marked with: the receipt, and its place when it comes back."""
+class DeliveryReceipt:
+    """The receipt of a delivery, and the message's new sort key if it becomes visible again."""
 
     receipt: str
     shuffle: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Incoming:
+class ReceivedMessage:
     receipt: str
     body: str
 
 
 def check(connection: sqlite3.Connection, queue: str) -> None:
     if not connection.execute("SELECT 1 FROM queues WHERE name = ?", (queue,)).fetchall():
-        raise NotFound(f"there is no queue for class {queue}")
+        raise NotFound(f"no queue for resource class {queue}")
 
 
 def write_queues(connection: sqlite3.Connection, names: Sequence[str]) -> list[str]:
-    """Those that did not exist."""
+    """Create missing queues. Return the names of those created."""
     return [name for name in names if connection.execute("INSERT OR IGNORE INTO queues VALUES (?)", (name,)).rowcount]
 
 
-def write_new(connection: sqlite3.Connection, messages: Sequence[Outgoing]) -> None:
+def write_new(connection: sqlite3.Connection, messages: Sequence[NewMessage]) -> None:
     for queue in sorted({message.queue for message in messages}):
         check(connection, queue)
     connection.executemany(
@@ -56,7 +56,7 @@ def write_new(connection: sqlite3.Connection, messages: Sequence[Outgoing]) -> N
 
 
 def ready(connection: sqlite3.Connection, queues: Collection[str], now: float) -> list[str]:
-    """Those of the queues that have something to receive."""
+    """Return the queues that have a visible message."""
     found = connection.execute(
         "SELECT value FROM json_each(?) WHERE EXISTS (SELECT 1 FROM messages WHERE queue = value AND visible_at <= ?)",
         (json.dumps(sorted(queues)), now),
@@ -65,21 +65,21 @@ def ready(connection: sqlite3.Connection, queues: Collection[str], now: float) -
 
 
 def write_taken(
-    connection: sqlite3.Connection, queue: str, seals: Sequence[Seal], *, now: float, hidden_until: float
-) -> list[Incoming]:
-    """Hide as many messages as there are seals, or as there are messages."""
+    connection: sqlite3.Connection, queue: str, receipts: Sequence[DeliveryReceipt], *, now: float, hidden_until: float
+) -> list[ReceivedMessage]:
+    """Receive and hide up to one message per receipt."""
     found = connection.execute(
         "SELECT message_id, body FROM messages WHERE queue = ? AND visible_at <= ? ORDER BY shuffle LIMIT ?",
-        (queue, now, len(seals)),
+        (queue, now, len(receipts)),
     ).fetchall()
     connection.executemany(
         "UPDATE messages SET receipt = ?, shuffle = ?, visible_at = ? WHERE message_id = ?",
         [
-            (seal.receipt, seal.shuffle, hidden_until, message_id)
-            for seal, (message_id, _) in zip(seals, found, strict=False)
+            (new.receipt, new.shuffle, hidden_until, message_id)
+            for new, (message_id, _) in zip(receipts, found, strict=False)
         ],
     )
-    return [Incoming(receipt=seal.receipt, body=body) for seal, (_, body) in zip(seals, found, strict=False)]
+    return [ReceivedMessage(receipt=new.receipt, body=body) for new, (_, body) in zip(receipts, found, strict=False)]
 
 
 def write_deleted(connection: sqlite3.Connection, queue: str, receipts: Collection[str], now: float) -> None:

@@ -1,7 +1,7 @@
-"""The tables, and how a store's file comes to be.
+"""The database schema, and creating and opening the file.
 
-Each record is a JSON document; beside it stand the columns that searches need. Times in columns are fixed-width text,
-whose order is the order of time.
+Each record is a JSON document with additional columns for searches. Times in columns are fixed-width text that sorts
+chronologically.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from remuda.adapters.sqlite import errors
 
-#: Rises with each change that an older Remuda could not read.
+#: Incremented with each change that older versions cannot read.
 VERSION = 1
 
 _TABLES = """
@@ -77,10 +77,10 @@ CREATE INDEX messages_by_queue ON messages (queue, visible_at);
 
 
 def create(path: Path, scratch: Path) -> bool:
-    """Make a store where there is none. Returns whether this call made it.
+    """Create the store if it does not exist. Return whether this call created it.
 
-    It is built under another name and linked into place whole, so that nobody ever opens half a store, and so that
-    nobody contends for the lock that the switch to the write-ahead log needs.
+    The file is built under another name and then linked to its path, so that no process opens an incomplete store or
+    competes for the exclusive lock that the switch to the write-ahead log needs.
     """
     if path.exists():
         return False
@@ -106,12 +106,12 @@ def _link(scratch: Path, path: Path) -> bool:
     try:
         os.link(scratch, path)
     except FileExistsError:
-        return False  # another process was quicker; its store is as good
+        return False  # another process created the store first
     return True
 
 
 def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
-    """Open the store that is there, of a schema that we know. Creates nothing."""
+    """Open an existing store and check its schema version."""
     if path.is_dir():
         raise errors.not_a_file(path)
     if not path.exists():
@@ -119,7 +119,7 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=busy_timeout_s, isolation_level=None
     )
-    # Bytes that are no text must reach the parsing of the one record, not end the whole read.
+    # Invalid UTF-8 must fail the parsing of one record only, not the whole query.
     connection.text_factory = partial(str, encoding="utf-8", errors="replace")
     try:
         connection.execute("PRAGMA synchronous = NORMAL")

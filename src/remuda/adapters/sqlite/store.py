@@ -1,4 +1,4 @@
-"""The store in one SQLite file, for many processes of one machine."""
+"""The instance store in a SQLite file, shared by the processes of one computer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from remuda.adapters.sqlite import tables
-from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, SqliteFile, Token, transaction
+from remuda.adapters.sqlite.change_poller import ChangePoller
+from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, FileVersion, SqliteFile, transaction
 from remuda.adapters.sqlite.documents import decode, decode_times, encode
-from remuda.adapters.sqlite.tables import Key, Kind
-from remuda.adapters.sqlite.watch import Watch
+from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -28,7 +28,7 @@ R = TypeVar("R", Instance, Report)
 
 _CONFIG = "config"
 _SIGHTINGS = "sightings"
-_KINDS: Mapping[type[Any], Kind] = {Instance: Kind.CONTROL, Report: Kind.REPORT}
+_KINDS: Mapping[type[Any], RecordKind] = {Instance: RecordKind.CONTROL, Report: RecordKind.REPORT}
 
 
 class SqliteInstanceStore:
@@ -39,12 +39,12 @@ class SqliteInstanceStore:
         self._ids = ids
         self._calls = calls
         self._malformed: dict[str, str] = {}
-        # What a search found the last time, by operation: who looks again and again parses what has changed.
-        self._parsed_before: dict[str, dict[str, tuple[str, Any]]] = {}
-        self._watch: Watch[Key, str | None] = Watch(look=self._look, clock=clock, ids=ids)
-        # What the watch has seen: a file without commits, and documents without changes, are not looked at twice.
-        self._seen: Token | None = None
-        self._texts: dict[Key, str | None] = {}
+        # Documents and records of the last search per operation: a repeated search parses only changed documents.
+        self._parsed: dict[str, dict[str, tuple[str, Any]]] = {}
+        self._poller: ChangePoller[Key, str | None] = ChangePoller(read_values=self._read_values, clock=clock, ids=ids)
+        # Version and documents at the last poll. An unchanged file is not read again.
+        self._polled_version: FileVersion | None = None
+        self._polled_texts: dict[Key, str | None] = {}
 
     async def prepare(self) -> Sequence[str]:
         self._calls.add("store", "prepare")
@@ -53,7 +53,7 @@ class SqliteInstanceStore:
         return [f"store {path}"] if created else []
 
     async def close(self) -> None:
-        await self._watch.close()
+        await self._poller.close()
         await self._file.close()
 
     @property
@@ -63,21 +63,21 @@ class SqliteInstanceStore:
     # Control records ------------------------------------------------------------------------------------------
 
     async def apply(self, change: Change) -> Instance:
-        # Parsed again, so that the caller holds exactly what readers will see.
+        # Parse the written document, so that the caller gets exactly what readers will get.
         written = await self._write("apply", partial(self._change, change=change))
-        return self._there(Instance, written, change.instance_id)
+        return self._parse(Instance, written, change.instance_id)
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         def job(connection: sqlite3.Connection) -> list[Conflict | None]:
-            refused: list[Conflict | None] = []
+            conflicts: list[Conflict | None] = []
             for change in changes:
                 try:
                     self._change(connection, change)
                 except Conflict as conflict:
-                    refused.append(conflict)
+                    conflicts.append(conflict)
                 else:
-                    refused.append(None)
-            return refused
+                    conflicts.append(None)
+            return conflicts
 
         return await self._write("apply_all", job)
 
@@ -95,11 +95,11 @@ class SqliteInstanceStore:
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
         docs = await self._read("find", partial(tables.in_states, states=states, before=threshold_before))
-        return self._readable(Instance, docs, "find")
+        return self._parse_readable(Instance, docs, "find")
 
     async def find_by_provision(self, provision_id: str) -> Sequence[Instance]:
         docs = await self._read("find_by_provision", partial(tables.of_provision, provision_id=provision_id))
-        return self._readable(Instance, docs, "find_by_provision")
+        return self._parse_readable(Instance, docs, "find_by_provision")
 
     async def count_live(self) -> int:
         return await self._read("count_live", tables.count_live)
@@ -110,20 +110,20 @@ class SqliteInstanceStore:
         since: Instance | None,
         timeout_s: float,
         *,
-        urgent: bool = True,  # noqa: ARG002 - changes are told of here
+        urgent: bool = True,  # noqa: ARG002 - polling a local file is cheap, so every wait is urgent
     ) -> Instance | None:
         return await self._wait(Instance, instance_id, since, timeout_s)
 
     async def history(self, instance_id: str) -> Sequence[HistoryEntry]:
         docs = await self._read("history", partial(tables.history, instance_id=instance_id))
-        return self._lines(instance_id, docs)
+        return self._entries(instance_id, docs)
 
     async def histories(self, instance_ids: Collection[str]) -> Mapping[str, Sequence[HistoryEntry]]:
         rows = await self._read("histories", partial(tables.histories, instance_ids=instance_ids))
         docs: dict[str, list[str]] = {}
         for instance_id, doc in rows:
             docs.setdefault(instance_id, []).append(doc)
-        return {instance_id: self._lines(instance_id, found) for instance_id, found in docs.items()}
+        return {instance_id: self._entries(instance_id, found) for instance_id, found in docs.items()}
 
     async def forget(self, now: datetime) -> int:
         return await self._write("forget", partial(tables.write_forget, now=now))
@@ -137,7 +137,9 @@ class SqliteInstanceStore:
         return await self._get_many("get_reports", Report, instance_ids)
 
     async def troubled_reports(self) -> Sequence[Report]:
-        found = self._readable(Report, await self._read("troubled_reports", tables.all_reports), "troubled_reports")
+        found = self._parse_readable(
+            Report, await self._read("troubled_reports", tables.all_reports), "troubled_reports"
+        )
         return [report for report in found if report.troubled]
 
     async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
@@ -178,7 +180,7 @@ class SqliteInstanceStore:
         def job(connection: sqlite3.Connection) -> None:
             current = self._provision(connection, before.run_id, before.provision_id)
             if not before.is_as_stored(current):
-                raise Conflict(f"provision {before.provision_id} has moved on", current=current)
+                raise Conflict(f"provision {before.provision_id} has changed", current=current)
             tables.write_provision(connection, after)
 
         await self._write("replace_provision", job)
@@ -188,25 +190,25 @@ class SqliteInstanceStore:
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         docs = await self._read("provisions_of_run", partial(tables.of_run, run_id=run_id))
-        return list(self._all(Provision, docs).values())
+        return list(self._parse_strictly(Provision, docs).values())
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         docs = await self._read("unsettled_provisions", partial(tables.unsettled, deadline_before=deadline_before))
-        return self._readable(Provision, docs, "unsettled_provisions")
+        return self._parse_readable(Provision, docs, "unsettled_provisions")
 
     async def recent_provisions(self, limit: int, *, since: datetime | None = None) -> Sequence[Provision]:
         docs = await self._read("recent_provisions", partial(tables.recent, limit=limit, since=since))
-        return self._readable(Provision, docs, "recent_provisions")
+        return self._parse_readable(Provision, docs, "recent_provisions")
 
     # Pool configuration and the sweeps' memory ----------------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
         text = await self._read("get_config", partial(tables.single, name=_CONFIG))
-        return self._parsed(PoolConfig, text, _CONFIG)
+        return self._parse_optional(PoolConfig, text, _CONFIG)
 
     async def put_config(self, config: PoolConfig) -> None:
         def job(connection: sqlite3.Connection) -> None:
-            current = self._parsed(PoolConfig, tables.single(connection, _CONFIG), _CONFIG)
+            current = self._parse_optional(PoolConfig, tables.single(connection, _CONFIG), _CONFIG)
             if config.revision != (current.revision if current else 0) + 1:
                 raise Conflict(f"revision {config.revision} does not follow the stored one", current=current)
             tables.write_single(connection, _CONFIG, encode(config))
@@ -215,7 +217,7 @@ class SqliteInstanceStore:
 
     async def get_sightings(self) -> Mapping[str, datetime]:
         text = await self._read("get_sightings", partial(tables.single, name=_SIGHTINGS))
-        return {} if text is None else self._checked(lambda: decode_times(text), _SIGHTINGS)
+        return {} if text is None else self._or_unreadable(lambda: decode_times(text), _SIGHTINGS)
 
     async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
         text = encode(sightings)
@@ -228,97 +230,97 @@ class SqliteInstanceStore:
             return await self._file.run(job)
 
     async def _write(self, operation: str, job: Callable[[sqlite3.Connection], T]) -> T:
-        def whole(connection: sqlite3.Connection) -> T:
+        def in_transaction(connection: sqlite3.Connection) -> T:
             with transaction(connection):
                 return job(connection)
 
         with self._calls.counted("store", operation):
-            result = await self._file.run(whole)
-        # Where the caller was cancelled meanwhile, the next look finds the write by its token.
-        self._watch.nudge()
+            result = await self._file.run(in_transaction)
+        # Skipped if the caller was cancelled; then the next poll finds the write by the file's version.
+        self._poller.wake()
         return result
 
     async def _get_many(self, operation: str, record: type[R], instance_ids: Collection[str]) -> Mapping[str, R]:
         docs = await self._read(operation, partial(tables.many, kind=_KINDS[record], instance_ids=instance_ids))
-        return self._all(record, docs.items())
+        return self._parse_strictly(record, docs.items())
 
     async def _wait(self, record: type[R], instance_id: str, since: R | None, timeout_s: float) -> R | None:
         def differs(text: str | None) -> bool:
             try:
                 return (None if text is None else decode(record, text, instance_id)) != since
             except ValueError:
-                return True  # the waiter's own parsing says what is wrong
+                return True  # the caller parses it again and reports the error
 
         key = (_KINDS[record], instance_id)
         try:
-            text = await self._watch.wait(key, differs, timeout_s)
+            text = await self._poller.wait(key, differs, timeout_s)
         except TimeoutError:
             text = await self._read("poll", partial(tables.one, kind=key[0], instance_id=instance_id))
-        return self._parsed(record, text, instance_id)
+        return self._parse_optional(record, text, instance_id)
 
-    async def _look(self, keys: Collection[Key], new: Collection[Key]) -> Mapping[Key, str | None]:
-        seen = self._seen
+    async def _read_values(self, keys: Collection[Key], new: Collection[Key]) -> Mapping[Key, str | None]:
+        polled_version = self._polled_version
 
-        def job(connection: sqlite3.Connection) -> tuple[Token, dict[Key, str | None]]:
-            # The token first: what is committed between the two reads is then seen twice, not never.
-            token = self._file.token(connection)
-            wanted = new if token == seen else keys
-            return token, tables.by_keys(connection, wanted) if wanted else {}
+        def job(connection: sqlite3.Connection) -> tuple[FileVersion, dict[Key, str | None]]:
+            # Read the version first: a commit between the two reads is then read twice instead of never.
+            version = self._file.version(connection)
+            wanted = new if version == polled_version else keys
+            return version, tables.by_keys(connection, wanted) if wanted else {}
 
-        self._seen, texts = await self._file.run(job)
+        self._polled_version, texts = await self._file.run(job)
         if texts:
             self._calls.add("store", "poll")
-        news = {key: text for key, text in texts.items() if key in new or self._texts.get(key) != text}
-        self._texts = {key: texts.get(key, self._texts.get(key)) for key in keys}
-        return news
+        before = self._polled_texts
+        self._polled_texts = {key: texts.get(key, before.get(key)) for key in keys}
+        return {key: text for key, text in texts.items() if key in new or before.get(key) != text}
 
     # Parsing --------------------------------------------------------------------------------------------------
 
     def _one(self, connection: sqlite3.Connection, record: type[R], instance_id: str) -> R | None:
-        return self._parsed(record, tables.one(connection, _KINDS[record], instance_id), instance_id)
+        return self._parse_optional(record, tables.one(connection, _KINDS[record], instance_id), instance_id)
 
     def _provision(self, connection: sqlite3.Connection, run_id: str, provision_id: str) -> Provision | None:
-        return self._parsed(Provision, tables.provision(connection, run_id, provision_id), provision_id)
+        return self._parse_optional(Provision, tables.provision(connection, run_id, provision_id), provision_id)
 
-    def _parsed(self, record: type[T], text: str | None, what: str) -> T | None:
-        return None if text is None else self._there(record, text, what)
+    def _parse_optional(self, record: type[T], text: str | None, what: str) -> T | None:
+        return None if text is None else self._parse(record, text, what)
 
-    def _there(self, record: type[T], text: str, what: str) -> T:
-        return self._checked(lambda: decode(record, text, what), what)
+    def _parse(self, record: type[T], text: str, what: str) -> T:
+        return self._or_unreadable(lambda: decode(record, text, what), what)
 
-    def _checked(self, parse: Callable[[], T], what: str) -> T:
+    def _or_unreadable(self, parse: Callable[[], T], what: str) -> T:
         try:
             return parse()
         except ValueError as error:
             raise Unreadable(str(self._file.path), {what: str(error)}) from error
 
-    def _lines(self, instance_id: str, docs: Iterable[str]) -> list[HistoryEntry]:
-        lines: list[HistoryEntry] = []
+    def _entries(self, instance_id: str, docs: Iterable[str]) -> list[HistoryEntry]:
+        entries: list[HistoryEntry] = []
         for doc in docs:
             try:
-                lines.append(decode(HistoryEntry, doc))
+                entries.append(decode(HistoryEntry, doc))
             except ValueError as error:
                 self._malformed[f"history of {instance_id}"] = str(error)
-        return lines
+        return entries
 
-    def _all(self, record: type[T], texts: Iterable[tuple[str, str]]) -> dict[str, T]:
-        records, unreadable = _sorted_out(record, texts)
+    def _parse_strictly(self, record: type[T], texts: Iterable[tuple[str, str]]) -> dict[str, T]:
+        records, unreadable = _parse_all(record, texts)
         if unreadable:
             raise Unreadable(str(self._file.path), unreadable, records=records)
         return records
 
-    def _readable(self, record: type[T], texts: Sequence[tuple[str, str]], operation: str) -> Sequence[T]:
-        before = self._parsed_before.get(operation, {})
-        records, unreadable = _sorted_out(record, texts, before)
+    def _parse_readable(self, record: type[T], texts: Sequence[tuple[str, str]], operation: str) -> Sequence[T]:
+        before = self._parsed.get(operation, {})
+        records, unreadable = _parse_all(record, texts, before)
         self._malformed |= unreadable
-        self._parsed_before[operation] = {name: (text, records[name]) for name, text in texts if name in records}
+        self._parsed[operation] = {name: (text, records[name]) for name, text in texts if name in records}
         return list(records.values())
 
 
-def _sorted_out(
+def _parse_all(
     record: type[T], texts: Iterable[tuple[str, str]], before: Mapping[str, tuple[str, T]] | None = None
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """By name: what can be parsed, and why the others cannot. `before`: texts that were parsed, with their records."""
+    """Return the parsed records and the parse errors, by name. `before` holds parsed texts and records."""
     records: dict[str, T] = {}
     unreadable: dict[str, str] = {}
     known = before or {}

@@ -1,4 +1,4 @@
-"""The statements on the store's tables: plain functions of a connection, run in its thread.
+"""SQL statements on the store's tables: functions of a connection, called in its thread.
 
 Functions named `write_…` must be called inside a transaction.
 """
@@ -18,22 +18,22 @@ from remuda.domain.signals import Report
 from remuda.ports.store import HISTORY_LIMIT
 
 
-class Kind(StrEnum):
-    """What can be waited for."""
+class RecordKind(StrEnum):
+    """The kinds of records for which a process can wait."""
 
     CONTROL = "control"
     REPORT = "report"
 
 
-Key = tuple[Kind, str]
+Key = tuple[RecordKind, str]
 
 _BY_ID = {
-    Kind.CONTROL: "SELECT doc FROM instances WHERE instance_id = ?",
-    Kind.REPORT: "SELECT doc FROM reports WHERE instance_id = ?",
+    RecordKind.CONTROL: "SELECT doc FROM instances WHERE instance_id = ?",
+    RecordKind.REPORT: "SELECT doc FROM reports WHERE instance_id = ?",
 }
 _BY_IDS = {
-    Kind.CONTROL: "SELECT instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))",
-    Kind.REPORT: "SELECT instance_id, doc FROM reports WHERE instance_id IN (SELECT value FROM json_each(?))",
+    RecordKind.CONTROL: "SELECT instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))",
+    RecordKind.REPORT: "SELECT instance_id, doc FROM reports WHERE instance_id IN (SELECT value FROM json_each(?))",
 }
 _BY_KEYS = """
 SELECT 'control', instance_id, doc FROM instances WHERE instance_id IN (SELECT value FROM json_each(?))
@@ -42,19 +42,19 @@ SELECT 'report', instance_id, doc FROM reports WHERE instance_id IN (SELECT valu
 """
 
 
-def one(connection: sqlite3.Connection, kind: Kind, instance_id: str) -> str | None:
+def one(connection: sqlite3.Connection, kind: RecordKind, instance_id: str) -> str | None:
     return _first(connection.execute(_BY_ID[kind], (instance_id,)))
 
 
-def many(connection: sqlite3.Connection, kind: Kind, instance_ids: Collection[str]) -> dict[str, str]:
+def many(connection: sqlite3.Connection, kind: RecordKind, instance_ids: Collection[str]) -> dict[str, str]:
     return dict(connection.execute(_BY_IDS[kind], (json.dumps(sorted(instance_ids)),)).fetchall())
 
 
 def by_keys(connection: sqlite3.Connection, keys: Collection[Key]) -> dict[Key, str | None]:
-    wanted = [json.dumps(sorted(each for kind, each in keys if kind is wanted)) for wanted in Kind]
+    wanted = [json.dumps(sorted(each for kind, each in keys if kind is wanted)) for wanted in RecordKind]
     found: dict[Key, str | None] = dict.fromkeys(keys)
     for kind, instance_id, doc in connection.execute(_BY_KEYS, wanted):
-        found[Kind(kind), instance_id] = doc
+        found[RecordKind(kind), instance_id] = doc
     return found
 
 
@@ -62,7 +62,7 @@ def by_keys(connection: sqlite3.Connection, keys: Collection[Key]) -> dict[Key, 
 
 
 def write_instance(connection: sqlite3.Connection, record: Instance, entry: HistoryEntry) -> str:
-    """The record and its history entry. Returns the document."""
+    """Write the record and its history entry. Return the JSON document."""
     doc = encode(record)
     connection.execute(
         "INSERT OR REPLACE INTO instances (instance_id, state, epoch, threshold, provision_id, forget_at, doc)"
@@ -113,14 +113,14 @@ def in_states(
 
 
 def all_reports(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """One for each machine of this computer: few."""
+    """Return all reports: one per local machine, so there are few."""
     return _named(connection.execute("SELECT instance_id, doc FROM reports"))
 
 
 def of_provision(connection: sqlite3.Connection, provision_id: str) -> list[tuple[str, str]]:
     return _named(
         connection.execute(
-            # The second term lets the partial index serve.
+            # SQLite uses the partial index only with the second condition.
             "SELECT instance_id, doc FROM instances WHERE provision_id = ? AND provision_id <> '' ORDER BY instance_id",
             (provision_id,),
         )
@@ -190,7 +190,7 @@ def recent(connection: sqlite3.Connection, limit: int, since: datetime | None) -
     )
 
 
-# Single documents, and forgetting ---------------------------------------------------------------------------------
+# Single documents, and expired records ----------------------------------------------------------------------------
 
 
 def single(connection: sqlite3.Connection, name: str) -> str | None:
@@ -202,7 +202,7 @@ def write_single(connection: sqlite3.Connection, name: str, doc: str) -> None:
 
 
 def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
-    """Remove what is due; how many records and provisions went."""
+    """Delete records and provisions that are due. Return their number."""
     due = "SELECT instance_id FROM instances WHERE state = 'terminated' AND forget_at <= ?"
     connection.execute(f"DELETE FROM reports WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
     connection.execute(f"DELETE FROM history WHERE instance_id IN ({due})", (time_text(now),))  # noqa: S608 - constant
@@ -214,7 +214,7 @@ def write_forget(connection: sqlite3.Connection, *, now: datetime) -> int:
 
 
 def _named(cursor: sqlite3.Cursor) -> list[tuple[str, str]]:
-    """Names and documents."""
+    """Return names and documents."""
     return cursor.fetchall()
 
 

@@ -1,4 +1,4 @@
-"""The real clock and the real source of ids: the one place that touches them."""
+"""The system clock and random ids. No other module uses the real time or randomness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SystemClock:
         return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
-        import asyncio  # noqa: PLC0415 - help tells the time too, and must not pay for an event loop
+        import asyncio  # noqa: PLC0415 - commands that only print help use the clock, but no event loop
 
         await asyncio.sleep(seconds)
 

@@ -1,4 +1,4 @@
-"""Price tables from files: the one that comes with the package, or the user's own."""
+"""Price tables from files: the table in the package, or a file of the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import FIELD, PriceTable, parse_prices
 
-#: A list of all types there are is below a tenth of this.
+#: A table of all instance types is smaller than a tenth of this.
 MAX_BYTES = 2_000_000
 
 
@@ -19,12 +19,12 @@ def shipped_prices() -> PriceTable:
 
 
 def chosen_prices(path: str | None) -> PriceTable:
-    """The user's, where there is one."""
+    """Return the user's price table, or the one in the package if `path` is empty."""
     return read_prices(Path(path)) if path else shipped_prices()
 
 
 def read_prices(path: Path) -> PriceTable:
-    fix = "name a JSON file of prices, or leave it out"
+    fix = "give the path of a JSON price table, or omit the setting"
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)

@@ -1,6 +1,6 @@
-"""`remuda demo`: the whole story on this machine, told as it happens, with its claims checked at the end.
+"""`remuda demo`: a tour of the pool's lifecycle on this machine that verifies its own results.
 
-It drives the same commands that a person would type, against the same backend that `remuda up` starts.
+It runs the same commands as a user, against the same backend that `remuda up` starts.
 """
 
 from __future__ import annotations
@@ -10,111 +10,62 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remuda import procfs
-from remuda.adapters.local.folder import supervisor
-from remuda.adapters.system.clock import SystemClock
-from remuda.cli.demo.checks import Histories, foreign_jobs, histories, living, retirements
-from remuda.cli.demo.fleet import Decided, launch_fleet
-from remuda.cli.demo.report import Claim, DemoReport, Provisioning, Releasing, Retired, show
-from remuda.cli.local_backend import SWEEPER, Background
+from remuda.cli.demo.environment import BOOT_S, SCOPE, DemoEnvironment
+from remuda.cli.demo.fleet import ScaleDownDecisions, launch_fleet
+from remuda.cli.demo.report import (
+    DemoCheck,
+    DemoProvision,
+    DemoRelease,
+    DemoReport,
+    foreign_jobs,
+    live_instances,
+    retirements,
+    show_report,
+)
 from remuda.cli.output import Output
-from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable
-from remuda.domain.instance import Instance, State
-from remuda.fake_github.client import SimClient, SimStep
-from remuda.fake_github.endpoint import read_endpoint
-from remuda.fake_github.model import Settings as SimSettings
-from remuda.ports.event_log import SilentEventLog
-from remuda.wiring import layout, open_context
+from remuda.domain.instance import State
+from remuda.fake_github.client import FakeGitHubClient, JobStep
+from remuda.fake_github.model import FakeGitHubSettings
 
-SCOPE = "remuda/demo"
-#: A machine boots this long in the demo: what a warm one saves.
-BOOT_S = 3.0
-#: Both outlast the story, also on a machine that is busy with other things.
+#: Idle time in seconds. Long enough for the whole demo, even on a busy machine.
 IDLE_S = 900.0
-RELEASE_S = 120.0
+#: Idle time in seconds for the instance that terminates itself.
 SHORT_IDLE_S = 2.0
+#: Seconds after which the local GitHub gives up a job of a lost runner.
 LEASE_S = 3.0
-#: How long the story waits for something that should happen.
-LIMIT_S = 120.0
-PAUSE_S = 0.05
-#: How a machine says that it ended itself: its agent saw that its time was up, or was kept from it, and the timer did.
-ENDED_ITSELF = ("time in idle is up", "the dead-man timer ran out")
-CHUNK = 64 * 1024
-#: How far back its live page goes.
-PAGE_SHOWS_S = 3_600.0
-
-_WORKFLOW = """\
-name: {name}
-on: push
-jobs:
-  provision:
-    runs-on: ubuntu-latest
-    steps:
-      - run: remuda provision --instance-count {count} --json > "$DEMO_FOLDER/provision-$GITHUB_RUN_ID.json"
-  test:
-    needs: provision
-    runs-on: ${{{{ github.run_id }}}}
-    strategy:
-      matrix:
-        shard: [{shards}]
-    steps:
-      - name: left from another run?
-        run: test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"
-      - name: test
-        run: echo "shard ${{{{ matrix.shard }}}} of run $GITHUB_RUN_ID" && sleep {work_s}
-  release:
-    needs: [provision, test]
-    if: always()
-    runs-on: ubuntu-latest
-    steps:
-      - run: remuda release --json > "$DEMO_FOLDER/release-$GITHUB_RUN_ID.json"
-"""
+#: Reasons of an instance that terminated itself: its agent saw the deadline, or else the dead-man timer fired.
+SELF_TERMINATED = ("time in idle is up", "the dead-man timer ran out")
 
 
-@dataclass(kw_only=True)
-class _Told:
-    """What the story has gathered so far."""
-
-    provisions: list[Provisioning] = field(default_factory=list)
-    releases: list[Releasing] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
-
-    def claim(self, text: str, *, holds: bool, detail: str = "") -> None:
-        self.claims.append(Claim(text=text, holds=holds, detail=detail))
-
-
-async def run_demo_story(output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False) -> int:
+async def run_local_demo(output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False) -> int:
     root = folder or Path(tempfile.mkdtemp(prefix="remuda-demo-"))
-    story = Story(output, root)
+    demo = LocalDemo(output, root)
     try:
-        async with story.shown_live() if dashboard else contextlib.nullcontext():
+        async with demo.environment.live_page() if dashboard else contextlib.nullcontext():
             try:
-                report = await story.tell()
-                page = await story.write_page(_page(folder))
+                report = await demo.run()
+                page = await demo.write_report_page(_report_page(folder))
             finally:
-                await asyncio.shield(story.clean_up())
-            show(output, report)
-            output.say(f"the report of it all: {page}", style="bold")
+                await asyncio.shield(demo.clean_up())
+            show_report(output, report)
+            output.say(f"usage report: {page}", style="bold")
             output.result({**report.document(), "report_page": str(page)})
             if dashboard and (keep or (sys.stdin.isatty() and sys.stdout.isatty())):
-                await story.stay()
+                await demo.environment.keep_page_open()
     finally:
         if folder is None:
             shutil.rmtree(root, ignore_errors=True)
-    return 0 if report.holds else 1
+    return 0 if report.passed else 1
 
 
-def _page(folder: Path | None) -> Path:
-    """Where it stays after everything else is cleaned up."""
+def _report_page(folder: Path | None) -> Path:
+    """Path of the report, which is kept after the demo's other files are deleted."""
     if folder is not None:
         return folder / "report.html"
     handle, name = tempfile.mkstemp(prefix="remuda-report-", suffix=".html")
@@ -122,331 +73,202 @@ def _page(folder: Path | None) -> Path:
     return Path(name)
 
 
-class Story:
+class LocalDemo:
+    """The chapters of the demo and the results collected so far."""
+
     def __init__(self, output: Output, root: Path) -> None:
+        self.environment = DemoEnvironment(output, root)
         self._output = output
-        self._settings = Settings(dir=root / "state", github_scope=SCOPE)
-        self._root = root
-        self._clock = SystemClock()
-        self._began = self._clock.monotonic()
-        self._told = _Told()
-        self._cleaned = False
-        self._page_url = ""
+        self._began = self.environment.clock.monotonic()
+        self._provisions: list[DemoProvision] = []
+        self._releases: list[DemoRelease] = []
+        self._checks: list[DemoCheck] = []
+        self._down = False
 
-    async def tell(self) -> DemoReport:
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._title("Up: a local GitHub and the sweeps, in the background")
-        await self._remuda("up")
-        self._title(f"Refresh: the pool's configuration (machines boot for {BOOT_S:g} s here)")
-        await self._refresh(idle_s=IDLE_S)
-        await self._cold()
-        await self._warm()
+    async def run(self) -> DemoReport:
+        environment = self.environment
+        environment.title("Up: start a local GitHub and the periodic refresh in the background")
+        await environment.remuda("up")
+        environment.title(f"Refresh: store the pool's configuration (instances take {BOOT_S:g} s to boot here)")
+        await environment.refresh(idle_s=IDLE_S)
+        await self._cold_provision()
+        await self._warm_provision()
         await self._scale_down()
-        await self._crash()
+        await self._crash_during_release()
         await self._self_termination()
-        return await self._last_look()
+        return await self._down_and_report()
 
-    @contextlib.asynccontextmanager
-    async def shown_live(self) -> AsyncIterator[None]:
-        """On a page of this machine alone, from before the beginning."""
-        from remuda.web.dashboard import server  # noqa: PLC0415 - a web server only where there is a page
-
-        place = server.find_place("127.0.0.1", 0, None, {})
-        listener = server.listen(place)
-        self._page_url = server.address(place, listener)
-        self._output.say(f"live on {self._page_url}", style="bold")
-        async with server.serving(self._settings, place, listener, every_s=None, since_s=PAGE_SHOWS_S, asks=False):
-            yield
-
-    async def stay(self) -> None:
-        """Until Ctrl-C, which is how it ends and no failure."""
-        self._output.say(f"the page stays open until Ctrl-C: {self._page_url}", style="bold")
-        task = asyncio.current_task()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            if task is not None:
-                task.uncancel()
-
-    async def write_page(self, page: Path) -> Path:
-        self._title("The report: reuse, waiting times, machine hours, cost")
-        await self._remuda("report", "--html", str(page))
+    async def write_report_page(self, page: Path) -> Path:
+        self.environment.title("Report: reuse, waiting times, instance hours, cost")
+        await self.environment.remuda("report", "--html", str(page))
         return page
 
     async def clean_up(self) -> None:
-        """Also after Ctrl-C: nothing stays behind."""
-        if not self._cleaned:
-            self._cleaned = True
+        """Stop the backend, also after Ctrl-C."""
+        if not self._down:
+            self._down = True
             with contextlib.suppress(Unavailable):
-                await self._remuda("down")
+                await self.environment.remuda("down")
 
-    async def _cold(self) -> None:
-        self._title("A workflow with a matrix of three: the pool is empty, three runners are created")
+    # Chapters ---------------------------------------------------------------------------------------------------
+
+    async def _cold_provision(self) -> None:
+        self.environment.title("Cold start: the pool is empty, so a workflow with three jobs creates three runners")
         jobs = await self._workflow("cold", run_id="1001", count=3)
-        cold = self._told.provisions[-1]
-        self._told.claim("the first run creates three runners", holds=(cold.reused, cold.created) == (0, 3))
-        self._told.claim("its three jobs succeed on three machines", holds=_spread(jobs) == 3)
+        cold = self._provisions[-1]
+        self._check("the first run creates three runners", passed=(cold.reused, cold.created) == (0, 3))
+        self._check("its three jobs succeed on three instances", passed=_successful_instances(jobs) == 3)
 
-    async def _warm(self) -> None:
-        self._title("Two workflows at once, five runners: three are reused, two are created")
+    async def _warm_provision(self) -> None:
+        self.environment.title("Reuse: two concurrent workflows need five runners; three are reused, two are created")
         await asyncio.gather(
             self._workflow("left", run_id="1002", count=2), self._workflow("right", run_id="1003", count=3)
         )
-        reused = sum(item.reused for item in self._told.provisions[-2:])
-        created = sum(item.created for item in self._told.provisions[-2:])
-        self._told.claim("two overlapping runs reuse all three and create two", holds=(reused, created) == (3, 2))
-        self._title("A workflow on a warm pool: nothing to wait for")
+        reused = sum(item.reused for item in self._provisions[-2:])
+        created = sum(item.created for item in self._provisions[-2:])
+        self._check("two concurrent runs reuse three runners and create two", passed=(reused, created) == (3, 2))
+        self.environment.title("Warm start: all runners come from the pool")
         await self._workflow("warm", run_id="1004", count=3)
-        warm = self._told.provisions[-1]
-        self._told.claim("a run on a warm pool creates nothing", holds=(warm.reused, warm.created) == (3, 0))
+        warm = self._provisions[-1]
+        self._check("a run on a warm pool creates no runner", passed=(warm.reused, warm.created) == (3, 0))
 
     async def _scale_down(self) -> None:
-        self._title("Scale-down: four machines that the pool has no records of, known by their tags alone")
-        fleet = await launch_fleet(self._settings, SCOPE)
-        self._say(f"{fleet.silent} never registers; {fleet.mistaken} is tagged as an orphan by mistake")
+        environment = self.environment
+        environment.title("Scale-down: four instances without records, found by their tags")
+        fleet = await launch_fleet(environment.settings, SCOPE)
+        environment.log(f"{fleet.unregistered} never registers; {fleet.mistagged} is tagged as an orphan by mistake")
         limits = ("--minimum-running-time-in-minutes", "0", "--runner-boot-time-in-minutes", "0.01")
         keep_two = ("--idle-config", json.dumps([{"cron": "* * * * *", "idleCount": 2}]))
-        self._output.say(await self._remuda("scale-down", "--dry-run", *limits, *keep_two))
-        first = Decided.parse(await self._json("scale-down", *limits, *keep_two))
-        second = Decided.parse(await self._json("scale-down", *limits, *keep_two))
-        told = self._told
-        told.claim(
-            "a machine that never registers is marked as an orphan, and ended a cycle later",
-            holds=(first.last([fleet.silent]), second.last([fleet.silent])) == (["mark-orphan"], ["terminate"]),
+        self._output.say(await environment.remuda("scale-down", "--dry-run", *limits, *keep_two))
+        first = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
+        second = ScaleDownDecisions.parse(await environment.json("scale-down", *limits, *keep_two))
+        orphan = [fleet.unregistered]
+        self._check(
+            "an instance that never registers is marked as an orphan and terminated one cycle later",
+            passed=(first.final_actions(orphan), second.final_actions(orphan)) == (["mark-orphan"], ["terminate"]),
         )
-        told.claim(
-            "a false positive loses its orphan tag and stays",
-            holds=first.actions.get(fleet.mistaken) == ("unmark-orphan", "keep"),
-            detail=first.reasons.get(fleet.mistaken, ""),
+        self._check(
+            "a registered instance loses a wrong orphan tag and is kept",
+            passed=first.actions.get(fleet.mistagged) == ("unmark-orphan", "keep"),
+            detail=first.reasons.get(fleet.mistagged, ""),
         )
-        told.claim(
-            "an idle quota of two keeps two of three, and the oldest goes",
-            holds=first.last(fleet.registered) == ["terminate", "keep", "keep"],
-            detail=", ".join(first.last(fleet.registered)),
+        self._check(
+            "an idle quota of two keeps two of three and terminates the oldest",
+            passed=first.final_actions(fleet.registered) == ["terminate", "keep", "keep"],
+            detail=", ".join(first.final_actions(fleet.registered)),
         )
-        pool = set(first.actions) - fleet.everyone
-        told.claim(
-            "the pool's own machines are left to their records",
-            holds=bool(pool) and all(first.actions[name] == ("keep",) for name in pool),
+        pool = set(first.actions) - fleet.all_ids
+        self._check(
+            "instances with records are kept",
+            passed=bool(pool) and all(first.actions[name] == ("keep",) for name in pool),
         )
-        await self._json("scale-down", *limits)
-        over = [await self._machine_over(name) for name in fleet.everyone]
-        told.claim("without a quota the rest of that fleet goes too", holds=all(over))
+        await environment.json("scale-down", *limits)
+        stopped = [await environment.is_stopped(name) for name in fleet.all_ids]
+        self._check("without a quota the remaining instances are terminated", passed=all(stopped))
 
-    async def _crash(self) -> None:
-        self._title("A machine loses its power during release: it is retired, never pooled")
+    async def _crash_during_release(self) -> None:
+        environment = self.environment
+        environment.title("Failure: an instance crashes during release; it is retired and not pooled")
         run_id = "1005"
-        provisioned = await self._json("provision", "--run-id", run_id, "--instance-count", "1")
-        self._told.provisions.append(Provisioning.parse("crash", provisioned))
+        provisioned = await environment.json("provision", "--run-id", run_id, "--instance-count", "1")
+        self._provisions.append(DemoProvision.parse("crash", provisioned))
         instance_id = str(provisioned["instances"][0]["instance_id"])
-        async with self._sim() as sim:
-            slow = SimStep(run="sleep 600")
-            job = await sim.queue_job(repo=SCOPE, run_id=run_id, labels=[run_id], name="slow", steps=[slow])
-            await self._until(lambda: self._job_started(sim, job.id), "a job to start")
-        releasing = asyncio.create_task(self._json("release", "--run-id", run_id, ok={0, 4}))
-        await self._until(lambda: self._in_state(instance_id, State.RELEASING), "the release to begin")
-        self._pull_the_plug(instance_id)
-        async with self._sim() as sim:
-            # GitHub keeps a lost runner busy for ten minutes; the local one need not. The next jobs have their time.
-            await sim.change_settings(lease_s=LEASE_S)
-            await self._until(lambda: self._job_over(sim, job.id), "GitHub to give up the job")
-            await sim.change_settings(lease_s=SimSettings().lease_s)
-        await self._until(lambda: self._in_state(instance_id, State.TERMINATED), "the sweeps to retire it")
-        released = await releasing
-        await self._json("refresh", "--sweep-only")
-        self._told.claim(
-            "a machine that crashes during release is retired, not pooled",
-            holds=not released["released"] and await self._in_state(instance_id, State.TERMINATED),
+        async with environment.github() as github:
+            slow = JobStep(run="sleep 600")
+            job = await github.queue_job(repo=SCOPE, run_id=run_id, labels=[run_id], name="slow", steps=[slow])
+            await environment.wait_until(lambda: _job_started(github, job.id), "a job to start")
+        release = asyncio.create_task(environment.json("release", "--run-id", run_id, ok={0, 4}))
+        await environment.wait_until(
+            lambda: environment.is_in_state(instance_id, State.RELEASING), "the release to begin"
+        )
+        environment.kill_instance(instance_id)
+        async with environment.github() as github:
+            # GitHub keeps a lost runner busy for ten minutes. The lease is shortened for this job only.
+            await github.change_settings(lease_s=LEASE_S)
+            await environment.wait_until(lambda: _job_completed(github, job.id), "GitHub to give up the job")
+            await github.change_settings(lease_s=FakeGitHubSettings().lease_s)
+        await environment.wait_until(
+            lambda: environment.is_in_state(instance_id, State.TERMINATED), "refresh to retire the instance"
+        )
+        released = await release
+        await environment.json("refresh", "--sweep-only")
+        self._check(
+            "an instance that crashes during release is retired, not pooled",
+            passed=not released["released"] and await environment.is_in_state(instance_id, State.TERMINATED),
         )
 
     async def _self_termination(self) -> None:
-        self._title(f"No control plane at all: an idle machine whose {SHORT_IDLE_S:g} s are up ends itself")
-        await self._refresh(idle_s=SHORT_IDLE_S)
-        await Background(layout(self._settings), SWEEPER).stop(self._clock)
-        self._say("the sweeps are stopped")
+        environment = self.environment
+        environment.title(
+            f"No control plane: an instance terminates itself when its idle time of {SHORT_IDLE_S:g} s is up"
+        )
+        await environment.refresh(idle_s=SHORT_IDLE_S)
+        await environment.stop_sweeper()
+        environment.log("periodic refresh stopped")
         await self._workflow("last", run_id="1006", count=1)
-        instance_id = self._told.releases[-1].instance_ids[0]
-        await self._until(lambda: self._machine_over(instance_id), "the machine to end itself")
-        why = self._end_of(instance_id)
-        self._say(f"{instance_id} ended: {why}")
-        record = await self._record(instance_id)
-        self._told.claim(
-            "an idle machine ends itself when its time is up, without any control plane",
-            holds=record is not None and record.state is State.IDLE and any(word in why for word in ENDED_ITSELF),
-            detail=why,
+        instance_id = self._releases[-1].instance_ids[0]
+        await environment.wait_until(lambda: environment.is_stopped(instance_id), "the instance to terminate itself")
+        reason = environment.stop_reason(instance_id)
+        environment.log(f"{instance_id} terminated: {reason}")
+        record = await environment.record(instance_id)
+        self._check(
+            "an idle instance terminates itself when its time is up, without a control plane",
+            passed=record is not None
+            and record.state is State.IDLE
+            and any(text in reason for text in SELF_TERMINATED),
+            detail=reason,
         )
 
-    async def _last_look(self) -> DemoReport:
-        self._title("A last look: refresh confirms what happened; then everything is taken down")
-        await self._refresh(idle_s=SHORT_IDLE_S)
-        for line in (await self._remuda("status")).splitlines():
+    async def _down_and_report(self) -> DemoReport:
+        environment = self.environment
+        environment.title("Down: refresh records the last changes, then the backend is stopped")
+        await environment.refresh(idle_s=SHORT_IDLE_S)
+        for line in (await environment.remuda("status")).splitlines():
             self._output.say("  " + line)
-        foreign = await self._foreign_jobs()
-        _, retired = await self._retirements()
-        async with self._sim() as sim:
-            registrations = [runner.name for runner in await sim.runners()]
-        down = await self._json("down")
-        self._cleaned = True
-        live, _ = await self._retirements()
-        left = self._leaked()
-        told = self._told
-        told.claim("no job ran on another run's machine", holds=not foreign, detail=", ".join(foreign))
-        told.claim("every job saw a clean machine", holds=all(item.jobs_ok for item in told.provisions))
-        told.claim("no process is left", holds=not left and not down["left"], detail=", ".join(map(str, left)))
-        told.claim("no record says that a machine lives", holds=not live, detail=", ".join(live))
-        told.claim("no registration is left on GitHub", holds=not registrations, detail=", ".join(registrations))
+        histories = await environment.histories()
+        async with environment.github() as github:
+            foreign = foreign_jobs(await github.jobs(), histories, pool=environment.settings.pool)
+            registrations = [runner.name for runner in await github.runners()]
+        retired = retirements(histories, environment.stop_reason)
+        down = await environment.json("down")
+        self._down = True
+        live = live_instances(await environment.histories())
+        leaked = environment.leaked_processes()
+        jobs_ok = all(item.jobs_ok for item in self._provisions)
+        self._check("no job ran on an instance of another run", passed=not foreign, detail=", ".join(foreign))
+        self._check("every job started on a clean instance", passed=jobs_ok)
+        self._check("0 processes left", passed=not leaked and not down["left"], detail=", ".join(map(str, leaked)))
+        self._check("0 live instances recorded", passed=not live, detail=", ".join(live))
+        self._check("0 runners registered on GitHub", passed=not registrations, detail=", ".join(registrations))
         return DemoReport(
-            provisions=tuple(sorted(told.provisions, key=lambda item: item.run_id)),
-            releases=tuple(sorted(told.releases, key=lambda item: item.run_id)),
+            provisions=tuple(sorted(self._provisions, key=lambda item: item.run_id)),
+            releases=tuple(sorted(self._releases, key=lambda item: item.run_id)),
             retired=tuple(retired),
-            claims=tuple(told.claims),
-            leaked_processes=len(left),
+            checks=tuple(self._checks),
+            leaked_processes=len(leaked),
             foreign_jobs=len(foreign),
-            seconds=round(self._clock.monotonic() - self._began, 1),
+            seconds=round(environment.clock.monotonic() - self._began, 1),
         )
 
-    # Telling ----------------------------------------------------------------------------------------------------
-
-    def _title(self, text: str) -> None:
-        self._output.say(f"\n== {text}", style="bold")
-
-    def _say(self, text: str) -> None:
-        self._output.say(f"{self._clock.now():%H:%M:%S} {text}")
-
-    # Acting -----------------------------------------------------------------------------------------------------
-
-    async def _remuda(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> str:
-        """The command as a person would type it; its progress is shown, its document returned."""
-        self._output.say(f"$ remuda {' '.join(arguments)}", style="bold cyan")
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "remuda", *arguments, "--dir", str(self._settings.dir)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=self._environment(),
-        )
-        try:
-            answer, _ = await asyncio.gather(_read(process.stdout), self._echo(process.stderr))
-            code = await process.wait()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-            await process.wait()
-            raise
-        if code not in ok:
-            raise Unavailable(f"remuda {arguments[0]} ended with exit code {code}")
-        return answer
-
-    def _environment(self) -> dict[str, str]:
-        """The caller's settings are for the caller's pools."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("REMUDA_", "GITHUB_"))}
-        return {
-            **kept,
-            "REMUDA_CONFIG": os.devnull,
-            "DEMO_FOLDER": str(self._root),
-            "GITHUB_REPOSITORY": SCOPE,
-        }
-
-    async def _json(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(await self._remuda(*arguments, "--json", ok=ok))
-        return document
-
-    async def _echo(self, stream: asyncio.StreamReader | None) -> None:
-        if stream is not None:
-            text = ""
-            while chunk := await stream.read(CHUNK):
-                *lines, text = (text + chunk.decode(errors="replace")).split("\n")
-                for line in lines:
-                    self._output.say("  " + line.rstrip())
-
-    async def _refresh(self, *, idle_s: float) -> None:
-        await self._remuda(
-            *("refresh", "--github-scope", SCOPE, "--boot-delay-sec", f"{BOOT_S:g}"),
-            *("--idle-time-sec", f"{idle_s:g}", "--release-time-sec", f"{RELEASE_S:g}"),
-        )
+    # Results ----------------------------------------------------------------------------------------------------
 
     async def _workflow(self, name: str, *, run_id: str, count: int) -> list[dict[str, Any]]:
-        file = self._root / f"{name}.yml"
-        shards = ", ".join(str(number + 1) for number in range(count))
-        file.write_text(_WORKFLOW.format(name=name, count=count, shards=shards, work_s="0.5"))
-        result = await self._json("run-workflow", str(file), "--run-id", run_id, ok={0, 1})
-        jobs: list[dict[str, Any]] = [job for job in result["jobs"] if job["name"].startswith("test")]
-        provisioned = json.loads((self._root / f"provision-{run_id}.json").read_text())
-        released = json.loads((self._root / f"release-{run_id}.json").read_text())
-        ok = result["conclusion"] == "success"
-        self._told.provisions.append(Provisioning.parse(name, provisioned, jobs_ok=ok))
-        self._told.releases.append(Releasing.parse(name, released))
+        provision, release, jobs = await self.environment.workflow(name, run_id=run_id, count=count)
+        self._provisions.append(provision)
+        self._releases.append(release)
         return jobs
 
-    def _pull_the_plug(self, instance_id: str) -> None:
-        known = supervisor(str(layout(self._settings).instances / instance_id))
-        if known is not None:
-            procfs.send(*known, signal.SIGKILL)
-        self._say(f"{instance_id} lost its power (kill -9)")
-
-    # Looking ----------------------------------------------------------------------------------------------------
-
-    async def _until(self, holds: Any, what: str) -> None:
-        until = self._clock.monotonic() + LIMIT_S
-        while not await holds():
-            if self._clock.monotonic() > until:
-                raise Unavailable(f"waited {LIMIT_S:g} s for {what} in vain")
-            await self._clock.sleep(PAUSE_S)
-
-    def _sim(self) -> SimClient:
-        endpoint = read_endpoint(layout(self._settings).github)
-        if endpoint is None:
-            raise Unavailable("the local GitHub is not up")
-        return SimClient(endpoint.url, endpoint.token)
-
-    @staticmethod
-    async def _job_started(sim: SimClient, job_id: int) -> bool:
-        return (await sim.job(job_id)).status != "queued"
-
-    @staticmethod
-    async def _job_over(sim: SimClient, job_id: int) -> bool:
-        return (await sim.job(job_id)).status == "completed"
-
-    async def _record(self, instance_id: str) -> Instance | None:
-        async with open_context(self._settings, SilentEventLog(), credentialed=False, alive=False) as context:
-            return await context.store.get(instance_id)
-
-    async def _in_state(self, instance_id: str, state: State) -> bool:
-        record = await self._record(instance_id)
-        return record is not None and record.state is state
-
-    async def _machine_over(self, instance_id: str) -> bool:
-        return bool(self._end_of(instance_id))
-
-    def _end_of(self, instance_id: str) -> str:
-        try:
-            document = json.loads((layout(self._settings).instances / instance_id / "instance.json").read_text())
-        except (OSError, ValueError):
-            return ""
-        return str(document.get("reason") or "")
-
-    async def _histories(self) -> Histories:
-        async with open_context(self._settings, SilentEventLog(), credentialed=False, alive=False) as context:
-            return await histories(context.store)
-
-    async def _foreign_jobs(self) -> list[str]:
-        async with self._sim() as sim:
-            return foreign_jobs(await sim.jobs(), await self._histories(), pool=self._settings.pool)
-
-    async def _retirements(self) -> tuple[list[str], list[Retired]]:
-        known = await self._histories()
-        return living(known), retirements(known, self._end_of)
-
-    def _leaked(self) -> list[int]:
-        folders = layout(self._settings).instances.glob("i-*")
-        return sorted(
-            {item.pid for folder in folders for item in procfs.leftovers(folder.name, str(folder.resolve()), 0)}
-        )
+    def _check(self, text: str, *, passed: bool, detail: str = "") -> None:
+        self._checks.append(DemoCheck(text=text, passed=passed, detail=detail))
 
 
-def _spread(jobs: list[dict[str, Any]]) -> int:
+def _successful_instances(jobs: list[dict[str, Any]]) -> int:
     return len({job["instance_id"] for job in jobs if job["conclusion"] == "success"})
 
 
-async def _read(stream: asyncio.StreamReader | None) -> str:
-    return (await stream.read()).decode() if stream is not None else ""
+async def _job_started(github: FakeGitHubClient, job_id: int) -> bool:
+    return (await github.job(job_id)).status != "queued"
+
+
+async def _job_completed(github: FakeGitHubClient, job_id: int) -> bool:
+    return (await github.job(job_id)).status == "completed"

@@ -1,4 +1,4 @@
-"""The demo's chapter on scale-down: a fleet that the pool has no records of, known by its tags alone."""
+"""Instances without records for the demo of scale-down, and the decisions that it takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context, read_config
 from remuda.domain.errors import Unavailable
-from remuda.domain.resources import Request, Tier, TypePatterns, UsageClass
+from remuda.domain.resources import RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
@@ -27,42 +27,42 @@ from remuda.wiring import open_context
 
 NAME = "demo-fleet"
 REGISTERED = 3
-LIFE_S = 180.0
+LIFETIME_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoFleet:
-    #: Runs, and never shows up on GitHub.
-    silent: str
-    #: On GitHub, and tagged as an orphan by mistake.
-    mistaken: str
-    #: On GitHub, the mistaken one among them.
+    #: Runs, but never registers with GitHub.
+    unregistered: str
+    #: Registered, but tagged as an orphan.
+    mistagged: str
+    #: All registered instances, oldest first.
     registered: tuple[str, ...]
 
     @property
-    def everyone(self) -> set[str]:
-        return {self.silent, *self.registered}
+    def all_ids(self) -> set[str]:
+        return {self.unregistered, *self.registered}
 
 
 async def launch_fleet(settings: Settings, scope: str) -> DemoFleet:
     async with open_context(settings, SilentEventLog(), credentialed=True) as context:
         names = await _launch(context, scope)
-        silent, *registered = names
+        unregistered, *registered = names
         if context.github is None:
-            raise Unavailable("the demo has no credential for the local GitHub")
+            raise Unavailable("there is no credential for the local GitHub")
         for name in registered:
             runner = await context.github.jit_config(scope, name=f"{NAME}-{name}", labels=[NAME])
             await context.compute.tag([name], {GHR_RUNNER_ID_TAG: str(runner.runner_id)})
-        # The newest: the quota keeps it.
-        mistaken = registered[-1]
-        await context.compute.tag([mistaken], {GHR_ORPHAN_TAG: YES})
-        return DemoFleet(silent=silent, mistaken=mistaken, registered=tuple(registered))
+        # The newest one, which the quota keeps.
+        mistagged = registered[-1]
+        await context.compute.tag([mistagged], {GHR_ORPHAN_TAG: YES})
+        return DemoFleet(unregistered=unregistered, mistagged=mistagged, registered=tuple(registered))
 
 
 async def _launch(context: Context, scope: str) -> list[str]:
-    """Oldest first. One after the other: of those that are launched together, none is the oldest."""
+    """Launch one instance after the other, so that their ages differ. Return the ids, oldest first."""
     config = await read_config(context)
-    request = Request(
+    request = RunnerRequest(
         resource_class=config.classes[0],
         usage_class=UsageClass.ON_DEMAND,
         patterns=TypePatterns(("*",)),
@@ -84,7 +84,7 @@ async def _launch(context: Context, scope: str) -> list[str]:
                 request=request,
                 scope=scope,
                 launch=config.launch,
-                first_life_s=LIFE_S,
+                first_life_s=LIFETIME_S,
                 margin_s=config.lifetimes.margin_s,
                 tags=tags,
             )
@@ -94,14 +94,14 @@ async def _launch(context: Context, scope: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
-    """What a cycle decided, by machine."""
+class ScaleDownDecisions:
+    """Actions and reasons of one scale-down cycle, by instance."""
 
     actions: Mapping[str, tuple[str, ...]]
     reasons: Mapping[str, str]
 
     @classmethod
-    def parse(cls, document: Mapping[str, Any]) -> Decided:
+    def parse(cls, document: Mapping[str, Any]) -> ScaleDownDecisions:
         actions: dict[str, tuple[str, ...]] = {}
         reasons: dict[str, str] = {}
         for item in document["decisions"]:
@@ -110,6 +110,6 @@ class Decided:
             reasons[name] = str(item["reason"])
         return cls(actions=actions, reasons=reasons)
 
-    def last(self, names: Sequence[str]) -> list[str]:
-        """The last word on each."""
+    def final_actions(self, names: Sequence[str]) -> list[str]:
+        """Return the last action for each instance."""
         return [self.actions.get(name, ("",))[-1] for name in names]

@@ -1,31 +1,35 @@
-"""What the demo shows at its end: the table for people, the same as data for programs."""
+"""Report of the demo: its figures and checks as tables and as a JSON document, and how they follow from the records."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from remuda.cli.output import Output
+from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.pool_config import parse_runner_name
+from remuda.fake_github.client import JobView
+from remuda.ports.store import InstanceStore
 
-#: What may be spent beyond the runner's own registration or deregistration.
+#: Goal for the seconds spent in addition to the runner's own registration or deregistration.
 GOAL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Provisioning:
+class DemoProvision:
     name: str
     run_id: str
     reused: int
     created: int
     seconds: float
-    #: The slowest runner's own registration.
+    #: Duration of the slowest runner's registration with GitHub.
     registration_seconds: float
     jobs_ok: bool
 
     @classmethod
-    def parse(cls, name: str, document: Mapping[str, Any], *, jobs_ok: bool = True) -> Provisioning:
+    def parse(cls, name: str, document: Mapping[str, Any], *, jobs_ok: bool = True) -> DemoProvision:
         registered = [float(item["registration_seconds"] or 0.0) for item in document["instances"]]
         return cls(
             name=name,
@@ -49,7 +53,7 @@ class Provisioning:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Releasing:
+class DemoRelease:
     name: str
     run_id: str
     instance_ids: tuple[str, ...]
@@ -57,14 +61,14 @@ class Releasing:
     deregistration_seconds: float
 
     @classmethod
-    def parse(cls, name: str, document: Mapping[str, Any]) -> Releasing:
-        took = [float(seconds) for seconds in document["deregistration_seconds"].values()]
+    def parse(cls, name: str, document: Mapping[str, Any]) -> DemoRelease:
+        durations = [float(seconds) for seconds in document["deregistration_seconds"].values()]
         return cls(
             name=name,
             run_id=str(document["run_id"]),
             instance_ids=tuple(str(item) for item in document["released"]),
             seconds=float(document["seconds"]),
-            deregistration_seconds=max(took, default=0.0),
+            deregistration_seconds=max(durations, default=0.0),
         )
 
     @property
@@ -73,41 +77,41 @@ class Releasing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Retired:
+class DemoRetirement:
     instance_id: str
-    #: What it was doing.
+    #: State before the termination.
     state: str
-    why: str
-    #: The machine's own last word.
-    machine_said: str
+    reason: str
+    #: The reason that the instance itself recorded when it stopped.
+    stop_reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
+class DemoCheck:
     text: str
-    holds: bool
+    passed: bool
     detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoReport:
-    provisions: tuple[Provisioning, ...]
-    releases: tuple[Releasing, ...]
-    retired: tuple[Retired, ...]
-    claims: tuple[Claim, ...]
+    provisions: tuple[DemoProvision, ...]
+    releases: tuple[DemoRelease, ...]
+    retired: tuple[DemoRetirement, ...]
+    checks: tuple[DemoCheck, ...]
     leaked_processes: int
     foreign_jobs: int
     seconds: float
 
     @property
-    def holds(self) -> bool:
-        return all(claim.holds for claim in self.claims)
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
 
     @property
     def reuse_rate(self) -> float:
         reused = sum(item.reused for item in self.provisions)
-        every = reused + sum(item.created for item in self.provisions)
-        return round(reused / every, 3) if every else 0.0
+        total = reused + sum(item.created for item in self.provisions)
+        return round(reused / total, 3) if total else 0.0
 
     def median_s(self, kind: str) -> float | None:
         values = [item.seconds for item in self.provisions if item.kind == kind]
@@ -120,7 +124,7 @@ class DemoReport:
 
     def document(self) -> dict[str, Any]:
         return {
-            "ok": self.holds,
+            "ok": self.passed,
             "cold_seconds": self.median_s("cold"),
             "warm_seconds": self.median_s("warm"),
             "reuse_rate": self.reuse_rate,
@@ -131,24 +135,24 @@ class DemoReport:
             ],
             "releases": [{**asdict(item), "overhead_seconds": item.overhead_seconds} for item in self.releases],
             "retired": [asdict(item) for item in self.retired],
-            "claims": [asdict(item) for item in self.claims],
+            "checks": [asdict(item) for item in self.checks],
             "leaked_processes": self.leaked_processes,
             "foreign_jobs": self.foreign_jobs,
             "seconds": self.seconds,
         }
 
 
-def show(output: Output, report: DemoReport) -> None:
-    from rich import box  # noqa: PLC0415 - only where a table is shown
+def show_report(output: Output, report: DemoReport) -> None:
+    from rich import box  # noqa: PLC0415 - slow to import
     from rich.table import Table  # noqa: PLC0415
 
-    def table(title: str, columns: Sequence[str], numbers: frozenset[str] = frozenset()) -> Table:
+    def table(title: str, columns: Sequence[str], numeric: frozenset[str] = frozenset()) -> Table:
         made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for column in columns:
-            made.add_column(column, justify="right" if column in numbers else "left")
+            made.add_column(column, justify="right" if column in numeric else "left")
         return made
 
-    numeric = frozenset({"reused", "created", "seconds", "own registration", "beyond it"})
+    numeric = frozenset({"reused", "created", "seconds", "registration", "overhead"})
     runs = table("Provisions", ("run", "kind", *sorted(numeric, key=_ORDER.index)), numeric)
     for item in report.provisions:
         runs.add_row(
@@ -161,24 +165,66 @@ def show(output: Output, report: DemoReport) -> None:
             f"{item.overhead_seconds:.2f}" if item.kind == "warm" else "",
         )
     output.show(runs)
-    retired = table("Retired", ("instance", "was", "why", "the machine's last word"))
-    for end in report.retired:
-        retired.add_row(end.instance_id, end.state, end.why, end.machine_said)
+    retired = table("Retired", ("instance", "state", "reason", "reason recorded by the instance"))
+    for retirement in report.retired:
+        retired.add_row(retirement.instance_id, retirement.state, retirement.reason, retirement.stop_reason)
     output.show(retired)
-    output.say(f"cold {report.median_s('cold')} s, warm {report.median_s('warm')} s; {report.reuse_rate:.0%} reused")
-    for what, seconds in report.overheads().items():
-        verdict = "met" if seconds < GOAL_S else "missed: is this machine busy?"
-        output.say(
-            f"{what.replace('_', ' ')}: at most {seconds:.2f} s beyond the runner's own (goal {GOAL_S}: {verdict})"
-        )
+    output.say(f"cold {report.median_s('cold')} s, warm {report.median_s('warm')} s, {report.reuse_rate:.0%} reused")
+    for operation, seconds in report.overheads().items():
+        verdict = "met" if seconds < GOAL_S else "missed; is this machine busy?"
+        output.say(f"{operation.replace('_', ' ')}: at most {seconds:.2f} s of overhead (goal {GOAL_S} s: {verdict})")
     output.say("")
-    for claim in report.claims:
-        detail = f" ({claim.detail})" if claim.detail and not claim.holds else ""
+    for check in report.checks:
+        detail = f" ({check.detail})" if check.detail and not check.passed else ""
         output.say(
-            f"{'holds' if claim.holds else 'FAILS'}  {claim.text}{detail}", style=None if claim.holds else "bold red"
+            f"{'passed' if check.passed else 'FAILED'}  {check.text}{detail}",
+            style=None if check.passed else "bold red",
         )
-    word = "every claim holds" if report.holds else "a claim does not hold"
-    output.say(f"\n{word}; {report.seconds:.0f} s", style="bold green" if report.holds else "bold red")
+    summary = "all checks passed" if report.passed else "some checks failed"
+    output.say(f"\n{summary} ({report.seconds:.0f} s)", style="bold green" if report.passed else "bold red")
 
 
-_ORDER = ("reused", "created", "seconds", "own registration", "beyond it")
+_ORDER = ("reused", "created", "seconds", "registration", "overhead")
+
+
+# Records ----------------------------------------------------------------------------------------------------------
+
+#: Each known instance with its history, by id.
+Histories = Mapping[str, tuple[Instance, Sequence[HistoryEntry]]]
+
+
+async def read_histories(store: InstanceStore) -> Histories:
+    instances = await store.find(frozenset(State))
+    return {item.instance_id: (item, await store.history(item.instance_id)) for item in instances}
+
+
+def foreign_jobs(jobs: Iterable[JobView], histories: Histories, *, pool: str) -> list[str]:
+    """Jobs whose instance was assigned to another run at the epoch in the runner's name."""
+    return [f"{job.name} of run {job.run_id}" for job in jobs if _is_foreign(job, histories, pool)]
+
+
+def _is_foreign(job: JobView, histories: Histories, pool: str) -> bool:
+    parsed = parse_runner_name(pool, job.runner_name or "")
+    if parsed is None:
+        return job.runner_name is not None
+    epoch, instance_id = parsed
+    if instance_id not in histories:
+        return True
+    return not any(
+        entry.epoch == epoch and entry.run_id == job.run_id and entry.target in {State.CREATED, State.CLAIMED}
+        for entry in histories[instance_id][1]
+    )
+
+
+def live_instances(histories: Histories) -> list[str]:
+    return [key for key, (instance, _) in histories.items() if instance.state is not State.TERMINATED]
+
+
+def retirements(histories: Histories, stop_reason: Callable[[str], str]) -> list[DemoRetirement]:
+    """All terminations. `stop_reason` returns the reason that an instance recorded itself."""
+    return [
+        DemoRetirement(instance_id=key, state=entry.source, reason=entry.why, stop_reason=stop_reason(key))
+        for key, (_, entries) in histories.items()
+        for entry in entries
+        if entry.target == State.TERMINATING and entry.source != entry.target
+    ]

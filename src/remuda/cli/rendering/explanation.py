@@ -1,4 +1,4 @@
-"""A story for people, a line an event, and for programs."""
+"""Explanations as terminal output, one line per event, and as JSON documents."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from remuda.cli.rendering.formatting import clean
 from remuda.cli.rendering.results import record_document
-from remuda.cli.rendering.tables import clean
-from remuda.domain.reporting.explanation import Line, Story, Tone
-from remuda.domain.serialization import plain
+from remuda.domain.reporting.explanation import ExplainedEvent, Explanation, Severity
+from remuda.domain.serialization import to_jsonable
 from remuda.domain.signals import Signal
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.BAD: "yellow", Tone.MINOR: "dim"}
-#: An instance id's width, so that what is said stands in one column.
+_STYLES = {Severity.PLAIN: "", Severity.GOOD: "green", Severity.BAD: "yellow", Severity.MINOR: "dim"}
+#: Width of an instance id, to align the texts.
 _ID_WIDTH = 19
 
-#: What an agent means by its signals.
+#: Meaning of the agents' signals.
 _MEANING = {
     Signal.UD_OK: "the pre-runner script is done",
     Signal.UD_FAILED: "the pre-runner script failed",
@@ -32,65 +32,65 @@ _MEANING = {
     Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED: "it could not be reset",
 }
 _SIGNAL = re.compile(rf"\b({'|'.join(Signal)})\b(?: of (assignment \d+))?", re.ASCII)
-#: Reasons that say what the step itself says, and who took it.
-_NOTHING_NEW = re.compile(r"told the pool( \([a-z-]+\))")
+#: Reasons that repeat the event, followed by the actor.
+_REDUNDANT_REASON = re.compile(r"sent to the pool( \([a-z-]+\))")
 _FOR_RUN = re.compile(r" for (run \S+)$")
-_TWICE = re.compile(r"\b(\w+) \(\1 ")
+_REPEATED_WORD = re.compile(r"\b(\w+) \(\1 ")
 
 
-def in_words(text: str) -> str:
-    """With what its signals mean; their names stay, for those who look for them."""
+def describe_signals(text: str) -> str:
+    """Put the meaning before each signal name in a text."""
     return _SIGNAL.sub(lambda found: f"{_MEANING[Signal(found[1])]} ({', '.join(filter(None, found.groups()))})", text)
 
 
-def _plainly(story: Story) -> Story:
-    """In words, and nothing twice."""
+def _simplified(explanation: Explanation) -> Explanation:
+    """Describe signals and remove repetitions."""
     return replace(
-        story,
-        title=_TWICE.sub(r"\1 (", story.title),
-        lines=tuple(map(_plain_line, story.lines)),
-        upcoming=tuple(map(in_words, story.upcoming)),
+        explanation,
+        title=_REPEATED_WORD.sub(r"\1 (", explanation.title),
+        lines=tuple(map(_simplified_line, explanation.lines)),
+        upcoming=tuple(map(describe_signals, explanation.upcoming)),
     )
 
 
-def _plain_line(line: Line) -> Line:
-    if known := _NOTHING_NEW.fullmatch(line.why):
+def _simplified_line(line: ExplainedEvent) -> ExplainedEvent:
+    if known := _REDUNDANT_REASON.fullmatch(line.why):
         return replace(line, what=line.what + known[1], why="")
     run = _FOR_RUN.search(line.what)
     repeated = run is not None and re.search(rf"\b{re.escape(run[1])}\b", line.why)
     what = line.what[: run.start()] if run and repeated else line.what
-    return replace(line, what=what, why=in_words(line.why))
+    return replace(line, what=what, why=describe_signals(line.why))
 
 
-def story_document(story: Story) -> dict[str, Any]:
-    story = _plainly(story)
+def explanation_document(explanation: Explanation) -> dict[str, Any]:
+    explanation = _simplified(explanation)
     return {
-        "kind": story.kind,
-        "subject": story.subject,
-        "title": story.title,
-        "lines": [{**record_document(line), "at": plain(line.at)} for line in story.lines],
-        "next": list(story.upcoming),
+        "kind": explanation.kind,
+        "subject": explanation.subject,
+        "title": explanation.title,
+        "lines": [{**record_document(line), "at": to_jsonable(line.at)} for line in explanation.lines],
+        "next": list(explanation.upcoming),
     }
 
 
-def story_lines(story: Story) -> list[Text]:
-    from rich.text import Text  # noqa: PLC0415 - only where it is shown
+def explanation_lines(explanation: Explanation) -> list[Text]:
+    from rich.text import Text  # noqa: PLC0415 - slow to import
 
-    story = _plainly(story)
-    told = [Text(clean(story.title), style="bold")]
+    explanation = _simplified(explanation)
+    lines = [Text(clean(explanation.title), style="bold")]
     day = None
-    began = story.lines[0].at if story.lines else None
-    for line in story.lines:
+    began = explanation.lines[0].at if explanation.lines else None
+    for line in explanation.lines:
         if line.at.date() != day:
             day = line.at.date()
-            told.append(Text(f"{line.at:%Y-%m-%d} UTC", style="dim"))
-        told.append(_told(line, began or line.at, with_id=story.kind == "run"))
-    told += [Text("Next", style="bold"), *(Text(f"  {clean(sentence)}") for sentence in story.upcoming)]
-    return told
+            lines.append(Text(f"{line.at:%Y-%m-%d} UTC", style="dim"))
+        lines.append(_event_line(line, began or line.at, with_id=explanation.kind == "run"))
+    lines += [Text("Next", style="bold"), *(Text(f"  {clean(text)}") for text in explanation.upcoming)]
+    return lines
 
 
-def _told(line: Line, began: datetime, *, with_id: bool) -> Text:
-    from rich.text import Text  # noqa: PLC0415 - as above
+def _event_line(line: ExplainedEvent, began: datetime, *, with_id: bool) -> Text:
+    from rich.text import Text  # noqa: PLC0415
 
     since_s = (line.at - began).total_seconds()
     text = Text(f"  {line.at:%H:%M:%S}.{line.at.microsecond // 1000:03d} {since_s:>+10.2f} s  ", style="dim")

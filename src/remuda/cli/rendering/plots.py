@@ -1,7 +1,4 @@
-"""Plots as inline SVG: no scripts, no styles of their own, nothing fetched. Classes carry the colours.
-
-Everything that comes from outside is escaped here.
-"""
+"""Charts as inline SVG, without scripts or inline styles. CSS classes set the colours, and all names are escaped."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ WIDTH, HEIGHT = 720.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 12.0, 34.0
 TIME_TICKS = 6
 VALUE_TICKS = 4
-#: A tenth of a machine: what is less would only be noise, drawn large.
-LEAST_TOP = 0.1
-#: Up to so many powers of ten there is room for marks between them.
+#: Minimum top of a scale, in instances. A smaller scale would only magnify noise.
+MIN_TOP = 0.1
+#: Up to this number of decades, there is room for ticks between powers of ten.
 FINE_DECADES = 2
-#: Marks beyond this would only lie on each other.
-MAX_MARKS = 1_500
+#: Maximum number of points drawn; more would only overlap.
+MAX_POINTS = 1_500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class ScatterPoint:
     at: datetime
     value: float
     kind: str
-    #: Shown where the pointer rests.
+    #: Tooltip.
     title: str
 
 
@@ -36,7 +33,7 @@ class Mark:
 class _Frame:
     since: datetime
     until: datetime
-    #: From a value to its height, 0 to 1.
+    #: Maps a value to its height, 0 to 1.
     scale: Callable[[float], float]
 
     def x(self, at: datetime) -> float:
@@ -48,26 +45,26 @@ class _Frame:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(max(self.scale(value), 0.0), 1.0)
 
 
-def scatter(marks: Sequence[Mark], *, since: datetime, until: datetime, label: str) -> str:
-    """Seconds over time, on a scale where ten times as long is one step higher."""
-    shown = _thinned(marks)
-    values = [max(mark.value, 0.01) for mark in shown] or [0.1, 1.0]
+def scatter(points: Sequence[ScatterPoint], *, since: datetime, until: datetime, label: str) -> str:
+    """Draw seconds over time on a logarithmic scale."""
+    shown = _thinned(points)
+    values = [max(point.value, 0.01) for point in shown] or [0.1, 1.0]
     low = math.floor(math.log10(min(values)))
     high = max(math.ceil(math.log10(max(values))), low + 1)
     frame = _Frame(since=since, until=until, scale=lambda value: (math.log10(max(value, 0.01)) - low) / (high - low))
     fine = (1, 2, 5) if high - low <= FINE_DECADES else (1,)
     ticks = [10.0**power * factor for power in range(low, high) for factor in fine] + [10.0**high]
     parts = [_grid(frame, [(tick, f"{tick:g} s") for tick in ticks])]
-    parts += [_symbol(mark.kind, frame.x(mark.at), frame.y(mark.value), mark.title) for mark in shown]
+    parts += [_symbol(point.kind, frame.x(point.at), frame.y(point.value), point.title) for point in shown]
     return _svg(parts, label)
 
 
 def stacked(
     steps: Sequence[Mapping[str, float]], order: Sequence[str], *, since: datetime, until: datetime, label: str
 ) -> str:
-    """How many of each kind there were, one on the other."""
-    most = max([LEAST_TOP, *(sum(step.values()) for step in steps)])
-    top, ticks = _nice(most)
+    """Draw a stacked area chart of the counts per kind."""
+    highest = max([MIN_TOP, *(sum(step.values()) for step in steps)])
+    top, ticks = _nice_scale(highest)
     frame = _Frame(since=since, until=until, scale=lambda value: value / top)
     parts = [_grid(frame, [(tick, f"{tick:g}") for tick in ticks])]
     base = [0.0] * len(steps)
@@ -80,7 +77,7 @@ def stacked(
 
 
 def bar(shares: Mapping[str, float], order: Sequence[str], *, label: str, unit: str) -> str:
-    """One bar, cut into what it is made of."""
+    """Draw one horizontal bar, divided by share."""
     total = sum(shares.values()) or 1.0
     height, at, parts = 28.0, 0.0, []
     for kind in order:
@@ -88,7 +85,7 @@ def bar(shares: Mapping[str, float], order: Sequence[str], *, label: str, unit: 
         if part > 0:
             title = escape(f"{kind}: {shares[kind]:.3g} {unit}")
             parts.append(
-                f'<rect class="k-{_name(kind)}" x="{at:.1f}" y="0" width="{part:.1f}" height="{height:g}">'
+                f'<rect class="k-{_class_name(kind)}" x="{at:.1f}" y="0" width="{part:.1f}" height="{height:g}">'
                 f"<title>{title}</title></rect>"
             )
         at += part
@@ -107,17 +104,17 @@ def legend(kinds: Sequence[str]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-# Inside -----------------------------------------------------------------------------------------------------------
+# Helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _thinned(marks: Sequence[Mark]) -> Sequence[Mark]:
-    """The slowest are what people look for: they stay; of the rest every so manieth."""
-    if len(marks) <= MAX_MARKS:
-        return marks
-    slow = sorted(marks, key=lambda mark: mark.value)[-MAX_MARKS // 3 :]
-    kept = {id(mark) for mark in slow}
-    rest = [mark for mark in marks if id(mark) not in kept]
-    step = math.ceil(len(rest) / (MAX_MARKS - len(slow)))
+def _thinned(points: Sequence[ScatterPoint]) -> Sequence[ScatterPoint]:
+    """Keep the slowest third of `MAX_POINTS` and a regular sample of the rest."""
+    if len(points) <= MAX_POINTS:
+        return points
+    slow = sorted(points, key=lambda point: point.value)[-MAX_POINTS // 3 :]
+    kept = {id(point) for point in slow}
+    rest = [point for point in points if id(point) not in kept]
+    step = math.ceil(len(rest) / (MAX_POINTS - len(slow)))
     return [*rest[::step], *slow]
 
 
@@ -138,8 +135,8 @@ def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
     span = frame.until - frame.since
     for number in range(TIME_TICKS + 1):
         at = frame.since + span * number / TIME_TICKS
-        place = "start" if number == 0 else "end" if number == TIME_TICKS else "middle"
-        lines.append(f'<text class="x {place}" x="{frame.x(at):.1f}" y="{HEIGHT - 12:g}">{_time(at, span)}</text>')
+        anchor = "start" if number == 0 else "end" if number == TIME_TICKS else "middle"
+        lines.append(f'<text class="x {anchor}" x="{frame.x(at):.1f}" y="{HEIGHT - 12:g}">{_time(at, span)}</text>')
     return "".join(lines)
 
 
@@ -149,22 +146,22 @@ def _time(at: datetime, span: timedelta) -> str:
     return f"{at:%H:%M}" if span <= timedelta(days=2) else f"{at:%d %b}"
 
 
-def _nice(most: float) -> tuple[float, list[float]]:
-    """A round top, and the marks below it."""
-    step = 10.0 ** math.floor(math.log10(most / VALUE_TICKS))
-    step *= next(factor for factor in (1, 2, 5, 10) if step * factor * VALUE_TICKS >= most)
-    count = math.ceil(most / step)
+def _nice_scale(highest: float) -> tuple[float, list[float]]:
+    """Return a round maximum and the ticks up to it."""
+    step = 10.0 ** math.floor(math.log10(highest / VALUE_TICKS))
+    step *= next(factor for factor in (1, 2, 5, 10) if step * factor * VALUE_TICKS >= highest)
+    count = math.ceil(highest / step)
     return step * count, [step * number for number in range(count + 1)]
 
 
 def _area(frame: _Frame, kind: str, low: Sequence[float], high: Sequence[float]) -> str:
-    outline = [*_along(frame, high), *reversed(_along(frame, low))]
+    outline = [*_upper_edge(frame, high), *reversed(_upper_edge(frame, low))]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
-    return f'<polygon class="k-{_name(kind)}" points="{points}"><title>{escape(kind)}</title></polygon>'
+    return f'<polygon class="k-{_class_name(kind)}" points="{points}"><title>{escape(kind)}</title></polygon>'
 
 
-def _along(frame: _Frame, values: Sequence[float]) -> list[tuple[float, float]]:
-    """The upper edge of equal steps."""
+def _upper_edge(frame: _Frame, values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the corners of the upper edge, with steps of equal width."""
     width = (frame.until - frame.since) / len(values)
     edges = []
     for number, value in enumerate(values):
@@ -174,12 +171,12 @@ def _along(frame: _Frame, values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _symbol(kind: str, x: float, y: float, title: str) -> str:
-    """Each kind has a shape of its own, so that colour is not all there is."""
-    told = f"<title>{escape(title)}</title>" if title else ""
+    """Draw the shape of a kind, so that kinds do not differ by colour alone."""
+    tooltip = f"<title>{escape(title)}</title>" if title else ""
     shape = _SHAPES.get(kind)
     if shape is None:
-        return f'<circle class="k-{_name(kind)}" cx="{x:.1f}" cy="{y:.1f}" r="4">{told}</circle>'
-    return f'<path class="k-{_name(kind)}" transform="translate({x:.1f} {y:.1f})" d="{shape}">{told}</path>'
+        return f'<circle class="k-{_class_name(kind)}" cx="{x:.1f}" cy="{y:.1f}" r="4">{tooltip}</circle>'
+    return f'<path class="k-{_class_name(kind)}" transform="translate({x:.1f} {y:.1f})" d="{shape}">{tooltip}</path>'
 
 
 _SHAPES = {
@@ -189,6 +186,6 @@ _SHAPES = {
 }
 
 
-def _name(kind: str) -> str:
-    """As a class: only what a class may be."""
+def _class_name(kind: str) -> str:
+    """Turn a kind into a valid CSS class."""
     return "".join(letter for letter in kind if letter.isascii() and letter.isalnum()) or "other"

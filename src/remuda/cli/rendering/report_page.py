@@ -1,4 +1,4 @@
-"""A ledger as one page: nothing fetched, no script, names from outside escaped, a policy that says so."""
+"""Usage report as a self-contained HTML page without scripts, protected by a content security policy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from remuda.cli.rendering import plots
-from remuda.cli.rendering.report import KINDS, PHASES, biggest, cost_cuts, headlines, hours, in_order, money
-from remuda.domain.reporting.usage import Ledger
+from remuda.cli.rendering.report import (
+    KINDS,
+    PHASES,
+    cost_breakdowns,
+    format_hours,
+    format_money,
+    headlines,
+    in_order,
+    largest_first,
+)
+from remuda.domain.reporting.usage import UsageReport
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d8dee4; --card: #f6f8fa;
@@ -44,10 +53,10 @@ th { color: var(--soft); font-weight: 500; font-size: .875rem; } .n { text-align
 """
 
 
-def report_page(ledger: Ledger, *, pool: str) -> str:
+def report_page(usage: UsageReport, *, pool: str) -> str:
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    span = f"{ledger.since:%Y-%m-%d %H:%M} to {ledger.until:%Y-%m-%d %H:%M} UTC"
+    span = f"{usage.since:%Y-%m-%d %H:%M} to {usage.until:%Y-%m-%d %H:%M} UTC"
     title = f"Remuda: pool {pool}, {span}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -55,74 +64,76 @@ def report_page(ledger: Ledger, *, pool: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>Pool {escape(pool)}</h1>\n<p>{escape(span)}</p>\n"
-        + "\n".join(_sections(ledger))
+        + "\n".join(_sections(usage))
         + "\n</main>\n</body>\n</html>\n"
     )
 
 
-def _sections(ledger: Ledger) -> Iterator[str]:
-    cards = "".join(f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>" for what, value in headlines(ledger))
+def _sections(usage: UsageReport) -> Iterator[str]:
+    cards = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in headlines(usage))
     yield f"<dl>{cards}</dl>"
-    yield from _provisions(ledger)
-    yield from _machines(ledger)
-    for what, costs in cost_cuts(ledger):
-        yield f"<h2>Cost by {escape(what)}</h2>"
-        yield _table((what, "cost"), [(name, money(value, ledger.currency)) for name, value in biggest(costs)])
-    for title, counts in (("Provisions that failed", ledger.failures), ("Machines retired", ledger.retirements)):
+    yield from _provisions(usage)
+    yield from _instances(usage)
+    for dimension, costs in cost_breakdowns(usage):
+        yield f"<h2>Cost by {escape(dimension)}</h2>"
+        yield _table(
+            (dimension, "cost"), [(name, format_money(value, usage.currency)) for name, value in largest_first(costs)]
+        )
+    for title, counts in (("Failed provisions", usage.failures), ("Retired instances", usage.retirements)):
         if counts:
             yield f"<h2>{title}</h2>"
-            yield _table(("why", "count"), [(why, str(int(count))) for why, count in biggest(counts)])
+            yield _table(("reason", "count"), [(reason, str(int(count))) for reason, count in largest_first(counts)])
     yield "<h2>Notes</h2>"
-    priced = f"Prices an hour: {ledger.priced}. " if ledger.priced else ""
-    yield f'<p class="note">{escape(priced)}Time is counted to the second, as the records have it.</p>'
-    yield from (f'<p class="note">{escape(note)}</p>' for note in ledger.notes)
+    priced = f"Hourly prices: {usage.priced}. " if usage.priced else ""
+    yield f'<p class="note">{escape(priced)}Time is counted per second.</p>'
+    yield from (f'<p class="note">{escape(note)}</p>' for note in usage.notes)
 
 
-def _provisions(ledger: Ledger) -> Iterator[str]:
-    yield "<h2>How long runs waited for their runners</h2>"
-    if not ledger.points:
-        yield "<p>No run asked for any in this time.</p>"
+def _provisions(usage: UsageReport) -> Iterator[str]:
+    yield "<h2>Provision times</h2>"
+    if not usage.points:
+        yield "<p>No provisions in this period.</p>"
         return
-    marks = [
-        plots.Mark(
+    points = [
+        plots.ScatterPoint(
             at=point.at,
             value=point.seconds,
             kind=point.kind,
             title=f"run {point.run_id}: {point.count} in {point.seconds:.2f} s, {point.kind}",
         )
-        for point in ledger.points
+        for point in usage.points
     ]
-    kinds = in_order(ledger.times, KINDS)
+    kinds = in_order(usage.times, KINDS)
     yield plots.legend(kinds)
-    label = "Seconds of each provision over time, cold ones apart from warm ones"
-    yield plots.scatter(marks, since=ledger.drawn_from, until=ledger.until, label=label)
+    label = "Duration of each provision over time, by kind"
+    yield plots.scatter(points, since=usage.drawn_from, until=usage.until, label=label)
     rows = [
-        (kind, str(ledger.times[kind].count), f"{ledger.times[kind].p50:.2f} s", f"{ledger.times[kind].p95:.2f} s")
+        (kind, str(usage.times[kind].count), f"{usage.times[kind].p50:.2f} s", f"{usage.times[kind].p95:.2f} s")
         for kind in kinds
     ]
     yield _table(("kind", "count", "p50", "p95"), rows)
 
 
-def _machines(ledger: Ledger) -> Iterator[str]:
-    yield "<h2>What machines did</h2>"
-    if not ledger.hours:
-        yield "<p>There was no machine in this time.</p>"
+def _instances(usage: UsageReport) -> Iterator[str]:
+    yield "<h2>Instances by state</h2>"
+    if not usage.hours:
+        yield "<p>No instances in this period.</p>"
         return
-    phases = in_order(ledger.hours, PHASES)
+    phases = in_order(usage.hours, PHASES)
     steps: Sequence[Mapping[str, float]] = [
-        {phase.value: count for phase, count in step.items()} for step in ledger.fleet
+        {phase.value: count for phase, count in step.items()} for step in usage.fleet
     ]
     yield plots.legend(phases)
-    label = "How many machines there were in each state over time"
-    yield plots.stacked(steps, phases, since=ledger.drawn_from, until=ledger.until, label=label)
-    yield plots.bar(ledger.hours, phases, label="Machine hours by state", unit="hours")
-    total = sum(ledger.hours.values())
+    label = "Number of instances in each state over time"
+    yield plots.stacked(steps, phases, since=usage.drawn_from, until=usage.until, label=label)
+    yield plots.bar(usage.hours, phases, label="Instance hours by state", unit="hours")
+    total = sum(usage.hours.values())
     rows = [
         (
             phase,
-            hours(ledger.hours[phase]),
-            f"{ledger.hours[phase] / total:.0%}",
-            money(ledger.costs.by_phase.get(phase, 0.0), ledger.currency),
+            format_hours(usage.hours[phase]),
+            f"{usage.hours[phase] / total:.0%}",
+            format_money(usage.costs.by_phase.get(phase, 0.0), usage.currency),
         )
         for phase in phases
     ]
@@ -130,7 +141,7 @@ def _machines(ledger: Ledger) -> Iterator[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column says what; the others are numbers."""
+    """Build a table whose first column is text and whose other columns are numbers."""
     head = "".join(f"<th{_numeric(number)}>{escape(name)}</th>" for number, name in enumerate(columns))
     body = "".join(
         "<tr>" + "".join(f"<td{_numeric(number)}>{escape(cell)}</td>" for number, cell in enumerate(row)) + "</tr>"

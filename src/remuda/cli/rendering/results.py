@@ -1,4 +1,4 @@
-"""Results as documents for programs and as tables for people."""
+"""Results of commands as JSON documents and terminal tables."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pydantic import SecretStr
 from remuda.config.settings import Loaded, Settings, key
 from remuda.controlplane.provision.request import ProvisionResult
 from remuda.controlplane.refresh.result import RefreshResult
-from remuda.controlplane.release import Fate, ReleaseResult
+from remuda.controlplane.release import ReleaseResult, ReleaseStatus
 from remuda.controlplane.scale_down.result import ScaleDownResult
 from remuda.domain.instance import Instance
 from remuda.domain.resources import TypePatterns
 from remuda.domain.scale_down.idle_config import IdleWindow
-from remuda.domain.serialization import plain
+from remuda.domain.serialization import to_jsonable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def record_document(record: Any) -> dict[str, Any]:
-    """A record as the other documents are: with its fields' own names."""
-    return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
+    """Convert a dataclass to a JSON document with the same field names."""
+    return {item.name: to_jsonable(getattr(record, item.name)) for item in fields(record)}
 
 
 def instance_document(instance: Instance) -> dict[str, Any]:
-    """A record without what opens a door."""
+    """Convert an instance record to a JSON document without its credentials."""
     document = record_document(instance)
     if instance.assignment is not None:
         shown = {"url", "runner_name", "labels", "repository"}
@@ -56,19 +56,19 @@ def provision_document(result: ProvisionResult) -> dict[str, Any]:
         "reused": result.reused,
         "created": result.created,
         "tier": result.tier.value,
-        "tier_reason": result.tier_why,
+        "tier_reason": result.tier_reason,
         "ephemeral": result.ephemeral,
         "seconds": result.seconds,
         "phases": dict(result.phases),
-        "refused": dict(result.refused),
-        "calls": plain(result.calls),
+        "rejected": dict(result.rejected),
+        "calls": to_jsonable(result.calls),
     }
 
 
 def release_document(result: ReleaseResult) -> dict[str, Any]:
     return {
         "run_id": result.run_id,
-        **{fate.value: [item.instance_id for item in result.of(fate)] for fate in Fate},
+        **{status.value: [item.instance_id for item in result.of(status)] for status in ReleaseStatus},
         "reasons": {item.instance_id: item.why for item in result.outcomes},
         "details": {item.instance_id: item.detail for item in result.outcomes if item.detail},
         "deregistration_seconds": {
@@ -76,14 +76,14 @@ def release_document(result: ReleaseResult) -> dict[str, Any]:
         },
         "errors": list(result.errors),
         "seconds": result.seconds,
-        "calls": plain(result.calls),
+        "calls": to_jsonable(result.calls),
     }
 
 
 def refresh_document(result: RefreshResult) -> dict[str, Any]:
     return {
         "applied": list(result.applied),
-        "changes": plain(result.changes),
+        "changes": to_jsonable(result.changes),
         "retired": list(result.retired),
         "reasons": dict(result.retired),
         "terminated": list(result.terminated),
@@ -95,7 +95,7 @@ def refresh_document(result: RefreshResult) -> dict[str, Any]:
         "forgotten": result.forgotten,
         "errors": list(result.errors),
         "seconds": result.seconds,
-        "calls": plain(result.calls),
+        "calls": to_jsonable(result.calls),
     }
 
 
@@ -106,13 +106,13 @@ def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
         if isinstance(value, SecretStr):
             shown: Any = "(hidden)"
         elif name == "resource_class_config":
-            shown = {item.name: {"cpu": item.cpu, "mmem": item.mmem} for item in value}
+            shown = {item.name: {"cpu": item.cpu, "mmem": item.memory_mib} for item in value}
         elif name == "idle_config":
             shown = [_window_document(window) for window in value]
         elif isinstance(value, TypePatterns | Path):
             shown = str(value)
         else:
-            shown = plain(value)
+            shown = to_jsonable(value)
         rows[key(name)] = {"value": shown, "source": loaded.origins[name]}
     return rows
 
@@ -153,11 +153,11 @@ def scale_down_document(result: ScaleDownResult) -> dict[str, Any]:
 
 
 def scale_down_table(result: ScaleDownResult) -> Table:
-    from rich.table import Table  # noqa: PLC0415 - only where a table is shown
+    from rich.table import Table  # noqa: PLC0415 - slow to import
 
-    title = f"Scale-down of {result.environment}" + (": what would be done" if result.dry_run else "")
+    title = f"Scale-down of {result.environment}" + (" (dry run)" if result.dry_run else "")
     table = Table(title=title, title_justify="left")
-    for column in ("phase", "instance", "owner", "action", "why"):
+    for column in ("phase", "instance", "owner", "action", "reason"):
         table.add_column(column)
     for item in result.outcomes:
         decision = item.decision
@@ -168,7 +168,7 @@ def scale_down_table(result: ScaleDownResult) -> Table:
 
 
 def config_table(rows: dict[str, dict[str, Any]]) -> Table:
-    from rich.table import Table  # noqa: PLC0415 - only where a table is shown
+    from rich.table import Table  # noqa: PLC0415 - slow to import
 
     table = Table()
     for column in ("setting", "value", "from"):

@@ -1,4 +1,4 @@
-"""A status for programs, as tables, and as lines that say what has changed."""
+"""Pool status as JSON document, as terminal tables, and as log lines of changes."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+from remuda.cli.rendering.formatting import format_duration, table
 from remuda.cli.rendering.results import instance_document, record_document
-from remuda.cli.rendering.tables import duration, table
-from remuda.controlplane.read.status import RECENT_PROVISIONS, Opening, Status
+from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, Status
 from remuda.domain.instance import ABSORBING, Instance
-from remuda.domain.serialization import plain
+from remuda.domain.serialization import to_jsonable
 
-#: Below this width the columns that matter least are left out.
-WIDE = 120
-#: How many runs a status shows.
+#: Terminal width from which all columns are shown.
+FULL_WIDTH = 120
+#: Maximum number of runs shown.
 MAX_RUNS = 10
 
-_NUMBERS = frozenset({"time left", "beat", "uses", "idle", "hints", "asked", "attempt"})
-_WHOLE = frozenset({"instance", "state", "run", "class", "tier", "warning"})
+_NUMERIC = frozenset({"time left", "heartbeat", "uses", "idle", "messages", "runners", "attempt"})
+_NO_WRAP = frozenset({"instance", "state", "run", "class", "tier", "warning"})
 
 
 def status_document(status: Status) -> dict[str, Any]:
     return {
-        "at": plain(status.at),
+        "at": to_jsonable(status.at),
         "pool": status.pool,
         "reuse": status.config.reuse.value if status.config else None,
         "instances": [_instance(status, instance) for instance in status.instances],
-        "pools": {name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()},
-        "runs": [{**record_document(run), "machines_ended": run.provision_id in status.ended} for run in status.runs],
-        "open": [_opening(opening) for opening in status.openings],
-        "warnings": [record_document(concern) for concern in status.concerns],
+        "pools": {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()},
+        "runs": [
+            {**record_document(run), "instances_terminated": run.provision_id in status.ended} for run in status.runs
+        ],
+        "open_provisions": [_open_provision_document(item) for item in status.open_provisions],
+        "warnings": [record_document(warning) for warning in status.warnings],
         "unreadable": list(status.unreadable),
     }
 
@@ -43,21 +45,21 @@ def _instance(status: Status, instance: Instance) -> dict[str, Any]:
         **instance_document(instance),
         "report": record_document(report) if report else None,
         "seconds_left": None if instance.state in ABSORBING else round(left_s, 3),
-        "beat_age_seconds": round((status.at - beat_at).total_seconds(), 3) if beat_at else None,
+        "heartbeat_age_seconds": round((status.at - beat_at).total_seconds(), 3) if beat_at else None,
     }
 
 
-def _opening(opening: Opening) -> dict[str, Any]:
-    run = opening.provision
+def _open_provision_document(item: OpenProvision) -> dict[str, Any]:
+    run = item.provision
     return {
         "run_id": run.run_id,
         "attempt": run.attempt,
         "provision_id": run.provision_id,
         "resource_class": run.resource_class,
         "count": run.count,
-        "held": dict(opening.held),
-        "created_at": plain(run.created_at),
-        "deadline": plain(run.deadline),
+        "instances": dict(item.instances),
+        "created_at": to_jsonable(run.created_at),
+        "deadline": to_jsonable(run.deadline),
     }
 
 
@@ -65,27 +67,27 @@ def _opening(opening: Opening) -> dict[str, Any]:
 
 
 def status_tables(status: Status, *, width: int, rows: int | None = None) -> list[Any]:
-    """`rows`: how many instances there is room for."""
+    """Build the tables. `rows` is the maximum number of instances shown."""
     return list(_tables(status, width, rows))
 
 
 def _tables(status: Status, width: int, rows: int | None) -> Iterator[Any]:
-    if status.concerns:
-        found = [(item.kind, item.subject, item.text) for item in status.concerns]
-        yield table("Warnings", ("warning", "what", "means"), found, whole=_WHOLE)
+    if status.warnings:
+        found = [(item.kind, item.subject, item.text) for item in status.warnings]
+        yield table("Warnings", ("warning", "subject", "meaning"), found, no_wrap=_NO_WRAP)
     if status.config:
         yield f"pool {status.pool}, reuse {status.config.reuse}"
     if not status.instances and not status.runs:
         yield "no instances, no runs"
         return
-    yield from _instances(status, rows, wide=width >= WIDE)
-    if status.openings:
-        launches = [_opening_row(item, status.at) for item in status.openings]
-        columns = ("run", "attempt", "class", "asked", "so far", "time left")
-        yield table("Open launches", columns, launches, numbers=_NUMBERS, whole=_WHOLE)
-    pools = [(name, str(level.idle), str(level.hints)) for name, level in status.pools.items() if _is_used(level)]
+    yield from _instances(status, rows, wide=width >= FULL_WIDTH)
+    if status.open_provisions:
+        provisions = [_open_provision_row(item, status.at) for item in status.open_provisions]
+        columns = ("run", "attempt", "class", "runners", "acquired", "time left")
+        yield table("Open provisions", columns, provisions, numeric=_NUMERIC, no_wrap=_NO_WRAP)
+    pools = [(name, str(level.idle), str(level.messages)) for name, level in status.pools.items() if _is_used(level)]
     if pools:
-        yield table("Pools", ("class", "idle", "hints"), pools, numbers=_NUMBERS, whole=_WHOLE)
+        yield table("Pools", ("class", "idle", "messages"), pools, numeric=_NUMERIC, no_wrap=_NO_WRAP)
     if status.runs:
         yield from _runs(status)
 
@@ -98,23 +100,23 @@ def _runs(status: Status) -> Iterator[Any]:
         )
         for run in status.runs[:MAX_RUNS]
     ]
-    columns = ("run", "attempt", "class", "asked", "status", "why")
-    yield table("Runs, newest first", columns, shown, numbers=_NUMBERS, whole=_WHOLE)
+    columns = ("run", "attempt", "class", "runners", "status", "reason")
+    yield table("Runs, newest first", columns, shown, numeric=_NUMERIC, no_wrap=_NO_WRAP)
     if more := len(status.runs) - len(shown):
-        # A status does not look further back.
-        least = "at least " if len(status.runs) >= RECENT_PROVISIONS else ""
-        yield f"  and {least}{more} more"
+        # The status reads only the newest provisions.
+        at_least = "at least " if len(status.runs) >= RECENT_PROVISIONS else ""
+        yield f"  and {at_least}{more} more"
 
 
 def _is_used(level: Any) -> bool:
-    return bool(level.idle or level.hints)
+    return bool(level.idle or level.messages)
 
 
-def _opening_row(opening: Opening, now: datetime) -> tuple[str, ...]:
-    run = opening.provision
-    held = ", ".join(f"{count} {state}" for state, count in opening.held.items())
+def _open_provision_row(item: OpenProvision, now: datetime) -> tuple[str, ...]:
+    run = item.provision
+    acquired = ", ".join(f"{count} {state}" for state, count in item.instances.items())
     left = _left(run.deadline, now)
-    return run.run_id, str(run.attempt), run.resource_class, str(run.count), held or "nothing yet", left
+    return run.run_id, str(run.attempt), run.resource_class, str(run.count), acquired or "none yet", left
 
 
 def _instances(status: Status, rows: int | None, *, wide: bool) -> Iterator[Any]:
@@ -123,12 +125,12 @@ def _instances(status: Status, rows: int | None, *, wide: bool) -> Iterator[Any]
         return
     columns = ["instance", "state", "run", "time left", "class", "tier", "uses", "remark"]
     if wide:
-        columns[4:4] = ["beat"]
+        columns[4:4] = ["heartbeat"]
         columns[6:6] = ["type", "usage"]
     shown = status.instances if rows is None else status.instances[: max(rows, 1)]
     cells = [_cells(status, instance) for instance in shown]
     yield table(
-        "Instances", columns, [[row[name] for name in columns] for row in cells], numbers=_NUMBERS, whole=_WHOLE
+        "Instances", columns, [[row[name] for name in columns] for row in cells], numeric=_NUMERIC, no_wrap=_NO_WRAP
     )
     if len(shown) < len(status.instances):
         yield f"  and {len(status.instances) - len(shown)} more"
@@ -138,13 +140,13 @@ def _cells(status: Status, instance: Instance) -> dict[str, str]:
     now = status.at
     report = status.reports.get(instance.instance_id)
     age_s = (now - report.beat_at).total_seconds() if report and report.beat_at else None
-    busy = "a job runs" if report and report.busy else ""
+    busy = "a job is running" if report and report.busy else ""
     return {
         "instance": instance.instance_id,
         "state": instance.state.value,
         "run": instance.run_id or (f"({instance.last_run_id})" if instance.last_run_id else ""),
         "time left": "" if instance.state in ABSORBING else _left(instance.threshold, now),
-        "beat": "none" if age_s is None else f"{duration(max(age_s, 0))} ago",
+        "heartbeat": "none" if age_s is None else f"{format_duration(max(age_s, 0))} ago",
         "class": instance.resource_class,
         "type": instance.instance_type,
         "usage": instance.usage_class.value,
@@ -156,31 +158,31 @@ def _cells(status: Status, instance: Instance) -> dict[str, str]:
 
 def _left(threshold: datetime, now: datetime) -> str:
     seconds = (threshold - now).total_seconds()
-    return duration(seconds) if seconds >= 0 else f"over by {duration(-seconds)}"
+    return format_duration(seconds) if seconds >= 0 else f"overdue by {format_duration(-seconds)}"
 
 
-# Lines ------------------------------------------------------------------------------------------------------------
+# Log lines --------------------------------------------------------------------------------------------------------
 
 
 def headline(status: Status) -> str:
     states = ", ".join(f"{count} {state}" for state, count in status.by_state().items())
     live = sum(status.by_state().values())
-    warnings = len(status.concerns)
-    told = f"pool {status.pool} at {status.at:%H:%M:%S} UTC: {live} live" + (f" ({states})" if states else "")
-    return told + (f"; {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
+    warnings = len(status.warnings)
+    text = f"pool {status.pool} at {status.at:%H:%M:%S} UTC: {live} live" + (f" ({states})" if states else "")
+    return text + (f"; {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
 
 
 def changes(before: Status | None, after: Status) -> list[str]:
-    """What a log wants to know: what is different, a line each; the head where anything is."""
-    lines = [*_moved(before, after), *_warned(before, after)]
+    """Return one line per change after a headline, or nothing if there are no changes."""
+    lines = [*_instance_changes(before, after), *_new_warnings(before, after)]
     return [headline(after), *(f"  {line}" for line in lines)] if lines or before is None else []
 
 
-def _moved(before: Status | None, after: Status) -> Iterator[str]:
+def _instance_changes(before: Status | None, after: Status) -> Iterator[str]:
     known = {item.instance_id: item for item in before.instances} if before else {}
     for instance in after.instances:
-        past = known.pop(instance.instance_id, None)
-        if past is not None and (past.state, past.epoch, past.retire) == (
+        old = known.pop(instance.instance_id, None)
+        if old is not None and (old.state, old.epoch, old.retire) == (
             instance.state,
             instance.epoch,
             instance.retire,
@@ -188,16 +190,16 @@ def _moved(before: Status | None, after: Status) -> Iterator[str]:
             continue
         run = f" for run {instance.run_id}" if instance.run_id else ""
         left = "" if instance.state in ABSORBING else f", {_left(instance.threshold, after.at)} left"
-        was = f" (was {past.state})" if past is not None and past.state is not instance.state else ""
-        why = f": {instance.retire}" if instance.retire else ""
-        yield f"{instance.instance_id} is {instance.state}{run}{was}{left}{why}"
+        previous = f" (was {old.state})" if old is not None and old.state is not instance.state else ""
+        reason = f": {instance.retire}" if instance.retire else ""
+        yield f"{instance.instance_id} is {instance.state}{run}{previous}{left}{reason}"
     for instance_id in known:
-        yield f"{instance_id} is over"
+        yield f"{instance_id} is gone"
 
 
-def _warned(before: Status | None, after: Status) -> Iterator[str]:
-    """A warning's text counts seconds: it is new only where its kind or subject is."""
-    known = {(item.kind, item.subject) for item in before.concerns} if before else set()
-    for item in after.concerns:
+def _new_warnings(before: Status | None, after: Status) -> Iterator[str]:
+    """A warning is new if its kind or subject is: its text may contain a number of seconds."""
+    known = {(item.kind, item.subject) for item in before.warnings} if before else set()
+    for item in after.warnings:
         if (item.kind, item.subject) not in known:
             yield f"warning: {item.kind} {item.subject}: {item.text}"

@@ -1,8 +1,7 @@
-"""Registrations for one job each, made just in time: one call for each instance, with a credential of our own.
+"""Just-in-time registrations: one GitHub call per new instance, each for one job.
 
-GitHub has such a registration from the moment of the call on, whether its machine ever starts or not. So each one that
-was made is known here until the commit, and goes with a provision that fails; what a crash leaves, the sweep for ghost
-registrations finds by its name.
+GitHub keeps such a registration from the call on, whether or not its machine starts. A provision that fails removes
+those that it made; after a crash, the sweep for stale registrations finds them by name.
 """
 
 from __future__ import annotations
@@ -11,30 +10,31 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from remuda.controlplane.context import Context, each
-from remuda.controlplane.provision.selection import ProvisionPlan
+from remuda.controlplane.context import Context, map_concurrently
+from remuda.controlplane.provision.plan import ProvisionPlan
 from remuda.domain.errors import Conflict, RemudaError, Unavailable
 from remuda.domain.instance import Instance
 from remuda.ports.github import GitHub
 
-#: How long a failed provision may take to remove what it registered: after that, sweeps do it.
-UNDO_LIMIT_S = 10.0
+#: Seconds that a failed provision may spend on removing its registrations. Sweeps remove the rest.
+REMOVAL_TIMEOUT_S = 10.0
 
 
-class JustInTime:
-    def __init__(self, context: Context, github: GitHub, terms: ProvisionPlan) -> None:
+class JustInTimeRegistrations:
+    def __init__(self, context: Context, github: GitHub, plan: ProvisionPlan) -> None:
         self._context = context
         self._github = github
-        self._terms = terms
-        self._made: dict[str, int] = {}
+        self._plan = plan
+        self._runner_ids: dict[str, int] = {}
 
-    async def register(self, newborn: Sequence[Instance]) -> list[Instance]:
-        """Each with its registration. All calls are answered before one that failed is raised: then it is known which
-        registrations there are.
+    async def register(self, instances: Sequence[Instance]) -> list[Instance]:
+        """Return the instances with their registrations.
+
+        An error is raised only after all calls have returned, so that every registration that was made is known.
         """
         registered: list[Instance] = []
         failures: list[RemudaError] = []
-        for result in await each(newborn, self._register):
+        for result in await map_concurrently(instances, self._register):
             if isinstance(result, RemudaError):
                 failures.append(result)
             else:
@@ -44,32 +44,32 @@ class JustInTime:
         return registered
 
     async def _register(self, instance: Instance) -> Instance:
-        assignment = self._terms.assignment(instance.instance_id, instance.epoch)
+        assignment = self._plan.assignment(instance.instance_id, instance.epoch)
         name = assignment.runner_name
         try:
-            runner = await self._github.jit_config(self._terms.scope, name=name, labels=assignment.labels)
+            runner = await self._github.jit_config(self._plan.scope, name=name, labels=assignment.labels)
         except Conflict as conflict:
-            # Names are never used twice: another registered it in our name.
+            # Runner names never recur, so this registration is not ours.
             raise Unavailable(
-                f"GitHub has a runner {name} already: {conflict.message}", fix="run remuda refresh, and try again"
+                f"GitHub already has a runner named {name}: {conflict.message}", fix="run remuda refresh and try again"
             ) from conflict
-        self._made[name] = runner.runner_id
+        self._runner_ids[name] = runner.runner_id
         self._context.event_log.record(
             "registered", "just in time, for one job", instance_id=instance.instance_id, run_id=instance.run_id
         )
         return replace(instance, assignment=replace(assignment, jit_config=runner.config, runner_id=runner.runner_id))
 
-    async def undo(self) -> None:
-        """Remove what was registered: its machines will not use it."""
+    async def remove_all(self) -> None:
+        """Remove the registrations of a failed provision."""
         try:
-            async with asyncio.timeout(UNDO_LIMIT_S):
-                results = await each(self._made.values(), self._remove)
+            async with asyncio.timeout(REMOVAL_TIMEOUT_S):
+                results = await map_concurrently(self._runner_ids.values(), self._remove)
         except TimeoutError:
-            self._context.event_log.record("rollback-incomplete", "sweeps will remove the registrations (time is up)")
+            self._context.event_log.record("rollback-incomplete", "timeout; sweeps will remove the registrations")
             return
         for result in results:
             if isinstance(result, RemudaError):
                 self._context.event_log.record("rollback-incomplete", f"a registration is left: {result.message}")
 
     async def _remove(self, runner_id: int) -> None:
-        await self._github.delete_runner(self._terms.scope, runner_id)
+        await self._github.delete_runner(self._plan.scope, runner_id)

@@ -1,19 +1,21 @@
-"""Gathers how a provision goes, for its result and its record. It writes nothing itself."""
+"""Recorder of a provision's progress, for its result and its record. Writes nothing itself."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.provision_outcome import (
+    MAX_ACQUIRED,
     MAX_LAUNCHES,
     MAX_REASON,
-    MAX_REFUSALS,
-    MAX_TAKEN,
+    MAX_REJECTIONS,
     AcquiredRunner,
     LaunchAttempt,
     ProvisionOutcome,
-    Refusal,
-    Source,
+    RejectedCandidate,
+    RejectionKind,
+    RunnerSource,
 )
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.clock import Clock
@@ -22,58 +24,62 @@ from remuda.ports.clock import Clock
 class OutcomeRecorder:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._began = self._last = clock.monotonic()
-        self._sources: Counter[Source] = Counter()
-        self._taken: list[AcquiredRunner] = []
-        self._refusals: list[Refusal] = []
+        self._started_at = self._phase_started_at = clock.monotonic()
+        self._sources: Counter[RunnerSource] = Counter()
+        self._acquired: list[AcquiredRunner] = []
+        self._rejections: list[RejectedCandidate] = []
         self._launches: list[LaunchAttempt] = []
         self.phases: dict[str, float] = {}
-        #: Hints that were not used, and why, counted.
-        self.refused: Counter[str] = Counter()
+        #: Number of pool messages that did not become a runner, by kind.
+        self.rejected: Counter[str] = Counter()
 
     @property
     def seconds(self) -> float:
-        return round(self._clock.monotonic() - self._began, 4)
+        """Seconds since the provision began."""
+        return round(self._clock.monotonic() - self._started_at, 4)
 
-    def done(self, phase: str) -> None:
-        """Phases come one after the other."""
+    def end_phase(self, name: str) -> None:
+        """Record the seconds since the previous phase ended."""
         now = self._clock.monotonic()
-        self.phases[phase] = round(now - self._last, 4)
-        self._last = now
+        self.phases[name] = round(now - self._phase_started_at, 4)
+        self._phase_started_at = now
 
-    def refuse(self, kind: str, why: str, instance_id: str = "") -> None:
-        self.refused[kind] += 1
-        if len(self._refusals) < MAX_REFUSALS:
-            self._refusals.append(
-                Refusal(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
+    def reject(self, kind: RejectionKind, why: str, instance_id: str = "") -> None:
+        self.rejected[kind.value] += 1
+        if len(self._rejections) < MAX_REJECTIONS:
+            self._rejections.append(
+                RejectedCandidate(kind=kind, why=why[:MAX_REASON], seconds=self.seconds, instance_id=instance_id)
             )
 
     def launch(self, count: int, launched: int, errors: tuple[str, ...], *, why: str = "") -> None:
         if len(self._launches) < MAX_LAUNCHES:
-            cut = tuple(error[:MAX_REASON] for error in errors[:MAX_LAUNCHES])
+            errors = tuple(error[:MAX_REASON] for error in errors[:MAX_LAUNCHES])
             self._launches.append(
-                LaunchAttempt(count=count, launched=launched, seconds=self.seconds, errors=cut, why=why[:MAX_REASON])
+                LaunchAttempt(count=count, launched=launched, seconds=self.seconds, errors=errors, why=why[:MAX_REASON])
             )
 
-    def take(self, instance_id: str, source: Source, registration_s: float | None) -> None:
-        self._sources[source] += 1
-        if len(self._taken) < MAX_TAKEN:
-            self._taken.append(
+    def acquire(self, registered: RegisteredInstance) -> None:
+        self._sources[registered.source] += 1
+        if len(self._acquired) < MAX_ACQUIRED:
+            self._acquired.append(
                 AcquiredRunner(
-                    instance_id=instance_id, source=source, seconds=self.seconds, registration_s=registration_s
+                    instance_id=registered.instance.instance_id,
+                    source=registered.source,
+                    seconds=self.seconds,
+                    registration_s=registered.registration_s,
                 )
             )
 
-    def course(self, *, error: str = "") -> ProvisionOutcome:
+    def outcome(self, *, error: str = "") -> ProvisionOutcome:
         return ProvisionOutcome(
             ended_at=to_milliseconds(self._clock.now()),
             seconds=self.seconds,
-            reused=self._sources[Source.POOL],
-            created=self._sources[Source.CREATED],
+            reused=self._sources[RunnerSource.POOL],
+            created=self._sources[RunnerSource.CREATED],
             phases=dict(self.phases),
-            taken=tuple(self._taken),
-            refused=dict(self.refused),
-            refusals=tuple(self._refusals),
+            acquired=tuple(self._acquired),
+            rejected=dict(self.rejected),
+            rejections=tuple(self._rejections),
             launches=tuple(self._launches),
             error=error[:MAX_REASON],
         )

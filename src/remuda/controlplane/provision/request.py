@@ -1,4 +1,4 @@
-"""What a provision is asked for and what it answers."""
+"""The request and the result of a provision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from remuda.domain.errors import UserError
 from remuda.domain.instance import Instance
-from remuda.domain.provision_outcome import Source
+from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 
 
@@ -21,31 +21,31 @@ class ProvisionRequest:
     patterns: TypePatterns
     scope: str
     tier: Tier
-    #: Why it has this tier, for people.
-    tier_why: str = ""
-    #: The run's repository, owner/name, where it is known.
+    #: Why the run has this tier, for people.
+    tier_reason: str = ""
+    #: The run's repository as owner/name; empty if unknown.
     repository: str = ""
-    #: New instances for one job each, registered just in time. Needs a GitHub credential of the provision's own.
+    #: Create new instances with a just-in-time registration for one job each. Requires a GitHub credential.
     ephemeral: bool = False
-    #: None: the pool's.
+    #: None: the pool's value.
     max_runtime_s: float | None = None
     timeout_s: float | None = None
 
 
-def no_credential() -> UserError:
-    """For an order of ephemeral instances by somebody who cannot register them."""
+def missing_credential() -> UserError:
+    """The error for ephemeral runners without a GitHub credential."""
     return UserError(
-        "ephemeral runners are registered one by one with a GitHub credential, and there is none",
+        "ephemeral runners need a GitHub credential to register, and none is configured",
         field="ephemeral",
         fix="set REMUDA_GITHUB_TOKEN, or REMUDA_GITHUB_APP_ID and REMUDA_GITHUB_APP_KEY, or leave --ephemeral out",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Provisioned:
+class ProvisionedInstance:
     instance: Instance
-    source: Source
-    #: What the runner's own registration took on the machine, where it said so.
+    source: RunnerSource
+    #: Seconds that the registration took on the machine; None if the agent did not report it.
     registration_s: float | None
 
 
@@ -54,19 +54,20 @@ class ProvisionResult:
     run_id: str
     provision_id: str
     label: str
-    instances: tuple[Provisioned, ...]
+    instances: tuple[ProvisionedInstance, ...]
     tier: Tier
-    tier_why: str
+    tier_reason: str
     ephemeral: bool
     seconds: float
+    #: Seconds per phase.
     phases: Mapping[str, float]
     calls: Mapping[str, Mapping[str, int]]
-    #: Messages that were looked at and not used, and why.
-    refused: Mapping[str, int] = field(default_factory=dict)
+    #: Number of pool messages that did not become a runner, by kind.
+    rejected: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def reused(self) -> int:
-        return sum(1 for item in self.instances if item.source is Source.POOL)
+        return sum(1 for item in self.instances if item.source is RunnerSource.POOL)
 
     @property
     def created(self) -> int:

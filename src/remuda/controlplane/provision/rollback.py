@@ -1,12 +1,12 @@
-"""What a provision holds, or may hold: written down before each call, so that it can be given back at any await."""
+"""Acquired instances and their rollback. Each is tracked before its write, so that a cancellation can undo it."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
 
-from remuda.controlplane.context import Context, each, removal_credential, transition
-from remuda.controlplane.release.deregistration import deregistered
+from remuda.controlplane.context import CONFLICT_ATTEMPTS, Context, map_concurrently, transition
+from remuda.controlplane.deregistration import removal_credential, remove_jit_registration
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -14,84 +14,89 @@ from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.provision_outcome import ProvisionOutcome
 from remuda.domain.transitions import Actor, Cause, End, Release, tombstone
 
-#: How long a rollback may take: after that, sweeps finish it.
-ROLLBACK_LIMIT_S = 10.0
-#: How often one instance is tried again while its record moves.
-GIVE_BACK_TRIES = 4
+#: Seconds that a rollback may take. Sweeps finish the rest.
+ROLLBACK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    #: The record as we know it, or as it will be if a write under way succeeds.
+class AcquiredInstance:
+    #: The current record, or the expected one if a write is in progress.
     instance: Instance
-    #: Whether the record is known to exist: a launch whose record was not written yet has none.
+    #: Whether the record exists. False between a launch and the write of its record.
     recorded: bool = True
 
 
 class AcquiredInstances:
-    """By instance and epoch: a worker with a stale message must not speak for another's claim of the same instance."""
+    """The instances that a provision has, or may have, acquired.
+
+    Keyed by instance and epoch: a worker with a stale message must not remove another worker's claim of the instance.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, int], Held] = {}
+        self._items: dict[tuple[str, int], AcquiredInstance] = {}
 
-    def hold(self, instance: Instance, *, recorded: bool = True) -> None:
-        self._held[instance.instance_id, instance.epoch] = Held(instance=instance, recorded=recorded)
+    def add(self, instance: Instance, *, recorded: bool = True) -> None:
+        self._items[instance.instance_id, instance.epoch] = AcquiredInstance(instance=instance, recorded=recorded)
 
-    def drop(self, instance: Instance) -> None:
-        self._held.pop((instance.instance_id, instance.epoch), None)
+    def remove(self, instance: Instance) -> None:
+        self._items.pop((instance.instance_id, instance.epoch), None)
 
-    def all(self) -> tuple[Held, ...]:
-        return tuple(self._held.values())
+    def all(self) -> tuple[AcquiredInstance, ...]:
+        return tuple(self._items.values())
 
 
 async def roll_back(
     context: Context,
     config: PoolConfig,
     provision: Provision,
-    holdings: AcquiredInstances,
+    acquired: AcquiredInstances,
     *,
     why: str,
-    course: ProvisionOutcome,
+    outcome: ProvisionOutcome,
 ) -> None:
-    """One conditional write for each instance, then the provision's: nothing here waits for a machine."""
+    """Give back every instance with one conditional write, then close the provision. Does not wait for machines."""
     try:
-        async with asyncio.timeout(ROLLBACK_LIMIT_S):
-            removal = await _removal(context, config, holdings)
-            results = await each(holdings.all(), lambda held: _give_back(context, config, held, removal, why=why))
+        async with asyncio.timeout(ROLLBACK_TIMEOUT_S):
+            removal = await _removal_credential(context, config, acquired)
+            results = await map_concurrently(
+                acquired.all(), lambda item: _give_back(context, config, item, removal, why=why)
+            )
             for result in results:
                 if isinstance(result, RemudaError):
                     context.event_log.record("rollback-incomplete", result.message)
-            await _close(context, provision, why=why, course=course)
+            await _close_provision(context, provision, why=why, outcome=outcome)
     except (TimeoutError, RemudaError) as error:
-        context.event_log.record("rollback-incomplete", f"sweeps will finish it ({error or 'time is up'})")
+        context.event_log.record("rollback-incomplete", f"sweeps will finish it ({error or 'timeout'})")
 
 
-async def _removal(context: Context, config: PoolConfig, holdings: AcquiredInstances) -> Credential | None:
-    """For those that were registered. Without one they wait for a sweep; the others need not."""
-    if not holdings.all():
+async def _removal_credential(context: Context, config: PoolConfig, acquired: AcquiredInstances) -> Credential | None:
+    """Without one, registered instances wait for a sweep; the others can still be given back."""
+    if not acquired.all():
         return None
     try:
-        return await removal_credential(context, config, holdings.all()[0].instance.scope)
+        return await removal_credential(context, config, acquired.all()[0].instance.scope)
     except RemudaError as error:
         context.event_log.record("rollback-incomplete", f"sweeps will finish it ({error.message})")
         return None
 
 
-async def _give_back(context: Context, config: PoolConfig, held: Held, removal: Credential | None, *, why: str) -> None:
-    if not held.recorded:
-        await _bury(context, held.instance, why=why)
+async def _give_back(
+    context: Context, config: PoolConfig, item: AcquiredInstance, removal: Credential | None, *, why: str
+) -> None:
+    if not item.recorded:
+        await _tombstone(context, item.instance, why=why)
         return
-    instance = held.instance
-    for _ in range(GIVE_BACK_TRIES):
+    instance = item.instance
+    for _ in range(CONFLICT_ATTEMPTS):
         event: End | Release
         if instance.state is State.CREATED:
-            event = End(cause=Cause.RELEASED, owner=held.instance.owner)
+            event = End(cause=Cause.RELEASED, owner=item.instance.owner)
         elif instance.state in ASSIGNED and removal is not None:
             event = Release(
                 release_time_s=config.lifetimes.release_time_s,
                 credential=removal,
-                owner=held.instance.owner,
-                deregistered=await deregistered(context, instance),
+                owner=item.instance.owner,
+                deregistered=await remove_jit_registration(context, instance),
             )
         else:
             return
@@ -99,21 +104,21 @@ async def _give_back(context: Context, config: PoolConfig, held: Held, removal: 
             await transition(context, instance, event, by=Actor.PROVISION, why=why)
         except Conflict as conflict:
             current = conflict.current
-            if not isinstance(current, Instance) or current.owner != held.instance.owner or current == instance:
+            if not isinstance(current, Instance) or current.owner != item.instance.owner or current == instance:
                 return
             instance = current
         else:
             return
 
 
-async def _bury(context: Context, instance: Instance, *, why: str) -> None:
-    """A machine that was launched and whose record may be missing: lock the record, then ask for its end."""
+async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
+    """Lock the record of a launched machine, creating it if it is missing, then terminate the machine."""
     now = context.clock.now()
-    stone = replace(
+    record = replace(
         instance, state=State.TERMINATING, threshold=now, run_id="", last_run_id=instance.run_id, assignment=None
     )
     try:
-        await context.store.apply(tombstone(stone, by=Actor.PROVISION, now=now, why=why))
+        await context.store.apply(tombstone(record, by=Actor.PROVISION, now=now, why=why))
         context.event_log.record("tombstone", why, instance_id=instance.instance_id, cause=Cause.UNRECORDED.value)
     except Conflict as conflict:
         current = conflict.current
@@ -124,16 +129,16 @@ async def _bury(context: Context, instance: Instance, *, why: str) -> None:
     await context.compute.terminate([instance.instance_id])
 
 
-async def _close(context: Context, provision: Provision, *, why: str, course: ProvisionOutcome) -> None:
+async def _close_provision(context: Context, provision: Provision, *, why: str, outcome: ProvisionOutcome) -> None:
     current: Provision | None = provision
     while current is not None:
         if current.status is ProvisionStatus.RELEASED:
-            if current.course is not None:
+            if current.outcome is not None:
                 return
-            # Somebody else released it while it was at work: its story belongs to the record all the same.
-            after = replace(current, course=course)
+            # Another process released the run during the provision; add the outcome to its record.
+            after = replace(current, outcome=outcome)
         else:
-            after = released(current, now=context.clock.now(), why=why, course=course)
+            after = released(current, now=context.clock.now(), why=why, outcome=outcome)
         try:
             await context.store.replace_provision(current, after)
         except Conflict as conflict:

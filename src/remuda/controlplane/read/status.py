@@ -1,4 +1,4 @@
-"""Status: the fleet as the records, the pool and the provisions show it. Reads only."""
+"""Status of the fleet, from records, reports, pool queues, provisions and GitHub. Reads only."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, readable
+from remuda.controlplane.context import Context, skip_unreadable
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, ProvisionStatus, machines_ended
-from remuda.domain.reporting.warnings import PoolWarning, concerns
+from remuda.domain.reporting.warnings import PoolWarning, find_warnings
 from remuda.domain.signals import Report
-from remuda.domain.stale_registrations import ghost_reason
+from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.ports.github import GitHubRunner
 
-#: How many provisions a status shows; those that are open in any case.
+#: Newest provisions in a status. Open provisions are always included.
 RECENT_PROVISIONS = 50
-#: No provision may stay open longer: its deadline is not further ahead.
-OPEN_AT_MOST = timedelta(hours=1)
-#: GitHub counts requests: who looks again and again looks for ghosts only so often.
-GHOSTS_EVERY_S = 60.0
-FROM_GITHUB = frozenset({"ghost", "github"})
+#: Maximum time that a provision stays open.
+MAX_OPEN = timedelta(hours=1)
+#: Seconds between two checks for stale registrations by a process that reads the status repeatedly. GitHub limits the
+#: number of requests.
+REGISTRATION_CHECK_INTERVAL_S = 60.0
+#: Kinds of warnings that need a request to GitHub.
+_GITHUB_WARNINGS = frozenset({"stale-registration", "github"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolLevel:
     idle: int
-    #: Messages: about as many as idle instances, sometimes stale or doubled.
-    hints: int
+    #: Messages in the queue. Some may be stale or duplicates.
+    messages: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
-    """A provision that is not committed yet, and what it holds so far."""
+class OpenProvision:
+    """A provision that is not committed yet."""
 
     provision: Provision
-    #: Instances by state.
-    held: Mapping[str, int]
+    #: Number of its instances per state.
+    instances: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,39 +54,39 @@ class Status:
     reports: Mapping[str, Report]
     pools: Mapping[str, PoolLevel]
     runs: Sequence[Provision]
-    #: Of committed runs whose machines have all ended, by provision: that, in words.
+    #: A sentence by provision id, for committed runs whose machines have all ended.
     ended: Mapping[str, str] = field(default_factory=dict)
-    concerns: Sequence[PoolWarning] = ()
-    #: Records that cannot be parsed, one sentence each.
+    warnings: Sequence[PoolWarning] = ()
+    #: One sentence per record that cannot be parsed.
     unreadable: Sequence[str] = ()
 
     @property
-    def openings(self) -> tuple[Opening, ...]:
-        return tuple(self._opening(run) for run in self.runs if run.status is ProvisionStatus.OPEN)
+    def open_provisions(self) -> tuple[OpenProvision, ...]:
+        return tuple(self._open_provision(run) for run in self.runs if run.status is ProvisionStatus.OPEN)
 
-    def _opening(self, run: Provision) -> Opening:
-        held = Counter(item.state.value for item in self.instances if item.provision_id == run.provision_id)
-        return Opening(provision=run, held=dict(held))
+    def _open_provision(self, run: Provision) -> OpenProvision:
+        counts = Counter(item.state.value for item in self.instances if item.provision_id == run.provision_id)
+        return OpenProvision(provision=run, instances=dict(counts))
 
     def by_state(self) -> Mapping[str, int]:
-        """How many live instances are in each state, in the order of a life."""
+        """Number of live instances per state, in lifecycle order."""
         counts = Counter(item.state for item in self.instances)
         return {state.value: counts[state] for state in State if state in LIVE and counts[state]}
 
 
-async def status(context: Context, *, everything: bool = False, ghosts: bool = True) -> Status:
-    """`everything` shows terminated instances too; `ghosts` asks the github, where there is a credential for it."""
+async def status(context: Context, *, include_terminated: bool = False, check_registrations: bool = True) -> Status:
+    """`check_registrations` adds warnings about stale registrations if the process has a GitHub credential."""
     store = context.store
     config = await store.get_config()
-    # Listed before the records are read: what they then disown stays disowned.
-    runners, troubles = await _runners(context, config) if ghosts else ({}, [])
-    states = LIVE | {State.TERMINATED} if everything else LIVE
+    # List runners before reading records: a registration that the later records do not own stays without an owner.
+    runners, failures = await _runners(context, config) if check_registrations else ({}, [])
+    states = LIVE | {State.TERMINATED} if include_terminated else LIVE
     found, runs = await asyncio.gather(store.find(states), _runs(context))
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
     (reports, _), depths, ended = await asyncio.gather(
-        readable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
+        skip_unreadable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
         _ended(context, runs, instances),
     )
@@ -97,31 +99,31 @@ async def status(context: Context, *, everything: bool = False, ghosts: bool = T
         config=config,
         instances=instances,
         reports=reports,
-        pools={name: PoolLevel(idle=idle[name], hints=hints) for name, hints in zip(classes, depths, strict=True)},
+        pools={name: PoolLevel(idle=idle[name], messages=depth) for name, depth in zip(classes, depths, strict=True)},
         runs=runs,
         ended=ended,
-        concerns=(
-            *concerns(config, instances, reports, runs, now=now),
-            *(await _ghosts(context, config, runners, instances) if config and runners else ()),
-            *troubles,
+        warnings=(
+            *find_warnings(config, instances, reports, runs, now=now),
+            *(await _stale_registrations(context, config, runners, instances) if config and runners else ()),
+            *failures,
             *(PoolWarning(kind="unreadable", subject="", text=sentence) for sentence in unreadable),
         ),
         unreadable=tuple(unreadable),
     )
 
 
-def with_ghosts(fresh: Status, before: Status | None) -> Status:
-    """With what GitHub said at the last look that asked it."""
-    kept = [item for item in before.concerns if item.kind in FROM_GITHUB] if before else []
-    return replace(fresh, concerns=(*fresh.concerns, *kept))
+def keep_github_warnings(fresh: Status, before: Status | None) -> Status:
+    """Copy the warnings about GitHub from the previous status to one that was read without a check."""
+    kept = [item for item in before.warnings if item.kind in _GITHUB_WARNINGS] if before else []
+    return replace(fresh, warnings=(*fresh.warnings, *kept))
 
 
 async def _runs(context: Context) -> Sequence[Provision]:
-    """The newest, and any that are open, however many came after them. Newest first."""
+    """The newest provisions and all open ones, newest first."""
     store = context.store
     newest, unsettled = await asyncio.gather(
         store.recent_provisions(RECENT_PROVISIONS),
-        store.unsettled_provisions(context.clock.now() + OPEN_AT_MOST),
+        store.unsettled_provisions(context.clock.now() + MAX_OPEN),
     )
     known = {item.provision_id for item in newest}
     older = [item for item in unsettled if item.status is ProvisionStatus.OPEN and item.provision_id not in known]
@@ -129,15 +131,15 @@ async def _runs(context: Context) -> Sequence[Provision]:
 
 
 async def _ended(context: Context, runs: Sequence[Provision], instances: Sequence[Instance]) -> dict[str, str]:
-    """Only where no machine of a run was found alive its records are read: the search may lag behind them."""
+    """Read the records of runs without a live instance: the search may lag, so it does not prove that they ended."""
     alive = {item.instance_id for item in instances if item.state not in ABSORBING}
-    doubtful = [run for run in runs if run.status is ProvisionStatus.COMMITTED and alive.isdisjoint(run.instance_ids)]
-    if not doubtful:
+    candidates = [run for run in runs if run.status is ProvisionStatus.COMMITTED and alive.isdisjoint(run.instance_ids)]
+    if not candidates:
         return {}
-    ids = {instance_id for run in doubtful for instance_id in run.instance_ids}
-    records, _ = await readable(context.store.get_many(ids), _say_nothing)
-    told = {run.provision_id: machines_ended(run, records) for run in doubtful}
-    return {provision_id: words for provision_id, words in told.items() if words}
+    ids = {instance_id for run in candidates for instance_id in run.instance_ids}
+    records, _ = await skip_unreadable(context.store.get_many(ids))
+    sentences = {run.provision_id: machines_ended(run, records) for run in candidates}
+    return {provision_id: sentence for provision_id, sentence in sentences.items() if sentence}
 
 
 async def _depth(context: Context, resource_class: str) -> int:
@@ -151,29 +153,27 @@ async def _runners(
     context: Context, config: PoolConfig | None
 ) -> tuple[dict[str, Sequence[GitHubRunner]], list[PoolWarning]]:
     found: dict[str, Sequence[GitHubRunner]] = {}
-    troubles: list[PoolWarning] = []
+    failures: list[PoolWarning] = []
     for scope in (tokens.scope for tokens in config.tokens) if config and context.github else ():
         try:
             found[scope] = await context.github.list_runners(scope) if context.github else ()
         except RemudaError as error:
             text = f"its runners could not be listed: {error.message}"
-            troubles.append(PoolWarning(kind="github", subject=scope, text=text))
-    return found, troubles
+            failures.append(PoolWarning(kind="github", subject=scope, text=text))
+    return found, failures
 
 
-async def _ghosts(
+async def _stale_registrations(
     context: Context,
     config: PoolConfig,
     runners: Mapping[str, Sequence[GitHubRunner]],
     instances: Sequence[Instance],
 ) -> Sequence[PoolWarning]:
-    """Registrations that no assignment owns. What was searched for after the list clears most of them; the records of
-    the others are read now.
-    """
+    """Warn about registrations that no assignment owns. Reads by key only the records that the search missed."""
     now, known = context.clock.now(), {item.instance_id: item for item in instances}
 
-    def why(name: str, record: Instance | None, since: datetime | None) -> str | None:
-        return ghost_reason(
+    def reason_for(name: str, record: Instance | None, since: datetime | None) -> str | None:
+        return stale_registration_reason(
             name,
             record,
             pool=config.pool,
@@ -187,22 +187,18 @@ async def _ghosts(
         for scope, listed in runners.items()
         for runner in listed
         if (parsed := parse_runner_name(config.pool, runner.name)) is not None
-        and (parsed[1] not in known or why(runner.name, known[parsed[1]], None) is not None)
+        and (parsed[1] not in known or reason_for(runner.name, known[parsed[1]], None) is not None)
     ]
-    (records, unknown), sightings = await asyncio.gather(
-        readable(context.store.get_many({instance_id for _, _, instance_id in ours}), _say_nothing),
+    (records, unreadable), first_seen = await asyncio.gather(
+        skip_unreadable(context.store.get_many({instance_id for _, _, instance_id in ours})),
         context.store.get_sightings(),
     )
     found = []
     for scope, name, instance_id in ours:
-        if instance_id in unknown:
+        if instance_id in unreadable:
             continue
-        reason = why(name, records.get(instance_id), sightings.get(f"ghost:{name}"))
+        reason = reason_for(name, records.get(instance_id), first_seen.get(f"stale-registration:{name}"))
         if reason is not None:
-            text = f"a registration in {scope} that nobody owns: {reason}; refresh removes it"
-            found.append(PoolWarning(kind="ghost", subject=name, text=text))
+            text = f"stale registration in {scope}: {reason}; refresh removes it"
+            found.append(PoolWarning(kind="stale-registration", subject=name, text=text))
     return found
-
-
-def _say_nothing(_: str) -> None:
-    """The search for live records has named it already."""

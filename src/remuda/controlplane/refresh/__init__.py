@@ -6,7 +6,7 @@ from outside (GitHub, EC2) and from the records, and finished. Every sweep can b
 
 from __future__ import annotations
 
-from remuda.controlplane.context import Context, check_pool
+from remuda.controlplane.context import Context, check_pool_name
 from remuda.controlplane.refresh.configure import Desired, apply_configuration, keep_tokens_fresh
 from remuda.controlplane.refresh.result import RefreshResult, Tally
 from remuda.controlplane.refresh.sweep import Sweep
@@ -25,6 +25,6 @@ async def refresh(context: Context, desired: Desired | None) -> RefreshResult:
         if stored is None:
             return tally.result(context, started)
         config = await keep_tokens_fresh(context, stored, tally)
-    check_pool(context, config)
+    check_pool_name(context, config)
     await Sweep(context, config, tally).run()
     return tally.result(context, started)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.serialization import plain
+from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
 
 #: What changes with every refresh and is not worth a line.
@@ -38,10 +38,12 @@ def _changes(name: str, was: Any, now: Any) -> Iterator[Change]:
     elif isinstance(was, Mapping):
         yield from _launch(was, now)
     elif name == "classes":
-        old, new = ({item.name: {"cpu": item.cpu, "mmem": item.mmem} for item in classes} for classes in (was, now))
+        old, new = (
+            {item.name: {"cpu": item.cpu, "mmem": item.memory_mib} for item in classes} for classes in (was, now)
+        )
         yield _CLASSES, (_without(old, new), _without(new, old))
     else:
-        yield _setting(name), (plain(was), plain(now))
+        yield _setting(name), (to_jsonable(was), to_jsonable(now))
 
 
 def _lifetimes(was: Lifetimes, now: Lifetimes) -> Iterator[Change]:

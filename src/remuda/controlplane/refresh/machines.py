@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 
-from remuda.controlplane.context import Context, each, readable, transition, transition_all
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ABSORBING, Instance, State
@@ -62,7 +62,7 @@ class MachineSweep:
         machines = {view.instance_id: view for view in views}
         unknown = [key for key in machines if key not in records]
         # The search may lag: what it missed is read by key before it is called unrecorded.
-        more, unreadable = await readable(self._context.store.get_many(unknown), self._tally.error)
+        more, unreadable = await skip_unreadable(self._context.store.get_many(unknown), self._tally.error)
         known = {**records, **more}
         live = [item for item in known.values() if item.state not in ABSORBING]
         await self._each(live, lambda item: self._close_if_gone(item, machines.get(item.instance_id), listed_at))
@@ -71,7 +71,7 @@ class MachineSweep:
         await self._terminate(machines, known)
 
     async def _each(self, items: Sequence[T], work: Callable[[T], Awaitable[None]]) -> None:
-        for result in await each(items, work):
+        for result in await map_concurrently(items, work):
             if isinstance(result, RemudaError) and not isinstance(result, Conflict):
                 self._tally.error(f"machines: {result.message}")
 
@@ -105,7 +105,7 @@ class MachineSweep:
             instance_type=view.instance_type,
             usage_class=UsageClass.ON_DEMAND,
             cpu=0,
-            mmem=0,
+            memory_mib=0,
             created_at=to_milliseconds(view.launched_at),
             provision_id=view.tags.get(PROVISION_TAG, ""),
             retire=Cause.UNRECORDED.value,
@@ -127,7 +127,7 @@ class MachineSweep:
             return
         # A search said so; no machine is ended on its word.
         read = self._context.store.get_many(sorted(ending | revived))
-        records, _ = await readable(read, self._tally.error)
+        records, _ = await skip_unreadable(read, self._tally.error)
         waiting = [item for key, item in records.items() if key in ending and item.state is State.TERMINATING]
         over = [key for key in sorted(revived) if key in records and records[key].state is State.TERMINATED]
         asked = [*sorted(item.instance_id for item in waiting), *over]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from math import inf
 
-from remuda.controlplane.context import Context, each, readable
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
 from remuda.controlplane.refresh.machines import FirstSeen
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import NotFound, RemudaError
@@ -34,7 +34,7 @@ class PoolMessageSweep:
     async def run(self, idle_instances: Iterable[Instance]) -> None:
         idle = Counter(item.resource_class for item in idle_instances)
         names = [resource_class.name for resource_class in self._config.classes]
-        for name, depth in zip(names, await each(names, self._context.pool.depth), strict=True):
+        for name, depth in zip(names, await map_concurrently(names, self._context.pool.depth), strict=True):
             try:
                 if isinstance(depth, RemudaError):
                     raise depth
@@ -73,7 +73,7 @@ class PoolMessageSweep:
         came_at = self._context.clock.monotonic()
         messages = [(delivery.receipt, delivery.message) for delivery in batch]
         read = self._context.store.get_many({message.id for _, message in messages if message is not None})
-        records, unreadable = await readable(read, self._tally.error)
+        records, unreadable = await skip_unreadable(read, self._tally.error)
         stale: list[str] = []
         for receipt, message in messages:
             if message is not None and message.id in unreadable:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, each, readable, removal_credential, transition
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition
+from remuda.controlplane.deregistration import removal_credential, remove_jit_registration
 from remuda.controlplane.refresh.result import Tally
-from remuda.controlplane.release.deregistration import deregistered
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import ASSIGNED, Instance, State
 from remuda.domain.pool_config import PoolConfig
@@ -27,7 +27,7 @@ class ProvisionSweep:
     async def run(self) -> None:
         margin = timedelta(seconds=self._config.lifetimes.margin_s)
         unsettled = await self._context.store.unsettled_provisions(self._context.clock.now() - margin)
-        for provision, result in zip(unsettled, await each(unsettled, self._one), strict=True):
+        for provision, result in zip(unsettled, await map_concurrently(unsettled, self._one), strict=True):
             if isinstance(result, RemudaError) and not isinstance(result, Conflict):
                 self._tally.error(f"provision {provision.provision_id}: {result.message}")
 
@@ -36,13 +36,13 @@ class ProvisionSweep:
             provision = await self._release(provision)
         found = await self._context.store.find_by_provision(provision.provision_id)
         ids = {*provision.instance_ids, *(instance.instance_id for instance in found)}
-        records, unreadable = await readable(self._context.store.get_many(ids), self._tally.error)
+        records, unreadable = await skip_unreadable(self._context.store.get_many(ids), self._tally.error)
         held = [
             instance
             for instance in records.values()
             if instance.provision_id == provision.provision_id and instance.state in ASSIGNED
         ]
-        for result in await each(held, self._take_back):
+        for result in await map_concurrently(held, self._take_back):
             if isinstance(result, RemudaError) and not isinstance(result, Conflict):
                 self._tally.error(f"provision {provision.provision_id}: {result.message}")
         now = self._context.clock.now()
@@ -73,7 +73,7 @@ class ProvisionSweep:
             event = Release(
                 release_time_s=self._config.lifetimes.release_time_s,
                 credential=credential,
-                deregistered=await deregistered(self._context, instance),
+                deregistered=await remove_jit_registration(self._context, instance),
             )
         await transition(self._context, instance, event, by=Actor.REFRESH, why=why)
         self._tally.rolled_back.append(instance.instance_id)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from remuda.controlplane.context import Context, each, readable
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
 from remuda.controlplane.refresh.machines import OVER, FirstSeen
 from remuda.controlplane.refresh.result import Tally
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.resources import is_instance_id
-from remuda.domain.stale_registrations import ghost_reason
+from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.ports.compute import MachineView
 from remuda.ports.github import Deletion, GitHubRunner
 
@@ -50,13 +50,13 @@ class StaleRegistrationSweep:
         ]
         ours = [item for item in ours if not self._is_cleared(item[1], live.get(item[2]))]
         read = self._context.store.get_many({instance_id for _, _, instance_id in ours})
-        records, unreadable = await readable(read, self._tally.error)
+        records, unreadable = await skip_unreadable(read, self._tally.error)
         ghosts = [
             (scope, runner, why)
             for scope, runner, instance_id in ours
             if instance_id not in unreadable and (why := self._why(runner, records.get(instance_id))) is not None
         ]
-        for result in await each(ghosts, lambda ghost: self._remove(*ghost)):
+        for result in await map_concurrently(ghosts, lambda ghost: self._remove(*ghost)):
             if isinstance(result, RemudaError):
                 self._tally.error(f"ghost registrations: {result.message}")
 
@@ -64,7 +64,7 @@ class StaleRegistrationSweep:
         return record is not None and self._why(runner, record) is None
 
     def _why(self, runner: GitHubRunner, record: Instance | None) -> str | None:
-        return ghost_reason(
+        return stale_registration_reason(
             runner.name,
             record,
             pool=self._config.pool,
@@ -76,7 +76,7 @@ class StaleRegistrationSweep:
 
     def _unrecorded_since(self, runner: GitHubRunner) -> datetime | None:
         """A machine that stands there may get its record any moment; if it gets none, it is buried, and that is one."""
-        parsed, sighting = parse_runner_name(self._config.pool, runner.name), f"ghost:{runner.name}"
+        parsed, sighting = parse_runner_name(self._config.pool, runner.name), f"stale-registration:{runner.name}"
         if self._standing is None:
             self._sightings.keep(sighting)
             return None
@@ -89,6 +89,8 @@ class StaleRegistrationSweep:
         if github is None:
             return
         deletion = await github.delete_runner(scope, runner.runner_id)
-        self._context.event_log.record("ghost", f"{why}: {deletion.value}", runner=runner.name, scope=scope)
+        self._context.event_log.record(
+            "stale-registration", f"{why}: {deletion.value}", runner=runner.name, scope=scope
+        )
         if deletion is not Deletion.BUSY:
             self._tally.removed.append(runner.name)

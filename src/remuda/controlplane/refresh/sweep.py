@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from remuda.controlplane.context import Context, each, readable, transition, transition_all
+from remuda.controlplane.context import Context, map_concurrently, skip_unreadable, transition, transition_all
 from remuda.controlplane.refresh.machines import FirstSeen, MachineSweep
 from remuda.controlplane.refresh.pool_messages import PoolMessageSweep
 from remuda.controlplane.refresh.provisions import ProvisionSweep
 from remuda.controlplane.refresh.result import Tally
 from remuda.controlplane.refresh.stale_registrations import StaleRegistrationSweep
-from remuda.controlplane.release.advance import announce, settle
+from remuda.controlplane.release.advance import advance_release, publish_to_pool
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State, retirement
 from remuda.domain.pool_config import PoolConfig
@@ -123,7 +123,7 @@ class Sweep:
             found.update({report.instance_id: report for report in await store.troubled_reports()})
 
         async def waited_for() -> None:
-            reports, _ = await readable(store.get_reports(releasing), self._tally.error)
+            reports, _ = await skip_unreadable(store.get_reports(releasing), self._tally.error)
             found.update(reports)
 
         await self._guarded("reports of trouble", troubled)
@@ -146,10 +146,10 @@ class Sweep:
         live = [item for item in records.values() if item.state not in ABSORBING]
         overdue = await self._end_overdue(live)
         others = [item for item in live if item.instance_id not in overdue]
-        for instance, result in zip(others, await each(others, one), strict=True):
+        for instance, result in zip(others, await map_concurrently(others, one), strict=True):
             if isinstance(result, RemudaError):
                 self._tally.error(f"{instance.instance_id}: {result.message}")
-        errors = await announce(self._context, due, by=Actor.REFRESH)
+        errors = await publish_to_pool(self._context, due, by=Actor.REFRESH)
         for error in errors:
             self._tally.error(f"announcements: {error.message}")
         if not errors:
@@ -178,7 +178,7 @@ class Sweep:
             instance = await self._go(instance, Retire(reason=reason), reason)
         if instance.state is State.RELEASING:
             before = instance
-            instance = await settle(self._context, self._config, instance, report, by=Actor.REFRESH)
+            instance = await advance_release(self._context, self._config, instance, report, by=Actor.REFRESH)
             if instance.state is State.IDLE:
                 self._tally.finished.append(instance.instance_id)
             if instance.state in ABSORBING:

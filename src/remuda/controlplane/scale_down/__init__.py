@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from remuda.controlplane.context import Context, each
+from remuda.controlplane.context import Context, map_concurrently
 from remuda.controlplane.scale_down.pool import PoolRecords
 from remuda.controlplane.scale_down.removal import Deregistration, Pace, Removal, registration_of
 from remuda.controlplane.scale_down.result import Outcome, ScaleDownResult, Tally
@@ -19,11 +19,11 @@ from remuda.domain.scale_down.decisions import (
     Action,
     Decision,
     Lookup,
-    Phase,
-    Policy,
-    judge_active,
-    judge_bypassed,
-    judge_orphan,
+    ScaleDownPhase,
+    ScaleDownPolicy,
+    decide_active,
+    decide_bypassed,
+    decide_orphan,
     needs_lookup,
     within_budget,
 )
@@ -33,7 +33,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.event_log import EventLog
-from remuda.ports.fleet import Fleet
+from remuda.ports.fleet import TaggedFleet
 from remuda.ports.github import GitHub
 
 __all__ = ["FleetContext", "Outcome", "ScaleDownResult", "scale_down"]
@@ -49,7 +49,7 @@ Change = Callable[[Collection[str]], Awaitable[Mapping[str, str]]]
 @dataclass(frozen=True, kw_only=True)
 class FleetContext:
     environment: str
-    fleet: Fleet
+    fleet: TaggedFleet
     github: GitHub
     clock: Clock
     event_log: EventLog
@@ -60,7 +60,7 @@ class FleetContext:
     has_pool: bool = False
 
 
-async def scale_down(context: FleetContext, policy: Policy, *, dry_run: bool = False) -> ScaleDownResult:
+async def scale_down(context: FleetContext, policy: ScaleDownPolicy, *, dry_run: bool = False) -> ScaleDownResult:
     started = context.clock.monotonic()
     tally = Tally(context.event_log, dry_run=dry_run)
     cycle = Cycle(context, policy, tally, dry_run=dry_run)
@@ -77,7 +77,7 @@ async def scale_down(context: FleetContext, policy: Policy, *, dry_run: bool = F
 
 
 class Cycle:
-    def __init__(self, context: FleetContext, policy: Policy, tally: Tally, *, dry_run: bool) -> None:
+    def __init__(self, context: FleetContext, policy: ScaleDownPolicy, tally: Tally, *, dry_run: bool) -> None:
         self._context = context
         self._policy = policy
         self._tally = tally
@@ -95,7 +95,7 @@ class Cycle:
         async with self._open_pool(every) as pool:
             await pool.open()
             await pool.read(every)
-            concerned = [machine for machine in every if self._ruled(machine, pool, Phase.ACTIVE) is None]
+            concerned = [machine for machine in every if self._ruled(machine, pool, ScaleDownPhase.ACTIVE) is None]
             await self._list_runners(concerned)
             # Read after the lists: what was given a record meanwhile is ruled by it.
             await pool.read(concerned)
@@ -110,7 +110,7 @@ class Cycle:
         async def read(orphans: bool) -> Sequence[FleetMachine]:  # noqa: FBT001 - one of two lists
             return await self._context.fleet.list_machines(orphans=orphans)
 
-        answers = await each((True, False), read)
+        answers = await map_concurrently((True, False), read)
         failures = [answer for answer in answers if isinstance(answer, RemudaError)]
         if len(failures) == len(answers) and isinstance(failures[0], UserError):
             raise failures[0]
@@ -144,14 +144,14 @@ class Cycle:
         async def read(scope: str) -> list[Registration]:
             return [registration_of(runner) for runner in await self._context.github.list_runners(scope)]
 
-        for scope, answer in zip(scopes, await each(scopes, read), strict=True):
+        for scope, answer in zip(scopes, await map_concurrently(scopes, read), strict=True):
             if isinstance(answer, RemudaError):
                 self._tally.error(f"owner {scope}: its runners could not be listed: {answer.message}")
             self._runners[scope] = None if isinstance(answer, RemudaError) else answer
 
     @staticmethod
-    def _ruled(machine: FleetMachine, pool: PoolRecords, phase: Phase) -> Decision | None:
-        return judge_bypassed(machine, phase) or pool.judge(machine, phase)
+    def _ruled(machine: FleetMachine, pool: PoolRecords, phase: ScaleDownPhase) -> Decision | None:
+        return decide_bypassed(machine, phase) or pool.judge(machine, phase)
 
     # Deciding ---------------------------------------------------------------------------------------------------
 
@@ -160,12 +160,12 @@ class Cycle:
         decisions: list[Decision] = []
         open_cases: list[FleetMachine] = []
         for machine in orphans:
-            ruled = self._ruled(machine, pool, Phase.ORPHANS)
+            ruled = self._ruled(machine, pool, ScaleDownPhase.ORPHANS)
             if ruled is None:
                 open_cases.append(machine)
             else:
                 decisions.append(ruled)
-        for machine, lookup in zip(open_cases, await each(open_cases, self._look_up), strict=True):
+        for machine, lookup in zip(open_cases, await map_concurrently(open_cases, self._look_up), strict=True):
             decisions.append(self._judge_orphan(machine, lookup))
         await self._carry_out(self._budgeted(decisions))
         return {
@@ -186,7 +186,7 @@ class Cycle:
         if lookup is not None and lookup.found is not None:
             self._remember(machine, lookup.found)
         scope, registered = self._find_registrations(machine)
-        return judge_orphan(machine, lookup, registered, found_in=scope)
+        return decide_orphan(machine, lookup, registered, found_in=scope)
 
     def _remember(self, machine: FleetMachine, found: Registration) -> None:
         """A list may lag: what the single look found is known, for phase 2 as well."""
@@ -215,7 +215,7 @@ class Cycle:
         decisions: list[Decision] = []
         concerned: list[FleetMachine] = []
         for machine in machines:
-            ruled = self._ruled(machine, pool, Phase.ACTIVE)
+            ruled = self._ruled(machine, pool, ScaleDownPhase.ACTIVE)
             if ruled is None:
                 concerned.append(machine)
             elif not machine.is_orphan:
@@ -224,7 +224,7 @@ class Cycle:
         registered: dict[str, Registered | None] = {
             scope: None if runners is None else match(ids, runners) for scope, runners in self._runners.items()
         }
-        decisions += self._budgeted(judge_active(concerned, registered, self._policy, self.quota, self._now))
+        decisions += self._budgeted(decide_active(concerned, registered, self._policy, self.quota, self._now))
         await self._carry_out(decisions)
 
     def _budgeted(self, decisions: Sequence[Decision]) -> list[Decision]:
@@ -251,7 +251,7 @@ class Cycle:
         """Returns those that turned out to be busy and no orphans."""
         not_orphans: list[Decision] = []
         clear: list[Decision] = []
-        for result in await each(decisions, self._remove):
+        for result in await map_concurrently(decisions, self._remove):
             if isinstance(result, RemudaError):
                 raise result
             if result.clear:
@@ -292,7 +292,7 @@ class Cycle:
 
 def _place(machine: FleetMachine) -> str | None:
     """Whose list it takes to judge a machine. What is to be looked up by its id needs an owner beyond doubt."""
-    return machine.likely_scope if machine.is_orphan and not machine.told_runner_id else machine.scope
+    return machine.likely_scope if machine.is_orphan and not machine.runner_id_tag else machine.scope
 
 
 def _own(machine: FleetMachine, runners: Sequence[Registration]) -> list[Registration]:

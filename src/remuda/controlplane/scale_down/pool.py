@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from remuda.controlplane.context import Context, check_pool, each, transition
+from remuda.controlplane.context import Context, check_pool_name, map_concurrently, transition
 from remuda.controlplane.scale_down.result import Tally
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import Reuse
-from remuda.domain.scale_down.decisions import Action, Decision, Phase, Renewal, decision, judge_recorded, renewals
+from remuda.domain.scale_down.decisions import (
+    Action,
+    Decision,
+    Renewal,
+    ScaleDownPhase,
+    decide_recorded,
+    decision,
+    renewals,
+)
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import Quota
 from remuda.domain.transitions import Actor, Renew
@@ -33,7 +41,7 @@ class PoolRecords:
         try:
             self._config = await self._context.store.get_config()
             if self._config is not None:
-                check_pool(self._context, self._config)
+                check_pool_name(self._context, self._config)
         except RemudaError as error:
             self._give_up(error)
 
@@ -49,11 +57,11 @@ class PoolRecords:
             return
         self._live |= {key: record for key, record in found.items() if record.state in LIVE}
 
-    def judge(self, machine: FleetMachine, phase: Phase) -> Decision | None:
+    def judge(self, machine: FleetMachine, phase: ScaleDownPhase) -> Decision | None:
         """For machines that the table does not concern."""
         record = self._live.get(machine.instance_id)
         if record is not None:
-            return judge_recorded(machine, record, phase)
+            return decide_recorded(machine, record, phase)
         pool = machine.tags.get(POOL_TAG)
         if pool is None:
             return None
@@ -98,7 +106,7 @@ class PoolRecords:
                 return
             self._tally.explain(_kept(renewal, renewal.reason))
 
-        for renewal, result in zip(due, await each(due, one), strict=True):
+        for renewal, result in zip(due, await map_concurrently(due, one), strict=True):
             if isinstance(result, RemudaError):
                 self._tally.error(f"{renewal.instance.instance_id}: it could not be renewed: {result.message}")
 
@@ -111,5 +119,9 @@ class PoolRecords:
 def _kept(renewal: Renewal, reason: str) -> Decision:
     record = renewal.instance
     return Decision(
-        instance_id=record.instance_id, owner=record.scope, action=Action.KEEP, reason=reason, phase=Phase.ACTIVE
+        instance_id=record.instance_id,
+        owner=record.scope,
+        action=Action.KEEP,
+        reason=reason,
+        phase=ScaleDownPhase.ACTIVE,
     )

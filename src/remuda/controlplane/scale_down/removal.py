@@ -87,7 +87,7 @@ class Deregistration:
             seen = await self.look(scope, registration.runner_id)
             if seen is not None and seen.busy:
                 return seen
-        told = await self.look(scope, item.told_id) if item.told_id is not None else None
+        told = await self.look(scope, item.tagged_runner_id) if item.tagged_runner_id is not None else None
         if told is not None and told.belongs_to(item.instance_id):
             if told.busy:
                 return told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from remuda.domain.scale_down.decisions import Action, Decision, Phase
+from remuda.domain.scale_down.decisions import Action, Decision, ScaleDownPhase
 from remuda.domain.scale_down.idle_config import Quota
 from remuda.ports.event_log import EventLog
 
@@ -39,7 +39,7 @@ class Tally:
     def __init__(self, event_log: EventLog, *, dry_run: bool = False) -> None:
         self._event_log = event_log
         self._prefix = "would" if dry_run else "scale"
-        self._outcomes: dict[tuple[Phase, str], Outcome] = {}
+        self._outcomes: dict[tuple[ScaleDownPhase, str], Outcome] = {}
         self.errors: list[str] = []
 
     def error(self, what: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from remuda.domain.errors import UserError
 from remuda.domain.resources import UsageClass
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 
 FIELD = "--prices"
 MAX_TYPES = 5_000
@@ -59,7 +59,7 @@ def parse_prices(document: Any, *, name: str = "prices") -> PriceTable:
         raise UserError(f"{name} must be an object", field=FIELD, fix=_FIX)
     unknown = set(document) - {"dated", "region", "currency", "on-demand", "spot"}
     if unknown:
-        raise UserError(f"{name} has an unknown key {quoted(min(map(str, unknown)), MAX_TEXT)}", field=FIELD, fix=_FIX)
+        raise UserError(f"{name} has an unknown key {quote(min(map(str, unknown)), MAX_TEXT)}", field=FIELD, fix=_FIX)
     texts = {key: _text(document.get(key, default), f"{name}: {key}") for key, default in _TEXTS.items()}
     return PriceTable(
         **texts,
@@ -84,7 +84,7 @@ def _prices(value: Any, where: str) -> dict[str, float]:
     for instance_type, price in value.items():
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price <= MAX_PRICE:
             raise UserError(
-                f"{where}: the price of {quoted(instance_type, MAX_TEXT)} is {quoted(price, MAX_TEXT)}",
+                f"{where}: the price of {quote(instance_type, MAX_TEXT)} is {quote(price, MAX_TEXT)}",
                 field=FIELD,
                 fix=f"give a number from 0 to {MAX_PRICE:g} an hour",
             )

@@ -11,7 +11,7 @@ from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.resources import UsageClass
 
 
-class Phase(StrEnum):
+class MachinePhase(StrEnum):
     """What a machine is paid for."""
 
     BOOTING = "booting"
@@ -25,15 +25,15 @@ class Phase(StrEnum):
 
 
 _PHASES = {
-    State.CREATED.value: Phase.BOOTING,
-    State.CLAIMED.value: Phase.CLAIMED,
-    State.RUNNING.value: Phase.RUNNING,
-    State.RELEASING.value: Phase.RELEASING,
-    State.IDLE.value: Phase.IDLE,
-    State.TERMINATING.value: Phase.ENDING,
+    State.CREATED.value: MachinePhase.BOOTING,
+    State.CLAIMED.value: MachinePhase.CLAIMED,
+    State.RUNNING.value: MachinePhase.RUNNING,
+    State.RELEASING.value: MachinePhase.RELEASING,
+    State.IDLE.value: MachinePhase.IDLE,
+    State.TERMINATING.value: MachinePhase.ENDING,
 }
 #: These are some run's.
-_OF_A_RUN = frozenset({Phase.BOOTING, Phase.CLAIMED, Phase.RUNNING, Phase.RELEASING})
+_OF_A_RUN = frozenset({MachinePhase.BOOTING, MachinePhase.CLAIMED, MachinePhase.RUNNING, MachinePhase.RELEASING})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Span:
     instance_type: str
     resource_class: str
     usage_class: UsageClass
-    phase: Phase
+    phase: MachinePhase
     begin: datetime
     end: datetime
     #: The run that it served, or empty.
@@ -66,18 +66,18 @@ def spans_of(instance: Instance, history: Sequence[HistoryEntry], *, now: dateti
     """Adjacent, and together the whole lifetime, whatever the history looks like."""
     begin, end = lifetime(instance, history, now=now)
     found: list[Span] = []
-    phase, run_id, at = Phase.UNKNOWN, "", begin
+    phase, run_id, at = MachinePhase.UNKNOWN, "", begin
     for entry in [item for item in history if item.source != item.target]:
         # Clocks differ: a later entry may bear an earlier time.
         until = min(max(entry.at, at), end)
         found.append(_span(instance, phase, at, until, run_id))
-        phase, at = _PHASES.get(entry.target, Phase.UNKNOWN), until
+        phase, at = _PHASES.get(entry.target, MachinePhase.UNKNOWN), until
         run_id = entry.run_id if phase in _OF_A_RUN else ""
     found.append(_span(instance, phase, at, end, run_id))
     return [span for span in found if span.end > span.begin]
 
 
-def _span(instance: Instance, phase: Phase, begin: datetime, end: datetime, run_id: str) -> Span:
+def _span(instance: Instance, phase: MachinePhase, begin: datetime, end: datetime, run_id: str) -> Span:
     return Span(
         instance_id=instance.instance_id,
         instance_type=instance.instance_type,
@@ -101,10 +101,10 @@ def clipped(spans: Iterable[Span], *, since: datetime, until: datetime) -> Itera
             yield replace(span, begin=begin, end=end)
 
 
-def levels(spans: Sequence[Span], *, since: datetime, until: datetime, steps: int) -> list[dict[Phase, float]]:
+def levels(spans: Sequence[Span], *, since: datetime, until: datetime, steps: int) -> list[dict[MachinePhase, float]]:
     """How many machines were in each phase, on the mean, in each of so many equal steps of a time."""
     width = (until - since) / steps
-    found: list[dict[Phase, float]] = [{} for _ in range(steps)]
+    found: list[dict[MachinePhase, float]] = [{} for _ in range(steps)]
     if width <= timedelta(0):
         return found
     for span in clipped(spans, since=since, until=until):

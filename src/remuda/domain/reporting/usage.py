@@ -12,9 +12,9 @@ from datetime import datetime
 
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import Source
+from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.timeline import Phase, Span, clipped, levels, spans_of
+from remuda.domain.reporting.timeline import MachinePhase, Span, clipped, levels, spans_of
 
 #: How finely the fleet is drawn over time.
 STEPS = 168
@@ -22,14 +22,14 @@ HOUR_S = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
+class DurationStats:
     count: int
     p50: float
     p95: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
+class CostBreakdown:
     """Money, cut in several ways: each adds up to the total."""
 
     total: float
@@ -63,7 +63,7 @@ class Savings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class ProvisionPoint:
     """One provision, for a plot."""
 
     at: datetime
@@ -74,7 +74,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ledger:
+class UsageReport:
     since: datetime
     until: datetime
     currency: str
@@ -87,19 +87,19 @@ class Ledger:
     reused: int
     created: int
     #: Seconds of provisions, by kind.
-    times: Mapping[str, Times]
+    times: Mapping[str, DurationStats]
     #: Seconds until one runner was registered, by source.
-    ready: Mapping[str, Times]
+    ready: Mapping[str, DurationStats]
     hours: Mapping[str, float]
-    costs: Costs
+    costs: CostBreakdown
     savings: Savings
     #: Why provisions gave up, counted.
     failures: Mapping[str, int]
     #: Why machines were retired, counted.
     retirements: Mapping[str, int]
-    points: tuple[Point, ...] = ()
+    points: tuple[ProvisionPoint, ...] = ()
     #: How many machines there were, on the mean, in equal steps from `drawn_from` on.
-    fleet: tuple[Mapping[Phase, float], ...] = ()
+    fleet: tuple[Mapping[MachinePhase, float], ...] = ()
     #: When the first of it happened.
     drawn_from: datetime
     notes: tuple[str, ...] = field(default=())
@@ -110,7 +110,7 @@ class Ledger:
         return self.reused / runners if runners else None
 
 
-def ledger(
+def usage_report(
     provisions: Sequence[Provision],
     instances: Sequence[Instance],
     histories: Mapping[str, Sequence[HistoryEntry]],
@@ -118,7 +118,7 @@ def ledger(
     *,
     since: datetime,
     until: datetime,
-) -> Ledger:
+) -> UsageReport:
     spans = [
         span
         for instance in instances
@@ -130,22 +130,22 @@ def ledger(
     costs = _costs(spans, prices)
     drawn_from = min([*(span.begin for span in spans), *(item.created_at for item in told)], default=since)
     ready = _ready(told)
-    return Ledger(
+    return UsageReport(
         since=since,
         until=until,
         currency=prices.currency,
         priced=_priced(prices),
         instances=len({span.instance_id for span in spans}),
         provisions=len(provisions),
-        kinds=dict(Counter(item.course.kind if item.course else "untold" for item in provisions)),
+        kinds=dict(Counter(item.outcome.kind if item.outcome else "untold" for item in provisions)),
         reused=_reused(told),
         created=_created(told),
-        times=times_of((item.course.kind, item.course.seconds) for item in told if item.course),
+        times=duration_stats((item.outcome.kind, item.outcome.seconds) for item in told if item.outcome),
         ready=ready,
         hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
         costs=costs,
-        savings=_savings(told, instances, prices, ready, costs.by_phase.get(Phase.IDLE.value, 0.0)),
-        failures=dict(Counter(item.course.error for item in told if item.course and item.course.error)),
+        savings=_savings(told, instances, prices, ready, costs.by_phase.get(MachinePhase.IDLE.value, 0.0)),
+        failures=dict(Counter(item.outcome.error for item in told if item.outcome and item.outcome.error)),
         retirements=_retirements(histories, since, until),
         points=tuple(_point(item) for item in told),
         fleet=tuple(levels(spans, since=drawn_from, until=until, steps=STEPS)),
@@ -154,7 +154,7 @@ def ledger(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bill:
+class InstanceCost:
     """What one machine cost in a time."""
 
     cost: float
@@ -164,7 +164,7 @@ class Bill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Worth:
+class UsageSummary:
     """Whether reuse pays off: the ledger's few numbers that fit a glance."""
 
     since: datetime
@@ -179,32 +179,32 @@ class Worth:
     unpriced: tuple[str, ...]
 
 
-def bill(
+def instance_cost(
     instance: Instance, history: Sequence[HistoryEntry], prices: PriceTable, *, since: datetime, until: datetime
-) -> Bill:
+) -> InstanceCost:
     spans = list(clipped(spans_of(instance, history, now=until), since=since, until=until))
     price = prices.hourly(instance.instance_type, instance.usage_class)
     hourly = price or 0.0
-    return Bill(
+    return InstanceCost(
         cost=hourly * sum(_hours(spans)),
-        idle_cost=hourly * sum(_hours(span for span in spans if span.phase is Phase.IDLE)),
+        idle_cost=hourly * sum(_hours(span for span in spans if span.phase is MachinePhase.IDLE)),
         unpriced="" if price is not None or not spans else f"{instance.instance_type} {instance.usage_class}",
     )
 
 
-def worth(
+def usage_summary(
     provisions: Sequence[Provision],
     instances: Sequence[Instance],
-    bills: Sequence[Bill],
+    bills: Sequence[InstanceCost],
     prices: PriceTable,
     *,
     since: datetime,
     until: datetime,
-) -> Worth:
+) -> UsageSummary:
     """As the ledger says it; made of each machine's bill, so that it can be made in parts."""
     told = _told(provisions, since, until)
     idle_cost = sum(item.idle_cost for item in bills)
-    return Worth(
+    return UsageSummary(
         since=since,
         until=until,
         currency=prices.currency,
@@ -219,15 +219,15 @@ def worth(
 
 
 def _told(provisions: Sequence[Provision], since: datetime, until: datetime) -> list[Provision]:
-    return [item for item in provisions if item.course is not None and since <= item.created_at <= until]
+    return [item for item in provisions if item.outcome is not None and since <= item.created_at <= until]
 
 
 def _reused(told: Sequence[Provision]) -> int:
-    return sum(item.course.reused for item in told if item.course and not item.course.error)
+    return sum(item.outcome.reused for item in told if item.outcome and not item.outcome.error)
 
 
 def _created(told: Sequence[Provision]) -> int:
-    return sum(item.course.created for item in told if item.course and not item.course.error)
+    return sum(item.outcome.created for item in told if item.outcome and not item.outcome.error)
 
 
 def _priced(prices: PriceTable) -> str:
@@ -243,19 +243,22 @@ def quantile(values: Sequence[float], part: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def times_of(pairs: Iterable[tuple[str, float]]) -> dict[str, Times]:
+def duration_stats(pairs: Iterable[tuple[str, float]]) -> dict[str, DurationStats]:
     groups: dict[str, list[float]] = defaultdict(list)
     for name, seconds in pairs:
         groups[name].append(seconds)
     return {
-        name: Times(count=len(values), p50=quantile(values, 0.5), p95=quantile(values, 0.95))
+        name: DurationStats(count=len(values), p50=quantile(values, 0.5), p95=quantile(values, 0.95))
         for name, values in groups.items()
     }
 
 
-def _ready(told: Sequence[Provision]) -> dict[str, Times]:
-    return times_of(
-        (taken.source.value, taken.seconds) for item in told if item.course is not None for taken in item.course.taken
+def _ready(told: Sequence[Provision]) -> dict[str, DurationStats]:
+    return duration_stats(
+        (acquired.source.value, acquired.seconds)
+        for item in told
+        if item.outcome is not None
+        for acquired in item.outcome.acquired
     )
 
 
@@ -270,11 +273,11 @@ def _hours(spans: Iterable[Span]) -> list[float]:
     return [span.seconds / HOUR_S for span in spans]
 
 
-def _costs(spans: Sequence[Span], prices: PriceTable) -> Costs:
+def _costs(spans: Sequence[Span], prices: PriceTable) -> CostBreakdown:
     hourly = [prices.hourly(span.instance_type, span.usage_class) for span in spans]
     costs = [(price or 0.0) * hours for price, hours in zip(hourly, _hours(spans), strict=True)]
     unpriced = [span for span, price in zip(spans, hourly, strict=True) if price is None]
-    return Costs(
+    return CostBreakdown(
         total=sum(costs),
         by_phase=_sums(spans, costs, key=lambda span: span.phase.value),
         by_class=_sums(spans, costs, key=lambda span: span.resource_class),
@@ -289,22 +292,22 @@ def _savings(
     told: Sequence[Provision],
     instances: Sequence[Instance],
     prices: PriceTable,
-    ready: Mapping[str, Times],
+    ready: Mapping[str, DurationStats],
     idle_cost: float,
 ) -> Savings:
-    boots = ready.get(Source.CREATED.value)
+    boots = ready.get(RunnerSource.CREATED.value)
     if boots is None:
         return Savings(boot_s=None, waiting_s=0.0, boot_hours=0.0, boot_cost=0.0, idle_cost=idle_cost)
     known = {item.instance_id: item for item in instances}
     waiting_s = boot_hours = boot_cost = 0.0
-    for course in (item.course for item in told):
-        if course is None or course.error:
+    for outcome in (item.outcome for item in told):
+        if outcome is None or outcome.error:
             continue
-        if course.kind == "warm":
-            waiting_s += max(0.0, boots.p50 - course.seconds)
-        from_pool = [item for item in course.taken if item.source is Source.POOL]
+        if outcome.kind == "warm":
+            waiting_s += max(0.0, boots.p50 - outcome.seconds)
+        from_pool = [item for item in outcome.acquired if item.source is RunnerSource.POOL]
         # What is told one by one is bounded: it stands for the rest.
-        weight = course.reused / len(from_pool) if from_pool else 0.0
+        weight = outcome.reused / len(from_pool) if from_pool else 0.0
         for item in from_pool:
             instance = known.get(item.instance_id)
             price = prices.hourly(instance.instance_type, instance.usage_class) if instance else None
@@ -333,8 +336,10 @@ def _kind_of_end(why: str) -> str:
     return " ".join(words)[:80]
 
 
-def _point(item: Provision) -> Point:
-    course = item.course
-    if course is None:  # told ones only
-        raise ValueError(f"provision {item.provision_id} has no course")
-    return Point(at=item.created_at, run_id=item.run_id, kind=course.kind, seconds=course.seconds, count=item.count)
+def _point(item: Provision) -> ProvisionPoint:
+    outcome = item.outcome
+    if outcome is None:  # told ones only
+        raise ValueError(f"provision {item.provision_id} has no outcome")
+    return ProvisionPoint(
+        at=item.created_at, run_id=item.run_id, kind=outcome.kind, seconds=outcome.seconds, count=item.count
+    )

@@ -23,7 +23,7 @@ KINDS = (
     "stuck",
     "spot-notice",
     "overdue",
-    "ghost",
+    "stale-registration",
     "token",
     "unconfigured",
     "unreadable",
@@ -40,7 +40,7 @@ class PoolWarning:
     text: str
 
 
-def concerns(
+def find_warnings(
     config: PoolConfig | None,
     instances: Sequence[Instance],
     reports: Mapping[str, Report],

@@ -33,7 +33,7 @@ class Action(StrEnum):
     SKIP = "skip"
 
 
-class Phase(Enum):
+class ScaleDownPhase(Enum):
     ORPHANS = 1
     ACTIVE = 2
 
@@ -46,7 +46,7 @@ class IdleScope(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class ScaleDownPolicy:
     windows: tuple[IdleWindow, ...] = ()
     #: In minutes; None: by operating system.
     minimum_min: float | None = None
@@ -70,12 +70,12 @@ class Decision:
     owner: str
     action: Action
     reason: str
-    phase: Phase
+    phase: ScaleDownPhase
     #: Where its registrations are, and those that must be gone before the machine may go.
     scope: str | None = None
     registrations: tuple[Registration, ...] = ()
     #: The runner that the machine says is its own, where it is in no list: to be looked at as well.
-    told_id: int | None = None
+    tagged_runner_id: int | None = None
 
     @property
     def is_removal(self) -> bool:
@@ -87,7 +87,7 @@ def decision(
     machine: FleetMachine,
     action: Action,
     reason: str,
-    phase: Phase,
+    phase: ScaleDownPhase,
     *,
     scope: str | None = None,
     registrations: tuple[Registration, ...] = (),
@@ -106,13 +106,13 @@ def decision(
 # Whom the table does not concern --------------------------------------------------------------------------------------
 
 
-def judge_bypassed(machine: FleetMachine, phase: Phase) -> Decision | None:
+def decide_bypassed(machine: FleetMachine, phase: ScaleDownPhase) -> Decision | None:
     if not machine.is_bypassed:
         return None
     return decision(machine, Action.SKIP, "tagged to be left alone (ghr:bypass-removal)", phase)
 
 
-def judge_recorded(machine: FleetMachine, record: Instance, phase: Phase) -> Decision:
+def decide_recorded(machine: FleetMachine, record: Instance, phase: ScaleDownPhase) -> Decision:
     """A machine of the pool is ruled by its record and the threshold in it."""
     if machine.is_orphan:
         reason = f"it has a live record ({record.state}): the orphan tag is a stray one"
@@ -136,7 +136,7 @@ def needs_lookup(machine: FleetMachine) -> bool:
     return machine.scope is not None and machine.runner_id is not None
 
 
-def judge_orphan(
+def decide_orphan(
     machine: FleetMachine,
     lookup: Lookup | None,
     registered: Sequence[Registration] | None,
@@ -146,32 +146,32 @@ def judge_orphan(
     """`registered` are its registrations in the owner's list, None where that list is not complete. `found_in` is the
     scope of that list, where the machine's tags do not say.
     """
-    if machine.scope is None and machine.told_runner_id:
-        return decision(machine, Action.SKIP, _unclear(machine), Phase.ORPHANS)
+    if machine.scope is None and machine.runner_id_tag:
+        return decision(machine, Action.SKIP, _unclear(machine), ScaleDownPhase.ORPHANS)
     if lookup is None:
-        return _judge_unverified(machine, "it has no usable runner id", registered, found_in)
+        return _decide_unverified(machine, "it has no usable runner id", registered, found_in)
     if lookup.failed:
-        return decision(machine, Action.SKIP, f"GitHub could not be asked: {lookup.failed}", Phase.ORPHANS)
+        return decision(machine, Action.SKIP, f"GitHub could not be asked: {lookup.failed}", ScaleDownPhase.ORPHANS)
     runner = lookup.found
     if runner is None:
-        return _judge_unverified(machine, f"GitHub knows no runner {machine.runner_id}", registered, found_in)
+        return _decide_unverified(machine, f"GitHub knows no runner {machine.runner_id}", registered, found_in)
     if _is_of_another(runner, machine):
         # Its tag is wrong: what GitHub says of that runner says nothing of this machine.
         why = f"runner {runner.runner_id} is not its own but {runner.name}"
-        return _judge_unverified(machine, why, registered, found_in)
+        return _decide_unverified(machine, why, registered, found_in)
     is_confirmed = runner.busy and not runner.online
     if not is_confirmed and not runner.belongs_to(machine.instance_id):
         # Without the tag it would be marked again: no name says that it is this machine's.
         reason = f"runner {runner.runner_id} exists, by a name that does not end with the instance: {runner.name}"
-        return decision(machine, Action.SKIP, reason, Phase.ORPHANS)
+        return decision(machine, Action.SKIP, reason, ScaleDownPhase.ORPHANS)
     if not is_confirmed:
         state = "online" if runner.online else "offline"
         work = "busy" if runner.busy else "idle"
         reason = f"a false alarm: runner {runner.runner_id} is {state} and {work}"
-        return decision(machine, Action.UNMARK_ORPHAN, reason, Phase.ORPHANS)
+        return decision(machine, Action.UNMARK_ORPHAN, reason, ScaleDownPhase.ORPHANS)
     why = f"confirmed: runner {runner.runner_id} is offline and busy"
     others = [item for item in registered or () if item.runner_id != runner.runner_id]
-    return _judge_registered(machine, why, others, found_in)
+    return _decide_registered(machine, why, others, found_in)
 
 
 def _is_of_another(runner: Registration, machine: FleetMachine) -> bool:
@@ -180,35 +180,40 @@ def _is_of_another(runner: Registration, machine: FleetMachine) -> bool:
     return named is not None and named[0].lower() != machine.instance_id.lower()
 
 
-def _judge_unverified(
+def _decide_unverified(
     machine: FleetMachine, why: str, registered: Sequence[Registration] | None, found_in: str | None
 ) -> Decision:
     """Terminate, unless GitHub shows a runner that is this machine's all the same."""
     if registered is None:
         reason = f"{why}, and the owner's runners could not be listed: it may be busy"
-        return decision(machine, Action.SKIP, reason, Phase.ORPHANS)
-    return _judge_registered(machine, why, registered, found_in)
+        return decision(machine, Action.SKIP, reason, ScaleDownPhase.ORPHANS)
+    return _decide_registered(machine, why, registered, found_in)
 
 
-def _judge_registered(
+def _decide_registered(
     machine: FleetMachine, why: str, registered: Sequence[Registration], found_in: str | None
 ) -> Decision:
     busy = next((item for item in registered if item.busy), None)
     if busy is not None:
         reason = f"{why}, but it runs a job as {busy.name}"
-        return decision(machine, Action.UNMARK_ORPHAN, reason, Phase.ORPHANS)
+        return decision(machine, Action.UNMARK_ORPHAN, reason, ScaleDownPhase.ORPHANS)
     return decision(
-        machine, Action.TERMINATE, f"orphan: {why}", Phase.ORPHANS, scope=found_in, registrations=tuple(registered)
+        machine,
+        Action.TERMINATE,
+        f"orphan: {why}",
+        ScaleDownPhase.ORPHANS,
+        scope=found_in,
+        registrations=tuple(registered),
     )
 
 
 # Phase 2 --------------------------------------------------------------------------------------------------------------
 
 
-def judge_active(
+def decide_active(
     machines: Sequence[FleetMachine],
     registered: Mapping[str, Registered | None],
-    policy: Policy,
+    policy: ScaleDownPolicy,
     quota: Quota,
     now: datetime,
 ) -> list[Decision]:
@@ -222,16 +227,16 @@ def judge_active(
         if policy.idle_scope is IdleScope.OWNER:
             idle_left = quota.idle_count
         if scope is None:
-            decisions += [decision(machine, Action.SKIP, _unclear(machine), Phase.ACTIVE) for machine in group]
+            decisions += [decision(machine, Action.SKIP, _unclear(machine), ScaleDownPhase.ACTIVE) for machine in group]
             continue
         known = registered.get(scope)
         for machine in _keep_first(group, quota.eviction):
             if known is None:
                 reason = f"the runners of {scope} could not be listed"
-                decisions.append(decision(machine, Action.SKIP, reason, Phase.ACTIVE))
+                decisions.append(decision(machine, Action.SKIP, reason, ScaleDownPhase.ACTIVE))
                 continue
             found = known.get(machine.instance_id, ())
-            made, took = _judge_one(machine, found, policy, quota=quota, idle_left=idle_left, now=now)
+            made, took = _decide_one(machine, found, policy, quota=quota, idle_left=idle_left, now=now)
             idle_left -= took
             decisions.append(made)
     return decisions
@@ -248,10 +253,10 @@ def _keep_first(group: Sequence[FleetMachine], eviction: Eviction) -> list[Fleet
     return [*(machine for _, machine in known), *unknown]
 
 
-def _judge_one(
+def _decide_one(
     machine: FleetMachine,
     registrations: tuple[Registration, ...],
-    policy: Policy,
+    policy: ScaleDownPolicy,
     *,
     quota: Quota,
     idle_left: int,
@@ -259,37 +264,37 @@ def _judge_one(
 ) -> tuple[Decision, int]:
     """The decision, and how much of the idle quota it takes."""
     if not registrations:
-        return _judge_missing(machine, policy, now), 0
+        return _decide_missing(machine, policy, now), 0
     age = None if machine.launched_at is None else now - machine.launched_at
     minimum = policy.minimum(machine)
     if age is None or age < minimum:
         aged = "of unknown age" if age is None else f"{_told(age)} old"
         reason = f"too young: {aged}, {_told(minimum)} is the least"
-        return decision(machine, Action.KEEP, reason, Phase.ACTIVE), 0
+        return decision(machine, Action.KEEP, reason, ScaleDownPhase.ACTIVE), 0
     if idle_left > 0:
         nth = quota.idle_count - idle_left + 1
         reason = f"kept as idle: {nth} of {quota.idle_count} ({quota.window})"
-        return decision(machine, Action.KEEP, reason, Phase.ACTIVE), 1
+        return decision(machine, Action.KEEP, reason, ScaleDownPhase.ACTIVE), 1
     busy = next((item for item in registrations if item.busy), None)
     if busy is not None:
-        return decision(machine, Action.KEEP, f"busy: {busy.name} runs a job", Phase.ACTIVE), 0
+        return decision(machine, Action.KEEP, f"busy: {busy.name} runs a job", ScaleDownPhase.ACTIVE), 0
     full = f"the quota of {quota.idle_count} is full" if quota.idle_count else "no idle quota now"
     made = decision(
-        machine, Action.TERMINATE, f"idle, {_told(age)} old, {full}", Phase.ACTIVE, registrations=registrations
+        machine, Action.TERMINATE, f"idle, {_told(age)} old, {full}", ScaleDownPhase.ACTIVE, registrations=registrations
     )
     listed = {item.runner_id for item in registrations}
-    return replace(made, told_id=None if machine.runner_id in listed else machine.runner_id), 0
+    return replace(made, tagged_runner_id=None if machine.runner_id in listed else machine.runner_id), 0
 
 
-def _judge_missing(machine: FleetMachine, policy: Policy, now: datetime) -> Decision:
+def _decide_missing(machine: FleetMachine, policy: ScaleDownPolicy, now: datetime) -> Decision:
     age = None if machine.launched_at is None else now - machine.launched_at
     if age is None:
-        return decision(machine, Action.KEEP, "not on GitHub, of unknown age: wait", Phase.ACTIVE)
+        return decision(machine, Action.KEEP, "not on GitHub, of unknown age: wait", ScaleDownPhase.ACTIVE)
     if age < policy.boot:
         reason = f"still booting: {_told(age)} of {_told(policy.boot)}"
-        return decision(machine, Action.KEEP, reason, Phase.ACTIVE)
+        return decision(machine, Action.KEEP, reason, ScaleDownPhase.ACTIVE)
     reason = f"not on GitHub {_told(age)} after its launch, {_told(policy.boot)} is the most"
-    return decision(machine, Action.MARK_ORPHAN, reason, Phase.ACTIVE)
+    return decision(machine, Action.MARK_ORPHAN, reason, ScaleDownPhase.ACTIVE)
 
 
 def within_budget(decisions: Sequence[Decision], left: int | None) -> list[Decision]:
@@ -314,7 +319,7 @@ def revised(item: Decision, action: Action, reason: str) -> Decision:
 
 def found_busy(item: Decision, registration: Registration) -> Decision:
     """It runs a job after all: nobody ends it. An orphan that does is none."""
-    action = Action.UNMARK_ORPHAN if item.phase is Phase.ORPHANS else Action.KEEP
+    action = Action.UNMARK_ORPHAN if item.phase is ScaleDownPhase.ORPHANS else Action.KEEP
     return revised(item, action, f"busy: {registration.name} took a job meanwhile")
 
 

@@ -63,14 +63,14 @@ class FleetMachine:
         return self.tags.get(GHR_BYPASS_TAG) == YES
 
     @property
-    def told_runner_id(self) -> str:
+    def runner_id_tag(self) -> str:
         """The id of its registration as the machine tagged itself with it, or empty."""
         return self.tags.get(GHR_RUNNER_ID_TAG, "").strip()
 
     @property
     def runner_id(self) -> int | None:
         """The same, where it can be one."""
-        text = self.told_runner_id
+        text = self.runner_id_tag
         usable = text.isascii() and text.isdigit() and len(text) <= MAX_ID_DIGITS
         return int(text) if usable else None
 

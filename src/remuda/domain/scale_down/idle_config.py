@@ -11,7 +11,7 @@ from typing import Any
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
 from remuda.domain.scale_down.cron import Cron, parse_cron
-from remuda.domain.text import quoted
+from remuda.domain.text import quote
 
 MAX_WINDOWS = 100
 MAX_IDLE = 100_000
@@ -63,13 +63,13 @@ def parse_idle_config(document: Any, *, zone_of: Callable[[str], tzinfo]) -> tup
 
 def _window(where: str, body: Any, zone_of: Callable[[str], tzinfo]) -> IdleWindow:
     if not isinstance(body, Mapping):
-        raise UserError(f"{where} is {quoted(body, MAX_SHOWN)}, not a window", field=FIELD, fix=FIX)
+        raise UserError(f"{where} is {quote(body, MAX_SHOWN)}, not a window", field=FIELD, fix=FIX)
     zone_name = body.get("timeZone") or "UTC"
     try:
         cron = parse_cron(_text(body.get("cron")))
     except ValueError as error:
         raise UserError(
-            f"{where}: cron is {quoted(body.get('cron'), MAX_SHOWN)}: {error}",
+            f"{where}: cron is {quote(body.get('cron'), MAX_SHOWN)}: {error}",
             field=FIELD,
             fix="give five fields, or six with seconds first, such as '* * 9-17 * * 1-5'",
         ) from None
@@ -77,7 +77,7 @@ def _window(where: str, body: Any, zone_of: Callable[[str], tzinfo]) -> IdleWind
         zone = zone_of(_text(zone_name))
     except ValueError:
         raise UserError(
-            f"{where}: timeZone is {quoted(zone_name, MAX_SHOWN)}",
+            f"{where}: timeZone is {quote(zone_name, MAX_SHOWN)}",
             field=FIELD,
             fix="name a time zone such as Europe/Berlin",
         ) from None
@@ -99,7 +99,7 @@ def _text(value: Any) -> str:
 def _count(where: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_IDLE:
         raise UserError(
-            f"{where}: idleCount is {quoted(value, MAX_SHOWN)}",
+            f"{where}: idleCount is {quote(value, MAX_SHOWN)}",
             field=FIELD,
             fix=f"give a whole number from 0 to {MAX_IDLE}",
         )
@@ -113,7 +113,7 @@ def _eviction(where: str, value: Any) -> Eviction:
         return Eviction(value)
     except ValueError:
         raise UserError(
-            f"{where}: evictionStrategy is {quoted(value, MAX_SHOWN)}",
+            f"{where}: evictionStrategy is {quote(value, MAX_SHOWN)}",
             field=FIELD,
             fix="use oldest_first or newest_first",
         ) from None

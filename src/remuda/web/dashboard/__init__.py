@@ -1,1 +1,1 @@
-"""`remuda dashboard`: the fleet on a page, as it changes. Read-only."""
+"""`remuda dashboard`: a read-only web page with live updates of the pool."""

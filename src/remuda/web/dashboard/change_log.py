@@ -1,6 +1,6 @@
-"""What the page shows, as versioned items: whoever knows an earlier version gets what has changed since, merged.
+"""Change log: versioned JSON items, from which a client gets the changes since the version that it knows.
 
-There is no queue for a client: one that is slow asks later, and gets the newest state of each item once. Pure.
+There is no queue per client. A slow client asks later and gets the newest text of each changed item once. Pure.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-#: So many removed items are remembered; who knows only older versions starts again from a snapshot.
-TOMBSTONES = 5_000
+#: Number of removed items to remember. A client whose version is older than that starts again from a snapshot.
+MAX_TOMBSTONES = 5_000
 
 Key = tuple[str, str]
 
@@ -18,19 +18,19 @@ Key = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class _Item:
     version: int
-    #: A JSON text, encoded once for all clients; None where the item was removed.
+    #: JSON text, encoded once for all clients; None if the item was removed.
     text: str | None
 
 
-class Board:
-    def __init__(self, *, life: str) -> None:
-        #: Tells the versions of one process from those of another.
-        self.life = life
+class ChangeLog:
+    def __init__(self, *, process_id: str) -> None:
+        #: Part of every tag: distinguishes the versions of this process from those of another.
+        self.process_id = process_id
         self.version = 0
         # In the order of their last change.
         self._items: dict[Key, _Item] = {}
-        self._removed = 0
-        self._floor = 0
+        self._tombstones = 0
+        self._oldest_version = 0
         self._dirty = False
 
     def put(self, kind: str, name: str, text: str) -> None:
@@ -44,36 +44,33 @@ class Board:
         if before is not None and before.text is not None:
             self._set((kind, name), None)
 
-    def names(self, kind: str) -> list[str]:
-        return [name for (each, name), item in self._items.items() if each == kind and item.text is not None]
-
     def commit(self) -> bool:
-        """Make the changes one version. Whether there were any."""
+        """Turn the changes since the last commit into one version. Return whether there were any."""
         if not self._dirty:
             return False
         self._dirty = False
         self.version += 1
-        self._forget()
+        self._prune_tombstones()
         return True
 
     @property
     def tag(self) -> str:
-        return f"{self.life}-{self.version}"
+        return f"{self.process_id}-{self.version}"
 
     def version_of(self, tag: str) -> int | None:
-        """The version that a client has, or None where it cannot be continued from."""
-        life, _, number = tag.rpartition("-")
-        if life != self.life or not (number.isascii() and number.isdigit()) or len(number) > 15:
+        """Return the version that a tag names, or None if the client needs a snapshot."""
+        process_id, _, number = tag.rpartition("-")
+        if process_id != self.process_id or not (number.isascii() and number.isdigit()) or len(number) > 15:
             return None
         version = int(number)
-        return version if self._floor <= version <= self.version else None
+        return version if self._oldest_version <= version <= self.version else None
 
     def snapshot(self) -> str:
-        kept = [(key, item.text) for key, item in self._items.items() if item.text is not None]
-        return self._document(kept)
+        current = [(key, item.text) for key, item in self._items.items() if item.text is not None]
+        return self._document(current)
 
     def changes(self, since: int) -> str:
-        """What is different from an earlier version: items by kind and name, null where one was removed."""
+        """Return the items changed after version `since`, by kind and name; removed items are null."""
         return self._document(self._newer(since))
 
     def _newer(self, since: int) -> Iterator[tuple[Key, str | None]]:
@@ -93,14 +90,15 @@ class Board:
 
     def _set(self, key: Key, text: str | None) -> None:
         before = self._items.pop(key, None)
-        self._removed += (text is None) - (before is not None and before.text is None)
+        self._tombstones += (text is None) - (before is not None and before.text is None)
         self._items[key] = _Item(self.version + 1, text)
         self._dirty = True
 
-    def _forget(self) -> None:
-        if self._removed <= TOMBSTONES:
+    def _prune_tombstones(self) -> None:
+        if self._tombstones <= MAX_TOMBSTONES:
             return
-        oldest = [key for key, item in self._items.items() if item.text is None][: self._removed - TOMBSTONES // 2]
+        removed = [key for key, item in self._items.items() if item.text is None]
+        oldest = removed[: self._tombstones - MAX_TOMBSTONES // 2]
         for key in oldest:
-            self._floor = self._items.pop(key).version
-        self._removed -= len(oldest)
+            self._oldest_version = self._items.pop(key).version
+        self._tombstones -= len(oldest)

@@ -1,4 +1,4 @@
-"""One poller for all pages: it looks while somebody watches, seldom otherwise, and tells everybody what has changed."""
+"""Feed of the dashboard: one poller for all pages. It writes what changed to the change log and wakes the pages."""
 
 from __future__ import annotations
 
@@ -10,54 +10,53 @@ from heapq import nlargest
 from typing import Protocol
 
 from remuda.controlplane.context import Context
-from remuda.controlplane.read.feed import Changes, FleetReader, Seen
-from remuda.controlplane.read.status import GHOSTS_EVERY_S, Status, with_ghosts
+from remuda.controlplane.read.feed import FleetChanges, FleetReader, KnownInstance
+from remuda.controlplane.read.status import REGISTRATION_CHECK_INTERVAL_S, Status, keep_github_warnings
 from remuda.domain.errors import RemudaError, Unavailable
 from remuda.domain.instance import HistoryEntry
 from remuda.domain.provision import Provision
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.usage import bill, worth
+from remuda.domain.reporting.usage import instance_cost, usage_summary
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import EventLog, SilentEventLog
 from remuda.web.dashboard import serialize
-from remuda.web.dashboard.change_log import Board
+from remuda.web.dashboard.change_log import ChangeLog
 
-#: How many decisions are kept in sight: ends, and machines that scale-down kept.
-DECISIONS = 200
-RENEWALS = 20
-#: Reports, pools and warnings are read only so often, and what ended unseen still less.
-THOROUGH_S = {"local": 1.0, "aws": 10.0}
-EVERYTHING_S = {"local": 60.0, "aws": 600.0}
-#: Between looks where nobody watches.
-UNWATCHED_S = {"local": 15.0, "aws": 120.0}
-#: After a failure; twice as long after each further one, up to the last.
-RETRY_S, RETRY_MOST_S = 0.5, 10.0
-#: What reuse is worth is reckoned only so often, and it is at most this part of the time that goes by.
-RECKON_S = {"local": 2.0, "aws": 30.0}
-RECKON_PART = 0.05
-#: So many machines' lives in one go: pages do not wait for all of them.
-RECKONED_AT_ONCE = 50
-#: An open stream says at least so often that it is alive.
-ALIVE_S = 5.0
+#: Number of decisions to keep: terminations and quarantines, and (separately) instances that scale-down kept.
+MAX_DECISIONS = 200
+MAX_KEPT_DECISIONS = 20
+#: Seconds between polls of reports, queues and warnings.
+STATUS_INTERVAL_S = {"local": 1.0, "aws": 10.0}
+#: Seconds between polls that also read terminated instances.
+FULL_INTERVAL_S = {"local": 60.0, "aws": 600.0}
+#: Seconds between polls while no page is open.
+UNWATCHED_INTERVAL_S = {"local": 15.0, "aws": 120.0}
+#: Seconds before a failed poll is repeated. The delay doubles with each further failure, up to the maximum.
+RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.5, 10.0
+#: Minimum seconds between two calculations of costs and savings, and the maximum share of time that they may take.
+USAGE_INTERVAL_S = {"local": 2.0, "aws": 30.0}
+MAX_USAGE_SHARE = 0.05
+#: Instances per step of that calculation; pages are served between two steps.
+USAGE_BATCH = 50
+#: Seconds after which an open stream sends an update even if nothing changed.
+KEEP_ALIVE_S = 5.0
 
-Open = Callable[[], AbstractAsyncContextManager[Context]]
+OpenContext = Callable[[], AbstractAsyncContextManager[Context]]
 
 
 class Observer(Protocol):
-    """Is told what each look found, before the pages are: metrics count it."""
+    """Receives what each poll read, before the pages do."""
 
-    def look(self, status: Status) -> None:
-        """A thorough one."""
-        ...
+    def on_status(self, status: Status) -> None: ...
 
-    def look_failed(self) -> None: ...
+    def on_poll_failed(self) -> None: ...
 
     def add_provisions(self, provisions: Iterable[Provision]) -> None:
-        """Those that are new or have changed; the same one may come again."""
+        """Receive new and changed provisions. The same provision may be passed again."""
         ...
 
     def add_histories(self, histories: Mapping[str, Sequence[HistoryEntry]]) -> None:
-        """Whole ones, of instances that have changed: most of it was told before."""
+        """Receive the whole histories of changed instances. Most entries have been passed before."""
         ...
 
 
@@ -65,9 +64,9 @@ class Feed:
     def __init__(
         self,
         *,
-        open_context: Open,
+        open_context: OpenContext,
         backend: str,
-        every_s: float,
+        interval_s: float,
         since_s: float,
         clock: Clock,
         ids: Ids,
@@ -80,36 +79,38 @@ class Feed:
         self._prices = prices or PriceTable()
         self._open = open_context
         self._backend = backend
-        self._every_s = every_s
+        self._interval_s = interval_s
         self._since_s = since_s
         self._clock = clock
-        self.board = Board(life=ids.new(""))
-        #: What the last thorough look found; None before the first.
+        self.change_log = ChangeLog(process_id=ids.new(""))
+        #: The newest status; None before the first poll.
         self.status: Status | None = None
-        self.last_good: datetime | None = None
-        self.trouble = ""
+        self.last_success: datetime | None = None
+        #: Message of the last failed poll; empty after a successful one.
+        self.error = ""
+        #: Number of open pages.
         self.watching = 0
         self.closed = False
         self._context: Context | None = None
         self._reader = FleetReader(since_s=since_s)
         self._provisions: dict[str, Provision] = {}
-        self._news = asyncio.Event()
-        self._wanted = asyncio.Event()
-        self._first = asyncio.Event()
-        self._looked = asyncio.Event()
+        self._new_version = asyncio.Event()
+        self._poll_requested = asyncio.Event()
+        self._first_poll_done = asyncio.Event()
+        self._poll_done = asyncio.Event()
         self._busy: frozenset[str] = frozenset()
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, KnownInstance] = {}
         self._decided: dict[str, datetime] = {}
-        self._reckoning: asyncio.Task[None] | None = None
-        self._reckon_at = self._thorough_at = self._everything_at = self._ghosts_at = clock.monotonic()
+        self._usage_task: asyncio.Task[None] | None = None
+        self._usage_due = self._status_due = self._full_due = self._stale_registrations_due = clock.monotonic()
 
     # For pages --------------------------------------------------------------------------------------------------
 
     @property
     def context(self) -> Context:
-        """The ports, for a question of its own. `Unavailable` while they cannot be opened."""
+        """The ports, for requests beyond the feed. Raises `Unavailable` while they cannot be opened."""
         if self._context is None:
-            raise Unavailable(self.trouble or "the store has not been opened yet")
+            raise Unavailable(self.error or "the store has not been opened yet")
         return self._context
 
     @property
@@ -118,45 +119,45 @@ class Feed:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While a stream is open."""
+        """Count one open page while the block runs."""
         self.watching += 1
-        self._wanted.set()
+        self._poll_requested.set()
         try:
             yield
         finally:
             self.watching -= 1
 
-    async def first_look(self, timeout_s: float) -> None:
-        """Wait for something to show, but not for long."""
+    async def first_poll(self, timeout_s: float) -> None:
+        """Wait until the first poll has ended, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._first.wait()
+                await self._first_poll_done.wait()
 
-    async def recent(self, *, age_s: float, timeout_s: float) -> None:
-        """Wait for a thorough look that is not older, but not for long: for who asks now and then."""
+    async def recent_status(self, *, max_age_s: float, timeout_s: float) -> None:
+        """Wait until the status is at most `max_age_s` old, polling if necessary, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.status is None or (self.now - self.status.at).total_seconds() > age_s:
-                    self._wanted.set()
-                    await self._looked.wait()
+                while self.status is None or (self.now - self.status.at).total_seconds() > max_age_s:
+                    self._poll_requested.set()
+                    await self._poll_done.wait()
 
     async def newer_than(self, version: int) -> bool:
-        """Whether there is a newer version, waited for; False as a sign of life. At the feed's end at once."""
-        if self.board.version <= version and not self.closed:
+        """Wait for a newer version. Return False after `KEEP_ALIVE_S` without one, or if the feed is closed."""
+        if self.change_log.version <= version and not self.closed:
             with suppress(TimeoutError):
-                async with asyncio.timeout(ALIVE_S):
-                    await self._news.wait()
-        return self.board.version > version
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await self._new_version.wait()
+        return self.change_log.version > version
 
     def close(self) -> None:
-        """Every stream ends now."""
+        """End every stream."""
         self.closed = True
-        self._tell()
+        self._wake_pages()
 
-    # Looking ----------------------------------------------------------------------------------------------------
+    # Polling ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled. A look that fails is told of, and tried again with ports opened afresh."""
+        """Poll until cancelled. After a failed poll, open the ports again and retry."""
         failures = 0
         while True:
             try:
@@ -164,164 +165,172 @@ class Feed:
                     self._context = context
                     while True:
                         began = self._clock.monotonic()
-                        await self._look(context)
+                        await self._poll(context)
                         failures = 0
                         await self._pause(self._clock.monotonic() - began)
             except RemudaError as error:
                 self._fail(error.message)
-            except Exception as error:  # noqa: BLE001 - the page must go on, and say so
-                self._fail(f"a bug: {type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - the page must stay up and show the error
+                self._fail(f"internal error: {type(error).__name__}: {error}")
             finally:
                 self._context = None
-                if self._reckoning is not None:
-                    self._reckoning.cancel()
-                    self._reckoning = None
+                if self._usage_task is not None:
+                    self._usage_task.cancel()
+                    self._usage_task = None
             failures += 1
-            await self._clock.sleep(min(RETRY_S * 2 ** (failures - 1), RETRY_MOST_S))
+            await self._clock.sleep(min(RETRY_DELAY_S * 2 ** (failures - 1), MAX_RETRY_DELAY_S))
 
     async def _pause(self, took_s: float) -> None:
-        """Until the next look: they begin so often, but a store that is slow is not asked without a pause."""
+        """Wait until the next poll is due. A slow store gets a pause of at least a quarter of the poll's duration."""
         if self._reader.is_behind:
             await self._clock.sleep(0)
             return
         if self.watching:
-            await self._clock.sleep(max(self._every_s - took_s, took_s / 4))
+            await self._clock.sleep(max(self._interval_s - took_s, took_s / 4))
             return
-        self._wanted.clear()
+        self._poll_requested.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(UNWATCHED_S[self._backend]):
-                await self._wanted.wait()
+            async with asyncio.timeout(UNWATCHED_INTERVAL_S[self._backend]):
+                await self._poll_requested.wait()
 
-    async def _look(self, context: Context) -> None:
+    async def _poll(self, context: Context) -> None:
         began = self._clock.monotonic()
-        everything, thorough, ghosts = (
-            began >= due for due in (self._everything_at, self._thorough_at, self._ghosts_at)
+        everything, with_status, registrations = (
+            began >= due for due in (self._full_due, self._status_due, self._stale_registrations_due)
         )
-        changes = await self._reader.look(context, thorough=thorough, everything=everything, ghosts=thorough and ghosts)
-        # Counted from the end: a store that is slow is not asked without a pause.
+        changes = await self._reader.poll(
+            context,
+            with_status=with_status,
+            include_terminated=everything,
+            check_registrations=with_status and registrations,
+        )
+        # Intervals start at the end of the poll, so that a slow store gets a pause.
         ended = self._clock.monotonic()
         if changes.status is not None:
-            self.status = changes.status if ghosts else with_ghosts(changes.status, self.status)
-            self._thorough_at = ended + THOROUGH_S[self._backend]
-            if ghosts:
-                self._ghosts_at = ended + GHOSTS_EVERY_S
+            self.status = changes.status if registrations else keep_github_warnings(changes.status, self.status)
+            self._status_due = ended + STATUS_INTERVAL_S[self._backend]
+            if registrations:
+                self._stale_registrations_due = ended + REGISTRATION_CHECK_INTERVAL_S
         if everything:
-            self._everything_at = ended + EVERYTHING_S[self._backend]
-        self._observe(changes)
-        self._show(context, changes)
-        self._reckon_when_due()
-        looked, self._looked = self._looked, asyncio.Event()
-        looked.set()
+            self._full_due = ended + FULL_INTERVAL_S[self._backend]
+        self._notify_observers(changes)
+        self._record(context, changes)
+        self._start_usage_if_due()
+        poll_done, self._poll_done = self._poll_done, asyncio.Event()
+        poll_done.set()
 
-    def _reckon_when_due(self) -> None:
-        """Beside the looks, and only for somebody who watches."""
-        if self._reckoning is not None and self._reckoning.done():
-            done, self._reckoning = self._reckoning, None
+    def _start_usage_if_due(self) -> None:
+        """Calculate costs and savings in a task beside the polls, only while a page is open."""
+        if self._usage_task is not None and self._usage_task.done():
+            done, self._usage_task = self._usage_task, None
             done.result()
-        due = self.watching and not self._reader.is_behind and self._clock.monotonic() >= self._reckon_at
-        if due and self._reckoning is None:
-            self._reckoning = asyncio.create_task(self._reckon())
+        due = self.watching and not self._reader.is_behind and self._clock.monotonic() >= self._usage_due
+        if due and self._usage_task is None:
+            self._usage_task = asyncio.create_task(self._calculate_usage())
 
-    async def _reckon(self) -> None:
-        """What reuse is worth, of all that is in sight: in parts, for it goes over every machine's life."""
+    async def _calculate_usage(self) -> None:
+        """Record costs and savings over all known instances, in batches so that the event loop stays responsive."""
         until = self._clock.now()
         since = until - timedelta(seconds=self._since_s)
-        seen, bills, used_s = list(self._seen.values()), [], 0.0
-        for begin in range(0, len(seen), RECKONED_AT_ONCE):
+        seen, costs, used_s = list(self._seen.values()), [], 0.0
+        for begin in range(0, len(seen), USAGE_BATCH):
             began = self._clock.monotonic()
-            bills += [
-                bill(item.instance, item.history or (), self._prices, since=since, until=until)
-                for item in seen[begin : begin + RECKONED_AT_ONCE]
+            costs += [
+                instance_cost(item.instance, item.history or (), self._prices, since=since, until=until)
+                for item in seen[begin : begin + USAGE_BATCH]
             ]
             used_s += self._clock.monotonic() - began
             await self._clock.sleep(0)
         instances = [item.instance for item in seen]
-        found = worth(list(self._provisions.values()), instances, bills, self._prices, since=since, until=until)
-        self._reckon_at = self._clock.monotonic() + max(RECKON_S[self._backend], used_s / RECKON_PART)
-        self.board.put("facts", "worth", serialize.worth_text(found))
-        if self.board.commit():
-            self._tell()
+        found = usage_summary(list(self._provisions.values()), instances, costs, self._prices, since=since, until=until)
+        self._usage_due = self._clock.monotonic() + max(USAGE_INTERVAL_S[self._backend], used_s / MAX_USAGE_SHARE)
+        self.change_log.put("facts", "usage", serialize.usage_text(found))
+        self._commit()
 
-    def _observe(self, changes: Changes) -> None:
-        read = {name: seen.history for name, seen in changes.instances.items() if seen.history is not None}
+    def _notify_observers(self, changes: FleetChanges) -> None:
+        histories = {name: seen.history for name, seen in changes.instances.items() if seen.history is not None}
         for observer in self._observers:
             if changes.status is not None and self.status is not None:
-                observer.look(self.status)
+                observer.on_status(self.status)
             observer.add_provisions(changes.provisions)
-            observer.add_histories(read)
+            observer.add_histories(histories)
 
-    def _show(self, context: Context, changes: Changes) -> None:
+    def _record(self, context: Context, changes: FleetChanges) -> None:
         now = self._clock.now()
-        board = self.board
-        self._show_instances(changes, now)
+        log = self.change_log
+        self._record_instances(changes, now)
         for provision in changes.provisions:
             self._provisions[provision.provision_id] = provision
-            board.put("provisions", provision.provision_id, serialize.provision_text(provision))
-        for name in changes.lapsed:
+            log.put("provisions", provision.provision_id, serialize.provision_text(provision))
+        for name in changes.removed_provisions:
             self._provisions.pop(name, None)
-            board.drop("provisions", name)
-        if changes.provisions or changes.lapsed:
-            board.put("facts", "times", serialize.times_text(list(self._provisions.values())))
+            log.drop("provisions", name)
+        if changes.provisions or changes.removed_provisions:
+            log.put("facts", "provision_times", serialize.provision_times_text(list(self._provisions.values())))
         if changes.status is not None and self.status is not None:
             for name, text in serialize.status_texts(self.status).items():
-                board.put("facts", name, text)
-        if self.trouble:
-            self._event_log.record("look-works-again", f"before: {self.trouble}")
-        self.trouble, self.last_good = "", now
+                log.put("facts", name, text)
+        if self.error:
+            self._event_log.record("poll-recovered", f"last error: {self.error}")
+        self.error, self.last_success = "", now
         about = {"pool": context.pool_name, "backend": self._backend, "since_s": self._since_s}
-        board.put("facts", "about", serialize.encode(about))
-        board.put("facts", "trouble", '""')
-        if board.commit():
-            self._tell()
-        self._first.set()
+        log.put("facts", "about", serialize.encode(about))
+        log.put("facts", "error", '""')
+        self._commit()
+        self._first_poll_done.set()
 
-    def _show_instances(self, changes: Changes, now: datetime) -> None:
+    def _record_instances(self, changes: FleetChanges, now: datetime) -> None:
         if changes.status is not None:
             busy = frozenset(name for name, report in changes.status.reports.items() if report.busy)
-            turned, self._busy = self._busy ^ busy, busy
+            toggled, self._busy = self._busy ^ busy, busy
         else:
-            turned = frozenset()
+            toggled = frozenset()
         self._seen |= changes.instances
-        for name in changes.gone:
+        for name in changes.removed_instances:
             self._seen.pop(name, None)
-            self.board.drop("instances", name)
-        for name in {*changes.instances, *(name for name in turned if name in self._seen)}:
+            self.change_log.drop("instances", name)
+        for name in {*changes.instances, *(name for name in toggled if name in self._seen)}:
             text = serialize.instance_text(self._seen[name], now=now, busy=name in self._busy)
-            self.board.put("instances", name, text)
-        self._show_decisions(changes, horizon=now - timedelta(seconds=self._since_s))
+            self.change_log.put("instances", name, text)
+        self._record_decisions(changes, horizon=now - timedelta(seconds=self._since_s))
 
-    def _show_decisions(self, changes: Changes, *, horizon: datetime) -> None:
-        fresh = {
-            name: (at, text) for seen in changes.instances.values() for at, name, text in serialize.decisions(seen)
-        }
-        known = self._decided | {name: at for name, (at, _) in fresh.items()}
+    def _record_decisions(self, changes: FleetChanges, *, horizon: datetime) -> None:
+        """Record new decisions; drop those before `horizon` and those beyond the maximum numbers."""
+        new = {name: (at, text) for seen in changes.instances.values() for at, name, text in serialize.decisions(seen)}
+        known = self._decided | {name: at for name, (at, _) in new.items()}
         times = {name: at for name, at in known.items() if at >= horizon}
-        if times == self._decided and not fresh:
+        if times == self._decided and not new:
             return
-        renewed = {name for name in times if name.endswith(serialize.KEPT)}
-        kept = {
+        kept_by_scale_down = {name for name in times if name.endswith(serialize.KEPT_SUFFIX)}
+        shown = {
             name
-            for names, most in ((times.keys() - renewed, DECISIONS), (renewed, RENEWALS))
-            for name in nlargest(most, names, key=lambda name: (times[name], name))
+            for names, limit in (
+                (times.keys() - kept_by_scale_down, MAX_DECISIONS),
+                (kept_by_scale_down, MAX_KEPT_DECISIONS),
+            )
+            for name in nlargest(limit, names, key=lambda name: (times[name], name))
         }
-        for name in self._decided.keys() - kept:
-            self.board.drop("decisions", name)
-        for name in kept & fresh.keys():
-            self.board.put("decisions", name, fresh[name][1])
-        self._decided = {name: times[name] for name in kept}
+        for name in self._decided.keys() - shown:
+            self.change_log.drop("decisions", name)
+        for name in shown & new.keys():
+            self.change_log.put("decisions", name, new[name][1])
+        self._decided = {name: times[name] for name in shown}
 
-    def _fail(self, sentence: str) -> None:
+    def _fail(self, message: str) -> None:
         for observer in self._observers:
-            observer.look_failed()
-        if not self.trouble:
-            # Once: who watches the log is not told again and again.
-            self._event_log.record("look-failed", sentence)
-        self.trouble = sentence
-        self.board.put("facts", "trouble", serialize.encode(sentence))
-        if self.board.commit():
-            self._tell()
-        self._first.set()
+            observer.on_poll_failed()
+        if not self.error:
+            # Only the first failure in a row is logged.
+            self._event_log.record("poll-failed", message)
+        self.error = message
+        self.change_log.put("facts", "error", serialize.encode(message))
+        self._commit()
+        self._first_poll_done.set()
 
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _commit(self) -> None:
+        if self.change_log.commit():
+            self._wake_pages()
+
+    def _wake_pages(self) -> None:
+        new_version, self._new_version = self._new_version, asyncio.Event()
+        new_version.set()

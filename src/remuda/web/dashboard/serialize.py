@@ -1,4 +1,4 @@
-"""Records as the page reads them: short documents, encoded once for all clients. Nothing that opens a door."""
+"""JSON documents of the dashboard's page, without credentials. Each is encoded once for all clients."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from remuda.cli.rendering.results import record_document
-from remuda.controlplane.read.feed import Seen
+from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.read.status import Status
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
-from remuda.domain.reporting.explanation import entry_line
-from remuda.domain.reporting.timeline import Phase, spans_of
-from remuda.domain.reporting.usage import Worth, is_end, times_of
+from remuda.domain.reporting.explanation import explain_entry
+from remuda.domain.reporting.timeline import MachinePhase, spans_of
+from remuda.domain.reporting.usage import UsageSummary, duration_stats, is_end
 from remuda.domain.transitions import Actor
 
-#: A lane names phases by their place here.
-PHASES = tuple(Phase)
-#: Of a long reason, so much is shown in lists; stories have all of it.
+#: Spans refer to phases by their index here.
+PHASES = tuple(MachinePhase)
+#: Characters of a reason shown in lists; explanations show all of it.
 MAX_TEXT = 300
-#: A page with more would be read by nobody; how many there are is told.
+#: Number of warnings shown; the total is given too.
 MAX_WARNINGS = 100
-#: Types without a price that are named.
+#: Number of instance types without a price that are named.
 MAX_UNPRICED = 5
-_ACTS = ("retire", "quarantine")
-_KEPT = "renew"
-#: How the name of a decision ends that a machine stays: it is made again and again, and shown once.
-KEPT = "/kept"
+_DECIDING_TRANSITIONS = ("retire", "quarantine")
+_KEEPING_TRANSITION = "renew"
+#: Suffix of a decision to keep an instance. It is repeated by each scale-down, so only the last one is shown.
+KEPT_SUFFIX = "/kept"
 
 
 def encode(document: Any) -> str:
@@ -39,55 +39,56 @@ def milliseconds(at: datetime | None) -> int:
     return 0 if at is None else round(at.timestamp() * 1_000)
 
 
-def instance_text(seen: Seen, *, now: datetime, busy: bool) -> str:
+def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
     instance = seen.instance
-    lane, runs, end = _lane(instance, seen.history, now)
+    spans, runs, ended_at = _spans(instance, seen.history, now)
     return encode(
         {
             "state": instance.state.value,
             "class": instance.resource_class,
             "type": instance.instance_type,
             "usage": instance.usage_class.value,
-            "born": milliseconds(instance.created_at),
-            "until": milliseconds(instance.threshold),
+            "created_at": milliseconds(instance.created_at),
+            "threshold": milliseconds(instance.threshold),
             "run": instance.run_id,
-            "last": instance.last_run_id,
+            "last_run": instance.last_run_id,
             "uses": instance.uses,
             "epoch": instance.epoch,
-            "retire": instance.retire[:MAX_TEXT],
-            "held": milliseconds(instance.quarantined_until) if instance.is_held(now) else 0,
+            "retire_reason": instance.retire[:MAX_TEXT],
+            "quarantined_until": milliseconds(instance.quarantined_until) if instance.is_quarantined(now) else 0,
             "busy": busy,
-            "end": end,
-            "lane": lane,
+            "ended_at": ended_at,
+            "spans": spans,
             "runs": runs,
         }
     )
 
 
-def _lane(
+def _spans(
     instance: Instance, history: Sequence[HistoryEntry] | None, now: datetime
 ) -> tuple[list[int] | None, list[str], int]:
-    """Spans as three numbers each: milliseconds after the birth, the phase, and whose of `runs` it was (-1: nobody's).
+    """Return the instance's spans, its runs, and its end in milliseconds (0 if it is not terminated).
 
-    The last one lasts until the end, or still.
+    A span is three numbers: milliseconds after creation, index in `PHASES`, and index in the list of runs (-1: none).
+    It ends when the next one begins; the last one lasts until the end, or until now.
     """
-    over = instance.state is State.TERMINATED
+    terminated = instance.state is State.TERMINATED
     if history is None:
-        return None, [], milliseconds(instance.threshold) if over else 0
-    # Clocks differ: what was written last has begun, whatever time this one has.
+        return None, [], milliseconds(instance.threshold) if terminated else 0
+    # Clocks differ: the last entry may be later than this process's time.
     until = max([now, instance.created_at, *(entry.at for entry in history[-1:])]) + timedelta(milliseconds=1)
     spans = spans_of(instance, history, now=until)
-    born = milliseconds(instance.created_at)
+    created_at = milliseconds(instance.created_at)
     runs: dict[str, int] = {}
-    lane: list[int] = []
+    numbers: list[int] = []
     for span in spans:
         run = runs.setdefault(span.run_id, len(runs)) if span.run_id else -1
-        lane += (milliseconds(span.begin) - born, PHASES.index(span.phase), run)
-    return lane, list(runs), milliseconds(spans[-1].end) if over and spans else 0
+        numbers += (milliseconds(span.begin) - created_at, PHASES.index(span.phase), run)
+    return numbers, list(runs), milliseconds(spans[-1].end) if terminated and spans else 0
 
 
 def provision_text(provision: Provision) -> str:
-    course = provision.course
+    outcome = provision.outcome
     return encode(
         {
             "run": provision.run_id,
@@ -97,18 +98,18 @@ def provision_text(provision: Provision) -> str:
             "at": milliseconds(provision.created_at),
             "deadline": milliseconds(provision.deadline),
             "status": provision.status.value,
-            "why": (course.error if course and course.error else provision.why)[:MAX_TEXT],
-            "kind": course.kind if course else "",
-            "seconds": round(course.seconds, 3) if course else None,
-            "reused": course.reused if course else 0,
-            "created": course.created if course else 0,
+            "why": (outcome.error if outcome and outcome.error else provision.why)[:MAX_TEXT],
+            "kind": outcome.kind if outcome else "",
+            "seconds": round(outcome.seconds, 3) if outcome else None,
+            "reused": outcome.reused if outcome else 0,
+            "created": outcome.created if outcome else 0,
         }
     )
 
 
-def times_text(provisions: Sequence[Provision]) -> str:
-    """Of the provisions in sight, by kind."""
-    times = times_of((item.course.kind, item.course.seconds) for item in provisions if item.course)
+def provision_times_text(provisions: Sequence[Provision]) -> str:
+    """Count and percentiles of the provision times, by kind."""
+    times = duration_stats((item.outcome.kind, item.outcome.seconds) for item in provisions if item.outcome)
     return encode(
         {
             kind: {"count": item.count, "p50": round(item.p50, 3), "p95": round(item.p95, 3)}
@@ -117,8 +118,8 @@ def times_text(provisions: Sequence[Provision]) -> str:
     )
 
 
-def worth_text(found: Worth) -> str:
-    """Whether reuse pays off."""
+def usage_text(found: UsageSummary) -> str:
+    """Reuse rate, cost and savings."""
     savings = found.savings
     return encode(
         {
@@ -127,29 +128,29 @@ def worth_text(found: Worth) -> str:
             "reused": found.reused,
             "created": found.created,
             "cost": round(found.cost, 4),
-            "idle": round(savings.idle_cost, 4),
+            "idle_cost": round(savings.idle_cost, 4),
             "currency": found.currency,
-            "priced": found.priced,
+            "prices_as_of": found.priced,
             "unpriced": list(found.unpriced[:MAX_UNPRICED]),
             "boot_s": None if savings.boot_s is None else round(savings.boot_s, 2),
-            "waiting_s": round(savings.waiting_s, 1),
-            "boots": round(savings.boot_cost, 4),
-            "net": round(savings.net, 4),
+            "saved_waiting_s": round(savings.waiting_s, 1),
+            "saved_boot_cost": round(savings.boot_cost, 4),
+            "net_savings": round(savings.net, 4),
         }
     )
 
 
-def decisions(seen: Seen) -> list[tuple[datetime, str, str]]:
-    """Why an instance was retired, ended or held, and why scale-down kept it last: time, name and text of each."""
+def decisions(seen: KnownInstance) -> list[tuple[datetime, str, str]]:
+    """Return time, name and text of each decision to retire, terminate or quarantine, and of the last one to keep."""
     name = seen.instance.instance_id
     history = seen.history or ()
     found = [
         (entry.at, f"{name}/{milliseconds(entry.at)}/{entry.transition}", _decision(seen.instance, entry))
         for entry in history
-        if is_end(entry) or entry.transition in _ACTS
+        if is_end(entry) or entry.transition in _DECIDING_TRANSITIONS
     ]
-    kept = [entry for entry in history if entry.transition == _KEPT and entry.by == Actor.SCALE_DOWN]
-    return [*found, *((entry.at, f"{name}{KEPT}", _decision(seen.instance, entry)) for entry in kept[-1:])]
+    kept = [entry for entry in history if entry.transition == _KEEPING_TRANSITION and entry.by == Actor.SCALE_DOWN]
+    return [*found, *((entry.at, f"{name}{KEPT_SUFFIX}", _decision(seen.instance, entry)) for entry in kept[-1:])]
 
 
 def _decision(instance: Instance, entry: HistoryEntry) -> str:
@@ -159,7 +160,7 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
             "instance": instance.instance_id,
             "class": instance.resource_class,
             "run": entry.run_id,
-            "what": entry_line(instance.instance_id, entry).what,
+            "what": explain_entry(instance.instance_id, entry).what,
             "why": entry.why[:MAX_TEXT],
             "by": entry.by,
         }
@@ -167,10 +168,14 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
 
 
 def status_texts(status: Status) -> dict[str, str]:
-    """What a thorough look adds, by name: pools, warnings, and what open launches hold so far."""
-    warnings = [record_document(item) for item in status.concerns[:MAX_WARNINGS]]
+    """Facts that come with a status: queues, warnings, and the instances of open provisions by state."""
+    warnings = [record_document(item) for item in status.warnings[:MAX_WARNINGS]]
     return {
-        "pools": encode({name: {"idle": level.idle, "hints": level.hints} for name, level in status.pools.items()}),
-        "warnings": encode({"count": len(status.concerns), "shown": warnings}),
-        "open": encode({item.provision.provision_id: dict(item.held) for item in status.openings}),
+        "pools": encode(
+            {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()}
+        ),
+        "warnings": encode({"count": len(status.warnings), "shown": warnings}),
+        "open_provisions": encode(
+            {item.provision.provision_id: dict(item.instances) for item in status.open_provisions}
+        ),
     }

@@ -1,4 +1,4 @@
-"""The dashboard's process: where it listens, who may come in, and its end."""
+"""Dashboard server: listening address, token and the server's lifetime."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from remuda.ports.event_log import EventLog, SilentEventLog
 from remuda.wiring import open_context
 
 if TYPE_CHECKING:
-    from remuda.web.dashboard.auth import Token
+    from remuda.web.dashboard.auth import AccessToken
 
-VARIABLE = "REMUDA_DASHBOARD_TOKEN"
-PORT = 8421
-LEAST_TOKEN = 16
-MOST_TOKEN = 1_024
-#: Between looks while somebody watches. On AWS each look costs some calls.
-EVERY_S = {"local": 0.25, "aws": 5.0}
-#: A scrape shows a look that is not older, and waits for it no longer: scrapers give up after ten seconds.
-SCRAPE_AGE_S = {"local": 5.0, "aws": 15.0}
-SCRAPE_WAIT_S = 5.0
-#: Of all kinds, those that ask for nothing included; more are refused. Pages are fewer (`MAX_STREAMS`).
+TOKEN_VARIABLE = "REMUDA_DASHBOARD_TOKEN"  # noqa: S105 - the variable's name
+DEFAULT_PORT = 8421
+MIN_TOKEN_LENGTH = 16
+MAX_TOKEN_LENGTH = 1_024
+#: Seconds between polls while a page is open. On AWS each poll costs several API calls.
+POLL_INTERVAL_S = {"local": 0.25, "aws": 5.0}
+#: Maximum age in seconds of the status in a scrape, and seconds to wait for it. Prometheus gives up after ten seconds.
+SCRAPE_MAX_AGE_S = {"local": 5.0, "aws": 15.0}
+SCRAPE_TIMEOUT_S = 5.0
+#: Maximum number of connections of all kinds; `MAX_STREAMS` limits the event streams.
 MAX_CONNECTIONS = 400
-#: Streams end when they are told to; nothing else lasts.
-GRACE_S = 1
+#: Seconds that open requests get at shutdown. Streams end at once, so nothing takes longer.
+SHUTDOWN_GRACE_S = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where it listens, checked."""
+class ListenAddress:
+    """A validated address to listen on, and the token that protects it."""
 
     host: str
     port: int
-    token: Token | None
+    token: AccessToken | None
 
     @property
     def is_loopback(self) -> bool:
-        from remuda.web.dashboard.auth import is_loopback  # noqa: PLC0415 - as below
+        from remuda.web.dashboard.auth import is_loopback  # noqa: PLC0415 - imports starlette
 
         return is_loopback(self.host)
 
 
-def find_place(host: str, port: int, token_file: str | None, environ: Mapping[str, str]) -> Place:
-    """Before anything is opened: on another address than this machine's own, only with a token."""
+def parse_listen_address(host: str, port: int, token_file: str | None, environ: Mapping[str, str]) -> ListenAddress:
+    """Validate `--host`, `--port` and the token. Addresses other than loopback require a token."""
     with web_libraries():
-        from remuda.web.dashboard.auth import Token, is_loopback  # noqa: PLC0415 - only where it is served
+        from remuda.web.dashboard.auth import AccessToken, is_loopback  # noqa: PLC0415 - slow to import
     try:
         loopback = is_loopback(host)
     except ValueError:
@@ -68,25 +68,30 @@ def find_place(host: str, port: int, token_file: str | None, environ: Mapping[st
     text = _token_text(token_file, environ)
     if text is None and not loopback:
         raise UserError(
-            f"--host {host} is open to others, and there is no token",
+            f"--host {host} can be reached from other machines and requires a token",
             field="--host",
-            fix=f"give --token-file or set {VARIABLE}, or stay on 127.0.0.1",
+            fix=f"pass --token-file, set {TOKEN_VARIABLE}, or use 127.0.0.1",
         )
-    return Place(host=host, port=port, token=Token(text) if text is not None else None)
+    return ListenAddress(host=host, port=port, token=AccessToken(text) if text is not None else None)
 
 
 def _token_text(token_file: str | None, environ: Mapping[str, str]) -> str | None:
     if token_file is not None:
         text, field = _read_token(token_file), "--token-file"
-    elif VARIABLE in environ:
-        text, field = environ[VARIABLE].strip(), VARIABLE
+    elif TOKEN_VARIABLE in environ:
+        text, field = environ[TOKEN_VARIABLE].strip(), TOKEN_VARIABLE
     else:
         return None
-    if not LEAST_TOKEN <= len(text) <= MOST_TOKEN or not (text.isascii() and text.isprintable()) or " " in text:
+    if (
+        not MIN_TOKEN_LENGTH <= len(text) <= MAX_TOKEN_LENGTH
+        or not (text.isascii() and text.isprintable())
+        or " " in text
+    ):
         raise UserError(
-            f"{field} holds no token that will do",
+            f"{field} does not contain a valid token",
             field=field,
-            fix=f"give one line of {LEAST_TOKEN} to {MOST_TOKEN} letters, digits and signs: openssl rand -hex 32",
+            fix=f"use one line of {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} printable ASCII characters without spaces,"
+            " e.g. the output of 'openssl rand -hex 32'",
         )
     return text
 
@@ -96,22 +101,24 @@ def _read_token(name: str) -> str:
         path = Path(name)
         if stat.S_IMODE(path.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
             raise UserError(
-                f"--token-file {name[:80]!r} can be read by others", field="--token-file", fix="chmod 600 it"
+                f"--token-file {name[:80]!r} can be read by other users",
+                field="--token-file",
+                fix="run chmod 600 on it",
             )
         with path.open(encoding="utf-8") as file:
-            return file.read(MOST_TOKEN + 2).strip()
+            return file.read(MAX_TOKEN_LENGTH + 2).strip()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UserError(
             f"--token-file {name[:80]!r} cannot be read: {reason}",
             field="--token-file",
-            fix="name a file of yours that holds the token alone",
+            fix="name a readable file that contains only the token",
         ) from None
 
 
 @contextlib.contextmanager
 def web_libraries() -> Iterator[None]:
-    """Around their import."""
+    """Turn a failed import of a web library into a `UserError`."""
     try:
         yield
     except ImportError as error:
@@ -122,68 +129,69 @@ def web_libraries() -> Iterator[None]:
         ) from None
 
 
-def listen(place: Place) -> socket.socket:
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+def listen(address: ListenAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((place.host, place.port))
+        listener.bind((address.host, address.port))
         listener.listen(128)
     except OSError as error:
         listener.close()
-        taken = error.errno == errno.EADDRINUSE
+        in_use = error.errno == errno.EADDRINUSE
         raise UserError(
-            f"--port {place.port} of {place.host} cannot be used: {os.strerror(error.errno or 0).lower()}",
-            field="--port" if taken or error.errno == errno.EACCES else "--host",
-            fix="--port 0 takes a free one" if taken else "give an address of this machine and a port above 1023",
+            f"--port {address.port} of {address.host} cannot be used: {os.strerror(error.errno or 0).lower()}",
+            field="--port" if in_use or error.errno == errno.EACCES else "--host",
+            fix="use --port 0 for a free port" if in_use else "use an address of this machine and a port above 1023",
         ) from None
     return listener
 
 
-def address(place: Place, listener: socket.socket) -> str:
-    host = f"[{place.host}]" if ":" in place.host else place.host
+def page_url(address: ListenAddress, listener: socket.socket) -> str:
+    host = f"[{address.host}]" if ":" in address.host else address.host
     return f"http://{host}:{listener.getsockname()[1]}/"
 
 
 @asynccontextmanager
 async def serving(
     settings: Settings,
-    place: Place,
+    address: ListenAddress,
     listener: socket.socket,
     *,
-    every_s: float | None,
+    interval_s: float | None,
     since_s: float,
     asks: bool,
     event_log: EventLog | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Serves from here on; gives the task that ends when the server does. At the end every stream is closed at once."""
+    """Serve while the block runs. Yields the server's task. All streams are closed at the end of the block."""
     with web_libraries():
-        import uvicorn  # noqa: PLC0415 - only where it is served
+        import uvicorn  # noqa: PLC0415 - slow to import
 
-        from remuda.web.dashboard.app import build_app  # noqa: PLC0415 - as above
-        from remuda.web.dashboard.feed import Feed  # noqa: PLC0415 - as above
-        from remuda.web.metrics import Meters  # noqa: PLC0415 - as above
-        from remuda.web.metrics_route import metrics_route  # noqa: PLC0415 - as above
+        from remuda.web.dashboard.app import build_app  # noqa: PLC0415 - imports starlette
+        from remuda.web.dashboard.feed import Feed  # noqa: PLC0415 - imports starlette
+        from remuda.web.metrics import FleetMetrics, metrics_route  # noqa: PLC0415 - imports starlette
     clock = SystemClock()
-    # One for the process: ports are opened anew after a failure, and a counter must not fall.
+    # Shared by all contexts: ports are opened again after a failure, and a counter must not decrease.
     calls = CallCounter()
-    meters = Meters(began=clock.now())
+    metrics = FleetMetrics(started_at=clock.now())
     feed = Feed(
         open_context=lambda: open_context(settings, SilentEventLog(), credentialed=asks, alive=False, calls=calls),
         backend=settings.backend,
-        every_s=every_s or EVERY_S[settings.backend],
+        interval_s=interval_s or POLL_INTERVAL_S[settings.backend],
         since_s=since_s,
         clock=clock,
         ids=SystemIds(),
         prices=chosen_prices(settings.prices),
-        observers=[meters],
+        observers=[metrics],
         event_log=event_log,
     )
-    scraped = metrics_route(
-        meters, calls, freshen=lambda: feed.recent(age_s=SCRAPE_AGE_S[settings.backend], timeout_s=SCRAPE_WAIT_S)
+    metrics_page = metrics_route(
+        metrics,
+        calls,
+        refresh=lambda: feed.recent_status(max_age_s=SCRAPE_MAX_AGE_S[settings.backend], timeout_s=SCRAPE_TIMEOUT_S),
     )
     config = uvicorn.Config(
-        build_app(feed, token=place.token, loopback=place.is_loopback, more=[lambda _: [scraped]]),
+        build_app(feed, token=address.token, loopback=address.is_loopback, extra_routes=[lambda _: [metrics_page]]),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -191,17 +199,17 @@ async def serving(
         lifespan="off",
         limit_concurrency=MAX_CONNECTIONS,
         ws="none",
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
     server = uvicorn.Server(config)
-    # The command has its own way with signals.
+    # `run_async` handles the signals.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    looking = asyncio.create_task(feed.run())
+    polling = asyncio.create_task(feed.run())
     serve = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield serve
     finally:
         feed.close()
         server.should_exit = True
-        looking.cancel()
-        await asyncio.gather(serve, looking, return_exceptions=True)
+        polling.cancel()
+        await asyncio.gather(serve, polling, return_exceptions=True)

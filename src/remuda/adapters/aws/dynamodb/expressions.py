@@ -11,9 +11,9 @@ from remuda.adapters.aws.dynamodb.items import Attribute, attribute
 from remuda.domain import timestamps
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision
-from remuda.domain.serialization import camel, plain
+from remuda.domain.serialization import camel, to_jsonable
 from remuda.domain.signals import MAX_DETAIL, Signal
-from remuda.domain.transitions import Change, Guard
+from remuda.domain.transitions import Change, WriteCondition
 
 
 class Expression:
@@ -32,7 +32,7 @@ class Expression:
         return short
 
     def value(self, value: Any) -> str:
-        return self.raw(attribute(plain(value)))
+        return self.raw(attribute(to_jsonable(value)))
 
     def raw(self, value: Attribute) -> str:
         short = f":v{len(self.values)}"
@@ -97,8 +97,8 @@ def _set_indexes(expression: Expression, change: Change) -> None:
         expression.set_raw(items.TTL, items.seconds(sets["forget_at"]))
 
 
-def _guard(expression: Expression, guard: Guard) -> str:
-    """`Guard.admits` as a condition that DynamoDB checks atomically with the write."""
+def _guard(expression: Expression, guard: WriteCondition) -> str:
+    """`WriteCondition.admits` as a condition that DynamoDB checks atomically with the write."""
     if guard.state is None:
         return f"attribute_not_exists({expression.name(items.PK)})"
     terms = [_equal(expression, "state", guard.state), _equal(expression, "epoch", guard.epoch)]
@@ -106,15 +106,15 @@ def _guard(expression: Expression, guard: Guard) -> str:
     if guard.owner is not None:
         terms.append(_equal(expression, "owner", guard.owner))
     # Timestamps are stored as fixed-width text with milliseconds, so text order is time order.
-    if guard.unexpired_at is not None:
-        terms.append(f"{expression.name('threshold')} > {expression.value(guard.unexpired_at)}")
-    if guard.expired_at is not None:
-        terms.append(f"{expression.name('threshold')} <= {expression.value(guard.expired_at)}")
+    if guard.threshold_after is not None:
+        terms.append(f"{expression.name('threshold')} > {expression.value(guard.threshold_after)}")
+    if guard.threshold_at_or_before is not None:
+        terms.append(f"{expression.name('threshold')} <= {expression.value(guard.threshold_at_or_before)}")
     if guard.not_retired:
         terms.append(_empty(expression, "retire"))
-    if guard.held_up_to is not None:
+    if guard.max_quarantined_until is not None:
         held = expression.name(camel("quarantined_until"))
-        terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(guard.held_up_to)})")
+        terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(guard.max_quarantined_until)})")
     if guard.tiers:
         terms.append(one_of(expression, "tier", guard.tiers))
     if guard.repository:

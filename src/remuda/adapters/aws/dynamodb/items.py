@@ -22,7 +22,7 @@ from remuda.domain import serialization, timestamps
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
-from remuda.domain.text import brief
+from remuda.domain.text import truncate
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def value_of(found: Attribute) -> Any:
         raise ValueError("an attribute must have exactly one type")
     kind, value = next(iter(found.items()))
     if not isinstance(value, _TYPES.get(kind, ())):
-        raise ValueError(f"unexpected attribute type {brief(str(kind), 20)}")
+        raise ValueError(f"unexpected attribute type {truncate(str(kind), 20)}")
     if kind == "NULL":
         return None
     if kind in {"S", "BOOL"}:
@@ -241,7 +241,7 @@ def provision_item(provision: Provision) -> Item:
 
 
 def sightings_item(sightings: Mapping[str, datetime]) -> Item:
-    return {**SIGHTINGS, "sightings": attribute(serialization.plain(sightings))}
+    return {**SIGHTINGS, "sightings": attribute(serialization.to_jsonable(sightings))}
 
 
 def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str, kept: timedelta = KEPT) -> Item:

@@ -215,7 +215,8 @@ class StoredKeys:
                 known = await self._read()
                 if known is None:
                     raise UserError(
-                        f"table {self._table.name} does not contain the id of the instances' role", fix="run remuda refresh"
+                        f"table {self._table.name} does not contain the id of the instances' role",
+                        fix="run remuda refresh",
                     )
                 self._cache(known)
             assert self._known is not None  # noqa: S101 - cached just now

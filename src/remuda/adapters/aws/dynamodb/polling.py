@@ -97,7 +97,7 @@ class ItemPoller(Poller[_TimedWaiter[K, V]], Generic[K, V]):
         """The first value that `accepts` returns True for, which may be the present one. Raises `TimeoutError`."""
         answer: asyncio.Future[V] = asyncio.get_running_loop().create_future()
         waiter = _TimedWaiter(key=key, accepts=accepts, interval=interval, answer=answer, due=self._clock.monotonic())
-        return cast("V", await self._answered(waiter, timeout_s))
+        return cast("V", await self._wait_for_answer(waiter, timeout_s))
 
     def wake(self, key: K) -> None:
         """Read this key now if it has waiters. Called after this process wrote it."""
@@ -110,13 +110,13 @@ class ItemPoller(Poller[_TimedWaiter[K, V]], Generic[K, V]):
 
     async def _poll(self) -> None:
         while self._waiters:
-            self._nudged = False
+            self._woken = False
             now = self._clock.monotonic()
             if any(waiter.due <= now for waiter in self._waiters):
                 await self._read_for([each for each in self._waiters if each.due <= now + self._shared_s(each)])
             waiting = [waiter for waiter in self._waiters if not waiter.answer.done()]
-            if waiting and not self._nudged:
-                await self._rest(min(waiter.due for waiter in waiting) - self._clock.monotonic())
+            if waiting and not self._woken:
+                await self._sleep(min(waiter.due for waiter in waiting) - self._clock.monotonic())
             elif not waiting:
                 # Let the answered waiters run: they remove themselves from the list.
                 await asyncio.sleep(0)

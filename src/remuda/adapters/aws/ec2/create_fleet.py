@@ -22,7 +22,7 @@ from remuda.adapters.aws.errors import (
 )
 from remuda.adapters.aws.user_data import FIRST_LIFE_TAG, MARGIN_TAG
 from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavailable, UserError
-from remuda.domain.resources import Request, UsageClass
+from remuda.domain.resources import RunnerRequest, UsageClass
 from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
@@ -198,10 +198,10 @@ def machine_tags(request: LaunchRequest, options: Ec2LaunchOptions, pool: str) -
     }
 
 
-def requirements(request: Request) -> dict[str, Any]:
+def requirements(request: RunnerRequest) -> dict[str, Any]:
     """EC2's InstanceRequirements for a request."""
     wanted = request.resource_class
-    result: dict[str, Any] = {"VCpuCount": {"Min": wanted.cpu}, "MemoryMiB": {"Min": wanted.mmem}}
+    result: dict[str, Any] = {"VCpuCount": {"Min": wanted.cpu}, "MemoryMiB": {"Min": wanted.memory_mib}}
     patterns = request.patterns.words
     for pattern in patterns:
         if len(pattern) > MAX_TYPE_PATTERN:
@@ -224,7 +224,7 @@ def requirements(request: Request) -> dict[str, Any]:
 def fleet_request(
     *,
     template: str,
-    request: Request,
+    request: RunnerRequest,
     subnets: Sequence[str],
     count: int,
     usage: UsageClass,
@@ -304,14 +304,14 @@ def is_shortage(errors: Sequence[FleetLaunchError]) -> bool:
     return not categories & {*_ACCESS_ERRORS, ErrorCategory.INPUT} and categories != {ErrorCategory.THROTTLED}
 
 
-def launch_failure(request: Request, count: int, errors: Sequence[FleetLaunchError]) -> RemudaError:
+def launch_failure(request: RunnerRequest, count: int, errors: Sequence[FleetLaunchError]) -> RemudaError:
     """The error to raise if no instance was launched."""
     wanted = request.resource_class
     categories = {category_of(error.code) for error in errors}
     reasons = "; ".join(summarize(errors)) or "EC2 gave no reason"
     text = (
         f"none of {count} {request.usage_class} instances of types {request.patterns} for class {wanted.name} "
-        f"({wanted.cpu} cpu, {wanted.mmem} MiB) could be launched: {reasons}"
+        f"({wanted.cpu} cpu, {wanted.memory_mib} MiB) could be launched: {reasons}"
     )
     if categories & _ACCESS_ERRORS:
         return UserError(text, field="aws-permission", fix=PERMISSION_FIX)

@@ -1,64 +1,64 @@
-// The page: what is heard is shown, at most once a frame, and tables at most a few times a second.
+// Entry point of the page. The timeline is redrawn at most once per frame; tables and charts a few times per second.
 import { drawLevel, drawTimes, showKinds } from "./charts.js";
 import { Model } from "./model.js";
-import { onTheme } from "./paint.js";
-import { ROWS, showChoices, showClasses, showDecisions, showLegend, showMachines, showRuns, showTiles, showWarnings, showWorth } from "./panels.js";
-import { fragment, tellStory } from "./story.js";
+import { onThemeChange } from "./paint.js";
+import { ROWS, showChoices, showClasses, showDecisions, showLegend, showInstances, showRuns, showTiles, showUsage, showWarnings } from "./panels.js";
+import { fragment, explain } from "./explanation.js";
 import { Stream } from "./stream.js";
-import { clock, find, say } from "./text.js";
+import { clock, find, setText } from "./text.js";
 import { Timeline } from "./timeline.js";
 
-const PANELS_MS = 250;
-const CHARTS_MS = 500;
-const USUAL_S = 1800;
+const PANELS_INTERVAL_MS = 250;
+const CHARTS_INTERVAL_MS = 500;
+const DEFAULT_WINDOW_S = 1800;
 
 const model = new Model();
-const timeline = new Timeline(model, tellStory);
+const timeline = new Timeline(model, explain);
 let rows = ROWS;
 let link = "wait";
 let lostAt = 0;
-let refusal = "";
+let rejection = "";
 let panelsAt = 0;
 let chartsAt = 0;
-let due = 0;
+let refreshTimer = 0;
 
 const stream = new Stream(model, { changed: refresh, state: setLink });
 
 function refresh() {
-  timeline.ask();
-  if (due) return;
-  due = setTimeout(() => {
-    due = 0;
-    panels();
-  }, Math.max(panelsAt + PANELS_MS - performance.now(), 0));
+  timeline.requestDraw();
+  if (refreshTimer) return;
+  refreshTimer = setTimeout(() => {
+    refreshTimer = 0;
+    showPanels();
+  }, Math.max(panelsAt + PANELS_INTERVAL_MS - performance.now(), 0));
 }
 
-function panels() {
+function showPanels() {
   panelsAt = performance.now();
-  const live = showTiles(model, press);
+  const live = showTiles(model, toggleState);
   const about = model.facts.get("about");
-  say(find("about"), about ? `pool ${about.pool}` : "");
+  setText(find("about"), about ? `pool ${about.pool}` : "");
   document.title = about ? `Remuda: ${about.pool}, ${live} live` : "Remuda";
   const lanes = model.lanes();
-  const asked = filtered();
-  say(find("shown"), asked ? `${lanes.length} of ${model.instances.size} machines` : `${lanes.length} machines`);
-  say(find("lanes-empty"), asked ? "No machine is like that." : "No machine yet. remuda provision brings the first.");
-  find("clear").hidden = !asked;
+  const filtered = isFiltered();
+  setText(find("shown"), filtered ? `${lanes.length} of ${model.instances.size} instances` : `${lanes.length} instances`);
+  setText(find("lanes-empty"), filtered ? "No instance matches the filters." : "No instances yet. Run 'remuda provision' to create one.");
+  find("clear").hidden = !filtered;
   showChoices(model);
-  if (!find("table").hidden) showMachines(model, rows);
-  showWorth(model);
+  if (!find("table").hidden) showInstances(model, rows);
+  showUsage(model);
   showWarnings(model);
   showClasses(model);
   showDecisions(model);
   showRuns(model);
   showKinds(model);
-  banner();
-  say(find("stats"), `Times are UTC. Version ${model.version}, ${stream.received} updates received, ${stream.merged} merged, ${timeline.drawn} frames drawn.`);
-  if (performance.now() - chartsAt >= CHARTS_MS) charts();
+  showBanner();
+  setText(find("stats"), `Times are UTC. Version ${model.version}, ${stream.received} updates received, ${stream.merged} merged, ${timeline.drawn} frames drawn.`);
+  if (performance.now() - chartsAt >= CHARTS_INTERVAL_MS) drawCharts();
   document.documentElement.dataset.ready = "true";
 }
 
-function charts() {
+function drawCharts() {
   chartsAt = performance.now();
   drawLevel(model);
   drawTimes(model);
@@ -66,75 +66,75 @@ function charts() {
 
 // Connection and store -------------------------------------------------------------------------------------------
 
-function setLink(state, why = "") {
-  if (why || state !== "lost") refusal = why;
+function setLink(state, reason = "") {
+  if (reason || state !== "lost") rejection = reason;
   if (state === "lost" && link !== "lost") lostAt = model.now();
   if (state !== link) {
     link = state;
     find("link").dataset.state = state;
-    say(find("link-text"), state === "lost" ? "connection lost" : state);
+    setText(find("link-text"), state === "lost" ? "connection lost" : state);
   }
-  banner();
+  showBanner();
 }
 
-function banner() {
-  const trouble = model.facts.get("trouble") ?? "";
-  const good = model.good ? `The last good look was at ${clock(model.good)} UTC.` : "There was no good look yet.";
-  let words = "";
-  if (link === "lost" && refusal) words = `The server refuses: ${refusal}; trying again. Shown is what was known at ${clock(lostAt)} UTC.`;
-  else if (link === "lost") words = `No connection to the server since ${clock(lostAt)} UTC; trying again. Shown is what was known then.`;
-  else if (trouble) words = `The store cannot be read: ${trouble}. ${good}`;
-  say(find("banner"), words);
-  find("banner").hidden = !words;
+function showBanner() {
+  const error = model.facts.get("error") ?? "";
+  const success = model.lastSuccess ? `Last successful read: ${clock(model.lastSuccess)} UTC.` : "It has not been read yet.";
+  let text = "";
+  if (link === "lost" && rejection) text = `The server rejected the connection: ${rejection}. Reconnecting; the data is from ${clock(lostAt)} UTC.`;
+  else if (link === "lost") text = `No connection to the server since ${clock(lostAt)} UTC. Reconnecting; the data is from that time.`;
+  else if (error) text = `The store cannot be read: ${error}. ${success}`;
+  setText(find("banner"), text);
+  find("banner").hidden = !text;
 }
 
-// Filters: they stand in the address, so that a reload and a shared link show the same -----------------------------
+// Filters are kept in the URL, so that a reload and a shared link show the same -----------------------------------
 
-function filtered() {
-  const { states, class: kind, usage, text } = model.filter;
-  return Boolean(states.size || kind || usage || text);
+function isFiltered() {
+  const { states, class: resourceClass, usage, text } = model.filter;
+  return Boolean(states.size || resourceClass || usage || text);
 }
 
-function press(phase) {
+function toggleState(phase) {
   const { states } = model.filter;
   if (!states.delete(phase)) states.add(phase);
-  refilter();
+  applyFilter();
 }
 
-function refilter() {
-  const wanted = new URLSearchParams();
-  const { states, class: kind, usage, text, window: span } = model.filter;
-  if (states.size) wanted.set("state", [...states].join(","));
-  if (kind) wanted.set("class", kind);
-  if (usage) wanted.set("usage", usage);
-  if (text) wanted.set("text", text);
-  if (span !== USUAL_S) wanted.set("time", String(span));
-  if (!find("table").hidden) wanted.set("view", "table");
-  const query = wanted.toString();
-  history.replaceState(null, "", location.pathname + (query ? `?${query}` : "") + fragment());
+function applyFilter() {
+  const query = new URLSearchParams();
+  const { states, class: resourceClass, usage, text, window: seconds } = model.filter;
+  if (states.size) query.set("state", [...states].join(","));
+  if (resourceClass) query.set("class", resourceClass);
+  if (usage) query.set("usage", usage);
+  if (text) query.set("text", text);
+  if (seconds !== DEFAULT_WINDOW_S) query.set("time", String(seconds));
+  if (!find("table").hidden) query.set("view", "table");
+  const search = query.toString();
+  history.replaceState(null, "", location.pathname + (search ? `?${search}` : "") + fragment());
   model.stale = true;
   rows = ROWS;
   chartsAt = 0;
-  timeline.ask();
-  panels();
+  timeline.requestDraw();
+  showPanels();
 }
 
-function restore() {
-  const wanted = new URLSearchParams(location.search);
+function restoreFilter() {
+  const query = new URLSearchParams(location.search);
   model.filter = {
-    states: new Set((wanted.get("state") ?? "").split(",").filter(Boolean)),
-    class: wanted.get("class") ?? "",
-    usage: wanted.get("usage") ?? "",
-    text: wanted.get("text") ?? "",
-    window: Number(wanted.get("time") ?? USUAL_S),
+    states: new Set((query.get("state") ?? "").split(",").filter(Boolean)),
+    class: query.get("class") ?? "",
+    usage: query.get("usage") ?? "",
+    text: query.get("text") ?? "",
+    window: Number(query.get("time") ?? DEFAULT_WINDOW_S),
   };
   find("text").value = model.filter.text;
   find("window").value = String(model.filter.window);
-  if (find("window").selectedIndex < 0) find("window").value = String((model.filter.window = USUAL_S));
-  view(wanted.get("view") === "table");
+  if (find("window").selectedIndex < 0) find("window").value = String((model.filter.window = DEFAULT_WINDOW_S));
+  showView(query.get("view") === "table");
 }
 
-function view(table) {
+function showView(table) {
   find("table").hidden = !table;
   find("lanes").hidden = table;
   find("legend").hidden = table;
@@ -145,28 +145,28 @@ function view(table) {
 for (const name of ["class", "usage"]) {
   find(name).addEventListener("change", (event) => {
     model.filter[name] = event.target.value;
-    refilter();
+    applyFilter();
   });
 }
 find("window").addEventListener("change", (event) => {
   model.filter.window = Number(event.target.value);
-  refilter();
+  applyFilter();
 });
 find("text").addEventListener("input", (event) => {
   model.filter.text = event.target.value.trim();
-  refilter();
+  applyFilter();
 });
 find("filters").addEventListener("submit", (event) => event.preventDefault());
 find("clear").addEventListener("click", () => {
   Object.assign(model.filter, { states: new Set(), class: "", usage: "", text: "" });
   find("text").value = "";
-  refilter();
+  applyFilter();
   find("text").focus();
 });
 for (const [name, table] of [["as-lanes", false], ["as-table", true]]) {
   find(name).addEventListener("click", () => {
-    view(table);
-    refilter();
+    showView(table);
+    applyFilter();
   });
 }
 find("more").addEventListener("click", () => {
@@ -174,16 +174,16 @@ find("more").addEventListener("click", () => {
   refresh();
 });
 
-// Stories ----------------------------------------------------------------------------------------------------------
+// Explanations -----------------------------------------------------------------------------------------------------
 
 find("search").addEventListener("submit", (event) => {
   event.preventDefault();
   const subject = find("subject").value.trim();
-  if (subject) tellStory(subject);
+  if (subject) explain(subject);
 });
 document.addEventListener("click", (event) => {
   const subject = event.target.closest?.("button.name")?.dataset.subject;
-  if (subject) tellStory(subject);
+  if (subject) explain(subject);
 });
 document.addEventListener("keydown", (event) => {
   const typing = event.target.closest?.("input, select, textarea, dialog");
@@ -194,16 +194,16 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
-// Time goes on where nothing changes ---------------------------------------------------------------------------------
+// Ages and the time axis advance even if nothing changes --------------------------------------------------------------
 
 setInterval(() => !document.hidden && refresh(), 1_000);
-new ResizeObserver(charts).observe(find("level"));
-find("level-details").addEventListener("toggle", charts);
-onTheme(() => {
+new ResizeObserver(drawCharts).observe(find("level"));
+find("level-details").addEventListener("toggle", drawCharts);
+onThemeChange(()  => {
   showLegend(model);
-  charts();
+  drawCharts();
   refresh();
 });
-restore();
+restoreFilter();
 showLegend(model);
 stream.start();

@@ -1,7 +1,7 @@
-// How many machines there were, and how long runs waited.
+// Charts: instances by state over time, and provision times.
 import { PHASES, levels } from "./model.js";
-import { colour, fill, prepare, shape, tickWords, ticks } from "./paint.js";
-import { clock, find, keep, make, say, cells } from "./text.js";
+import { colour, fill, prepare, shape, tickLabel, ticks } from "./paint.js";
+import { clock, fillRow, find, make, setText, syncChildren } from "./text.js";
 
 const LEFT = 40;
 const BOTTOM = 20;
@@ -10,17 +10,17 @@ const RIGHT = 8;
 const ROWS = 12;
 const ORDER = ["idle", "running", "claimed", "releasing", "booting", "ending", "unknown"];
 
-function frame(canvas, span) {
+function prepareChart(canvas, span) {
   const { context, width, height } = prepare(canvas);
   const x = (at) => LEFT + ((at - span.since) / (span.until - span.since)) * (width - LEFT - RIGHT);
   const { step, found } = ticks(span, Math.max((width - LEFT) / 90, 2));
   context.fillStyle = colour("soft");
   context.textAlign = "center";
-  for (const at of found) if (x(at) > LEFT + 20 && x(at) < width - 24) context.fillText(tickWords(at, step), x(at), height - BOTTOM / 2 + 2);
+  for (const at of found) if (x(at) > LEFT + 20 && x(at) < width - 24) context.fillText(tickLabel(at, step), x(at), height - BOTTOM / 2 + 2);
   return { context, width, height, x };
 }
 
-function line(context, y, words, width) {
+function gridLine(context, y, label, width) {
   context.strokeStyle = colour("rule");
   context.beginPath();
   context.moveTo(LEFT, Math.round(y) + 0.5);
@@ -28,28 +28,28 @@ function line(context, y, words, width) {
   context.stroke();
   context.fillStyle = colour("soft");
   context.textAlign = "right";
-  context.fillText(words, LEFT - 6, y);
+  context.fillText(label, LEFT - 6, y);
 }
 
 export function drawLevel(model) {
   const canvas = find("level");
   const span = model.span();
-  const { context, width, height } = frame(canvas, span);
+  const { context, width, height } = prepareChart(canvas, span);
   const steps = Math.max(Math.min(Math.floor((width - LEFT - RIGHT) / 2), 600), 10);
-  const machines = [...model.instances.values()].filter((machine) => model.matchesKind(machine));
-  const counts = levels(machines, span, steps);
-  let most = 1;
+  const instances = [...model.instances.values()].filter((instance) => model.matchesKind(instance));
+  const counts = levels(instances, span, steps);
+  let highest = 1;
   for (let step = 0; step < steps; step += 1) {
     let sum = 0;
     for (const phase of PHASES) sum += counts[phase][step];
-    if (sum > most) most = sum;
+    if (sum > highest) highest = sum;
   }
-  const rise = niceStep(most);
-  const top = Math.ceil(most / rise) * rise;
+  const rise = niceStep(highest);
+  const top = Math.ceil(highest / rise) * rise;
   const y = (value) => height - BOTTOM - (value / top) * (height - BOTTOM - TOP);
-  for (let value = 0; value <= top; value += rise) line(context, y(value), String(value), width);
+  for (let value = 0; value <= top; value += rise) gridLine(context, y(value), String(value), width);
   const base = new Float64Array(steps);
-  const wide = (width - LEFT - RIGHT) / steps;
+  const stepWidth = (width - LEFT - RIGHT) / steps;
   for (const phase of ORDER) {
     const each = counts[phase];
     if (!each.some((value) => value > 0)) continue;
@@ -57,12 +57,12 @@ export function drawLevel(model) {
     context.moveTo(LEFT, y(base[0]));
     for (let step = 0; step < steps; step += 1) {
       const level = y(base[step] + each[step]);
-      context.lineTo(LEFT + step * wide, level);
-      context.lineTo(LEFT + (step + 1) * wide, level);
+      context.lineTo(LEFT + step * stepWidth, level);
+      context.lineTo(LEFT + (step + 1) * stepWidth, level);
     }
     for (let step = steps - 1; step >= 0; step -= 1) {
-      context.lineTo(LEFT + (step + 1) * wide, y(base[step]));
-      context.lineTo(LEFT + step * wide, y(base[step]));
+      context.lineTo(LEFT + (step + 1) * stepWidth, y(base[step]));
+      context.lineTo(LEFT + step * stepWidth, y(base[step]));
       base[step] += each[step];
     }
     context.closePath();
@@ -71,55 +71,55 @@ export function drawLevel(model) {
   }
   const idle = counts.idle[steps - 1];
   const peak = Math.max(...counts.idle);
-  say(find("level-note"), `${idle} idle now, ${peak} at most; idle at the bottom`);
-  canvas.setAttribute("aria-label", `Machines by state over time: ${idle} idle now, ${peak} idle at most, ${most} machines at most`);
-  if (find("level-details").open) levelTable(machines, span);
+  setText(find("level-note"), `${idle} idle now, ${peak} at most; idle is drawn at the bottom`);
+  canvas.setAttribute("aria-label", `Instances by state over time: ${idle} idle now, ${peak} idle at most, ${highest} instances at most`);
+  if (find("level-details").open) levelTable(instances, span);
 }
 
-function levelTable(machines, span) {
-  const counts = levels(machines, span, ROWS);
-  const used = ORDER.filter((phase) => counts[phase].some((value) => value > 0));
-  keep(find("level-head"), ["time", ...used], { key: (name) => name, create: (name) => make("th", name === "time" ? "" : "n", name), update: () => {} });
+function levelTable(instances, span) {
+  const counts = levels(instances, span, ROWS);
+  const present = ORDER.filter((phase) => counts[phase].some((value) => value > 0));
+  syncChildren(find("level-head"), ["time", ...present], { key: (name) => name, create: (name) => make("th", name === "time" ? "" : "n", name), update: () => {} });
   const width = (span.until - span.since) / ROWS;
   const rows = Array.from({ length: ROWS }, (_, step) => ROWS - 1 - step);
-  keep(find("level-rows"), rows, {
+  syncChildren(find("level-rows"), rows, {
     key: String,
     create: () => make("tr"),
     update: (row, step) => {
-      while (row.children.length > used.length + 1) row.lastElementChild.remove();
-      cells(row, [clock(span.since + (step + 0.5) * width), ...used.map((phase) => [String(counts[phase][step]), "n"])]);
+      while (row.children.length > present.length + 1) row.lastElementChild.remove();
+      fillRow(row, [clock(span.since + (step + 0.5) * width), ...present.map((phase) => [String(counts[phase][step]), "n"])]);
     },
   });
 }
 
-function niceStep(most) {
-  const rough = most / 4;
+function niceStep(highest) {
+  const rough = highest / 4;
   const power = 10 ** Math.floor(Math.log10(rough));
   return Math.max([1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough) ?? power, 1);
 }
 
 export function drawTimes(model) {
   const span = model.span();
-  const told = [...model.provisions.values()].filter((item) => item.seconds !== null && item.at >= span.since && model.matchesKind(item));
-  const values = told.map((item) => Math.max(item.seconds, 0.05));
+  const provisions = [...model.provisions.values()].filter((item) => item.seconds !== null && item.at >= span.since && model.matchesKind(item));
+  const values = provisions.map((item) => Math.max(item.seconds, 0.05));
   const low = Math.floor(Math.log10(Math.min(...values, 1)));
   const high = Math.max(Math.ceil(Math.log10(Math.max(...values, 10))), low + 1);
-  const { context, width, height, x } = frame(find("times"), span);
+  const { context, width, height, x } = prepareChart(find("times"), span);
   const y = (value) => height - BOTTOM - ((Math.log10(value) - low) / (high - low)) * (height - BOTTOM - TOP - 4);
-  for (let power = low; power <= high; power += 1) line(context, y(10 ** power), `${Number((10 ** power).toFixed(2))} s`, width);
-  for (const item of told) shape(context, item.kind, x(item.at), y(Math.max(item.seconds, 0.05)));
+  for (let power = low; power <= high; power += 1) gridLine(context, y(10 ** power), `${Number((10 ** power).toFixed(2))} s`, width);
+  for (const item of provisions) shape(context, item.kind, x(item.at), y(Math.max(item.seconds, 0.05)));
 }
 
 const KINDS = ["warm", "mixed", "cold", "failed"];
 
 export function showKinds(model) {
-  const times = model.facts.get("times") ?? {};
-  keep(find("kinds"), KINDS.filter((kind) => times[kind]), {
+  const times = model.facts.get("provision_times") ?? {};
+  syncChildren(find("kinds"), KINDS.filter((kind) => times[kind]), {
     key: (kind) => kind,
     create: () => make("tr"),
     update: (row, kind) => {
       const { count, p50, p95 } = times[kind];
-      cells(row, [[(cell) => kindCell(cell, kind), "whole"], [String(count), "n"], [`${p50.toFixed(2)} s`, "n"], [`${p95.toFixed(2)} s`, "n"]]);
+      fillRow(row, [[(cell) => kindCell(cell, kind), "whole"], [String(count), "n"], [`${p50.toFixed(2)} s`, "n"], [`${p95.toFixed(2)} s`, "n"]]);
     },
   });
 }

@@ -1,8 +1,8 @@
-// The sign-in page: a token in the address's fragment never leaves the browser but by the form.
-const given = new URLSearchParams(location.hash.slice(1)).get("token");
-document.getElementById("refused").hidden = !new URLSearchParams(location.search).has("refused");
+// Sign-in page. A token in the URL fragment is removed from the address and submitted with the form.
+const token = new URLSearchParams(location.hash.slice(1)).get("token");
+document.getElementById("invalid").hidden = !new URLSearchParams(location.search).has("invalid");
 if (location.hash) history.replaceState(null, "", location.pathname + location.search);
-if (given) {
-  document.getElementById("token").value = given;
+if (token) {
+  document.getElementById("token").value = token;
   document.getElementById("sign-in").submit();
 }

@@ -1,18 +1,18 @@
-// What the page knows, and what of it is asked for. Everything here comes from outside: it is shown as text, never as markup.
+// Data and filters of the page. All strings are untrusted: they are shown as text, never as markup.
 
 export const PHASES = ["booting", "claimed", "running", "releasing", "idle", "ending", "unknown"];
 export const LETTERS = { booting: "B", claimed: "C", running: "R", releasing: "L", idle: "I", ending: "E", ended: "X", unknown: "?" };
 const PHASE_OF = { created: "booting", terminating: "ending", terminated: "ended" };
 export const TILES = ["booting", "claimed", "running", "releasing", "idle", "ending", "ended"];
 
-export const phaseOf = (machine) => PHASE_OF[machine.state] ?? (PHASES.includes(machine.state) ? machine.state : "unknown");
+export const phaseOf = (instance) => PHASE_OF[instance.state] ?? (PHASES.includes(instance.state) ? instance.state : "unknown");
 
 export class Model {
   constructor() {
     this.reset();
     this.filter = { states: new Set(), class: "", usage: "", text: "", window: 1800 };
     this.offset = 0;
-    this.good = 0;
+    this.lastSuccess = 0;
   }
 
   reset() {
@@ -25,91 +25,91 @@ export class Model {
     this.stale = true;
   }
 
-  // A snapshot, or what has changed since the version that is known.
-  apply(board) {
+  // Apply a snapshot, or the changes since the known version.
+  apply(document) {
     for (const kind of ["instances", "provisions", "decisions", "facts"]) {
-      for (const [name, value] of Object.entries(board[kind] ?? {})) {
+      for (const [name, value] of Object.entries(document[kind] ?? {})) {
         if (value === null) this[kind].delete(name);
         else this[kind].set(name, kind === "facts" ? value : Object.assign(value, { id: name }));
       }
     }
-    this.version = board.version;
-    this.tag = board.tag;
+    this.version = document.version;
+    this.tag = document.tag;
     this.stale = true;
   }
 
-  heard(look) {
-    this.offset = look.now - Date.now();
-    this.good = look.good;
+  setPollTimes(poll) {
+    this.offset = poll.now - Date.now();
+    this.lastSuccess = poll.last_success;
   }
 
   now() {
     return Date.now() + this.offset;
   }
 
-  matches(machine) {
+  matches(instance) {
     const { states, text } = this.filter;
-    return this.matchesKind(machine) && (!states.size || states.has(phaseOf(machine))) && (!text || this.matchesText(machine, text));
+    return this.matchesKind(instance) && (!states.size || states.has(phaseOf(instance))) && (!text || this.matchesText(instance, text));
   }
 
   matchesKind(item) {
-    const wanted = this.filter;
-    return (!wanted.class || item.class === wanted.class) && (!wanted.usage || !item.usage || item.usage === wanted.usage);
+    const filter = this.filter;
+    return (!filter.class || item.class === filter.class) && (!filter.usage || !item.usage || item.usage === filter.usage);
   }
 
-  matchesText(machine, text) {
-    const told = text.toLowerCase();
-    return [machine.id, machine.run, machine.last, ...machine.runs].some((name) => name.toLowerCase().includes(told));
+  matchesText(instance, text) {
+    const pattern = text.toLowerCase();
+    return [instance.id, instance.run, instance.last_run, ...instance.runs].some((name) => name.toLowerCase().includes(pattern));
   }
 
-  // Machines that are asked for: the living first, then the newest first.
+  // Instances that match the filters: live before terminated, then newest first.
   lanes() {
     if (this.stale) {
-      const living = (machine) => (machine.state === "terminated" ? 1 : 0);
+      const rank = (instance) => (instance.state === "terminated" ? 1 : 0);
       this.shown = [...this.instances.values()]
-        .filter((machine) => this.matches(machine))
-        .sort((one, other) => living(one) - living(other) || other.born - one.born || (one.id < other.id ? -1 : 1));
+        .filter((instance) => this.matches(instance))
+        .sort((one, other) => rank(one) - rank(other) || other.created_at - one.created_at || (one.id < other.id ? -1 : 1));
       this.stale = false;
     }
     return this.shown;
   }
 
-  // From when on things are drawn: as far back as was asked for, and no further than there is something.
+  // The time range to draw: the chosen window, shortened to the oldest instance.
   span() {
     const until = this.now();
     const { window } = this.filter;
     const about = this.facts.get("about");
     const oldest = until - (window || (about?.since_s ?? 3600)) * 1000;
     let first = until - 60_000;
-    for (const machine of this.lanes()) if (machine.born < first) first = machine.born;
+    for (const instance of this.lanes()) if (instance.created_at < first) first = instance.created_at;
     return { since: Math.max(first, oldest) - 1000, until };
   }
 }
 
-// Each span of a machine: begin, end, phase, run.
-export function eachSpan(machine, until, tell) {
-  const { lane, runs, born } = machine;
-  if (!lane) return;
-  const end = machine.end || until;
-  for (let place = 0; place < lane.length; place += 3) {
-    const begin = born + lane[place];
-    const stop = place + 3 < lane.length ? born + lane[place + 3] : Math.max(end, begin);
-    tell(begin, stop, PHASES[lane[place + 1]], lane[place + 2] < 0 ? "" : runs[lane[place + 2]]);
+// Call `visit(begin, end, phase, run)` for each span of an instance.
+export function eachSpan(instance, until, visit) {
+  const { spans, runs, created_at: createdAt } = instance;
+  if (!spans) return;
+  const end = instance.ended_at || until;
+  for (let index = 0; index < spans.length; index += 3) {
+    const begin = createdAt + spans[index];
+    const stop = index + 3 < spans.length ? createdAt + spans[index + 3] : Math.max(end, begin);
+    visit(begin, stop, PHASES[spans[index + 1]], spans[index + 2] < 0 ? "" : runs[spans[index + 2]]);
   }
 }
 
-// How many machines were in each phase at each of so many moments.
-export function levels(machines, { since, until }, steps) {
+// Number of instances in each phase at each of `steps` points in time.
+export function levels(instances, { since, until }, steps) {
   const width = (until - since) / steps;
-  const found = Object.fromEntries(PHASES.map((phase) => [phase, new Float64Array(steps + 1)]));
-  const place = (at) => Math.min(Math.max(Math.ceil((at - since) / width - 0.5), 0), steps);
-  for (const machine of machines) {
-    eachSpan(machine, until, (begin, end, phase) => {
+  const counts = Object.fromEntries(PHASES.map((phase) => [phase, new Float64Array(steps + 1)]));
+  const stepOf = (at) => Math.min(Math.max(Math.ceil((at - since) / width - 0.5), 0), steps);
+  for (const instance of instances) {
+    eachSpan(instance, until, (begin, end, phase) => {
       if (end < since || begin > until) return;
-      found[phase][place(begin)] += 1;
-      found[phase][place(end)] -= 1;
+      counts[phase][stepOf(begin)] += 1;
+      counts[phase][stepOf(end)] -= 1;
     });
   }
-  for (const counts of Object.values(found)) for (let step = 1; step < steps; step += 1) counts[step] += counts[step - 1];
-  return found;
+  for (const values of Object.values(counts)) for (let step = 1; step < steps; step += 1) values[step] += values[step - 1];
+  return counts;
 }

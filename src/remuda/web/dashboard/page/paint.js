@@ -1,4 +1,4 @@
-// Colours and patterns of the phases, as the style sheet has them: no phase is told by colour alone.
+// Canvas drawing: colours from the style sheet, and a pattern per phase so that no phase is shown by colour alone.
 import { LETTERS } from "./model.js";
 
 let styles = null;
@@ -8,14 +8,14 @@ theme.addEventListener("change", () => {
   styles = null;
   patterns.clear();
 });
-export const onTheme = (tell) => theme.addEventListener("change", tell);
+export const onThemeChange = (callback) => theme.addEventListener("change", callback);
 
 export function colour(name) {
   styles ??= getComputedStyle(document.documentElement);
   return styles.getPropertyValue(`--${name}`).trim();
 }
 
-const MARKS = {
+const PATTERN_LINES = {
   booting: [[0, 8, 8, 0]],
   claimed: [[4, 0, 4, 8]],
   releasing: [[0, 0, 8, 8]],
@@ -23,9 +23,9 @@ const MARKS = {
   unknown: [[0, 4, 8, 4]],
 };
 
-// What a span of a phase is filled with.
+// Fill style of a phase: a colour, or a pattern with the phase's lines.
 export function fill(context, phase) {
-  if (!MARKS[phase]) return colour(phase);
+  if (!PATTERN_LINES[phase]) return colour(phase);
   if (!patterns.has(phase)) {
     const tile = document.createElement("canvas");
     tile.width = tile.height = 8;
@@ -34,7 +34,7 @@ export function fill(context, phase) {
     pen.fillRect(0, 0, 8, 8);
     pen.strokeStyle = colour("mark");
     pen.lineWidth = 1.5;
-    for (const [x, y, toX, toY] of MARKS[phase]) {
+    for (const [x, y, toX, toY] of PATTERN_LINES[phase]) {
       for (const shift of [-8, 0, 8]) {
         pen.beginPath();
         pen.moveTo(x + (x === toX ? 0 : shift), y);
@@ -47,7 +47,7 @@ export function fill(context, phase) {
   return patterns.get(phase);
 }
 
-// A canvas as sharp as the screen, cleared; its size in CSS pixels.
+// Clear a canvas and scale it to the screen's resolution. Returns its size in CSS pixels.
 export function prepare(canvas, height) {
   const width = canvas.clientWidth;
   const tall = height ?? canvas.clientHeight;
@@ -69,15 +69,15 @@ export const letter = (phase) => LETTERS[phase] ?? "?";
 
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800].map((step) => step * 1000);
 
-// Round moments in a span of time, about so many.
-export function ticks({ since, until }, most) {
-  const step = STEPS.find((each) => (until - since) / each <= most) ?? STEPS.at(-1);
+// At most about `limit` round points in time within a range.
+export function ticks({ since, until }, limit) {
+  const step = STEPS.find((each) => (until - since) / each <= limit) ?? STEPS.at(-1);
   const found = [];
   for (let at = Math.ceil(since / step) * step; at <= until; at += step) found.push(at);
   return { step, found };
 }
 
-export function tickWords(at, step) {
+export function tickLabel(at, step) {
   const text = new Date(at).toISOString();
   if (step >= 86_400_000) return text.slice(5, 10);
   return step < 60_000 ? text.slice(11, 19) : text.slice(11, 16);
@@ -85,7 +85,7 @@ export function tickWords(at, step) {
 
 const SHAPES = { cold: "M-4-4H4V4H-4Z", mixed: "M0-5L5 4H-5Z", failed: "M-5-3L-3-5L0-2L3-5L5-3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z" };
 
-// Each kind of provision has a shape of its own, as on the report's page.
+// Draw the shape of a kind of provision, as in the HTML report.
 export function shape(context, kind, x, y) {
   context.fillStyle = colour(kind in SHAPES || kind === "warm" ? kind : "unknown");
   context.save();

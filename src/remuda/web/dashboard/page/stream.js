@@ -1,11 +1,12 @@
-// A snapshot, then changes as they come. A lost server is waited for; what came meanwhile is caught up with.
-// One thing goes on at a time: a snapshot is fetched, a stream is open, or the next try is due.
+// Connection to the server: a snapshot, then a stream of changes. After a lost connection it reconnects and catches up.
+// Exactly one of these is active at a time: fetching a snapshot, an open stream, or a timer for the next attempt.
 
-const SILENT_MS = 12_000;
-const AGAIN_MS = 1_000;
-const AGAIN_MOST_MS = 8_000;
-const PATIENCE_MS = 20_000;
-const UNSEEN_MS = 5_000;
+// A stream without any event for this long is considered dead; the server sends one at least every 5 s.
+const SILENCE_LIMIT_MS = 12_000;
+const RETRY_MS = 1_000;
+const MAX_RETRY_MS = 8_000;
+const REQUEST_TIMEOUT_MS = 20_000;
+const HIDDEN_LIMIT_MS = 5_000;
 
 export class Stream {
   constructor(model, { changed, state }) {
@@ -14,17 +15,17 @@ export class Stream {
     this.state = state;
     this.received = 0;
     this.merged = 0;
-    // What comes while a snapshot is fetched; null while none is.
-    this.waiting = null;
-    this.again_ms = AGAIN_MS;
-    setInterval(() => this.watch(), 2_000);
-    document.addEventListener("visibilitychange", () => this.turn());
+    // Changes received while a snapshot is being fetched; null at other times.
+    this.pending = null;
+    this.retryMs = RETRY_MS;
+    setInterval(() => this.checkSilence(), 2_000);
+    document.addEventListener("visibilitychange", () => this.onVisibility());
   }
 
-  // A browser opens six connections to a server: a page that nobody sees gives its own back after a while.
-  turn() {
-    clearTimeout(this.leaving);
-    if (document.hidden) this.leaving = setTimeout(() => this.pause(), UNSEEN_MS);
+  // Browsers open at most six connections per server, so a hidden page closes its stream after a while.
+  onVisibility() {
+    clearTimeout(this.pauseTimer);
+    if (document.hidden) this.pauseTimer = setTimeout(() => this.pause(), HIDDEN_LIMIT_MS);
     else if (this.paused) {
       this.paused = false;
       this.open();
@@ -32,7 +33,7 @@ export class Stream {
   }
 
   pause() {
-    if (!this.source || this.waiting) return;
+    if (!this.source || this.pending) return;
     this.paused = true;
     this.source.close();
     this.source = null;
@@ -40,104 +41,99 @@ export class Stream {
   }
 
   async start() {
-    if (await this.snapshot()) this.open();
+    if (await this.fetchSnapshot()) this.open();
   }
 
-  // Whether there is one now; where there is not, it is tried again.
-  async snapshot() {
-    if (this.waiting) return false;
-    this.waiting = [];
+  // Returns whether it succeeded. Schedules a retry if not.
+  async fetchSnapshot() {
+    if (this.pending) return false;
+    this.pending = [];
     try {
-      const response = await fetch("/api/snapshot", { cache: "no-cache", signal: AbortSignal.timeout(PATIENCE_MS) });
+      const response = await fetch("/api/snapshot", { cache: "no-cache", signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS) });
       if (response.status === 401) location.assign("/login");
       if (!response.ok) throw new Error(`snapshot: ${response.status}`);
-      const board = await response.json();
+      const snapshot = await response.json();
       this.model.reset();
-      this.model.apply(board);
+      this.model.apply(snapshot);
     } catch {
       this.retry();
       return false;
     }
-    const held = this.waiting;
-    this.waiting = null;
-    for (const change of held) this.take(change);
+    const pending = this.pending;
+    this.pending = null;
+    for (const change of pending) this.apply(change);
     this.changed();
     return true;
   }
 
-  // A source does not tell why it was refused: the server's own words are asked for.
-  async refused(source) {
-    let words = "";
+  // An EventSource does not expose why it was rejected, so the URL is fetched once to read the error message.
+  async readRejection(source) {
+    let message = "";
     try {
-      const answer = await fetch(source.url, { signal: AbortSignal.timeout(PATIENCE_MS) });
-      if (answer.status === 503) words = (await answer.json()).error.message;
-      else answer.body?.cancel();
+      const response = await fetch(source.url, { signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS) });
+      if (response.status === 503) message = (await response.json()).error.message;
+      else response.body?.cancel();
     } catch {
-      // No words of ours.
+      // Retry without a message.
     }
-    if (source === this.source) this.retry(words);
+    if (source === this.source) this.retry(message);
   }
 
-  // From the start, after a while that grows: whatever went on before is over.
-  retry(why = "") {
-    this.lose(why);
+  // Start again with a snapshot, after a delay that grows with each attempt.
+  retry(reason = "") {
+    this.state("lost", reason);
     this.source?.close();
     this.source = null;
-    this.waiting = null;
-    clearTimeout(this.next);
-    this.next = setTimeout(() => this.start(), this.again_ms);
-    this.again_ms = Math.min(this.again_ms * 2, AGAIN_MOST_MS);
+    this.pending = null;
+    clearTimeout(this.retryTimer);
+    this.retryTimer = setTimeout(() => this.start(), this.retryMs);
+    this.retryMs = Math.min(this.retryMs * 2, MAX_RETRY_MS);
   }
 
   open() {
     this.source?.close();
-    this.heard = performance.now();
-    if (document.hidden) this.turn();
+    this.lastEvent = performance.now();
+    if (document.hidden) this.onVisibility();
     const source = (this.source = new EventSource(`/api/events?since=${encodeURIComponent(this.model.tag)}`));
-    const on = (name, act) => source.addEventListener(name, (event) => source === this.source && act(JSON.parse(event.data)));
-    on("look", (look) => this.look(look));
-    on("reset", () => this.snapshot());
+    const on = (name, handle) => source.addEventListener(name, (event) => source === this.source && handle(JSON.parse(event.data)));
+    on("update", (poll) => this.onUpdate(poll));
+    on("reset", () => this.fetchSnapshot());
     on("change", (change) => {
-      this.look(change.look);
-      if (this.waiting) this.waiting.push(change);
-      else this.take(change);
+      this.onUpdate(change.poll);
+      if (this.pending) this.pending.push(change);
+      else this.apply(change);
     });
     source.onerror = () => {
       if (source !== this.source) return;
-      // A refusal ends it for good: then it is begun anew, and a sign-in asked for where that is what is missing.
-      if (source.readyState === EventSource.CLOSED) this.refused(source);
-      else this.lose();
+      // The browser reconnects by itself, except after a rejection.
+      if (source.readyState === EventSource.CLOSED) this.readRejection(source);
+      else this.state("lost");
     };
   }
 
-  look(look) {
-    this.heard = performance.now();
-    this.again_ms = AGAIN_MS;
-    this.model.heard(look);
+  onUpdate(poll) {
+    this.lastEvent = performance.now();
+    this.retryMs = RETRY_MS;
+    this.model.setPollTimes(poll);
     this.state("live");
   }
 
-  take(change) {
-    const { board, since } = change;
-    if (board.version <= this.model.version) return;
+  apply({ changes, since }) {
+    if (changes.version <= this.model.version) return;
     if (since > this.model.version) {
-      this.snapshot();
+      this.fetchSnapshot();
       return;
     }
     this.received += 1;
-    this.merged += board.version - this.model.version - 1;
-    this.model.apply(board);
+    this.merged += changes.version - this.model.version - 1;
+    this.model.apply(changes);
     this.changed();
   }
 
-  lose(why = "") {
-    this.state("lost", why);
-  }
-
-  // A connection can die without a word.
-  watch() {
-    if (this.source && !this.waiting && performance.now() - this.heard > SILENT_MS) {
-      this.lose();
+  // Reopen a connection that died without an error.
+  checkSilence() {
+    if (this.source && !this.pending && performance.now() - this.lastEvent > SILENCE_LIMIT_MS) {
+      this.state("lost");
       this.open();
     }
   }

@@ -1,4 +1,4 @@
-// Times and durations as people read them, and elements whose words are only ever words.
+// Formatting of times and durations, and DOM helpers that only insert text.
 
 const pad = (number, width = 2) => String(number).padStart(width, "0");
 
@@ -26,27 +26,28 @@ export function duration(milliseconds) {
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 }
 
-// In quarantine, and for how long still; empty where it is not, or not any more.
-export const heldFor = (machine, now) => (machine.held > now ? `in quarantine, ${duration(machine.held - now)} left` : "");
+// Remaining quarantine time; empty if the instance is not in quarantine.
+export const quarantineLeft = (instance, now) =>
+  instance.quarantined_until > now ? `in quarantine, ${duration(instance.quarantined_until - now)} left` : "";
 
 export const seconds = (value) => (value == null ? "" : value < 10 ? `${value.toFixed(2)} s` : value < 120 ? `${value.toFixed(1)} s` : duration(value * 1000));
 
-export function make(tag, classes = "", words = "") {
+export function make(tag, classes = "", text = "") {
   const element = document.createElement(tag);
   if (classes) element.className = classes;
-  if (words) element.textContent = words;
+  if (text) element.textContent = text;
   return element;
 }
 
-export function say(element, words) {
-  if (element.textContent !== words) element.textContent = words;
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
 export const find = (id) => document.getElementById(id);
 
-// One element an item, kept while the item is: focus and scrolling stay where they are. What has the focus is never moved,
-// for that would take it away; the others move around it.
-export function keep(parent, items, { key, create, update }) {
+// Keep one child element per item, by key, so that focus and scroll position survive updates. The focused element is never
+// moved, because moving it would remove the focus; the others move around it.
+export function syncChildren(parent, items, { key, create, update }) {
   const wanted = new Set(items.map(key));
   const old = new Map();
   for (const child of [...parent.children]) {
@@ -74,23 +75,23 @@ export function keep(parent, items, { key, create, update }) {
   }
 }
 
-// A row of cells: each entry is words, or a function that fills its cell, or one of them with a class.
-export function cells(row, values) {
-  values.forEach((value, place) => {
-    const cell = row.children[place] ?? row.appendChild(make("td"));
-    const [words, classes = ""] = Array.isArray(value) ? value : [value];
+// Fill a table row. Each value is a text, a function that fills its cell, or a pair of one of these and a CSS class.
+export function fillRow(row, values) {
+  values.forEach((value, index) => {
+    const cell = row.children[index] ?? row.appendChild(make("td"));
+    const [content, classes = ""] = Array.isArray(value) ? value : [value];
     if (classes && cell.className !== classes) cell.className = classes;
-    if (typeof words === "function") words(cell);
-    else say(cell, words);
+    if (typeof content === "function") content(cell);
+    else setText(cell, content);
   });
 }
 
-// A name that tells its story when pressed.
-export function teller(cell, subject, words = subject) {
+// A name that opens its explanation when pressed.
+export function explainButton(cell, subject, text = subject) {
   let button = cell.querySelector("button.name");
   if (!subject) {
     button?.remove();
-    say(cell, words);
+    setText(cell, text);
     return;
   }
   if (!button) {
@@ -99,5 +100,5 @@ export function teller(cell, subject, words = subject) {
     button.type = "button";
   }
   button.dataset.subject = subject;
-  say(button, words);
+  setText(button, text);
 }

@@ -1,0 +1,229 @@
+"""Environment of the demo: runs remuda commands and workflows, and observes the local backend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from remuda import procfs
+from remuda.adapters.local.folder import supervisor
+from remuda.adapters.system.clock import SystemClock
+from remuda.cli.demo.report import DemoProvision, DemoRelease, Histories, read_histories
+from remuda.cli.local_backend import SWEEPER, Background
+from remuda.cli.output import Output
+from remuda.config.settings import Settings
+from remuda.domain.errors import Unavailable
+from remuda.domain.instance import Instance, State
+from remuda.fake_github import read_endpoint
+from remuda.fake_github.client import FakeGitHubClient
+from remuda.ports.event_log import SilentEventLog
+from remuda.wiring import layout, open_context
+
+#: Repository of the demo's workflows.
+SCOPE = "remuda/demo"
+#: Seconds that an instance takes to boot in the demo.
+BOOT_S = 3.0
+#: Long enough for the whole demo, even on a busy machine.
+RELEASE_S = 120.0
+#: Seconds to wait for an expected event, and between two checks.
+WAIT_LIMIT_S = 120.0
+POLL_S = 0.05
+#: Seconds of history shown on the live page.
+PAGE_SINCE_S = 3_600.0
+_CHUNK_BYTES = 64 * 1024
+
+_WORKFLOW = """\
+name: {name}
+on: push
+jobs:
+  provision:
+    runs-on: ubuntu-latest
+    steps:
+      - run: remuda provision --instance-count {count} --json > "$DEMO_FOLDER/provision-$GITHUB_RUN_ID.json"
+  test:
+    needs: provision
+    runs-on: ${{{{ github.run_id }}}}
+    strategy:
+      matrix:
+        shard: [{shards}]
+    steps:
+      - name: check that the home directory is clean
+        run: test ! -e "$HOME/left-behind" && touch "$HOME/left-behind"
+      - name: test
+        run: echo "shard ${{{{ matrix.shard }}}} of run $GITHUB_RUN_ID" && sleep {work_s}
+  release:
+    needs: [provision, test]
+    if: always()
+    runs-on: ubuntu-latest
+    steps:
+      - run: remuda release --json > "$DEMO_FOLDER/release-$GITHUB_RUN_ID.json"
+"""
+
+
+class DemoEnvironment:
+    def __init__(self, output: Output, root: Path) -> None:
+        self.output = output
+        self.settings = Settings(dir=root / "state", github_scope=SCOPE)
+        self.clock = SystemClock()
+        self.page_url = ""
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def title(self, text: str) -> None:
+        self.output.say(f"\n== {text}", style="bold")
+
+    def log(self, text: str) -> None:
+        self.output.say(f"{self.clock.now():%H:%M:%S} {text}")
+
+    # Commands ---------------------------------------------------------------------------------------------------
+
+    async def remuda(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> str:
+        """Run a command as a user would type it. Show its progress and return its standard output."""
+        self.output.say(f"$ remuda {' '.join(arguments)}", style="bold cyan")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "remuda", *arguments, "--dir", str(self.settings.dir)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=self._variables(),
+        )
+        try:
+            stdout, _ = await asyncio.gather(_read(process.stdout), self._echo(process.stderr))
+            code = await process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            await process.wait()
+            raise
+        if code not in ok:
+            raise Unavailable(f"remuda {arguments[0]} failed with exit code {code}")
+        return stdout
+
+    def _variables(self) -> dict[str, str]:
+        """Environment variables without the user's settings, which belong to other pools."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("REMUDA_", "GITHUB_"))}
+        return {
+            **inherited,
+            "REMUDA_CONFIG": os.devnull,
+            "DEMO_FOLDER": str(self._root),
+            "GITHUB_REPOSITORY": SCOPE,
+        }
+
+    async def json(self, *arguments: str, ok: Sequence[int] | set[int] = (0,)) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(await self.remuda(*arguments, "--json", ok=ok))
+        return document
+
+    async def _echo(self, stream: asyncio.StreamReader | None) -> None:
+        if stream is not None:
+            text = ""
+            while chunk := await stream.read(_CHUNK_BYTES):
+                *lines, text = (text + chunk.decode(errors="replace")).split("\n")
+                for line in lines:
+                    self.output.say("  " + line.rstrip())
+
+    async def refresh(self, *, idle_s: float) -> None:
+        await self.remuda(
+            *("refresh", "--github-scope", SCOPE, "--boot-delay-sec", f"{BOOT_S:g}"),
+            *("--idle-time-sec", f"{idle_s:g}", "--release-time-sec", f"{RELEASE_S:g}"),
+        )
+
+    async def workflow(
+        self, name: str, *, run_id: str, count: int
+    ) -> tuple[DemoProvision, DemoRelease, list[dict[str, Any]]]:
+        """Run a workflow with `count` test jobs. Return its provision, its release and the test jobs."""
+        file = self._root / f"{name}.yml"
+        shards = ", ".join(str(number + 1) for number in range(count))
+        file.write_text(_WORKFLOW.format(name=name, count=count, shards=shards, work_s="0.5"))
+        result = await self.json("run-workflow", str(file), "--run-id", run_id, ok={0, 1})
+        jobs: list[dict[str, Any]] = [job for job in result["jobs"] if job["name"].startswith("test")]
+        provisioned = json.loads((self._root / f"provision-{run_id}.json").read_text())
+        released = json.loads((self._root / f"release-{run_id}.json").read_text())
+        provision = DemoProvision.parse(name, provisioned, jobs_ok=result["conclusion"] == "success")
+        return provision, DemoRelease.parse(name, released), jobs
+
+    async def stop_sweeper(self) -> None:
+        await Background(layout(self.settings), SWEEPER).stop(self.clock)
+
+    def kill_instance(self, instance_id: str) -> None:
+        """Kill the instance's supervisor, like a power failure."""
+        known = supervisor(str(layout(self.settings).instances / instance_id))
+        if known is not None:
+            procfs.send_signal(*known, signal.SIGKILL)
+        self.log(f"{instance_id} was killed (kill -9)")
+
+    @contextlib.asynccontextmanager
+    async def live_page(self) -> AsyncIterator[None]:
+        """Serve the dashboard on the loopback interface while the block runs."""
+        from remuda.web.dashboard import server  # noqa: PLC0415 - slow to import
+
+        address = server.parse_listen_address("127.0.0.1", 0, None, {})
+        listener = server.listen(address)
+        self.page_url = server.page_url(address, listener)
+        self.output.say(f"dashboard: {self.page_url}", style="bold")
+        async with server.serving(self.settings, address, listener, interval_s=None, since_s=PAGE_SINCE_S, asks=False):
+            yield
+
+    async def keep_page_open(self) -> None:
+        """Wait for Ctrl-C, which is a normal end."""
+        self.output.say(f"the dashboard stays open until Ctrl-C: {self.page_url}", style="bold")
+        task = asyncio.current_task()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if task is not None:
+                task.uncancel()
+
+    # Observations -----------------------------------------------------------------------------------------------
+
+    async def wait_until(self, condition: Callable[[], Awaitable[bool]], description: str) -> None:
+        deadline = self.clock.monotonic() + WAIT_LIMIT_S
+        while not await condition():
+            if self.clock.monotonic() > deadline:
+                raise Unavailable(f"timed out after {WAIT_LIMIT_S:g} s waiting for {description}")
+            await self.clock.sleep(POLL_S)
+
+    def github(self) -> FakeGitHubClient:
+        endpoint = read_endpoint(layout(self.settings).github)
+        if endpoint is None:
+            raise Unavailable("the local GitHub is not running")
+        return FakeGitHubClient(endpoint.url, endpoint.token)
+
+    async def record(self, instance_id: str) -> Instance | None:
+        async with open_context(self.settings, SilentEventLog(), credentialed=False, alive=False) as context:
+            return await context.store.get(instance_id)
+
+    async def is_in_state(self, instance_id: str, state: State) -> bool:
+        record = await self.record(instance_id)
+        return record is not None and record.state is state
+
+    async def is_stopped(self, instance_id: str) -> bool:
+        return bool(self.stop_reason(instance_id))
+
+    def stop_reason(self, instance_id: str) -> str:
+        """Why the instance stopped, as its supervisor recorded it; empty while it runs."""
+        try:
+            document = json.loads((layout(self.settings).instances / instance_id / "instance.json").read_text())
+        except (OSError, ValueError):
+            return ""
+        return str(document.get("reason") or "")
+
+    async def histories(self) -> Histories:
+        async with open_context(self.settings, SilentEventLog(), credentialed=False, alive=False) as context:
+            return await read_histories(context.store)
+
+    def leaked_processes(self) -> list[int]:
+        folders = layout(self.settings).instances.glob("i-*")
+        return sorted(
+            {item.pid for folder in folders for item in procfs.machine_processes(folder.name, str(folder.resolve()), 0)}
+        )
+
+
+async def _read(stream: asyncio.StreamReader | None) -> str:
+    return (await stream.read()).decode() if stream is not None else ""

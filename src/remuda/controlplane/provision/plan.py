@@ -1,0 +1,147 @@
+"""The plan of a provision: the validated request with everything that its instances have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from remuda.controlplane.context import Context, read_config
+from remuda.controlplane.provision.request import ProvisionRequest, missing_credential
+from remuda.domain.errors import CapacityError, TimedOut, UserError
+from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credential
+from remuda.domain.pool_config import PoolConfig, runner_name
+from remuda.domain.provision import Provision
+from remuda.domain.provision_outcome import MAX_REASON
+from remuda.domain.resources import Reuse, RunnerRequest, folded
+from remuda.domain.timestamps import to_milliseconds
+
+#: A provision stops acquiring instances this many seconds, or this fraction of its timeout, before its deadline,
+#: whichever is less. Claimed instances can be given back only before their threshold, which is the deadline.
+ROLLBACK_RESERVE_S = 10.0
+ROLLBACK_RESERVE_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProvisionPlan:
+    config: PoolConfig
+    provision: Provision
+    request: RunnerRequest
+    scope: str
+    #: None if each instance gets a just-in-time registration.
+    registration: Credential | None
+    #: Monotonic time at which the provision stops acquiring instances.
+    until: float
+    max_runtime_s: float
+    #: The run's repository as it was given.
+    repository: str = ""
+
+    @property
+    def retire_reason(self) -> str:
+        """Why new instances of this provision never serve another run; empty if they may."""
+        if self.registration is None:
+            return EPHEMERAL
+        return NEVER_REUSED if self.request.reuse is Reuse.NEVER else ""
+
+    def assignment(self, instance_id: str, epoch: int) -> Assignment:
+        return Assignment(
+            url=f"{self.config.github_url}/{self.scope}",
+            runner_name=runner_name(self.config.pool, epoch, instance_id),
+            labels=(self.provision.run_id, self.provision.resource_class),
+            repository=self.repository,
+            credential=self.registration,
+        )
+
+
+def raise_if_past_deadline(context: Context, plan: ProvisionPlan) -> None:
+    """Called before each claim and launch: an instance acquired now would only be given back."""
+    if context.clock.monotonic() >= plan.until:
+        count = plan.provision.count
+        raise TimedOut(
+            f"run {plan.provision.run_id}: fewer than {count} of {count} instances registered in time",
+            fix=f"raise --provision-timeout-sec, or check the agents with 'remuda explain {plan.provision.run_id}'",
+        )
+
+
+async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPlan:
+    """Validate the request and obtain a registration token. Rejects before the first claim or launch."""
+    if request.ephemeral and context.github is None:
+        raise missing_credential()
+    config = await read_config(context)
+    _validate(request, config)
+    timeout_s = request.timeout_s or config.lifetimes.provision_timeout_s
+    now = context.clock.now()
+    return ProvisionPlan(
+        config=config,
+        provision=Provision(
+            provision_id=context.ids.new("p-"),
+            run_id=request.run_id,
+            attempt=request.attempt,
+            resource_class=request.resource_class,
+            count=request.count,
+            created_at=to_milliseconds(now),
+            deadline=to_milliseconds(now + timedelta(seconds=timeout_s)),
+            request_summary=_describe_request(request),
+        ),
+        request=RunnerRequest(
+            resource_class=config.resource_class(request.resource_class),
+            usage_class=request.usage_class,
+            patterns=request.patterns,
+            tier=request.tier,
+            reuse=config.reuse,
+            repository=folded(request.repository),
+        ),
+        scope=request.scope,
+        repository=request.repository,
+        registration=await _registration_token(context, config, request, timeout_s),
+        until=context.clock.monotonic() + timeout_s - min(ROLLBACK_RESERVE_S, timeout_s * ROLLBACK_RESERVE_FRACTION),
+        max_runtime_s=request.max_runtime_s or config.lifetimes.max_runtime_s,
+    )
+
+
+def _validate(request: ProvisionRequest, config: PoolConfig) -> None:
+    config.resource_class(request.resource_class)
+    if config.reuse is Reuse.SAME_REPO and not request.ephemeral and not request.repository:
+        raise UserError(
+            f"the pool's reuse is {config.reuse}, and the repository of run {request.run_id} is unknown",
+            field="repository",
+            fix="give --repository owner/name",
+        )
+    if request.count > config.max_instances:
+        raise CapacityError(
+            f"instance-count is {request.count}; the pool's max-instances is {config.max_instances}",
+            fix="request fewer instances, or raise --max-instances and run remuda refresh",
+        )
+    if request.run_id.lower() in {candidate.name.lower() for candidate in config.classes}:
+        raise UserError(
+            f"run-id is {request.run_id!r}, the name of a resource class: as a label it would attract other runs' jobs",
+            field="run-id",
+            fix="give the workflow's run id (github.run_id)",
+        )
+
+
+async def _registration_token(
+    context: Context, config: PoolConfig, request: ProvisionRequest, timeout_s: float
+) -> Credential | None:
+    """A token that outlives the provision. With one that expires earlier, every claimed instance would fail."""
+    if request.ephemeral:
+        # Sweeps remove stale registrations only in the pool's scopes, so require one of them.
+        config.tokens_for(request.scope)
+        return None
+    if context.github is not None:
+        return await context.github.registration_token(request.scope)
+    credential = config.tokens_for(request.scope).registration
+    left_s = (credential.expires_at - context.clock.now()).total_seconds()
+    if left_s < timeout_s:
+        raise UserError(
+            f"the pool's registration token for {request.scope} expires in {max(0, left_s):.0f} s; "
+            f"a provision may take {timeout_s:.0f} s",
+            field="github-scope",
+            fix="run remuda refresh",
+        )
+    return credential
+
+
+def _describe_request(request: ProvisionRequest) -> str:
+    tier = f"{request.tier} ({request.tier_reason})" if request.tier_reason else request.tier
+    kind = f"ephemeral, {request.usage_class}" if request.ephemeral else request.usage_class
+    return f"{kind}, {tier}, for {request.repository or request.scope}, types {request.patterns}"[:MAX_REASON]

@@ -1,0 +1,69 @@
+"""The registration of an instance during a provision: the wait for it, and the classification of its failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from remuda.controlplane.context import Context
+from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
+from remuda.domain.errors import Unavailable, UserError
+from remuda.domain.instance import Instance
+from remuda.domain.provision_outcome import RunnerSource
+from remuda.domain.signals import (
+    CREDENTIAL_REFUSED,
+    FORGE_UNREACHABLE,
+    Report,
+    Signal,
+    Verdict,
+    registration_verdict,
+    took_s,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegisteredInstance:
+    """An instance whose runner is registered and not started: ready for the commit."""
+
+    instance: Instance
+    source: RunnerSource
+    report: Report | None
+
+    @property
+    def registration_s(self) -> float | None:
+        """Seconds that the registration took on the machine; None if the agent did not report it."""
+        return took_s(self.report.detail) if self.report else None
+
+
+async def wait_for_registration(context: Context, instance: Instance, *, until: float) -> WaitResult:
+    """Wait until the monotonic time `until`. Raise if the registration failed for a reason that affects every instance.
+
+    GitHub rejected the credential, GitHub is unreachable, or the pre-runner script failed.
+    """
+    waiter = SignalWaiter(
+        context, instance_id=instance.instance_id, epoch=instance.epoch, verdict_of=registration_verdict
+    )
+    waited = await waiter.wait(until=until)
+    report = waited.report
+    if waited.verdict is not Verdict.FAILED or report is None:
+        return waited
+    if CREDENTIAL_REFUSED in report.detail:
+        raise UserError(
+            f"GitHub refused the registration: {report.detail}",
+            field="github-token",
+            fix="check the credential's rights on the scope and run remuda refresh",
+        )
+    if FORGE_UNREACHABLE in report.detail:
+        raise Unavailable(f"the runners cannot register: {report.detail}", fix="try again when GitHub answers")
+    if report.signal is Signal.UD_FAILED:
+        raise UserError(
+            f"the pre-runner script failed: {report.detail}",
+            field="pre-runner-script",
+            fix="fix the script and run remuda refresh",
+        )
+    return waited
+
+
+def describe_failure(waited: WaitResult) -> str:
+    if waited.stopped is StopReason.VERDICT and waited.report is not None:
+        return f"{waited.report.signal}: {waited.report.detail}"
+    return f"not registered: {waited.stopped.value}"

@@ -1,0 +1,228 @@
+"""The release flow: mark the run's provisions as released, then bring each of their instances back to the pool.
+
+Idempotent, resumable and safe to run concurrently: the records show what another release did or left unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remuda.controlplane.context import (
+    CONFLICT_ATTEMPTS,
+    Context,
+    map_concurrently,
+    pause_before_retry,
+    read_config,
+    retry_write,
+    skip_unreadable,
+    transition,
+)
+from remuda.controlplane.deregistration import removal_credential, remove_jit_registration
+from remuda.controlplane.release.advance import PoolPublisher, advance_release
+from remuda.controlplane.release.result import ReleaseOutcome, ReleaseResult, ReleaseStatus
+from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
+from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
+from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.pool_config import PoolConfig
+from remuda.domain.provision import Provision, ProvisionStatus, released
+from remuda.domain.signals import removal_verdict, took_s, without_took
+from remuda.domain.transitions import Actor, Cause, End, Release
+
+#: Seconds between two checks of the record, its threshold and its credential while a release waits for the agent.
+RECHECK_INTERVAL_S = 5.0
+
+
+async def release(context: Context, *, run_id: str, attempt: int) -> ReleaseResult:
+    """Release the instances of all the run's provisions up to this attempt."""
+    started = context.clock.monotonic()
+    config = await read_config(context)
+    errors: list[str] = []
+    provisions = await _mark_released(context, run_id=run_id, attempt=attempt, errors=errors)
+    instances = await _instances_of(context, provisions, errors=errors)
+    if not provisions:
+        context.event_log.record("release", f"run {run_id} has no provision up to attempt {attempt}", run_id=run_id)
+
+    publisher = PoolPublisher(context, by=Actor.RELEASE)
+    provision_ids = {item.provision_id for item in provisions}
+
+    async def one(instance: Instance) -> ReleaseOutcome:
+        return await _InstanceReleaser(context, config, publisher).run(instance, provision_ids)
+
+    results = await map_concurrently(instances, one)
+    await publisher.close()
+    outcomes: list[ReleaseOutcome] = []
+    for instance, result in zip(instances, results, strict=True):
+        if isinstance(result, RemudaError):
+            errors.append(f"{instance.instance_id}: {result.message}")
+        else:
+            outcomes.append(result)
+    return ReleaseResult(
+        run_id=run_id,
+        outcomes=tuple(outcomes),
+        errors=tuple(errors),
+        seconds=round(context.clock.monotonic() - started, 4),
+        calls=context.calls.by_service(),
+    )
+
+
+async def _mark_released(context: Context, *, run_id: str, attempt: int, errors: list[str]) -> list[Provision]:
+    """Mark the run's provisions up to our attempt as released. This also stops one that is still in progress."""
+    ours = [item for item in await _provisions_of(context, run_id, errors) if item.attempt <= attempt]
+
+    async def mark(provision: Provision) -> Provision:
+        for _ in range(CONFLICT_ATTEMPTS):
+            if provision.status is ProvisionStatus.RELEASED:
+                return provision
+            before = provision
+            after = released(before, now=context.clock.now(), why=f"released by attempt {attempt}")
+            try:
+                await _replace(context, before, after)
+            except Conflict as conflict:
+                if not isinstance(conflict.current, Provision):
+                    raise
+                provision = conflict.current
+            else:
+                return after
+        raise Conflict(f"provision {provision.provision_id} keeps changing")
+
+    marked: list[Provision] = []
+    for provision, result in zip(ours, await map_concurrently(ours, mark), strict=True):
+        if isinstance(result, RemudaError):
+            errors.append(f"provision {provision.provision_id}: {result.message}")
+        else:
+            marked.append(result)
+    return marked
+
+
+async def _replace(context: Context, before: Provision, after: Provision) -> None:
+    """Repeat the write if its answer is lost. If it was applied, `Conflict.current` of the repetition is released."""
+    await retry_write(context, lambda: context.store.replace_provision(before, after), run_id=before.run_id)
+
+
+async def _provisions_of(context: Context, run_id: str, errors: list[str]) -> Sequence[Provision]:
+    try:
+        return await context.store.provisions_of_run(run_id)
+    except Unreadable as error:
+        errors.append(error.message)
+        return list(error.records.values())
+
+
+async def _instances_of(context: Context, provisions: Sequence[Provision], *, errors: list[str]) -> list[Instance]:
+    """Instances by the ids that the commit recorded; for an uncommitted provision, those that the index shows."""
+    ids: dict[str, None] = {}
+    for provision in provisions:
+        if provision.settled:
+            continue
+        ids |= dict.fromkeys(provision.instance_ids)
+        if not provision.instance_ids:
+            found = await context.store.find_by_provision(provision.provision_id)
+            ids |= dict.fromkeys(instance.instance_id for instance in found)
+    records, _ = await skip_unreadable(context.store.get_many(list(ids)), errors.append)
+    return [records[instance_id] for instance_id in ids if instance_id in records]
+
+
+class _InstanceReleaser:
+    def __init__(self, context: Context, config: PoolConfig, publisher: PoolPublisher) -> None:
+        self._context = context
+        self._config = config
+        self._publisher = publisher
+
+    async def run(self, instance: Instance, provision_ids: set[str]) -> ReleaseOutcome:
+        for _ in range(CONFLICT_ATTEMPTS):
+            if instance.provision_id not in provision_ids:
+                return _outcome(instance, ReleaseStatus.SKIPPED, "assigned to another provision by now")
+            try:
+                if instance.state is State.RELEASING:
+                    return await self._finish(instance)
+                if instance.state is State.CREATED:
+                    await self._transition(instance, End(cause=Cause.RELEASED), "released before it was ready")
+                    await remove_jit_registration(self._context, instance)
+                    return _outcome(instance, ReleaseStatus.RETIRED, "it was still booting")
+                if instance.state not in {State.CLAIMED, State.RUNNING}:
+                    return _outcome(instance, ReleaseStatus.SKIPPED, f"already {instance.state}")
+                instance = await self._start(instance)
+            except Conflict as conflict:
+                if not isinstance(conflict.current, Instance) or conflict.current == instance:
+                    return _outcome(instance, ReleaseStatus.SKIPPED, "its time is up; refresh will retire it")
+                if instance.state is State.RELEASING and (outcome := _finished_by_another(instance, conflict.current)):
+                    return outcome
+                instance = conflict.current
+        raise Conflict(f"the record of {instance.instance_id} keeps changing")
+
+    async def _start(self, instance: Instance) -> Instance:
+        event = Release(
+            release_time_s=self._config.lifetimes.release_time_s,
+            credential=await removal_credential(self._context, self._config, instance.scope),
+            deregistered=await remove_jit_registration(self._context, instance),
+        )
+        return await self._transition(instance, event, "released by its workflow")
+
+    async def _transition(self, instance: Instance, event: Release | End, why: str) -> Instance:
+        return await transition(self._context, instance, event, by=Actor.RELEASE, why=why)
+
+    async def _finish(self, instance: Instance) -> ReleaseOutcome:
+        """Wait for the agent to deregister and reset. A running job may finish first."""
+        context = self._context
+        waiter = SignalWaiter(
+            context, instance_id=instance.instance_id, epoch=instance.epoch, verdict_of=removal_verdict
+        )
+        while True:
+            now = context.clock.monotonic()
+            left_s = (instance.threshold - context.clock.now()).total_seconds()
+            recheck_at = now + min(RECHECK_INTERVAL_S, max(0.5, left_s / 2))
+            waited = await waiter.wait(until=now + left_s, recheck_at=recheck_at)
+            if waited.stopped is StopReason.DEAD:
+                return _outcome(instance, ReleaseStatus.EXPIRED, "its heartbeat is dead; its threshold will retire it")
+            if waited.stopped is StopReason.TIMEOUT:
+                return _outcome(
+                    instance, ReleaseStatus.EXPIRED, "it did not finish in time; its threshold will retire it"
+                )
+            try:
+                if waited.stopped is StopReason.RECHECK:
+                    instance = await self._read_again(instance)
+                after = await advance_release(context, self._config, instance, waited.report, by=Actor.RELEASE)
+            except Unavailable as error:
+                context.event_log.record("read-failed", error.message, instance_id=instance.instance_id)
+                await pause_before_retry(context)
+                continue
+            if after.state is State.IDLE:
+                self._publisher.add(after)
+                return _reported_outcome(after, ReleaseStatus.RELEASED, "clean, in the pool", waited)
+            if after.state is not State.RELEASING:
+                return _reported_outcome(after, ReleaseStatus.RETIRED, after.retire, waited)
+            if waited.stopped is StopReason.VERDICT and after == instance:
+                # The agent has failed, and a quarantine keeps the machine: no further report will come.
+                return _outcome(instance, ReleaseStatus.SKIPPED, f"not clean, and kept: {instance.retire}")
+            instance = after
+
+    async def _read_again(self, instance: Instance) -> Instance:
+        """Raise `Conflict` if a sweep or another release has finished the release meanwhile."""
+        current = await self._context.store.get(instance.instance_id)
+        if current is None or (current.state, current.epoch) != (instance.state, instance.epoch):
+            raise Conflict(f"{instance.instance_id} was changed by another process", current=current)
+        return current
+
+
+def _finished_by_another(instance: Instance, current: Instance) -> ReleaseOutcome | None:
+    """The outcome if a sweep or another release finished first; None if the release is still in progress."""
+    if current.epoch > instance.epoch or current.state is State.IDLE:
+        return _outcome(instance, ReleaseStatus.RELEASED, "clean, in the pool")
+    if current.state not in ABSORBING:
+        return None
+    expired = current.retire == Cause.EXPIRED.value
+    return _outcome(instance, ReleaseStatus.EXPIRED if expired else ReleaseStatus.RETIRED, current.retire)
+
+
+def _outcome(instance: Instance, status: ReleaseStatus, why: str) -> ReleaseOutcome:
+    return ReleaseOutcome(instance_id=instance.instance_id, status=status, why=why)
+
+
+def _reported_outcome(instance: Instance, status: ReleaseStatus, why: str, waited: WaitResult) -> ReleaseOutcome:
+    detail = waited.report.detail if waited.report else ""
+    return ReleaseOutcome(
+        instance_id=instance.instance_id,
+        status=status,
+        why=why,
+        deregistration_s=took_s(detail),
+        detail=without_took(detail),
+    )

@@ -1,0 +1,468 @@
+"""The local GitHub and the stand-in runner as real processes."""
+
+import asyncio
+import os
+import pathlib
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from remuda.fake_github import Endpoint, read_endpoint
+from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep
+from remuda.fake_github.package import install
+
+REPO = "acme/widgets"
+RUNNERS = f"/repos/{REPO}/actions/runners"
+#: Generous: nothing waits for it unless something is broken.
+LIMIT_S = 90.0
+
+
+class Server:
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(self.folder)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline()
+        self.http = httpx.Client(
+            base_url=self.endpoint.url,
+            headers={"authorization": f"Bearer {self.endpoint.token}"},
+            timeout=LIMIT_S * 2,
+            trust_env=False,
+        )
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        if self.process is None:
+            return 0
+        self.http.close()
+        self.process.send_signal(number)
+        code = self.process.wait(LIMIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process = None
+        return code
+
+    @property
+    def endpoint(self) -> Endpoint:
+        found = read_endpoint(self.folder)
+        assert found is not None
+        return found
+
+    def change(self, **settings: float) -> None:
+        self.http.patch("/_admin/settings", json=settings).raise_for_status()
+
+    def token(self, kind: str) -> str:
+        return str(self.http.post(f"{RUNNERS}/{kind}").json()["token"])
+
+    def queue(self, *runs: str, labels: tuple[str, ...] = ("warm",), **more: Any) -> int:
+        body = {"repo": REPO, "run_id": 7, "name": "build", "labels": labels, **more}
+        answer = self.http.post("/_admin/jobs", json={**body, "steps": [{"run": run} for run in runs]})
+        assert answer.status_code == 201, answer.text
+        return int(answer.json()["id"])
+
+    def job(self, job_id: int, *, since: str) -> dict[str, Any]:
+        """After its status has changed."""
+        query = {"since": since, "wait": str(LIMIT_S)}
+        job: dict[str, Any] = self.http.get(f"/_admin/jobs/{job_id}", params=query).json()
+        assert job["status"] != since
+        return job
+
+    def finished(self, job_id: int) -> dict[str, Any]:
+        job = self.job(job_id, since="queued")
+        return job if job["status"] == "completed" else self.job(job_id, since="in_progress")
+
+    def running(self, job_id: int) -> None:
+        assert self.job(job_id, since="queued")["status"] == "in_progress"
+
+    def until(self, holds: Callable[[dict[str, Any]], bool], name: str = "one") -> dict[str, Any]:
+        """Wait for the server's next change until it holds for the runner (an empty one if it is gone)."""
+        query: dict[str, Any] = {"wait": str(LIMIT_S)}
+        while True:
+            answer = self.http.get("/_admin/runners", params=query).json()
+            runner: dict[str, Any] = next((r for r in answer["runners"] if r["name"] == name), {})
+            if holds(runner):
+                return runner
+            assert str(answer["version"]) != query.get("since"), "nothing happened for too long"
+            query["since"] = str(answer["version"])
+
+    def rest(self, name: str = "one") -> dict[str, Any] | None:
+        runners = self.http.get(RUNNERS, params={"name": name}).json()["runners"]
+        return runners[0] if runners else None
+
+
+class RunnerFolder:
+    def __init__(self, folder: pathlib.Path, server: Server) -> None:
+        install(folder)
+        self.folder = folder
+        self.server = server
+        self.home = folder.parent / "home"
+        self.home.mkdir(exist_ok=True)
+        self.listeners: list[subprocess.Popen[bytes]] = []
+
+    def environment(self, **more: str) -> dict[str, str]:
+        # Little else than the real agent would pass, and no virtual environment.
+        base = {"PATH": os.environ["PATH"], "HOME": str(self.home), "RUNNER_ALLOW_RUNASROOT": "1"}
+        return {**base, **more}
+
+    def config(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.folder / "config.sh"), *arguments],
+            env=self.environment(**environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def register(self, *more: str, name: str = "one", labels: str = "warm") -> None:
+        done = self.config(
+            *("--unattended", "--url", f"{self.server.endpoint.url}/{REPO}", "--no-default-labels"),
+            *("--disableupdate", "--name", name, "--labels", labels, *more),
+            ACTIONS_RUNNER_INPUT_TOKEN=self.server.token("registration-token"),
+        )
+        assert done.returncode == 0, done.stdout
+        assert "√ Settings Saved." in done.stdout
+
+    def listen(self, **environment: str) -> subprocess.Popen[bytes]:
+        with self.output.open("ab") as output:
+            listener = subprocess.Popen(
+                [str(self.folder / "bin" / "Runner.Listener"), "run"],
+                env=self.environment(**environment),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.listeners.append(listener)
+        return listener
+
+    def ready(self, **environment: str) -> subprocess.Popen[bytes]:
+        listener = self.listen(**environment)
+        self.server.until(lambda runner: bool(runner.get("online")))
+        return listener
+
+    @property
+    def output(self) -> pathlib.Path:
+        return self.folder.parent / "listener.out"
+
+    def close(self) -> None:
+        for listener in self.listeners:
+            if listener.poll() is None:
+                listener.terminate()
+                listener.wait(LIMIT_S)
+
+
+@pytest.fixture
+def server(tmp_path: pathlib.Path) -> Iterator[Server]:
+    server = Server(tmp_path / "github")
+    server.start()
+    # A runner that stands still for a while, on a busy computer, keeps its session.
+    server.change(liveness_s=LIMIT_S)
+    yield server
+    server.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+def runner(tmp_path: pathlib.Path, server: Server) -> Iterator[RunnerFolder]:
+    folder = RunnerFolder(tmp_path / "runner", server)
+    yield folder
+    folder.close()
+
+
+def test_it_registers_runs_jobs_and_is_removed(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    registered = server.rest()
+    assert registered is not None
+    assert (registered["status"], registered["version"]) == ("offline", None)
+    for name in (".runner", ".credentials"):
+        assert (runner.folder / name).stat().st_mode & 0o777 == 0o600
+    listener = runner.ready()
+    good = server.finished(
+        server.queue(
+            'echo "run $GITHUB_RUN_ID of $GITHUB_REPOSITORY in $PWD"; cat /proc/$PPID/comm',
+            'echo "$COLOUR $RUNNER_TRACKING_ID"; touch residue; test -z "$(env | grep ACTIONS_RUNNER_INPUT)"',
+            env={"COLOUR": "blue"},
+        )
+    )
+    assert good["conclusion"] == "success"
+    assert good["runner_name"] == "one"
+    workspace = runner.folder / "_work" / "widgets" / "widgets"
+    assert f"run 7 of {REPO} in {workspace}\nRunner.Worker\n" in good["log"]
+    # A guessable mark let the worker of one server end the steps of another.
+    assert re.search(r"^blue github_[0-9a-f]{32}$", good["log"], re.MULTILINE)
+    assert (workspace / "residue").exists()
+    assert list((runner.folder / "_diag").iterdir())
+    bad = server.finished(server.queue("echo before", "exit 3", "echo never"))
+    assert bad["conclusion"] == "failure"
+    assert [step["conclusion"] for step in bad["steps"]] == ["success", "failure", "skipped"]
+    assert "exit code 3" in bad["log"]
+    removed = runner.config("remove", ACTIONS_RUNNER_INPUT_TOKEN=server.token("remove-token"))
+    assert removed.returncode == 0, removed.stdout
+    assert server.rest() is None
+    assert not (runner.folder / ".runner").exists()
+    assert listener.wait(LIMIT_S) == 1
+    output = runner.output.read_text()
+    lines = ["√ Connected to GitHub", "Z: Listening for Jobs", "Z: Running job: build"]
+    lines += ["Z: Job build completed with result: Succeeded", "Z: Job build completed with result: Failed"]
+    positions = [output.index(line) for line in lines]
+    assert positions == sorted(positions)
+    assert "registration has been deleted" in output
+
+
+def test_it_is_configured_once(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    again = runner.config("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--token", "x")
+    assert again.returncode == 1
+    assert "Cannot configure the runner because it is already configured." in again.stdout
+
+
+def test_bad_tokens_root_and_taken_names_are_refused(server: Server, runner: RunnerFolder) -> None:
+    arguments = ("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--name", "one")
+    wrong = runner.config(*arguments, "--token", "wrong")
+    assert wrong.returncode == 1
+    assert "NotFound" in wrong.stdout
+    assert not (runner.folder / ".runner").exists()
+    if os.geteuid() == 0:
+        refused = runner.config(*arguments, "--token", "x", RUNNER_ALLOW_RUNASROOT="")
+        assert (refused.returncode, refused.stdout) == (1, "Must not run with sudo\n")
+    token = server.token("registration-token")
+    assert runner.config(*arguments, "--token", token).returncode == 0
+    (runner.folder / ".runner").unlink()
+    taken = runner.config(*arguments, "--token", token)
+    assert taken.returncode == 1
+    assert "same name" in taken.stdout
+    assert runner.config(*arguments, "--token", token, "--replace").returncode == 0
+    labels = [label["name"] for label in (server.rest() or {})["labels"]]
+    assert labels == ["self-hosted", "Linux", "X64"]
+
+
+def test_removal_without_runner_file_is_local_only(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    (runner.folder / ".runner").unlink()
+    assert runner.config("remove").returncode == 0
+    assert not (runner.folder / ".credentials").exists()
+    left = server.rest()
+    assert left is not None
+    runner.register(name="two")
+    assert server.http.delete(f"{RUNNERS}/{(server.rest('two') or {})['id']}").status_code == 204
+    gone = runner.config("remove", "--token", server.token("remove-token"))
+    assert gone.returncode == 0, gone.stdout
+    assert not (runner.folder / ".runner").exists()
+
+
+def test_a_busy_runner_cannot_be_removed(server: Server, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:
+    runner.register()
+    runner.ready()
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    job = server.queue(f"cat {gate}")
+    server.running(job)
+    busy = server.rest()
+    assert busy is not None
+    assert busy["busy"] is True
+    assert server.http.delete(f"{RUNNERS}/{busy['id']}").status_code == 422
+    refused = runner.config("remove", "--token", server.token("remove-token"))
+    assert refused.returncode != 0
+    assert "running a job" in refused.stdout
+    assert (runner.folder / ".runner").exists()
+    gate.write_text("open\n")
+    assert server.finished(job)["conclusion"] == "success"
+    server.until(lambda found: found["state"] == "idle")
+    assert server.http.delete(f"{RUNNERS}/{busy['id']}").status_code == 204
+    server.until(lambda found: found == {})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_cancels_the_job(server: Server, runner: RunnerFolder, number: signal.Signals) -> None:
+    runner.register()
+    listener = runner.ready()
+    job = server.queue("sleep 600")
+    server.running(job)
+    listener.send_signal(number)
+    assert listener.wait(LIMIT_S) == 0
+    assert server.finished(job)["conclusion"] == "cancelled"
+    assert not server.until(lambda found: not found["online"])["busy"]
+    assert "completed with result: Canceled" in runner.output.read_text()
+
+
+def test_a_job_is_cancelled_from_the_server(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    runner.ready()
+    job = server.queue("sleep 600")
+    server.running(job)
+    server.http.post(f"/_admin/jobs/{job}/cancel")
+    assert server.finished(job)["conclusion"] == "cancelled"
+    assert server.finished(server.queue("true"))["conclusion"] == "success"
+
+
+def test_a_killed_listener_leaves_the_runner_offline_and_busy(
+    server: Server, runner: RunnerFolder, tmp_path: pathlib.Path
+) -> None:
+    runner.register()
+    listener = runner.ready()
+    died = tmp_path / "died"
+    os.mkfifo(died)
+    # The open end of the fifo closes with the step: what reads it ends when the job's process is gone, too.
+    job = server.queue(f"exec 9> {died}; sleep 600")
+    with died.open("rb") as watch:
+        server.running(job)
+        server.change(liveness_s=0.5)
+        listener.kill()
+        assert watch.read() == b""
+    lost = server.until(lambda found: not found["online"])
+    assert lost["busy"]
+    found = server.rest()
+    assert found is not None
+    assert (found["status"], found["busy"]) == ("offline", True)
+    assert server.http.delete(f"{RUNNERS}/{lost['id']}").status_code == 422
+    server.change(lease_s=0)
+    assert server.finished(job)["conclusion"] == "failure"
+    assert server.http.delete(f"{RUNNERS}/{lost['id']}").status_code == 204
+
+
+def test_a_job_ends_whose_runner_stood_still_for_too_long(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    listener = runner.ready()
+    job = server.queue("sleep 600")
+    server.running(job)
+    listener.send_signal(signal.SIGSTOP)
+    # Told to cancel it, a runner asks for nothing more: the session is gone before it has done so.
+    server.http.post(f"/_admin/jobs/{job}/cancel")
+    server.change(liveness_s=0.1)
+    server.until(lambda found: not found["online"])
+    server.change(liveness_s=LIMIT_S)
+    listener.send_signal(signal.SIGCONT)
+    assert server.finished(job)["conclusion"] == "cancelled"
+    assert server.finished(server.queue("true"))["conclusion"] == "success"
+
+
+def test_a_second_listener_is_a_conflict(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    runner.ready()
+    assert runner.listen(FAKE_RUNNER_SESSION_CONFLICT_S="0.1").wait(LIMIT_S) == 5
+
+
+def test_a_just_in_time_runner_takes_one_job(server: Server, runner: RunnerFolder) -> None:
+    body = {"name": "one", "runner_group_id": 1, "labels": ["warm"]}
+    jit = server.http.post(f"{RUNNERS}/generate-jitconfig", json=body).json()
+    first, second = server.queue("echo first"), server.queue("echo second")
+    listener = runner.listen(ACTIONS_RUNNER_INPUT_JITCONFIG=jit["encoded_jit_config"])
+    assert server.finished(first)["conclusion"] == "success"
+    assert listener.wait(LIMIT_S) == 0
+    assert server.rest() is None
+    assert server.http.get(f"/_admin/jobs/{second}").json()["status"] == "queued"
+    assert not (runner.folder / ".runner").exists()
+
+
+def test_an_unregistered_runner_does_not_listen(server: Server, runner: RunnerFolder) -> None:
+    assert runner.listen().wait(LIMIT_S) == 1
+    assert "Not configured" in runner.output.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_server_keeps_what_it_knows(server: Server, runner: RunnerFolder, number: signal.Signals) -> None:
+    runner.register()
+    listener = runner.ready()
+    waiting = server.queue("true", labels=("nobody",))
+    before = server.endpoint
+    code = server.stop(number)
+    assert code == (0 if number is signal.SIGTERM else -number)
+    server.start()
+    assert (server.endpoint.url, server.endpoint.token) == (before.url, before.token)
+    assert server.finished(server.queue("echo again"))["conclusion"] == "success"
+    assert listener.poll() is None
+    assert server.http.get(f"/_admin/jobs/{waiting}").json()["status"] == "queued"
+
+
+def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:
+    hook = tmp_path / "started.sh"
+    hook.write_text('echo "hook of run $GITHUB_RUN_ID.$GITHUB_RUN_ATTEMPT"\ntest ! -e refuse\n')
+    runner.register()
+    runner.ready(ACTIONS_RUNNER_HOOK_JOB_STARTED=str(hook))
+    died = tmp_path / "died"
+    os.mkfifo(died)
+    watch = os.open(died, os.O_RDONLY | os.O_NONBLOCK)
+    # Until it is another program: in between, nobody could tell whose it is.
+    job = server.queue(
+        f"(exec 9> {died}; exec sleep 600) &\n"
+        "until tr '\\0' ' ' </proc/$!/cmdline | grep -q '^sleep '; do sleep 0.02; done; touch refuse"
+    )
+    good = server.finished(job)
+    ended = select.poll()
+    ended.register(watch, select.POLLHUP)
+    assert ended.poll(LIMIT_S * 1000), "a process that a step left behind ends with the job"
+    os.close(watch)
+    assert good["conclusion"] == "success"
+    assert "hook of run 7.1" in good["log"]
+    bad = server.finished(server.queue("echo never"))
+    assert bad["conclusion"] == "failure"
+    assert [step["conclusion"] for step in bad["steps"]] == ["skipped"]
+    # As in the real one: what always runs does so after a hook that failed, too, unless the worker was told to stop.
+    steps = [
+        {"run": "echo never"},
+        {"run": "kill $PPID; sleep 600", "if": "always()"},
+        {"run": "true", "if": "always()"},
+    ]
+    body = {"repo": REPO, "run_id": 7, "labels": ["warm"], "steps": steps}
+    always = server.finished(server.http.post("/_admin/jobs", json=body).json()["id"])
+    assert always["conclusion"] == "cancelled"
+    assert [step["conclusion"] for step in always["steps"]] == ["skipped", "cancelled", "skipped"]
+
+
+def test_lost_answers_do_not_stop_the_runner(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    runner.ready()
+    for operation in ("runner.acknowledge", "runner.complete"):
+        server.http.post("/_admin/faults", json={"kind": "lost_answer", "operation": operation})
+    assert server.finished(server.queue("true"))["conclusion"] == "success"
+    assert server.finished(server.queue("true"))["conclusion"] == "success"
+    assert server.http.get("/_admin/faults").json() == {"faults": []}
+
+
+async def test_the_client(server: Server, runner: RunnerFolder) -> None:
+    runner.register()
+    runner.ready()
+    async with FakeGitHubClient(server.endpoint.url, server.endpoint.token) as client:
+        step = JobStep(run='echo "$WORD"', env={"WORD": "hello"})
+        queued = await client.queue_job(repo=REPO, run_id=8, labels=["warm"], steps=[step])
+        job = queued
+        while job.status != "completed":
+            job = await client.job(job.id, wait_s=LIMIT_S, since=job.status)
+        assert job.conclusion == "success"
+        assert "hello" in job.log
+        assert [found.id for found in await client.jobs(run_id=8)] == [job.id]
+        assert await client.jobs(run_id=9) == []
+        (found,) = await client.runners()
+        assert (found.name, found.labels, found.online) == ("one", ("warm",), True)
+        await client.set_fault("status", operation="list", status=500)
+        assert [fault.kind for fault in await client.faults()] == ["status"]
+        await client.clear_faults()
+        assert await client.faults() == []
+        await client.set_fault("delay", operation="list", seconds=600)
+        listing = asyncio.create_task(asyncio.to_thread(server.rest))
+        while await client.faults():  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.02)
+        # One that is under way ends, too.
+        await client.clear_faults()
+        assert await listing is not None
+        with pytest.raises(FakeGitHubError, match="404"):
+            await client.job(10_000)
+        assert (await client.change_settings(lease_s=99))["lease_s"] == 99
+
+
+def test_installing_again_changes_nothing(runner: RunnerFolder) -> None:
+    def look() -> Mapping[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in runner.folder.rglob("*") if path.is_file()}
+
+    before = look()
+    install(runner.folder)
+    assert look() == before

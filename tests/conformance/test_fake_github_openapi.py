@@ -1,0 +1,244 @@
+"""Every answer of the local GitHub fits GitHub's own OpenAPI description, for repositories and organisations."""
+
+import base64
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from remuda.fake_github import Endpoint, read_endpoint
+from tests.support.records import LONG_S
+
+OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
+#: What GitHub answers where the description names no schema for a status (401, 403, 404).
+BASIC_ERROR = {
+    "type": "object",
+    "required": ["message", "documentation_url", "status"],
+    "properties": {name: {"type": "string"} for name in ("message", "documentation_url", "status")},
+}
+PATHS = {"repo": "/repos/{owner}/{repo}/actions/runners", "org": "/orgs/{org}/actions/runners"}
+VALUES = {"owner": "acme", "repo": "widgets", "org": "acme"}
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("github")
+    command = [sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline()
+            found = read_endpoint(folder)
+            assert found is not None
+            yield found
+        finally:
+            server.terminate()
+            server.wait(LONG_S)
+
+
+class Api:
+    """Requests to one level of the API; every answer is checked against the description."""
+
+    def __init__(self, endpoint: Endpoint, level: str, prefix: str) -> None:
+        self.base = PATHS[level]
+        self.prefix = prefix
+        self.client = httpx.Client(
+            base_url=endpoint.url,
+            headers={"authorization": f"Bearer {endpoint.token}"},
+            trust_env=False,
+            timeout=LONG_S,
+        )
+
+    def call(self, method: str, path: str = "", *, runner_id: Any = None, **more: Any) -> httpx.Response:
+        url = self.prefix + (self.base + path).format(**VALUES, runner_id=runner_id)
+        response = self.client.request(method, url, **more)
+        described = OPENAPI["paths"][self.base + path][method.lower()]["responses"]
+        content = described.get(str(response.status_code), {}).get("content")
+        if response.status_code == 204:
+            assert response.content == b""
+        elif content is None:
+            assert response.status_code >= 400
+            jsonschema_rs.validate(BASIC_ERROR, response.json())
+        else:
+            jsonschema_rs.validate(as_json_schema(content["application/json"]["schema"]), response.json())
+        for name in ("limit", "remaining", "used", "reset", "resource"):
+            assert f"x-ratelimit-{name}" in response.headers
+        return response
+
+    def jit(self, name: str, **more: Any) -> httpx.Response:
+        body = {"name": name, "runner_group_id": 1, "labels": ["self-hosted", "x"], **more}
+        return self.call("POST", "/generate-jitconfig", json=body)
+
+
+def as_json_schema(schema: Any) -> Any:
+    """OpenAPI 3.0 says `nullable` where JSON Schema lists null among the types."""
+    if isinstance(schema, list):
+        return [as_json_schema(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    translated = {name: as_json_schema(value) for name, value in schema.items()}
+    if translated.pop("nullable", None) is True and isinstance(translated.get("type"), str):
+        translated["type"] = [translated["type"], "null"]
+    return translated
+
+
+@pytest.fixture(params=["repo", "org"])
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["", "/api/v3"])
+def api(endpoint: Endpoint, level: str, request: pytest.FixtureRequest) -> Iterator[Api]:
+    api = Api(endpoint, level, request.param)
+    yield api
+    for runner in api.call("GET", params={"per_page": 100}).json()["runners"]:
+        assert api.call("DELETE", "/{runner_id}", runner_id=runner["id"]).status_code == 204
+    api.client.close()
+
+
+def test_tokens(api: Api) -> None:
+    for path in ("/registration-token", "/remove-token"):
+        response = api.call("POST", path)
+        assert response.status_code == 201
+        assert response.json()["token"]
+
+
+def test_a_runner_from_birth_to_death(api: Api) -> None:
+    created = api.jit("one")
+    assert created.status_code == 201
+    runner = created.json()["runner"]
+    assert (runner["status"], runner["busy"], runner["version"]) == ("offline", False, None)
+    assert [(label["name"], label["type"]) for label in runner["labels"]] == [
+        ("self-hosted", "read-only"),
+        ("x", "custom"),
+    ]
+    assert api.call("GET", "/{runner_id}", runner_id=runner["id"]).json() == runner
+    assert api.call("GET").json() == {"total_count": 1, "runners": [runner]}
+    assert api.jit("one").status_code == 409
+    assert api.call("DELETE", "/{runner_id}", runner_id=runner["id"]).status_code == 204
+    assert api.call("DELETE", "/{runner_id}", runner_id=runner["id"]).status_code == 404
+    assert api.call("GET", "/{runner_id}", runner_id=runner["id"]).status_code == 404
+    assert api.call("GET", "/{runner_id}", runner_id="abc").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": None},
+        {"name": "x" * 65},
+        {"name": ""},
+        {"runner_group_id": "one"},
+        {"labels": []},
+        {"labels": ["x"] * 101},
+        {"labels": "x"},
+    ],
+)
+def test_what_is_not_valid(api: Api, change: dict[str, Any]) -> None:
+    assert api.jit(**{"name": "two", **change}).status_code == 422
+
+
+def test_a_body_that_is_no_json(api: Api) -> None:
+    assert api.call("POST", "/generate-jitconfig", content=b"{").status_code == 400
+
+
+def test_paging(api: Api) -> None:
+    for number in range(5):
+        api.jit(f"p{number}")
+    first = api.call("GET", params={"per_page": 2})
+    assert first.json()["total_count"] == 5
+    names = [runner["name"] for runner in first.json()["runners"]]
+    response = first
+    while "next" in response.links:
+        response = api.client.get(response.links["next"]["url"])
+        names += [runner["name"] for runner in response.json()["runners"]]
+    assert names == [f"p{number}" for number in range(5)]
+    assert "last" in first.links
+    assert "first" in response.links
+    assert api.call("GET", params={"per_page": 1000}).json()["total_count"] == 5
+    assert [r["name"] for r in api.call("GET", params={"name": "p3"}).json()["runners"]] == ["p3"]
+    assert api.call("GET", params={"page": 9}).json() == {"total_count": 5, "runners": []}
+
+
+@pytest.mark.parametrize("header", ["Bearer wrong", "Basic abc", "token"])
+def test_bad_credentials(api: Api, header: str) -> None:
+    response = api.call("GET", headers={"authorization": header})
+    assert response.status_code == 401
+    assert response.json()["message"] == "Bad credentials"
+
+
+def test_the_old_word_for_a_token(api: Api, endpoint: Endpoint) -> None:
+    assert api.call("GET", headers={"authorization": f"token {endpoint.token}"}).status_code == 200
+
+
+def test_a_reader_may_not_write_and_a_stranger_sees_nothing(api: Api) -> None:
+    reader = api.client.post("/_admin/tokens", json={"scopes": ["acme"], "write": False}).json()["token"]
+    stranger = api.client.post("/_admin/tokens", json={"scopes": ["other"]}).json()["token"]
+    headers = {"authorization": f"Bearer {reader}"}
+    assert api.call("GET", headers=headers).status_code == 200
+    assert api.call("POST", "/registration-token", headers=headers).status_code == 403
+    assert api.call("GET", headers={"authorization": f"Bearer {stranger}"}).status_code == 404
+    assert api.client.get("/_admin/runners", headers=headers).status_code == 403
+
+
+def test_unknown_scopes(api: Api) -> None:
+    api.client.patch("/_admin/settings", json={"known_scopes": ["somewhere/else"]})
+    try:
+        assert api.call("GET").status_code == 404
+        assert api.call("POST", "/registration-token").status_code == 404
+    finally:
+        api.client.patch("/_admin/settings", json={"known_scopes": None})
+
+
+def test_a_runner_that_got_a_job_just_before_its_delete(api: Api) -> None:
+    created = api.jit("racy").json()
+    secret = json.loads(_unpack(json.loads(_unpack(created["encoded_jit_config"]))[".credentials"]))["data"]["token"]
+    session = api.client.post(
+        "/_runner/sessions", json={"version": "2.336.0"}, headers={"authorization": f"Bearer {secret}"}
+    ).json()["session"]
+    api.client.post("/_admin/faults", json={"kind": "job_on_delete"})
+    runner_id = created["runner"]["id"]
+    assert api.call("GET", "/{runner_id}", runner_id=runner_id).json()["busy"] is False
+    assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 422
+    (runner,) = api.client.get("/_admin/runners").json()["runners"]
+    assert runner["state"] == "assigned"
+    assert api.client.post(f"/_admin/jobs/{runner['job_id']}/cancel").status_code == 202
+    api.client.delete(f"/_runner/sessions/{session}", headers={"authorization": f"Bearer {secret}"})
+
+
+def test_faults(api: Api) -> None:
+    def fault(kind: str, **more: Any) -> None:
+        assert api.client.post("/_admin/faults", json={"kind": kind, **more}).status_code == 201
+
+    fault("rate_limit", seconds=7)
+    limited = api.call("GET")
+    assert (limited.status_code, limited.headers["retry-after"]) == (403, "7")
+    fault("rate_limit", status=429, operation="list")
+    assert api.call("POST", "/registration-token").status_code == 201
+    assert api.call("GET").status_code == 429
+    fault("status", status=503, times=2)
+    assert [api.call("GET").status_code for _ in range(3)] == [503, 503, 200]
+    fault("stale_list", seconds=60, times=None)
+    fault("lost_answer", operation="jitconfig")
+    with pytest.raises(httpx.RemoteProtocolError):
+        api.jit("lost")
+    assert api.jit("lost").status_code == 409
+    assert api.call("GET").json()["total_count"] == 0
+    api.client.delete("/_admin/faults")
+    fault("wrong_busy", operation="list")
+    assert [api.call("GET").json()["runners"][0]["busy"] for _ in range(2)] == [True, False]
+    fault("lost_answer", operation="delete", status=502)
+    runner_id = api.call("GET").json()["runners"][0]["id"]
+    assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 502
+    assert api.call("DELETE", "/{runner_id}", runner_id=runner_id).status_code == 404
+    assert api.client.get("/_admin/faults").json() == {"faults": []}
+    assert api.client.post("/_admin/faults", json={"kind": "nonsense"}).status_code == 422
+
+
+def _unpack(text: str) -> str:
+    return base64.b64decode(text).decode()
