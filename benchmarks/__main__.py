@@ -18,7 +18,7 @@ from benchmarks.figures import Results
 from benchmarks.floor import Floor, open_floor
 from benchmarks.report import BenchmarkRun, show, write_docs
 from remuda.adapters.system.clock import SystemClock
-from tests.support.aws_servers import AwsServers, aws_servers
+from tests.support.aws.stack import AwsStack, aws_stack
 
 Benchmark = Callable[[BenchmarkEnvironment, Floor], Awaitable[Results]]
 
@@ -40,7 +40,7 @@ WIDTH = 170
 RESULTS = ROOT / "build" / "benchmarks.json"
 
 
-async def measure(names: Sequence[str], servers: AwsServers, size: Size, console: Console) -> Results:
+async def measure(names: Sequence[str], servers: AwsStack, size: Size, console: Console) -> Results:
     results, clock = Results(), SystemClock()
     async with open_environment(servers, size) as environment, open_floor(environment) as floor:
         for name in names:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parsed(arguments)
     console, clock = Console(stderr=True), SystemClock()
     at, started = clock.now(), clock.monotonic()
-    with tempfile.TemporaryDirectory(prefix="remuda-bench-") as folder, aws_servers(Path(folder)) as servers:
+    with tempfile.TemporaryDirectory(prefix="remuda-bench-") as folder, aws_stack(Path(folder)) as servers:
         results = asyncio.run(measure(parsed.benchmarks, servers, SIZES[parsed.size], console))
     run = BenchmarkRun(at=at, seconds=clock.monotonic() - started, results=results)
     # Files and pipes have no width.

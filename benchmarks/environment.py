@@ -24,7 +24,8 @@ from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.config.settings import Settings, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
@@ -37,7 +38,7 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import desired
-from tests.support.aws_servers import AwsServers
+from tests.support.aws.stack import AwsStack
 from tests.support.records import instance, instance_id
 
 SCOPE = "octo/repo"
@@ -308,7 +309,7 @@ def fresh_report(record: Instance) -> Report:
 
 @dataclass(kw_only=True)
 class BenchmarkEnvironment:
-    servers: AwsServers
+    servers: AwsStack
     size: Size
     clients: AwsClients
     agents: AgentHostProcess
@@ -332,9 +333,7 @@ class BenchmarkEnvironment:
         name = f"bench{next(self._pools)}"
         flags = {"backend": "aws", "pool": name, "github_scope": SCOPE, **SETTINGS, **changed}
         flags |= {key.replace("-", "_"): value for key, value in self.servers.launch.items()}
-        return BenchmarkPool(
-            name=name, environment=self, settings=load(flags, environ=self.servers.environment()).settings
-        )
+        return BenchmarkPool(name=name, environment=self, settings=load(flags, environ=self.servers.environment()))
 
     async def pool(self, **changed: Any) -> BenchmarkPool:
         made = self.new_pool(**changed)
@@ -356,7 +355,7 @@ class BenchmarkEnvironment:
 
 
 @asynccontextmanager
-async def open_environment(servers: AwsServers, size: Size) -> AsyncIterator[BenchmarkEnvironment]:
+async def open_environment(servers: AwsStack, size: Size) -> AsyncIterator[BenchmarkEnvironment]:
     os.environ.update(servers.environment())
     async with AsyncExitStack() as stack:
         clients = await stack.enter_async_context(AwsClients())

@@ -1,45 +1,43 @@
 """`python -m simulation`: run many simulated worlds, or one of them with its trace."""
 
 import sys
-from typing import Annotated
 
-import typer
+import click
 
 from remuda.cli.main import run_app
 from remuda.cli.output import Output
 from simulation.cli import Request, run_simulate
 
-app = typer.Typer(
-    name="simulation",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
+
+@click.command("simulation", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--seeds", type=click.IntRange(1, 10_000_000), default=100, help="Number of worlds. (default: 100)")
+@click.option(
+    "--hours", type=click.FloatRange(0.01, 1_000), default=0.5, help="Simulated hours per world. (default: 0.5)"
 )
-
-
-@app.command()
+@click.option("--instances", type=click.IntRange(1, 500), default=10, help="Maximum instances per world. (default: 10)")
+@click.option(
+    "--faults",
+    default="swarm",
+    help="swarm (each seed draws half of the faults), few (one to six), all, none, or comma-separated names.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63), help="Run this seed only.")
+@click.option("--trace", is_flag=True, help="Print every event; requires --seed.")
+@click.option("--first-seed", "first", type=click.IntRange(0, 2**63), help="First seed. (default: random)")
+@click.option("--workers", type=click.IntRange(1, 256), help="Worker processes. (default: 2)")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--quiet", "-q", is_flag=True, help="Print the result only.")
 def simulate(
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=10_000_000, help="Number of worlds.")] = 100,
-    hours: Annotated[float, typer.Option("--hours", min=0.01, max=1_000, help="Simulated hours per world.")] = 0.5,
-    instances: Annotated[int, typer.Option("--instances", min=1, max=500, help="Maximum instances per world.")] = 10,
-    faults: Annotated[
-        str,
-        typer.Option(
-            "--faults",
-            help="swarm (each seed draws half of the faults), few (one to six), all, none, or comma-separated names.",
-        ),
-    ] = "swarm",
-    seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**63, help="Run this seed only.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Print every event; requires --seed.")] = False,
-    first_seed: Annotated[
-        int | None, typer.Option("--first-seed", min=0, max=2**63, help="First seed (default: random).")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, max=256, help="Worker processes (default: 2).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    *,
+    seeds: int,
+    hours: float,
+    instances: int,
+    faults: str,
+    seed: int | None,
+    trace: bool,
+    first: int | None,
+    workers: int | None,
+    as_json: bool,
+    quiet: bool,
 ) -> int:
     """Run the control plane and its agents in virtual time under faults and check every invariant."""
     request = Request(
@@ -49,11 +47,11 @@ def simulate(
         faults=faults,
         seed=seed,
         trace=trace,
-        first=first_seed,
+        first=first,
         workers=workers,
     )
     return run_simulate(request, Output(as_json=as_json, quiet=quiet))
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, sys.argv[1:]))
+    sys.exit(run_app(simulate, sys.argv[1:]))

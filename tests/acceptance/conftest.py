@@ -1,15 +1,15 @@
-"""The long files come first: with one at the end, the other cores would wait for it."""
+"""Collection order: long files first, so that no core waits for a long file at the end."""
 
 from __future__ import annotations
 
 import pytest
 
-LONG = (
+LONG_FILES = (
     "test_demo_aws.py",
     "test_demo.py",
-    "test_canary.py",
-    "test_aws_weather.py",
-    "test_aws_faults.py",
+    "test_credential_leaks.py",
+    "test_aws_network_faults.py",
+    "test_aws_error_messages.py",
     "test_crash_points.py",
     "test_action.py",
     "test_lambda.py",
@@ -26,5 +26,5 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(LONG)}
+    order = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))

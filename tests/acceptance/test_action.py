@@ -15,9 +15,9 @@ import pytest
 
 from remuda.ports.machine import StepResult
 from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
-from tests.support.aws_cloud import SCOPE, aws_cloud
+from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
+from tests.support.aws.stack import SCOPE, aws_stack
 from tests.support.registry import answered
-from tests.support.store_agents import Herd, herd
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-for-this-test"
@@ -38,7 +38,7 @@ class ActionRunner:
     environment: dict[str, str]
     token: str
     launch: dict[str, str]
-    herd: Herd
+    agents: ThreadedAgents
 
     def __post_init__(self) -> None:
         self._numbers = count(1)
@@ -71,9 +71,9 @@ class ActionRunner:
 @pytest.fixture(scope="module")
 def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
     folder = tmp_path_factory.mktemp("action")
-    with aws_cloud(folder) as cloud:
+    with aws_stack(folder) as stack:
         variables = {
-            **cloud.environment,
+            **stack.environment(),
             # The credential is passed as an input.
             "REMUDA_GITHUB_TOKEN": "",
             "REMUDA_CONFIG": "",
@@ -87,21 +87,21 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
             **answered(folder),
         }
-        with herd(dynamodb_url=variables["AWS_ENDPOINT_URL_DYNAMODB"], pool=POOL) as agents:
+        with agents_in_thread(stack, POOL) as agents:
             yield ActionRunner(
                 action=copy_action(folder / "remuda"),
                 folder=folder,
                 environment=variables,
-                token=cloud.environment["REMUDA_GITHUB_TOKEN"],
-                launch=cloud.launch,
-                herd=agents,
+                token=stack.github.token,
+                launch=stack.launch,
+                agents=agents,
             )
 
 
 @pytest.fixture(autouse=True)
 def agents_run(github: ActionRunner) -> None:
-    github.herd.awake = True
-    github.herd.registration = StepResult(ok=True)
+    github.agents.resume()
+    github.agents.pool_agents.registration = StepResult(ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_provision_and_release(github: ActionRunner, refreshed: ActionResult):
         "reused": "0",
         "created": "2",
     }
-    assert {github.herd.states()[name] for name in ids} == {"running"}
+    assert {github.agents.states()[name] for name in ids} == {"running"}
     assert refreshed.masks - {github.token} <= first.masks, "the pool's tokens"
     assert "### remuda provision: 2 runners for run 100" in first.summary
     for name in ids:
@@ -155,7 +155,7 @@ def test_provision_and_release(github: ActionRunner, refreshed: ActionResult):
 
     back = github.use("release", run_id="100")
     assert back.code == 0, back.log
-    assert {github.herd.states()[name] for name in ids} == {"idle"}
+    assert {github.agents.states()[name] for name in ids} == {"idle"}
     assert back.summary.startswith("### remuda release: run 100\n\n2 released, in ")
     check_secrets(github, back)
 
@@ -192,7 +192,7 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
     back = github.use("release", run_id="150", github_token=github.token)
     assert back.code == 0, back.log
     assert "ephemeral: for one job" in back.summary
-    assert github.herd.states()[name] == "terminating"
+    assert github.agents.states()[name] == "terminating"
 
 
 def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refreshed: ActionResult):
@@ -201,8 +201,8 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
     assert warm.code == 0, warm.log
     assert github.use("release", run_id="200").code == 0
     (pooled,) = json.loads(warm.outputs["instance-ids"])
-    github.herd.fall_asleep()
-    before = github.herd.states()
+    github.agents.pause()
+    before = github.agents.states()
 
     job = github.job("201")
     step = job.start_last(
@@ -228,10 +228,10 @@ def test_cancelled_provision_rolls_back_its_instances(github: ActionRunner, refr
         code = step.finish(LIMIT_S)
     done = job.end_last(step, code)
     assert done.code == 130, done.log
-    states = github.herd.states()
+    states = github.agents.states()
     (created,) = [name for name, state in states.items() if state == "terminating" and name not in before]
     assert states[pooled] == "releasing"
-    assert github.herd.provisions("201") == ["released"]
+    assert github.agents.provisions("201") == ["released"]
 
     assert done.summary.startswith("### remuda provision: cancelled\n")
     assert f"| {pooled} | claimed | releasing |" in done.summary
@@ -266,12 +266,12 @@ def test_invalid_input_is_one_annotation_with_the_fix(
     assert done.outputs["label"] == ""
     assert "failed" in done.summary
     assert not list(job.workspace.iterdir())
-    assert not github.herd.provisions("300")
+    assert not github.agents.provisions("300")
 
 
 def test_text_from_an_instance_is_not_executed_as_a_command(github: ActionRunner, refreshed: ActionResult):
     hostile = "no\n::set-output name=label::evil\n  ::add-mask::a\n##[add-path]/evil\r::error::<script>|`x`"
-    github.herd.registration = StepResult(ok=False, detail=hostile)
+    github.agents.pool_agents.registration = StepResult(ok=False, detail=hostile)
     done = github.use("provision", run_id="400", instance_count="1", resource_class="2xlarge")
     assert done.code == 4, done.log
     (error,) = done.annotations("error")

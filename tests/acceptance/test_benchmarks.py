@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from tests.support.servers import ROOT
+from tests.support.aws.servers import ROOT
 
 #: Benchmarks that together use every part, each with one of its figures.
 EXPECTED = {

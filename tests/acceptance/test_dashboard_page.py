@@ -326,10 +326,10 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
         text = page.inner_text(f"#runs [data-key='{job.provision_id}']")
         assert (SCRIPT in text, IMAGE in text, f"the job {SCRIPT} failed" in text) == (True, True, True)
         row = f"#instances [data-key='{record.instance_id}']"
-        cells = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
-        assert cells[2] == IMAGE
-        assert (cells[3], cells[4]) == (SCRIPT, IMAGE)
-        assert cells[8] == IMAGE + SCRIPT
+        values = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
+        assert values[2] == IMAGE
+        assert (values[3], values[4]) == (SCRIPT, IMAGE)
+        assert values[8] == IMAGE + SCRIPT
         # Histories are read after the records.
         wait(page, f"document.getElementById('decisions').textContent.includes({json.dumps(SCRIPT)})")
         assert SCRIPT in page.eval_on_selector_all("#class option", "all => all.map(e => e.value)")

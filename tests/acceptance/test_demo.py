@@ -79,7 +79,7 @@ def test_demo(tmp_path: Path):
     assert report["cold_seconds"] > report["warm_seconds"]
     assert report["reuse_rate"] > 0.5
     reasons = {item["state"]: item["stop_reason"] for item in report["retired"]}
-    assert reasons["releasing"] == "lost its power"
+    assert reasons["releasing"] == "lost power"
     assert any(text in reasons["idle"] for text in SELF_TERMINATED), reasons
     assert "all checks passed" in done.stderr
     page = tmp_path / "demo" / "report.html"

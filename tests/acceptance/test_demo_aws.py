@@ -1,4 +1,4 @@
-"""The short form of `make demo-aws`: the real story with `backend = "aws"`, and nothing left of it, however it ends."""
+"""The short form of `make demo-aws`: its checks pass, and it leaves nothing, even if interrupted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.aws_demo import ENDED_ITSELF
-from tests.support.ec2_machine.machine import why_not
+from tests.support.aws_demo import SELF_TERMINATED
+from tests.support.namespace_machine.machine import unsupported_reason
 
-#: Generous: nothing waits for it unless something is broken.
+#: Seconds for the demo. Generous: only a broken demo reaches it.
 LIMIT_S = 600
-pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(LIMIT_S + 60)]
+pytestmark = [
+    pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason()),
+    pytest.mark.timeout(LIMIT_S + 60),
+]
 ROOT = Path(__file__).parents[2]
 DEMO = (sys.executable, "-m", "tests.support.aws_demo", "--short", "--json")
 
@@ -26,8 +29,8 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HOME": str(folder)}
 
 
-def left_of(folder: Path) -> list[str]:
-    """Processes, mounts and files that mention or lie in the folder."""
+def leftovers(folder: Path) -> list[str]:
+    """Files in the folder, and processes and mounts that mention it."""
     name = str(folder)
     found = [str(path) for path in folder.iterdir()]
     found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if name in line]
@@ -40,7 +43,7 @@ def left_of(folder: Path) -> list[str]:
     return found
 
 
-def test_the_story_on_aws_holds_and_leaves_nothing(tmp_path: Path):
+def test_demo_passes_its_checks_and_leaves_nothing(tmp_path: Path):
     done = subprocess.run(DEMO, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr[-10_000:]
     report = json.loads(done.stdout)
@@ -51,19 +54,19 @@ def test_the_story_on_aws_holds_and_leaves_nothing(tmp_path: Path):
         ("warm", 2, 0),
         ("warm", 1, 0),
     ]
-    assert {item["stop_reason"] for item in report["retired"]} & set(ENDED_ITSELF)
-    assert left_of(tmp_path) == []
+    assert {item["stop_reason"] for item in report["retired"]} & set(SELF_TERMINATED)
+    assert leftovers(tmp_path) == []
 
 
-def test_an_interrupted_story_leaves_nothing(tmp_path: Path):
+def test_interrupted_demo_leaves_nothing(tmp_path: Path):
     with subprocess.Popen(
         DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(tmp_path)
     ) as demo:
         assert demo.stderr is not None
-        # A machine is on, and a provision waits for it.
-        told = next((line for line in demo.stderr if " boots " in line), "")
-        assert told, "no machine was booted"
+        # A provision waits for a machine that boots.
+        line = next((line for line in demo.stderr if " boots " in line), "")
+        assert line, "no machine booted"
         demo.send_signal(signal.SIGINT)
         _, rest = demo.communicate(timeout=LIMIT_S)
     assert (demo.returncode, "interrupted" in rest) == (130, True), rest[-5_000:]
-    assert left_of(tmp_path) == []
+    assert leftovers(tmp_path) == []

@@ -15,12 +15,14 @@ from unittest.mock import patch
 import pytest
 
 from remuda.cli.doctor import document
-from remuda.config.settings import Loaded, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.ports.doctor import CheckResult
-from remuda.wiring_doctor import open_doctor
+from remuda.wiring.doctor import open_doctor
+from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI
+from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
 from tests.support.cli import run_cli
-from tests.support.cloud import ARM_AMI, LIMIT_S, LINUX_AMI, SCOPE, WINDOWS_AMI, Cloud, cloud
 from tests.support.local_backend import run_local
 
 POOL = "well"
@@ -34,27 +36,27 @@ REFUSAL = """<ErrorResponse><Error><Type>Sender</Type><Code>InvalidClientTokenId
 class Patient:
     """A cloud with one pool that is well."""
 
-    def __init__(self, servers: Cloud) -> None:
+    def __init__(self, servers: AwsStack) -> None:
         self.servers = servers
 
     def doctor(self, *, pool: str = POOL, flags: dict[str, str] | None = None, **changed: str) -> tuple[int, Lines]:
         """As the command does it, in this process: a new one for each of these would take the most of their time."""
-        with patch.dict(os.environ, {**self.servers.environment, **changed}, clear=True):
+        with patch.dict(os.environ, {**self.servers.environment(), **changed}, clear=True):
             given = {name.replace("-", "_"): value for name, value in (flags or {}).items()}
-            loaded = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
-            results = asyncio.run(_run_checks(loaded))
+            settings = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
+            results = asyncio.run(_run_checks(settings))
         return exit_code(results.values()), self.judged([document(name, result) for name, result in results.items()])
 
     def judged(self, lines: list[dict[str, Any]]) -> Lines:
         for line in lines:
             assert list(line) == ["name", "status", "found", "fix"]
             assert (line["fix"] is None) == (line["status"] == "ok"), line
-            assert self.servers.github_token not in json.dumps(line)
+            assert self.servers.github.token not in json.dumps(line)
         return {line["name"]: line for line in lines}
 
 
-async def _run_checks(loaded: Loaded) -> Mapping[str, CheckResult]:
-    async with open_doctor(loaded, {}) as checks:
+async def _run_checks(settings: Settings) -> Mapping[str, CheckResult]:
+    async with open_doctor(settings, {}) as checks:
         return await run_checks(checks)
 
 
@@ -69,16 +71,16 @@ async def _launch(client: Any) -> None:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
-    with cloud(tmp_path_factory.mktemp("doctor")) as servers:
-        code, answer = servers.refresh(POOL)
+    with aws_stack(tmp_path_factory.mktemp("doctor")) as servers:
+        code, answer = servers.refresh(pool=POOL)
         assert code == 0, answer
         servers.call("ec2", _launch)
         yield Patient(servers)
 
 
 def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
-    before = patient.servers.ec2.asked()
-    code, told = patient.servers.remuda("doctor", "--pool", POOL)
+    before = patient.servers.ec2.requests()
+    code, told = patient.servers.remuda("doctor", pool=POOL)
     assert list(told) == ["checks"]
     lines = patient.judged(told["checks"])
     assert {name: line["status"] for name, line in lines.items()} == dict.fromkeys(lines, "ok"), lines
@@ -86,19 +88,18 @@ def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
     assert {"aws credentials", "table", "queues", "image", "tokens", "github access"} <= set(lines)
     assert "dry run" in lines["launch permission"]["found"]
     assert "dry run" in lines["terminate permission"]["found"]
-    asked = {name for name, count in patient.servers.ec2.asked().items() if count > before.get(name, 0)}
+    asked = {name for name, count in patient.servers.ec2.requests().items() if count > before.get(name, 0)}
     dry = {"CreateFleet", "RunInstances", "TerminateInstances"}
     assert asked >= dry
     assert all(name.startswith("Describe") for name in asked - dry)
     assert all(patient.servers.ec2.last(name)["DryRun"] == "true" for name in dry)
-    assert patient.servers.remuda("refresh", "--pool", POOL, "--sweep-only")[1]["applied"] == []
+    assert patient.servers.remuda("refresh", "--sweep-only", pool=POOL)[1]["applied"] == []
 
 
 def test_for_people_it_is_one_line_a_check(patient: Patient):
     done = run_cli(
         ["doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
-        environment={**patient.servers.environment, "COLUMNS": "40"},
-        timeout_s=LIMIT_S,
+        environment={**patient.servers.environment(), "COLUMNS": "40"},
     )
     assert done.code == 2
     lines = done.stdout.splitlines()
@@ -206,7 +207,7 @@ def test_a_pool_that_was_never_refreshed(patient: Patient):
 
 
 def test_a_queue_deleted_by_hand(patient: Patient):
-    assert patient.servers.refresh("gap")[0] == 0
+    assert patient.servers.refresh(pool="gap")[0] == 0
 
     async def delete(client: Any) -> None:
         url = (await client.get_queue_url(QueueName="remuda-gap-xlarge"))["QueueUrl"]
@@ -249,7 +250,7 @@ def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patien
 
 def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(patient: Patient):
     refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
-    patient.servers.ec2.plan(
+    patient.servers.ec2.configure(
         faults=[{"action": "RunInstances", **refused}, {"action": "TerminateInstances", **refused}]
     )
     code, lines = patient.doctor()
@@ -260,7 +261,7 @@ def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(pa
 
 def test_who_may_not_see_tags_cannot_end_machines(patient: Patient):
     refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
-    patient.servers.ec2.plan(faults=[{"action": "DescribeTags", **refused}])
+    patient.servers.ec2.configure(faults=[{"action": "DescribeTags", **refused}])
     code, lines = patient.doctor()
     assert (code, problems(lines)) == (2, {"terminate permission"}), lines
     assert "refresh.json" in lines["terminate permission"]["fix"]

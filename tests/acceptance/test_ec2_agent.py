@@ -1,34 +1,31 @@
-"""The real user data and the real agent on a machine of their own: a namespace of this computer, with servers around it
-for its metadata, DynamoDB, SQS, EC2, IAM, STS and GitHub.
-"""
+"""The real user data and the real agent on a namespace machine, with servers for metadata, AWS and GitHub."""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.aws_cloud import aws_cloud
-from tests.support.ec2_machine.machine import NamespaceMachine, bake, why_not
-from tests.support.ec2_region import LIMIT_S, Region
+from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
+from tests.support.aws.stack import aws_stack
+from tests.support.cli import run_installed
+from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
 
 JOB_USER = "remuda-job"
 
 
 @pytest.fixture
-def region(tmp_path: Path) -> Iterator[Region]:
-    bake(tmp_path / "image")
-    with aws_cloud(tmp_path) as cloud:
-        yield Region(folder=tmp_path, cloud=cloud)
+def stack(tmp_path: Path) -> Iterator[MachineStack]:
+    bake_image(tmp_path / "image")
+    with aws_stack(tmp_path) as started:
+        yield MachineStack(started)
 
 
-#: What a job could look into, and what it must not find there.
-LOOKS = """
+#: A job step that tries to read and write what jobs must not.
+PROBE = """
 set -x
 id -Gn
 ! ls /var/lib/remuda || exit 11
@@ -43,8 +40,8 @@ cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' >seen
 [ "$(ulimit -Hc)" = 0 ] || exit 19
 [ "$(grep -cx remuda-job /etc/cron.deny)" = 1 ] || [ ! -e /etc/debian_version ] || exit 20
 """
-#: All that a job can do to stay.
-STAYS = """
+#: A job step that leaves files and processes behind.
+LEAVE_TRACES = """
 mkdir -p /tmp/deep/er && touch /tmp/deep/er/left /var/tmp/left /dev/shm/left ~/left
 chmod 000 /tmp/deep
 ln -s /etc /tmp/link
@@ -52,16 +49,16 @@ echo 'touch /tmp/was-here' >>/var/lib/remuda-jobs/runner/run.sh
 ipcmk -M 4096
 env -i setsid sh -c 'sleep 1000 & sleep 1001 &' >/dev/null 2>&1 </dev/null
 """
-FILES = ("/tmp/deep", "/tmp/link", "/var/tmp/left", "/dev/shm/left", "/home/remuda-job/left")  # noqa: S108 - its own
+FILES = ("/tmp/deep", "/tmp/link", "/var/tmp/left", "/dev/shm/left", "/home/remuda-job/left")  # noqa: S108 - of the machine
 
 
 def agents(machine: NamespaceMachine) -> list[str]:
-    """Their pids, as the machine counts them."""
+    """Pids of the agents inside the machine."""
     return machine.run("pgrep", "-f", "remuda agent").stdout.split()
 
 
 def running(machine: NamespaceMachine, user: str) -> list[str]:
-    """What a user runs. What has ended, and only waits for its parent to look, does not."""
+    """The processes of a user, without zombies."""
     lines = machine.run("ps", "-u", user, "-o", "stat=,args=").stdout.splitlines()
     return [line for line in lines if not line.startswith("Z")]
 
@@ -70,24 +67,24 @@ def sleepers(machine: NamespaceMachine) -> int:
     return sum("sleep 100" in line for line in running(machine, JOB_USER))
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Region) -> None:
-    await region.refresh("--margin-sec", "0.5")
-    async with region.booting():
-        assert (await region.provision("1"))["created"] == 1
-        ((name, machine),) = region.machines.items()
-        job = await region.run_job("1", LOOKS, STAYS)
+@pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
+async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(stack: MachineStack) -> None:
+    await stack.refresh(REMUDA_MARGIN_SEC="0.5")
+    async with stack.booting():
+        assert (await stack.provision("1"))["created"] == 1
+        ((name, machine),) = stack.machines.items()
+        job = await stack.run_job("1", PROBE, LEAVE_TRACES)
         assert job.conclusion == "success", f"{job} {machine.console}"
-        await until(lambda: sleepers(machine) == 2, "what the job leaves behind runs")
+        await until(lambda: sleepers(machine) == 2, "the processes that the job left run")
         assert JOB_USER in machine.run("ipcs", "-m").stdout
 
-        # A job of another run that has guessed the label, and would not mind a failure.
-        foreign = await region.run_job("9", "touch /tmp/foreign", label="1", always=True)
+        # A job of another run with the same label, whose step runs even after a failure.
+        foreign = await stack.run_job("9", "touch /tmp/foreign", label="1", always=True)
         assert (foreign.conclusion, foreign.steps[0].conclusion) == ("cancelled", "skipped"), foreign.log
         assert "it belongs to run 9 of" in foreign.log
-        assert machine.run("test", "-e", "/tmp/foreign").returncode == 1  # noqa: S108 - the machine's own
+        assert machine.run("test", "-e", "/tmp/foreign").returncode == 1  # noqa: S108 - of the machine
 
-        released = await region.remuda("release", "--run-id", "1")
+        released = await stack.remuda("release", "--run-id", "1")
         assert released["released"] == [name], machine.console
         assert running(machine, JOB_USER) == []
         assert JOB_USER not in machine.run("ipcs", "-m").stdout
@@ -95,49 +92,42 @@ async def test_a_machine_boots_works_is_reset_works_again_and_ends(region: Regio
             assert machine.run("test", "-e", path).returncode == 1, path
         assert "was-here" not in machine.run("cat", "/var/lib/remuda-jobs/runner/run.sh").stdout
         assert machine.run("stat", "-c", "%U", "/var/lib/remuda-jobs/runner/run.sh").stdout.strip() == JOB_USER
-        async with region.github() as github:
+        async with stack.github() as github:
             assert await github.runners() == []
 
-        # An agent that is killed leaves the listener alone, and the next one finds it.
-        assert (await region.provision("2"))["reused"] == 1
-        asked = region.cloud.ec2.asked().get("TerminateInstances", 0)
-        await region.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
-        # While it starts something there are two that look like it.
+        # The next agent takes over the listener of a killed agent.
+        assert (await stack.provision("2"))["reused"] == 1
+        terminations = stack.stack.ec2.requests().get("TerminateInstances", 0)
+        await stack.refresh("--idle-time-sec", "2", REMUDA_MARGIN_SEC="0.5")
+        # While the agent starts a process, the child has the same command line.
         await until(lambda: len(agents(machine)) == 1, "one agent")
         (agent,) = agents(machine)
         machine.run("kill", "-9", agent)
-        job = await region.run_job("2", "echo hello")
+        job = await stack.run_job("2", "echo hello")
         assert job.conclusion == "success", machine.console
         await until(lambda: agents(machine) not in ([], [agent]), "the next agent")
-        assert (await region.remuda("release", "--run-id", "2"))["released"] == [name], machine.console
+        assert (await stack.remuda("release", "--run-id", "2"))["released"] == [name], machine.console
 
-        # Nobody wants it any more: it ends itself, with its own rights.
-        await until(lambda: region.cloud.ec2.asked().get("TerminateInstances", 0) > asked, machine.console)
+        # An unused machine terminates its instance itself, with the permissions of its role.
+        await until(lambda: stack.stack.ec2.requests().get("TerminateInstances", 0) > terminations, machine.console)
 
 
-async def until(holds: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < limit, what
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
         await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
+    ("environment", "message"),
     [
         ({}, "this is no machine that Remuda made"),
         ({"REMUDA_BACKEND": "aws"}, "there is no user 'remuda-job' to run jobs as"),
     ],
 )
-def test_an_agent_that_cannot_start_says_why_in_one_sentence(environment: dict[str, str], says: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "remuda", "agent"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=LIMIT_S,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_agent_that_cannot_start_reports_the_reason_in_one_line(environment: dict[str, str], message: str) -> None:
+    result = run_installed(["agent"], environment=environment)
+    assert (result.code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

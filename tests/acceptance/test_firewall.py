@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bootstrap_box import JOB_USER, Box
+from tests.support.bootstrap_box import JOB_USER, BootstrapBox
 from tests.support.fake_imds import fake_imds
 
 V4, V6 = "169.254.169.254", "fd00:ec2::254"
@@ -154,8 +154,8 @@ def test_jobs_their_namespaces_and_containers_do_not_reach_the_metadata(
     assert [host.reaches(uid) for uid in (JOB, SUBORDINATE[0], OTHER)] == [both] * 3
 
     with fake_imds() as imds:
-        box = Box(tmp_path, imds)
-        box.bake()
+        box = BootstrapBox(tmp_path, imds)
+        box.preinstall()
         assert box.boot().returncode == 0
     subuid = tmp_path / "subuid"
     subuid.write_text(SUBUID)

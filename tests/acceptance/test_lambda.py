@@ -18,10 +18,9 @@ from unittest.mock import patch
 import pytest
 
 import lambda_package
-from remuda.fake_github.client import FakeGitHubClient
-from tests.support.canary import Canaries, key_pair, minted
-from tests.support.cloud import SCOPE, Cloud, cloud
+from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
 from tests.support.emf import check_emf
+from tests.support.leak_scanner import LeakScanner, issued_credentials, key_pair
 from tests.support.registry import answered
 
 #: Like Lambda's runtime: sets the log level, passes event and context, and prints the result or the error.
@@ -67,24 +66,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(home: Path) -> Iterator[Cloud]:
-    with cloud(home) as started:
+def servers(home: Path) -> Iterator[AwsStack]:
+    with aws_stack(home) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def canaries(servers: Cloud) -> Canaries:
+def scanner(servers: AwsStack) -> LeakScanner:
     given = {name: secrets.token_urlsafe(30) for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")}
-    return Canaries({**given, "GitHub token": servers.github_token})
+    return LeakScanner({**given, "GitHub token": servers.github.token})
 
 
 class PackagedFunction:
     """Invokes the function and searches its output for credentials each time."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], canaries: Canaries, github: Path) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], scanner: LeakScanner, github: Path) -> None:
         self._folder = folder
         self._environment = environment
-        self._canaries = canaries
+        self._scanner = scanner
         self._github = github
         self.log: list[dict[str, Any]] = []
         #: The last line of the invocation's log.
@@ -106,8 +105,8 @@ class PackagedFunction:
             check=True,
         )
         self.output = done.stdout + done.stderr
-        self._canaries.adopt(minted(self._github))
-        assert self._canaries.find(self.output, "output of the function") == []
+        self._scanner.add_new(issued_credentials(self._github))
+        assert self._scanner.find(self.output, "output of the function") == []
         *log, answer = done.stdout.splitlines()
         *self.log, self.metrics = [json.loads(line) for line in log]
         check_emf(self.metrics)
@@ -117,24 +116,24 @@ class PackagedFunction:
 
 @pytest.fixture(scope="module")
 def function(
-    package: Path, servers: Cloud, home: Path, canaries: Canaries, tmp_path_factory: pytest.TempPathFactory
+    package: Path, servers: AwsStack, home: Path, scanner: LeakScanner, tmp_path_factory: pytest.TempPathFactory
 ) -> PackagedFunction:
     folder = tmp_path_factory.mktemp("task")
     with zipfile.ZipFile(package) as archive:
         archive.extractall(folder)
-    secret = servers.put_secret(f"remuda/{POOL}/github", json.dumps({"token": servers.github_token}))
+    secret = servers.put_secret(f"remuda/{POOL}/github", json.dumps({"token": servers.github.token}))
     launch = {f"REMUDA_{name.replace('-', '_').upper()}": value for name, value in servers.launch.items()}
     return PackagedFunction(
         folder,
         {
-            **servers.environment,
-            **{name: value for name, value in canaries.secrets.items() if name.startswith("AWS_")},
+            **servers.environment(),
+            **{name: value for name, value in scanner.secrets.items() if name.startswith("AWS_")},
             **launch,
             "REMUDA_POOL": POOL,
             "REMUDA_GITHUB_SCOPE": SCOPE,
             "REMUDA_GITHUB_TOKEN": secret,
         },
-        canaries,
+        scanner,
         home / "github",
     )
 
@@ -147,7 +146,7 @@ def test_package_is_small_and_contains_no_tools(package: Path):
     assert package.stat().st_size < 30_000_000
 
 
-def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: PackagedFunction, servers: Cloud):
+def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: PackagedFunction, servers: AwsStack):
     # At this level, libraries would log requests and responses.
     first = function.invoke({"command": "refresh"}, AWS_LAMBDA_LOG_LEVEL="DEBUG")["result"]
     assert f"tokens for {SCOPE}" in first["applied"]
@@ -161,15 +160,15 @@ def test_refresh_applies_and_sweeps_with_a_token_from_secrets_manager(function: 
 
 
 def test_app_key_from_secrets_manager_is_used_and_never_logged(
-    function: PackagedFunction, servers: Cloud, canaries: Canaries
+    function: PackagedFunction, servers: AwsStack, scanner: LeakScanner
 ):
     private, public = key_pair()
-    canaries.add("App key", private)
+    scanner.add("App key", private)
     secret = servers.put_secret(f"remuda/{POOL}/app", json.dumps({"private_key": private}))
     app: dict[str, Any] = {"REMUDA_GITHUB_TOKEN": "", "REMUDA_GITHUB_APP_ID": "4242", "REMUDA_GITHUB_APP_KEY": secret}
 
     async def prepare() -> None:
-        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
+        async with servers.github_client() as github:
             await github.change_settings(app_id="4242", app_key=public, app_owners=[SCOPE.partition("/")[0]])
 
     asyncio.run(prepare())
@@ -179,10 +178,10 @@ def test_app_key_from_secrets_manager_is_used_and_never_logged(
         **app,
     )
     assert swept["result"]["applied"] == []
-    assert any(name.startswith("access token") for name in canaries.secrets), "an access token was created with the key"
+    assert any(name.startswith("access token") for name in scanner.secrets), "an access token was created with the key"
 
 
-def test_failures_are_raised_with_one_line(function: PackagedFunction, servers: Cloud):
+def test_failures_are_raised_with_one_line(function: PackagedFunction, servers: AwsStack):
     unknown = function.invoke({"command": "reboot"})
     assert unknown["errorType"] == "UserError"
     assert "command is 'reboot'" in unknown["errorMessage"]
@@ -195,13 +194,13 @@ def test_failures_are_raised_with_one_line(function: PackagedFunction, servers: 
     secret = "arn:aws:secretsmanager:eu-central-1:000000000000:secret:remuda/none-AbCdEf"
 
     async def echo(token: str) -> None:
-        async with FakeGitHubClient(servers.github_url, servers.github_token) as github:
+        async with servers.github_client() as github:
             await github.clear_faults()
             if token:
                 message = f"Bad request: Authorization: Bearer {token}"
                 await github.set_fault("status", operation="list", times=None, status=422, message=message)
 
-    asyncio.run(echo(servers.github_token))
+    asyncio.run(echo(servers.github.token))
     refused = function.invoke({"command": "refresh"})
     asyncio.run(echo(""))
     assert "Bad request" in refused["errorMessage"], refused

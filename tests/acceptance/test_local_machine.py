@@ -302,7 +302,7 @@ async def test_an_agent_that_dies_is_started_again(world: World) -> None:
     await until(lambda: not alive(first))
     assert await world.call(name, "pid") != first
     assert await world.call(name, "load") == "before"
-    (world.root / name / "memory.json").write_text("{")
+    (world.root / name / "agent-state.json").write_text("{")
     assert await world.call(name, "load") == ""
 
 
@@ -320,7 +320,7 @@ async def test_the_dead_man_ends_it_whatever_the_agent_does(world: World) -> Non
         await world.arm(name, 0.5)
         os.kill(agent, signal.SIGSTOP)
     await world.reaches(name, MachineState.TERMINATED)
-    assert world.record(name)["reason"] == "the dead-man timer ran out"
+    assert world.record(name)["reason"] == "the dead-man timer expired"
     assert not alive(agent)
 
 
@@ -352,7 +352,7 @@ async def test_a_notice_can_be_played(world: World) -> None:
     [
         ("echo one; echo two >&2; exit 3", "StepResult(ok=False, detail='exit code 3: one | two')"),
         ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "StepResult(ok=True, detail='exit code 0: fine')"),
-        ("", "StepResult(ok=True, detail='there is no pre-runner script')"),
+        ("", "StepResult(ok=True, detail='no pre-runner script')"),
     ],
 )
 async def test_the_script_before_the_runner(world: World, script: str, expected: str) -> None:
@@ -381,7 +381,7 @@ async def test_power_loss_takes_everything_with_it(world: World) -> None:
 
     await world.reaches(name, MachineState.TERMINATED)
     assert world.processes() == []
-    assert world.record(name)["reason"] == "lost its power"
+    assert world.record(name)["reason"] == "lost power"
     assert not (world.root / name / "work").exists()
 
 
@@ -511,7 +511,7 @@ async def test_a_machine_that_never_boots(world: World) -> None:
     ]
     await world.reaches(names[0], MachineState.RUNNING)
     await world.reaches(names[1], MachineState.TERMINATED)
-    assert world.record(names[1])["reason"] == "the dead-man timer ran out"
+    assert world.record(names[1])["reason"] == "the dead-man timer expired"
     for name in names:
         assert not (world.root / name / "logs" / "agent.log").exists()
 
@@ -519,7 +519,7 @@ async def test_a_machine_that_never_boots(world: World) -> None:
 async def test_a_machine_that_loses_power(world: World) -> None:
     name = await world.one(fault="dies-after-s=0.2")
     await world.reaches(name, MachineState.TERMINATED)
-    assert world.record(name)["reason"] == "lost its power"
+    assert world.record(name)["reason"] == "lost power"
 
 
 async def test_capacity_runs_out(world: World) -> None:
@@ -530,8 +530,8 @@ async def test_capacity_runs_out(world: World) -> None:
     assert "capacity for 1 only" in partial.errors[0]
     full = await world.launch("full", count=3, capacity="2")
     assert len(full.instances) == 1
-    assert "1 of 2 places are free, 3 wanted" in full.errors[0]
-    with pytest.raises(CapacityError, match="0 of 2 places"):
+    assert "1 of 2 machines are free, 3 requested" in full.errors[0]
+    with pytest.raises(CapacityError, match="0 of 2 machines"):
         await world.launch("more", capacity="2")
     await world.terminate(full.instances[0].instance_id)
     assert len((await world.launch("more", capacity="2")).instances) == 1
@@ -566,7 +566,7 @@ async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, m
     monkeypatch.setattr(launch, "is_on", count_slowly)
     first = asyncio.create_task(world.launch("first", capacity="1"))
     assert await asyncio.to_thread(drafted.wait, LONG_S)
-    with pytest.raises(CapacityError, match="0 of 1 places"):
+    with pytest.raises(CapacityError, match="0 of 1 machines"):
         await world.launch("second", capacity="1")
     assert len((await first).instances) == 1
 

@@ -31,7 +31,7 @@ async def stdout_of(backend: LocalBackend, *arguments: str) -> str:
 
 
 async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES, "--margin-sec", "10", sweeper=True)
+    await backend.up(**LONG_LIFETIMES, margin_sec=10, sweeper=True)
     first = (await backend.provision("41", 2, "--log-format", "json")).document
     await backend.release("41")
     log = backend.folder / "instances" / first["instances"][0]["instance_id"] / "logs" / "agent.log"
@@ -99,7 +99,7 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
 
 
 async def test_watch_prints_changes_and_stops_on_sigterm(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES)
+    await backend.up(**LONG_LIFETIMES)
     lines = await backend.start("status", "--watch", "--every", "0.2")
     documents = await backend.start("status", "--watch", "--every", "0.2", "--json")
     assert lines.stdout is not None
@@ -124,7 +124,7 @@ async def test_watch_prints_changes_and_stops_on_sigterm(backend: LocalBackend) 
 
 
 async def test_status_warns_of_an_expired_instance(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES, "--idle-time-sec", "2", "--margin-sec", "1")
+    await backend.up(**{**LONG_LIFETIMES, "idle_time_sec": 2, "margin_sec": 1})
     (instance,) = (await backend.provision("41")).document["instances"]
     await backend.release("41")
     await backend.until(lambda: not backend.machines(), "the idle instance to terminate itself")
@@ -163,7 +163,7 @@ async def test_every_requires_watch(backend: LocalBackend) -> None:
 
 
 async def test_drain_quarantine_and_terminate(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES)
+    await backend.up(**LONG_LIFETIMES)
     first = (await backend.provision("41", 3)).document
     odd, old, last = sorted(item["instance_id"] for item in first["instances"])
     await backend.release("41")

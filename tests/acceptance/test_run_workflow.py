@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from remuda.fake_github import read_endpoint
-from tests.support.canary import Canaries, Processes, minted, watched_processes
 from tests.support.cli import CommandResult, run_installed
+from tests.support.leak_scanner import LeakScanner, ObservedProcesses, issued_credentials, observe_processes
 from tests.support.local_backend import run_local
 
 LIMIT_S = 120
@@ -76,7 +76,7 @@ def run(
 ) -> CommandResult:
     file = tmp_path / "w.yml"
     file.write_text(WORKFLOW % (env_value, step))
-    # As a process of its own: the test inspects its arguments and environment.
+    # As a separate process, because the test inspects its arguments and environment.
     words = ["run-workflow", str(file), "--run-id", run_id, "--dir", str(backend), "--json"]
     return run_installed(words, environment={**os.environ, **variables}, timeout_s=LIMIT_S)
 
@@ -97,16 +97,16 @@ def test_each_job_runs_on_an_instance_of_the_run(backend: Path, tmp_path: Path):
 
 
 @pytest.fixture
-def canaries(backend: Path) -> Canaries:
+def scanner(backend: Path) -> LeakScanner:
     endpoint = read_endpoint(backend / "github")
     assert endpoint is not None
     made = {name: secrets.token_urlsafe(30) for name in ("AWS_SECRET_ACCESS_KEY", "FOR_ONE_STEP")}
-    return Canaries({**made, "REMUDA_GITHUB_TOKEN": endpoint.token})
+    return LeakScanner({**made, "REMUDA_GITHUB_TOKEN": endpoint.token})
 
 
-def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path: Path, canaries: Canaries):
-    variables = dict(canaries.secrets)
-    with watched_processes() as processes:
+def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path: Path, scanner: LeakScanner):
+    variables = dict(scanner.secrets)
+    with observe_processes() as processes:
         done = run(backend, tmp_path, "9002", PRINT_ENVIRONMENT, variables.pop("FOR_ONE_STEP"), **variables)
     result = document_of(done)
     assert (done.code, result["conclusion"]) == (1, "failure")
@@ -120,20 +120,20 @@ def test_failed_job_skips_dependents_and_still_releases(backend: Path, tmp_path:
     }
     assert set(states(backend)) == {"idle"}
     assert "GITHUB_RUN_ID=9002" in done.stderr, "the jobs' environment"
-    check_secrets(backend, canaries, done, processes)
+    check_secrets(backend, scanner, done, processes)
 
 
-def check_secrets(backend: Path, canaries: Canaries, done: CommandResult, processes: Processes) -> None:
+def check_secrets(backend: Path, scanner: LeakScanner, done: CommandResult, processes: ObservedProcesses) -> None:
     """A job gets the variables of its workflow, but no secret of the process that runs the workflow."""
     instances = f"{backend}/instances/".encode()
     environments = {name: data for name, data in processes.environ_of({os.getuid()}).items() if instances in data}
     assert environments
-    assert canaries.find_all(environments) == []
-    canaries.adopt(minted(backend / "github"))
-    assert canaries.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
-    holding = {path for path in backend.rglob("*") if canaries.find(content(path), str(path))}
-    assert {path.name.partition("-")[0] for path in holding} == {"remuda.db", "github.db", "endpoint.json"}
-    assert {path.parent for path in holding} == {backend, backend / "github"}
+    assert scanner.find_all(environments) == []
+    scanner.add_new(issued_credentials(backend / "github"))
+    assert scanner.find_all({"stdout": done.stdout, "stderr": done.stderr, **processes.argv()}) == []
+    with_secrets = {path for path in backend.rglob("*") if scanner.find(content(path), str(path))}
+    assert {path.name.partition("-")[0] for path in with_secrets} == {"remuda.db", "github.db", "endpoint.json"}
+    assert {path.parent for path in with_secrets} == {backend, backend / "github"}
 
 
 def content(path: Path) -> bytes:

@@ -1,86 +1,80 @@
-"""Scale-down on AWS with a pool: records rule their machines, the table rules the rest."""
+"""Scale-down of a fleet with a pool on AWS: recorded instances follow their records, all others their tags."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from remuda.domain.serialization import to_document
-from tests.support.aws_cloud import LIMIT_S, Cloud, aws_cloud
-from tests.support.records import instance
+from tests.support.aws.stack import POOL, SHORT_TIMES, AwsStack, aws_stack
+from tests.support.records import birth, instance
 
 
 @pytest.fixture(scope="module")
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
-    with aws_cloud(tmp_path_factory.mktemp("aws")) as made:
-        yield made
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsStack]:
+    with aws_stack(tmp_path_factory.mktemp("aws")) as started:
+        yield started
 
 
-async def launch_tagged(cloud: Cloud) -> list[str]:
-    """Two machines with the pool's tags and a stray orphan mark."""
+async def launch_tagged(stack: AwsStack) -> list[str]:
+    """Launch two instances with the tags of the pool and an orphan tag."""
     tags = {
-        "ghr:environment": "test",
+        "ghr:environment": POOL,
         "ghr:Application": "github-action-runner",
         "ghr:Owner": "octo",
         "ghr:Type": "Org",
         "ghr:orphan": "true",
-        "remuda:pool": "test",
+        "remuda:pool": POOL,
     }
-    async with cloud.ec2.client() as client:
-        answer = await client.run_instances(ImageId=cloud.launch["ami"], MinCount=2, MaxCount=2)
+    async with stack.ec2.client() as client:
+        answer = await client.run_instances(ImageId=stack.launch["ami"], MinCount=2, MaxCount=2)
         names = [item["InstanceId"] for item in answer["Instances"]]
         await client.create_tags(Resources=names, Tags=[{"Key": key, "Value": value} for key, value in tags.items()])
     return names
 
 
-def put_idle_record(cloud: Cloud, instance_id: str) -> None:
-    now = datetime.now(UTC)  # noqa: TID251 - the command has the real clock
+def put_idle_record(stack: AwsStack, instance_id: str) -> None:
+    now = datetime.now(UTC)  # noqa: TID251 - the command uses the real clock
     record = instance(
         instance_id=instance_id, threshold=now + timedelta(seconds=300), created_at=now - timedelta(seconds=300)
     )
-    root = Path(__file__).parents[2]
-    subprocess.run(
-        [sys.executable, str(root / "tests" / "support" / "put_record.py"), "remuda-test"],
-        input=json.dumps(to_document(record)),
-        text=True,
-        env={**cloud.environment, "PYTHONPATH": str(root)},
-        timeout=LIMIT_S,
-        check=True,
-    )
+
+    async def put(client: Any) -> None:
+        store = stack.instance_store(client)
+        await store.apply(birth(record))
+        await store.close()
+
+    stack.call("dynamodb", put)
 
 
-def test_scale_down_leaves_recorded_machines_to_their_records(cloud: Cloud):
-    cloud.refresh()
-    idle, unrecorded = asyncio.run(launch_tagged(cloud))
-    put_idle_record(cloud, idle)
+def test_scale_down_keeps_an_idle_recorded_instance_and_terminates_an_unrecorded_orphan(stack: AwsStack):
+    stack.refresh(**SHORT_TIMES)
+    idle, unrecorded = asyncio.run(launch_tagged(stack))
+    put_idle_record(stack, idle)
     keep = json.dumps([{"cron": "* * * * * *", "idleCount": 1}])
-    down = {"AWS_ENDPOINT_URL_DYNAMODB": "http://127.0.0.1:9"}
-    code, blind = cloud.remuda("scale-down", SCALE_DOWN_CONFIG=keep, **down)
-    assert code == 4, blind
-    assert {(item["instance_id"], item["action"]) for item in blind["decisions"]} == {
+    unreachable = {"AWS_ENDPOINT_URL_DYNAMODB": "http://127.0.0.1:9"}
+    code, failed = stack.remuda("scale-down", SCALE_DOWN_CONFIG=keep, **unreachable)
+    assert code == 4, failed
+    assert {(item["instance_id"], item["action"]) for item in failed["decisions"]} == {
         (idle, "skip"),
         (unrecorded, "skip"),
     }
-    assert any("DynamoDB" in error for error in blind["errors"])
+    assert any("DynamoDB" in error for error in failed["errors"])
 
-    before = threshold_of(cloud, idle)
-    code, answer = cloud.remuda("scale-down", SCALE_DOWN_CONFIG=keep)
+    before = threshold_of(stack, idle)
+    code, answer = stack.remuda("scale-down", SCALE_DOWN_CONFIG=keep)
     actions = {(item["instance_id"], item["action"]) for item in answer["decisions"]}
     assert (idle, "unmark-orphan") in actions
     assert (idle, "keep") in actions
-    assert threshold_of(cloud, idle) > before
-    # The other is judged by the table.
+    assert threshold_of(stack, idle) > before
     assert (unrecorded, "terminate") in actions
     assert code == 0, answer
 
 
-def threshold_of(cloud: Cloud, instance_id: str) -> str:
-    found = cloud.remuda("status")[1]["instances"]
+def threshold_of(stack: AwsStack, instance_id: str) -> str:
+    found = stack.remuda("status")[1]["instances"]
     return str(next(item["threshold"] for item in found if item["instance_id"] == instance_id))

@@ -27,9 +27,8 @@ from remuda.ports.pool import ResourcePool
 from remuda.ports.store import InstanceStore
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
-from tests.support.fauxqs import Fauxqs, fauxqs
+from tests.support.aws.servers import Fauxqs, Ministack, fauxqs, ministack
 from tests.support.records import LONG_S, instance_id
-from tests.support.servers import Ministack, ministack
 
 #: Properties are tried with the same examples each time, however slow this computer is.
 settings.load_profile("ci")
@@ -249,7 +248,7 @@ class SqsPools:
         )
 
     async def let_pass(self, seconds: float) -> None:
-        self._server.let_pass(seconds)
+        self._server.advance_clock(seconds)
 
     async def send_raw(self, resource_class: str, body: str) -> None:
         url = (await self._client.get_queue_url(QueueName=f"{self._prefix}-{resource_class}"))["QueueUrl"]

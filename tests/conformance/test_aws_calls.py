@@ -36,10 +36,10 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.pool import BATCH
 from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute
+from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
+from tests.support.aws.servers import Ministack
 from tests.support.dynamodb_rights import refused, requests
 from tests.support.records import LONG_S, birth, instance, message, pool_config
-from tests.support.servers import Ministack
-from tests.support.wire import JSON, Fault, Wire, answers, quarantined_until, together, wire
 
 N = 10
 RUN = "4711"
@@ -84,8 +84,8 @@ class Aws:
     """The control plane's own way to the servers, with a proxy on it that counts."""
 
     context: Context
-    dynamodb: Wire
-    sqs: Wire
+    dynamodb: FaultProxy
+    sqs: FaultProxy
 
     def clear(self) -> None:
         self.dynamodb.requests.clear()
@@ -94,7 +94,7 @@ class Aws:
     def expect(self, said: Said, state: State) -> None:
         """Count from here. Machines that take no time: none is looked at before all have said what they say."""
         self.clear()
-        held = quarantined_until(said.by_all[state], b'"report#')
+        held = hold_until(said.by_all[state], b'"report#')
         self.dynamodb.always = {"GetItem": held, "BatchGetItem": held}
 
     def polls(self) -> int:
@@ -135,8 +135,8 @@ async def aws(
 ) -> AsyncIterator[Aws]:
     clock, ids, calls = SystemClock(), SystemIds(), CallCounter()
     async with (
-        wire(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as dynamodb,
-        wire(server.url) as sqs,
+        fault_proxy(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as dynamodb,
+        fault_proxy(server.url) as sqs,
         AwsClients(session=aws_session) as clients,
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", dynamodb.url)
@@ -196,7 +196,7 @@ def nothing_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         "remuda.adapters.aws.dynamodb.history.FLUSH_AFTER_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_TTL_S",
         "remuda.controlplane.provision.selection.OPEN_CHECK_INTERVAL_S",
-        "remuda.controlplane.release.LOOK_S",
+        "remuda.controlplane.release.releasing.RECHECK_INTERVAL_S",
     ):
         monkeypatch.setattr(pause, 3 * LONG_S)
 
@@ -217,7 +217,7 @@ async def test_a_warm_provision_and_its_release_keep_their_budget(herd_store: In
 
         aws.expect(said, State.RELEASING)
         # Announcements share calls when machines become idle at about the same time, whatever else this computer does.
-        aws.dynamodb.always["UpdateItem"] = together(N, b'"idle"')
+        aws.dynamodb.always["UpdateItem"] = respond_together(N, b'"idle"')
         polls = aws.polls()
         released = await release(aws.context, run_id=RUN, attempt=1)
         assert len(released.of(ReleaseStatus.RELEASED)) == N
@@ -299,7 +299,7 @@ def copies(messages: list[Message]) -> list[Message]:
 async def test_messages_that_come_twice_late_and_in_any_order(herd_store: InstanceStore, aws: Aws) -> None:
     herd = [await herd_store.apply(birth(in_use(number))) for number in range(N)]
     await aws.context.pool.send([each.message() for each in herd])
-    aws.sqs.then("ReceiveMessage", answers({}))  # the hosts that were asked had none
+    aws.sqs.then("ReceiveMessage", respond({}))  # the hosts that were asked had none
     aws.sqs.always["ReceiveMessage"] = delivering(lambda found: [*reversed(copies(found)), *found], [])
     async with asyncio.timeout(3 * LONG_S), agents(herd_store, herd):
         made = await provision(aws.context, ORDER)
@@ -319,7 +319,7 @@ async def test_a_message_that_comes_again_after_its_instance_was_claimed(herd_st
         await aws.context.pool.send([each.message() for each in herd[:half]])
         first = await provision(aws.context, replace(ORDER, count=half))
         await aws.context.pool.send([each.message() for each in herd[half:]])
-        aws.sqs.then("ReceiveMessage", answers({"Messages": copies(delivered)[:BATCH]}))
+        aws.sqs.then("ReceiveMessage", respond({"Messages": copies(delivered)[:BATCH]}))
         second = await provision(aws.context, replace(ORDER, run_id="4712", count=half))
     ours, theirs = ({item.instance.instance_id for item in made.instances} for made in (first, second))
     assert (len(ours), len(theirs), ours & theirs) == (half, half, set())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from aiobotocore.session import get_session
 
 from remuda.adapters.aws.dynamodb.keys import own_key_prefix, role_key_prefix
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
-from tests.support.moto_server import PROFILE, REGION, MotoServer, shared_server
+from tests.support.aws.ec2 import PROFILE, Ec2Server, instance_credentials, shared_ec2_server
+from tests.support.aws.servers import aws_client
 
 INSTANCE = "i-0123456789abcdef0"
 LAUNCH = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678"}
@@ -21,7 +20,7 @@ LAUNCH = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678"}
 
 @dataclass(frozen=True)
 class Account:
-    server: MotoServer
+    server: Ec2Server
     iam: Any
 
     async def prefix_of(self, profile: str) -> str:
@@ -30,7 +29,7 @@ class Account:
 
 @pytest.fixture
 async def account() -> AsyncIterator[Account]:
-    server = shared_server()
+    server = shared_ec2_server()
     await server.make_profile(PROFILE)
     async with server.iam() as iam:
         yield Account(server=server, iam=iam)
@@ -40,12 +39,10 @@ async def test_machine_and_control_plane_agree(account: Account) -> None:
     prefix = await account.prefix_of(PROFILE)
     profile = (await account.iam.get_instance_profile(InstanceProfileName=PROFILE))["InstanceProfile"]
     assert await account.prefix_of(profile["Arn"]) == prefix
-    values = await account.server.credentials_of(PROFILE, INSTANCE)
-    given = json.loads(values[f"iam/security-credentials/{PROFILE}"])
-    async with get_session().create_client(
+    given = await instance_credentials(account.server.url, INSTANCE)
+    async with aws_client(
         "sts",
-        region_name=REGION,
-        endpoint_url=account.server.url,
+        account.server.url,
         aws_access_key_id=given["AccessKeyId"],
         aws_secret_access_key=given["SecretAccessKey"],
         aws_session_token=given["Token"],
@@ -56,13 +53,7 @@ async def test_machine_and_control_plane_agree(account: Account) -> None:
 
 
 async def test_credentials_of_somebody_else_are_refused(account: Account) -> None:
-    async with get_session().create_client(
-        "sts",
-        region_name=REGION,
-        endpoint_url=account.server.url,
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-    ) as sts:
+    async with aws_client("sts", account.server.url) as sts:
         with pytest.raises(UserError, match="not to instance"):
             await own_key_prefix(sts, INSTANCE)
 

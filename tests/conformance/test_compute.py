@@ -24,7 +24,7 @@ from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatt
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Compute, LaunchRequest, LaunchResult, MachineState
 from simulation.memory.compute import MemoryCloud, MemoryCompute
-from tests.support.moto_server import shared_server
+from tests.support.aws.ec2 import shared_ec2_server
 from tests.support.records import LONG_S
 
 UNKNOWN = "i-00000000000000000"
@@ -111,7 +111,7 @@ class CloudInMemory:
 class Ec2Cloud:
     def __init__(self) -> None:
         self.launch: dict[str, str] = {}
-        self._server = shared_server()
+        self._server = shared_ec2_server()
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:

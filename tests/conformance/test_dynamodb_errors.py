@@ -21,9 +21,17 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import EventLog
+from tests.support.aws.fault_proxy import (
+    FaultProxy,
+    after_forwarding,
+    cut_connection,
+    fail,
+    fault_proxy,
+    never_respond,
+    respond,
+)
+from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
-from tests.support.servers import LOOPBACK, Ministack, held_port
-from tests.support.wire import Wire, after_success, answers, cut, hang, says, wire
 from tests.support.world_time import Notes
 
 ID = instance_id(1)
@@ -37,8 +45,8 @@ class QuickClock(SystemClock):
 
 
 @pytest.fixture
-async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wire]:
-    async with wire(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
+async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FaultProxy]:
+    async with fault_proxy(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", proxy.url)
         yield proxy
 
@@ -56,7 +64,7 @@ def open_store(client: Any, table: str, calls: CallCounter, event_log: EventLog 
 
 @pytest.fixture
 async def store(
-    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter
+    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter
 ) -> AsyncIterator[DynamoInstanceStore]:
     """Through the proxy, and prepared."""
     store = open_store(await clients.dynamodb(), table_name, calls)
@@ -143,7 +151,7 @@ async def test_two_who_prepare_at_once(clients: AwsClients, table_name: str, cal
 async def test_an_endpoint_that_is_down_is_named(
     aws_session: AioSession, table_name: str, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with held_port() as port:
+    with unused_port() as port:
         url = f"http://{LOOPBACK}:{port}"
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", url)
         async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:
@@ -194,8 +202,8 @@ async def test_either_variable_names_the_region(
 
 
 @pytest.mark.parametrize("code", ["AccessDeniedException", "ExpiredTokenException", "UnrecognizedClientException"])
-async def test_refused_credentials(store: DynamoInstanceStore, between: Wire, code: str) -> None:
-    between.always["GetItem"] = says(400, code)
+async def test_refused_credentials(store: DynamoInstanceStore, between: FaultProxy, code: str) -> None:
+    between.always["GetItem"] = fail(400, code)
     with pytest.raises(UserError):
         await store.get(ID)
     assert between.requests["GetItem"] == 1, "asking again would not help"
@@ -205,9 +213,9 @@ async def test_refused_credentials(store: DynamoInstanceStore, between: Wire, co
 
 
 async def test_a_throttled_call_is_repeated_and_counted(
-    store: DynamoInstanceStore, between: Wire, calls: CallCounter
+    store: DynamoInstanceStore, between: FaultProxy, calls: CallCounter
 ) -> None:
-    between.then("UpdateItem", says(400, "ProvisionedThroughputExceededException"))
+    between.then("UpdateItem", fail(400, "ProvisionedThroughputExceededException"))
     await store.apply(birth(instance()))
     assert between.requests["UpdateItem"] == calls.by_service()["dynamodb"]["UpdateItem"] == 2
     assert calls.outcomes()["dynamodb", "UpdateItem"] == (1, 1)
@@ -216,8 +224,8 @@ async def test_a_throttled_call_is_repeated_and_counted(
     assert calls.outcomes()["dynamodb", "UpdateItem"] == (2, 1), "a condition that does not hold is an answer"
 
 
-async def test_lasting_throttling(store: DynamoInstanceStore, between: Wire, calls: CallCounter) -> None:
-    between.always["UpdateItem"] = says(400, "ThrottlingException")
+async def test_lasting_throttling(store: DynamoInstanceStore, between: FaultProxy, calls: CallCounter) -> None:
+    between.always["UpdateItem"] = fail(400, "ThrottlingException")
     with pytest.raises(Throttled) as throttled:
         await store.apply(birth(instance()))
     assert throttled.value.retry_after_s > 0
@@ -226,25 +234,25 @@ async def test_lasting_throttling(store: DynamoInstanceStore, between: Wire, cal
     assert await store.get(ID) is None
 
 
-async def test_a_lasting_breakdown(store: DynamoInstanceStore, between: Wire) -> None:
-    between.always["Query"] = says(500, "InternalServerError")
+async def test_a_lasting_breakdown(store: DynamoInstanceStore, between: FaultProxy) -> None:
+    between.always["Query"] = fail(500, "InternalServerError")
     with pytest.raises(Unavailable, match="InternalServerError"):
         await store.provisions_of_run("1234")
 
 
-async def test_an_unknown_refusal_is_unavailable(store: DynamoInstanceStore, between: Wire) -> None:
-    between.always["GetItem"] = says(400, "SomethingNew")
+async def test_an_unknown_refusal_is_unavailable(store: DynamoInstanceStore, between: FaultProxy) -> None:
+    between.always["GetItem"] = fail(400, "SomethingNew")
     with pytest.raises(Unavailable, match="SomethingNew"):
         await store.get(ID)
 
 
-@pytest.mark.parametrize("fault", [cut, says(503, "ServiceUnavailable")], ids=["cut", "503"])
+@pytest.mark.parametrize("fault", [cut_connection, fail(503, "ServiceUnavailable")], ids=["cut", "503"])
 async def test_a_write_whose_answer_was_lost_is_recognised(
-    store: DynamoInstanceStore, between: Wire, fault: Any
+    store: DynamoInstanceStore, between: FaultProxy, fault: Any
 ) -> None:
     """The library asks again and is refused by its own first write: the refusal shows whose it was."""
     idle = await store.apply(birth(instance()))
-    between.then("UpdateItem", after_success(fault))
+    between.then("UpdateItem", after_forwarding(fault))
     ours = claim(idle, "p-1/a")
     with pytest.raises(Conflict) as refused:
         await store.apply(ours)
@@ -255,11 +263,11 @@ async def test_a_write_whose_answer_was_lost_is_recognised(
 
 
 async def test_a_write_that_was_made_after_all_has_one_line_in_the_history(
-    store: DynamoInstanceStore, between: Wire
+    store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
     idle = await store.apply(birth(instance()))
     ours = claim(idle, "p-1/a")
-    between.then("UpdateItem", *[after_success(says(400, "SomethingNew"))])
+    between.then("UpdateItem", *[after_forwarding(fail(400, "SomethingNew"))])
     with pytest.raises(Unavailable):
         await store.apply(ours)
     for _ in range(2):
@@ -269,19 +277,19 @@ async def test_a_write_that_was_made_after_all_has_one_line_in_the_history(
 
 
 LOST_TRANSACTIONS = {
-    "cut": [after_success(cut)],
+    "cut": [after_forwarding(cut_connection)],
     "refused by itself": [
-        after_success(cut),
-        says(400, "TransactionCanceledException", CancellationReasons=[{"Code": "ConditionalCheckFailed"}] * 4),
+        after_forwarding(cut_connection),
+        fail(400, "TransactionCanceledException", CancellationReasons=[{"Code": "ConditionalCheckFailed"}] * 4),
     ],
-    "never told": [after_success(says(400, "SomethingNew"))],
-    "in progress": [after_success(says(400, "TransactionInProgressException"))] * MAX_ATTEMPTS,
+    "never told": [after_forwarding(fail(400, "SomethingNew"))],
+    "in progress": [after_forwarding(fail(400, "TransactionInProgressException"))] * MAX_ATTEMPTS,
 }
 
 
 @pytest.mark.parametrize("lost", LOST_TRANSACTIONS)
 async def test_a_transaction_whose_answer_was_lost_has_one_line_for_each(
-    store: DynamoInstanceStore, between: Wire, lost: str
+    store: DynamoInstanceStore, between: FaultProxy, lost: str
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in (1, 2)]
     for record in records:
@@ -297,11 +305,11 @@ async def test_a_transaction_whose_answer_was_lost_has_one_line_for_each(
         assert [entry.transition for entry in await store.history(made.instance_id)] == ["birth", "end"]
 
 
-async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, between: Wire) -> None:
+async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, between: FaultProxy) -> None:
     records = await asyncio.gather(
         *(store.apply(birth(instance(number))) for number in range(CHANGES_PER_TRANSACTION + 2))
     )
-    between.then("TransactWriteItems", says(400, "AccessDeniedException"))
+    between.then("TransactWriteItems", fail(400, "AccessDeniedException"))
     failures = await store.apply_all([change(record, uses=7) for record in records])
     made = [record.instance_id for record, failure in zip(records, failures, strict=True) if failure is None]
     assert len(made) in {2, CHANGES_PER_TRANSACTION}
@@ -311,7 +319,7 @@ async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, b
 
 
 async def test_a_write_that_hangs_times_out_and_may_have_been_made(
-    aws_session: AioSession, between: Wire, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    aws_session: AioSession, between: FaultProxy, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     made = asyncio.Event()
 
@@ -322,7 +330,7 @@ async def test_a_write_that_hangs_times_out_and_may_have_been_made(
     async def fault(request: web.Request, forward: Callable[[], Awaitable[web.Response]]) -> web.Response:
         # Whether or not somebody still waits for it.
         await asyncio.shield(asyncio.ensure_future(makes_it(forward)))
-        return await hang(request, forward)
+        return await never_respond(request, forward)
 
     async with AwsClients(session=aws_session) as clients:
         hasty = open_store(await clients.client("dynamodb", "DynamoDB", config(read_timeout_s=0.2)), table_name, calls)
@@ -335,13 +343,13 @@ async def test_a_write_that_hangs_times_out_and_may_have_been_made(
     assert await store.get(ID) == instance()
 
 
-async def test_a_wait_ends_when_the_server_fails(store: DynamoInstanceStore, between: Wire) -> None:
+async def test_a_wait_ends_when_the_server_fails(store: DynamoInstanceStore, between: FaultProxy) -> None:
     record = await store.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(store.wait_for_control(ID, record, 2 * LONG_S))
         other = asyncio.create_task(store.wait_for_report(ID, None, 2 * LONG_S))
         assert await store.wait_for_control(ID, None, LONG_S) == record
-        between.always["BatchGetItem"] = between.always["GetItem"] = says(400, "ThrottlingException")
+        between.always["BatchGetItem"] = between.always["GetItem"] = fail(400, "ThrottlingException")
         for wait in (waiting, other):
             with pytest.raises(Throttled):
                 await wait
@@ -353,23 +361,25 @@ async def test_a_wait_ends_when_the_server_fails(store: DynamoInstanceStore, bet
 
 
 async def test_what_a_batch_left_out_is_asked_for_again(
-    store: DynamoInstanceStore, between: Wire, table_name: str
+    store: DynamoInstanceStore, between: FaultProxy, table_name: str
 ) -> None:
     records = {number: await store.apply(birth(instance(number))) for number in (1, 2, 3)}
     keys = [{"pk": {"S": f"control#{record.instance_id}"}, "sk": {"S": "control"}} for record in records.values()]
     left = {"Responses": {}, "UnprocessedKeys": {table_name: {"Keys": keys, "ConsistentRead": True}}}
-    between.then("BatchGetItem", answers(left), answers(left))
+    between.then("BatchGetItem", respond(left), respond(left))
     found = await store.get_many([record.instance_id for record in records.values()])
     assert found == {record.instance_id: record for record in records.values()}
     assert between.requests["BatchGetItem"] == 3
-    between.always["BatchGetItem"] = answers(left)
+    between.always["BatchGetItem"] = respond(left)
     with pytest.raises(Throttled):
         await store.get_many([instance_id(1), instance_id(2)])
     assert between.requests["BatchGetItem"] == 3 + BATCH_ATTEMPTS
 
 
-async def test_a_history_that_cannot_be_written_holds_up_nothing(store: DynamoInstanceStore, between: Wire) -> None:
-    between.always["BatchWriteItem"] = says(400, "AccessDeniedException")
+async def test_a_history_that_cannot_be_written_holds_up_nothing(
+    store: DynamoInstanceStore, between: FaultProxy
+) -> None:
+    between.always["BatchWriteItem"] = fail(400, "AccessDeniedException")
     record = await store.apply(birth(instance()))
     with pytest.raises(UserError):
         await store.history(ID)
@@ -379,22 +389,22 @@ async def test_a_history_that_cannot_be_written_holds_up_nothing(store: DynamoIn
 
 
 async def test_a_store_closes_though_its_history_is_refused(
-    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     notes = Notes()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
-    between.always["BatchWriteItem"] = says(400, "AccessDeniedException")
+    between.always["BatchWriteItem"] = fail(400, "AccessDeniedException")
     await other.apply(birth(instance()))
     await other.close()
     assert notes.count("history-lost") == 1
 
 
 async def test_a_history_that_is_late_is_told_of(
-    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     notes = Notes()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
-    between.then("BatchWriteItem", says(400, "AccessDeniedException"))
+    between.then("BatchWriteItem", fail(400, "AccessDeniedException"))
     record = await other.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
         while not notes.count("history-late"):
@@ -406,11 +416,11 @@ async def test_a_history_that_is_late_is_told_of(
 
 
 async def test_a_write_of_history_that_is_cut_is_made_when_the_store_closes(
-    between: Wire, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
+    between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
     other = open_store(await clients.dynamodb(), table_name, calls)
     await other.apply(birth(instance()))
-    between.then("BatchWriteItem", hang)
+    between.then("BatchWriteItem", never_respond)
     reading = asyncio.create_task(other.history(ID))
     async with asyncio.timeout(LONG_S):
         while not between.requests["BatchWriteItem"]:

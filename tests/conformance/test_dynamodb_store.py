@@ -36,6 +36,8 @@ from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
+from tests.support.aws.fault_proxy import FaultProxy, fail, fault_proxy, respond_together
+from tests.support.aws.servers import Ministack, ministack
 from tests.support.dynamodb_rights import refused, requests
 from tests.support.records import (
     LONG_S,
@@ -50,8 +52,6 @@ from tests.support.records import (
     pool_config,
     provision,
 )
-from tests.support.servers import Ministack, ministack
-from tests.support.wire import Wire, says, together, wire
 
 ID = instance_id(1)
 BEAT: dict[str, Any] = {"at": NOW, "busy": False, "listening": True, "notice": "", "version": "1"}
@@ -60,14 +60,14 @@ PREFIX = "AROAEXAMPLE:"
 
 
 @pytest.fixture
-async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wire]:
-    async with wire(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
+async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FaultProxy]:
+    async with fault_proxy(os.environ["AWS_ENDPOINT_URL_DYNAMODB"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_DYNAMODB", proxy.url)
         yield proxy
 
 
 @pytest.fixture
-async def client(between: Wire, clients: AwsClients) -> Any:
+async def client(between: FaultProxy, clients: AwsClients) -> Any:
     return await clients.dynamodb()
 
 
@@ -77,7 +77,9 @@ def calls() -> CallCounter:
 
 
 @pytest.fixture
-async def store(between: Wire, client: Any, table_name: str, calls: CallCounter) -> AsyncIterator[DynamoInstanceStore]:
+async def store(
+    between: FaultProxy, client: Any, table_name: str, calls: CallCounter
+) -> AsyncIterator[DynamoInstanceStore]:
     store = DynamoInstanceStore(
         client=client, table=table_name, clock=SystemClock(), ids=SystemIds(), calls=calls, key_prefix=PREFIX
     )
@@ -129,7 +131,7 @@ async def test_fields_are_attributes(store: DynamoInstanceStore, client: Any, ta
     assert "assignment" not in item
 
 
-async def test_a_change_writes_what_it_sets_and_nothing_else(store: DynamoInstanceStore, between: Wire) -> None:
+async def test_a_change_writes_what_it_sets_and_nothing_else(store: DynamoInstanceStore, between: FaultProxy) -> None:
     record = await store.apply(birth(instance()))
     await store.apply(change(record, uses=4))
     update = between.sent["UpdateItem"][-1]
@@ -186,7 +188,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
     assert {True, False} <= set(verdicts)
 
 
-async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: Wire) -> None:
+async def test_agents_only_get_and_update(store: DynamoInstanceStore, between: FaultProxy) -> None:
     """Their policy allows no more, and each only its own two keys."""
     async with asyncio.timeout(LONG_S):
         assert await store.wait_for_control(ID, None, 0.3) is None
@@ -322,7 +324,7 @@ async def test_the_table_really_forgets(
             for number, state in ((1, State.TERMINATED), (2, State.IDLE)):
                 await store.apply(birth(instance(number, state=state, forget_at=at(86_400))))
                 await store.history(instance_id(number))
-            own.let_pass(31 * 86_400)
+            own.advance_clock(31 * 86_400)
             while await store.get(ID) is not None or await store.history(ID):
                 await store.count_live()
             assert await store.get(instance_id(2)) is not None
@@ -396,7 +398,7 @@ async def test_what_a_machine_puts_below_its_own_report_counts_as_no_instance(
 
 
 async def test_every_call_of_an_agent_is_within_its_rights(
-    store: DynamoInstanceStore, other: DynamoInstanceStore, between: Wire, table_name: str
+    store: DynamoInstanceStore, other: DynamoInstanceStore, between: FaultProxy, table_name: str
 ) -> None:
     record = await store.apply(birth(instance()))
     between.sent.clear()
@@ -414,7 +416,7 @@ async def test_every_call_of_an_agent_is_within_its_rights(
 
 
 async def test_every_query_follows_its_pages(
-    aws_session: AioSession, between: Wire, table_name: str, store: DynamoInstanceStore, calls: CallCounter
+    aws_session: AioSession, between: FaultProxy, table_name: str, store: DynamoInstanceStore, calls: CallCounter
 ) -> None:
     for number in range(20):
         state = State.TERMINATED if number % 4 == 0 else State.IDLE
@@ -452,7 +454,7 @@ async def test_every_query_follows_its_pages(
 # Calls ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, between: Wire) -> None:
+async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, between: FaultProxy) -> None:
     idle = await store.apply(birth(instance()))
     winner = await store.apply(claim(idle, "p-1/a"))
     opened = provision()
@@ -477,7 +479,7 @@ async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, betwee
 
 
 async def test_ends_are_confirmed_in_one_call(
-    store: DynamoInstanceStore, client: Any, table_name: str, between: Wire
+    store: DynamoInstanceStore, client: Any, table_name: str, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(CHANGES_PER_TRANSACTION)]
     for record in records:
@@ -493,7 +495,7 @@ async def test_ends_are_confirmed_in_one_call(
 
 
 async def test_a_machine_that_never_reported_costs_one_call_more(
-    store: DynamoInstanceStore, client: Any, table_name: str, between: Wire
+    store: DynamoInstanceStore, client: Any, table_name: str, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(4)]
     await store.beat(ID, **BEAT)
@@ -508,7 +510,7 @@ async def test_a_machine_that_never_reported_costs_one_call_more(
 
 
 async def test_a_record_that_is_refused_is_written_alone_and_the_others_together(
-    store: DynamoInstanceStore, between: Wire
+    store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
     records = [await store.apply(birth(instance(number))) for number in range(6)]
     for record in records[:4]:
@@ -523,12 +525,12 @@ async def test_a_record_that_is_refused_is_written_alone_and_the_others_together
 
 
 async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
-    store: DynamoInstanceStore, between: Wire, monkeypatch: pytest.MonkeyPatch
+    store: DynamoInstanceStore, between: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = await asyncio.gather(
         *(store.apply(birth(instance(number))) for number in range(3 * CHANGES_PER_TRANSACTION))
     )
-    between.always["TransactWriteItems"] = says(400, "TransactionConflictException")
+    between.always["TransactWriteItems"] = fail(400, "TransactionConflictException")
     at_once: list[int] = []
     apply, under_way = store.apply, set[str]()
 
@@ -545,10 +547,10 @@ async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
     assert max(at_once) == CONCURRENT_WRITES
 
 
-async def test_histories_share_calls(store: DynamoInstanceStore, between: Wire) -> None:
+async def test_histories_share_calls(store: DynamoInstanceStore, between: FaultProxy) -> None:
     record = await store.apply(birth(instance()))
     # They are made at about the same time, whatever else this computer does.
-    between.always["UpdateItem"] = together(2 * WRITE_BATCH, b"UpdateExpression")
+    between.always["UpdateItem"] = respond_together(2 * WRITE_BATCH, b"UpdateExpression")
     await asyncio.gather(*(store.apply(change(record, uses=number)) for number in range(2 * WRITE_BATCH)))
     assert len(await store.history(ID)) == 2 * WRITE_BATCH + 1
     assert between.requests["BatchWriteItem"] <= 6
@@ -568,7 +570,7 @@ async def test_a_history_is_written_soon_without_being_asked_for(
 async def test_all_who_wait_share_one_call_a_look(
     store: DynamoInstanceStore,
     other: DynamoInstanceStore,
-    between: Wire,
+    between: FaultProxy,
     calls: CallCounter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,22 +9,22 @@ import pytest
 from remuda.adapters.aws.ec2.create_fleet import FleetLaunchError, is_shortage
 from remuda.domain.errors import CapacityError, Throttled, Unavailable, UserError
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
-from tests.support.ec2_world import Ec2World, ec2_world, ids
+from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture, instance_ids
 
 NO_ROOM = "InsufficientInstanceCapacity"
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[Ec2World]:
-    async with ec2_world() as made:
+async def world() -> AsyncIterator[Ec2Fixture]:
+    async with ec2_fixture() as made:
         yield made
 
 
-async def test_one_instant_fleet_with_an_override_for_each_subnet(world: Ec2World) -> None:
-    compute = await world.prepared()
-    result = await compute.launch(world.wanted(count=3, patterns="m6i.* r*"))
+async def test_one_instant_fleet_with_an_override_for_each_subnet(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    result = await compute.launch(world.launch_request(count=3, patterns="m6i.* r*"))
 
-    assert len(ids(result)) == 3
+    assert len(instance_ids(result)) == 3
     asked = world.server.last("CreateFleet")
     assert asked["Type"] == "instant"
     assert asked["ClientToken"] == "token"
@@ -43,33 +43,33 @@ async def test_one_instant_fleet_with_an_override_for_each_subnet(world: Ec2Worl
     assert world.calls.by_service()["ec2"]["CreateFleet"] == 1
 
 
-async def test_a_star_means_no_list_and_spot_has_its_strategy(world: Ec2World) -> None:
-    compute = await world.prepared()
-    result = await compute.launch(world.wanted(spot=True, patterns="* c6i.large"))
+async def test_a_star_means_no_list_and_spot_has_its_strategy(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    result = await compute.launch(world.launch_request(spot=True, patterns="* c6i.large"))
     asked = world.server.last("CreateFleet")
     assert not [key for key in asked if "AllowedInstanceType" in key]
     assert asked["SpotOptions.AllocationStrategy"] == "price-capacity-optimized"
     (item,) = await world.instances()
-    assert item["InstanceId"] == ids(result)[0]
+    assert item["InstanceId"] == instance_ids(result)[0]
     assert item["InstanceLifecycle"] == "spot"
 
 
-async def test_kinds_that_ec2_leaves_out_are_asked_for_by_name(world: Ec2World) -> None:
-    compute = await world.prepared()
+async def test_kinds_that_ec2_leaves_out_are_asked_for_by_name(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
     with pytest.raises(CapacityError):  # the test server plays no such types
-        await compute.launch(world.wanted(patterns="t3.* m5.metal"))
+        await compute.launch(world.launch_request(patterns="t3.* m5.metal"))
     asked = world.server.last("CreateFleet")
     requirements = "LaunchTemplateConfigs.1.Overrides.1.InstanceRequirements"
     assert asked[f"{requirements}.BurstablePerformance"] == "included"
     assert asked[f"{requirements}.BareMetal"] == "included"
 
 
-async def test_tags_are_there_from_the_start_on_machine_and_volume(world: Ec2World) -> None:
-    compute = await world.prepared()
+async def test_tags_are_there_from_the_start_on_machine_and_volume(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
     options = {"github-environment": "prod"}
-    result = await compute.launch(world.wanted(launch=options, tags={"team": "a", POOL_TAG: "forged"}))
+    result = await compute.launch(world.launch_request(launch=options, tags={"team": "a", POOL_TAG: "forged"}))
 
-    tags = (await compute.describe(ids(result)))[ids(result)[0]].tags
+    tags = (await compute.describe(instance_ids(result)))[instance_ids(result)[0]].tags
     assert tags == {
         "ghr:environment": "prod",
         "ghr:Application": "github-action-runner",
@@ -91,54 +91,54 @@ async def test_tags_are_there_from_the_start_on_machine_and_volume(world: Ec2Wor
             for each in range(1, len(tags) + 1)
         }
         assert spelled == tags
-    assert "CreateTags" not in world.server.asked()
+    assert "CreateTags" not in world.server.requests()
 
 
-async def test_an_organisations_machine_says_so(world: Ec2World) -> None:
-    compute = await world.prepared()
-    (name,) = ids(await compute.launch(world.wanted(scope="acme")))
+async def test_an_organisations_machine_says_so(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    (name,) = instance_ids(await compute.launch(world.launch_request(scope="acme")))
     tags = (await compute.describe([name]))[name].tags
     assert (tags["ghr:Owner"], tags["ghr:Type"], tags["ghr:environment"]) == ("acme", "Org", "pool")
 
 
-async def test_partial_capacity_gives_machines_and_reasons(world: Ec2World) -> None:
-    compute = await world.prepared()
+async def test_partial_capacity_gives_machines_and_reasons(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
     first, second = world.subnets
-    world.server.plan(capacity={first: 1, second: 1})
+    world.server.configure(capacity={first: 1, second: 1})
 
-    result = await compute.launch(world.wanted(count=5, patterns="c6i.large"))
+    result = await compute.launch(world.launch_request(count=5, patterns="c6i.large"))
 
-    assert len(ids(result)) == 2
+    assert len(instance_ids(result)) == 2
     assert len(result.errors) == 2
     for subnet in world.subnets:
         assert any(f"{subnet} c6i.large (on-demand): {NO_ROOM}" in said for said in result.errors)
 
 
-async def test_no_capacity_says_who_had_none(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(capacity=dict.fromkeys(world.subnets, 0))
+async def test_no_capacity_says_who_had_none(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(capacity=dict.fromkeys(world.subnets, 0))
     with pytest.raises(CapacityError) as caught:
-        await compute.launch(world.wanted(count=2, patterns="c6i.large"))
+        await compute.launch(world.launch_request(count=2, patterns="c6i.large"))
     assert all(f"{subnet} c6i.large" in caught.value.message for subnet in world.subnets)
     assert caught.value.fix
     assert await world.instances() == []
 
 
-async def test_spot_shortage_is_an_error(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(capacity={"spot": 1})
-    result = await compute.launch(world.wanted(count=3, spot=True))
-    assert len(ids(result)) == 1
+async def test_spot_shortage_is_an_error(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(capacity={"spot": 1})
+    result = await compute.launch(world.launch_request(count=3, spot=True))
+    assert len(instance_ids(result)) == 1
     assert result.errors
-    world.server.plan(capacity={"spot": 0})
+    world.server.configure(capacity={"spot": 0})
     with pytest.raises(CapacityError, match="spot"):
-        await compute.launch(world.wanted("other", count=3, spot=True))
+        await compute.launch(world.launch_request("other", count=3, spot=True))
 
 
-async def test_spot_falls_back_to_on_demand_for_the_rest(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(capacity={"spot": 1})
-    request = world.wanted(count=3, spot=True, launch={"spot-fallback": "on-demand"})
+async def test_spot_falls_back_to_on_demand_for_the_rest(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(capacity={"spot": 1})
+    request = world.launch_request(count=3, spot=True, launch={"spot-fallback": "on-demand"})
 
     result = await compute.launch(request)
 
@@ -165,55 +165,55 @@ def test_only_a_shortage_makes_spot_fall_back(code: str, falls_back: bool) -> No
     assert is_shortage([FleetLaunchError(code=code, sentence="")]) is falls_back
 
 
-async def test_what_spot_gave_is_known_when_the_rest_fails(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(capacity={"spot": 1, "on-demand": 0})
-    result = await compute.launch(world.wanted(count=3, spot=True, launch={"spot-fallback": "on-demand"}))
-    assert len(ids(result)) == 1
+async def test_what_spot_gave_is_known_when_the_rest_fails(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(capacity={"spot": 1, "on-demand": 0})
+    result = await compute.launch(world.launch_request(count=3, spot=True, launch={"spot-fallback": "on-demand"}))
+    assert len(instance_ids(result)) == 1
     assert any("(on-demand)" in said for said in result.errors)
 
 
 @pytest.mark.parametrize("honoured", [True, False])
-async def test_a_lost_answer_launches_once(world: Ec2World, honoured: bool) -> None:  # noqa: FBT001
-    compute = await world.prepared()
-    world.server.plan(lost=[{"action": "CreateFleet"}], honour_tokens=honoured)
+async def test_a_lost_answer_launches_once(world: Ec2Fixture, honoured: bool) -> None:  # noqa: FBT001
+    compute = await world.prepared_compute()
+    world.server.configure(lost=[{"action": "CreateFleet"}], honour_tokens=honoured)
 
-    result = await compute.launch(world.wanted(count=2))
+    result = await compute.launch(world.launch_request(count=2))
 
-    assert len(ids(result)) == 2
-    assert sorted(item["InstanceId"] for item in await world.instances()) == ids(result)
-    assert ids(await compute.launch(world.wanted(count=2))) == ids(result)
+    assert len(instance_ids(result)) == 2
+    assert sorted(item["InstanceId"] for item in await world.instances()) == instance_ids(result)
+    assert instance_ids(await compute.launch(world.launch_request(count=2))) == instance_ids(result)
     assert len(await world.instances()) == 2
 
 
-async def test_a_lost_answer_and_a_lagging_describe_rest_on_the_token(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(lost=[{"action": "CreateFleet"}], lag=1)
-    result = await compute.launch(world.wanted(count=2))
-    assert world.server.asked()["CreateFleet"] == 2
-    assert len(ids(result)) == 2
+async def test_a_lost_answer_and_a_lagging_describe_rest_on_the_token(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(lost=[{"action": "CreateFleet"}], lag=1)
+    result = await compute.launch(world.launch_request(count=2))
+    assert world.server.requests()["CreateFleet"] == 2
+    assert len(instance_ids(result)) == 2
     assert len(await world.instances()) == 2
 
 
-async def test_answers_lost_for_good_leave_tags_to_find(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(
+async def test_answers_lost_for_good_leave_tags_to_find(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(
         lost=[{"action": "CreateFleet", "times": 99}],
         faults=[{"action": "DescribeInstances", "code": "InternalError", "status": 500, "times": 99}],
     )
     with pytest.raises(Unavailable):
-        await compute.launch(world.wanted(count=2))
-    world.server.plan(lost=[], faults=[])
+        await compute.launch(world.launch_request(count=2))
+    world.server.configure(lost=[], faults=[])
     assert [view.tags[PROVISION_TAG] for view in await compute.list_pool()] == ["provision-token"] * 2
     # Whoever comes with the token again gets those.
-    assert len(ids(await compute.launch(world.wanted(count=2)))) == 2
+    assert len(instance_ids(await compute.launch(world.launch_request(count=2)))) == 2
     assert len(await world.instances()) == 2
 
 
-async def test_another_process_with_the_same_token_gets_the_same_machines(world: Ec2World) -> None:
-    first, second = await world.prepared(), world.compute()
-    result = await first.launch(world.wanted(count=2))
-    assert await second.launch(world.wanted(count=2)) == result
+async def test_another_process_with_the_same_token_gets_the_same_machines(world: Ec2Fixture) -> None:
+    first, second = await world.prepared_compute(), world.compute()
+    result = await first.launch(world.launch_request(count=2))
+    assert await second.launch(world.launch_request(count=2)) == result
     assert len(await world.instances()) == 2
 
 
@@ -232,12 +232,12 @@ async def test_another_process_with_the_same_token_gets_the_same_machines(world:
     ],
 )
 async def test_errors_say_what_the_caller_can_do(
-    world: Ec2World, code: str, status: int, error: type[Exception], field: str
+    world: Ec2Fixture, code: str, status: int, error: type[Exception], field: str
 ) -> None:
-    compute = await world.prepared()
-    world.server.plan(faults=[{"action": "CreateFleet", "code": code, "status": status, "times": 99}])
+    compute = await world.prepared_compute()
+    world.server.configure(faults=[{"action": "CreateFleet", "code": code, "status": status, "times": 99}])
     with pytest.raises(error) as caught:
-        await compute.launch(world.wanted())
+        await compute.launch(world.launch_request())
     assert type(caught.value) is error
     assert code in str(caught.value)
     assert getattr(caught.value, "field", "") == field
@@ -248,16 +248,18 @@ async def test_errors_say_what_the_caller_can_do(
     assert await world.instances() == []
 
 
-async def test_throttling_is_waited_out(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(faults=[{"action": "CreateFleet", "code": "RequestLimitExceeded", "status": 503, "times": 2}])
-    assert len(ids(await compute.launch(world.wanted()))) == 1
+async def test_throttling_is_waited_out(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(
+        faults=[{"action": "CreateFleet", "code": "RequestLimitExceeded", "status": 503, "times": 2}]
+    )
+    assert len(instance_ids(await compute.launch(world.launch_request()))) == 1
     assert len(world.clock.slept) == 2
 
 
-async def test_a_new_machine_is_seen_when_the_lag_is_over(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(lag=1)
-    names = ids(await compute.launch(world.wanted()))
+async def test_a_new_machine_is_seen_when_the_lag_is_over(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(lag=1)
+    names = instance_ids(await compute.launch(world.launch_request()))
     assert await compute.describe(names) == {}
     assert (await compute.describe(names))[names[0]].state is MachineState.RUNNING

@@ -101,7 +101,7 @@ def test_the_endpoint_is_the_standard_one_unless_told() -> None:
 
 async def test_identity_comes_from_metadata_and_tags(machine: Ec2Machine, imds: FakeImds) -> None:
     assert await machine.identity() == Identity(instance_id=INSTANCE_ID, pool="pool", margin_s=60.0)
-    assert imds.asked[0] == "PUT /latest/api/token"
+    assert imds.requests[0] == "PUT /latest/api/token"
     assert len(imds.tokens) == 1
 
 

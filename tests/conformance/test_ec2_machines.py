@@ -9,26 +9,26 @@ import pytest
 from remuda.adapters.aws.ec2.compute import BATCH
 from remuda.domain.errors import NotFound
 from remuda.ports.compute import POOL_TAG, MachineState
-from tests.support.ec2_shim import PAGE
-from tests.support.ec2_world import Ec2World, ec2_world, ids
+from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture, instance_ids
+from tests.support.aws.ec2_shim import PAGE
 
 GHOST = "i-0123456789abcdef0"
 MANY, LAUNCHES = 205, 5
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[Ec2World]:
-    async with ec2_world() as made:
+async def world() -> AsyncIterator[Ec2Fixture]:
+    async with ec2_fixture() as made:
         yield made
 
 
-async def state(world: Ec2World, name: str) -> str:
+async def state(world: Ec2Fixture, name: str) -> str:
     return next(str(item["State"]["Name"]) for item in await world.instances() if item["InstanceId"] == name)
 
 
-async def test_a_strangers_machine_is_never_ended(world: Ec2World) -> None:
-    compute = await world.prepared()
-    ours, theirs = ids(await compute.launch(world.wanted())), await world.stranger()
+async def test_a_strangers_machine_is_never_ended(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    ours, theirs = instance_ids(await compute.launch(world.launch_request())), await world.launch_foreign_instance()
 
     refused = await compute.terminate([theirs, *ours, "not-an-id"])
 
@@ -38,96 +38,97 @@ async def test_a_strangers_machine_is_never_ended(world: Ec2World) -> None:
     assert await state(world, ours[0]) == "terminated"
 
 
-async def test_a_machine_tells_its_image(world: Ec2World) -> None:
-    compute = await world.prepared()
-    await compute.launch(world.wanted())
+async def test_a_machine_tells_its_image(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    await compute.launch(world.launch_request())
     assert [view.image for view in await compute.list_pool()] == [world.options["ami"]]
 
 
-async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2World) -> None:
+async def test_a_batch_survives_ids_that_ec2_does_not_know(world: Ec2Fixture) -> None:
     """They are known when looked at, and gone when their end is asked for."""
-    compute = await world.prepared()
-    names = ids(await compute.launch(world.wanted(count=5)))
+    compute = await world.prepared_compute()
+    names = instance_ids(await compute.launch(world.launch_request(count=5)))
     unknown = {"action": "TerminateInstances", "code": "InvalidInstanceID.NotFound"}
 
     # Some server names those it does not know; another may not.
-    world.server.plan(faults=[{**unknown, "message": f"The instance IDs '{names[0]}, {GHOST}' do not exist"}])
+    world.server.configure(faults=[{**unknown, "message": f"The instance IDs '{names[0]}, {GHOST}' do not exist"}])
     assert await compute.terminate(names[:2]) == {}
     assert [await state(world, name) for name in names[:2]] == ["running", "terminated"]
-    world.server.plan(faults=[{**unknown, "message": "some do not exist"}])
+    world.server.configure(faults=[{**unknown, "message": "some do not exist"}])
     assert await compute.terminate(names[2:]) == {}
     assert [await state(world, name) for name in names[2:]] == ["terminated"] * 3
 
 
-async def test_a_batch_survives_a_machine_that_somebody_protected(world: Ec2World) -> None:
-    compute = await world.prepared()
-    names = ids(await compute.launch(world.wanted(count=3)))
+async def test_a_batch_survives_a_machine_that_somebody_protected(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    names = instance_ids(await compute.launch(world.launch_request(count=3)))
     said = f"The instance '{names[1]}' may not be terminated. Modify its 'disableApiTermination' instance attribute."
-    world.server.plan(faults=[{"action": "TerminateInstances", "code": "OperationNotPermitted", "message": said}])
+    world.server.configure(faults=[{"action": "TerminateInstances", "code": "OperationNotPermitted", "message": said}])
     assert await compute.terminate(names) == {names[1]: said}
     assert [await state(world, name) for name in names] == ["terminated", "running", "terminated"]
 
 
-async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2World) -> None:
-    compute = await world.prepared()
-    world.server.plan(lag=1)
-    names = ids(await compute.launch(world.wanted()))
+async def test_what_was_just_launched_is_ended_before_it_can_be_seen(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    world.server.configure(lag=1)
+    names = instance_ids(await compute.launch(world.launch_request()))
     assert await compute.terminate(names) == {}
     assert await state(world, names[0]) == "terminated"
 
 
-async def test_the_tag_alone_is_looked_at_before_an_end(world: Ec2World) -> None:
+async def test_the_tag_alone_is_looked_at_before_an_end(world: Ec2Fixture) -> None:
     """Of what has no such tag the machine itself: is it somebody else's, or not there?"""
-    compute = await world.prepared()
-    names = ids(await compute.launch(world.wanted(count=2)))
-    before = world.server.asked().get("DescribeInstances", 0)
+    compute = await world.prepared_compute()
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
+    before = world.server.requests().get("DescribeInstances", 0)
     assert await compute.terminate(names) == {}
-    assert world.server.asked().get("DescribeInstances", 0) == before
-    stranger = await world.stranger()
+    assert world.server.requests().get("DescribeInstances", 0) == before
+    stranger = await world.launch_foreign_instance()
     refused = await compute.terminate([stranger, GHOST])
     assert list(refused) == [stranger]
     assert POOL_TAG in refused[stranger]
-    assert world.server.asked().get("DescribeInstances", 0) == before + 1
+    assert world.server.requests().get("DescribeInstances", 0) == before + 1
     assert await state(world, stranger) == "running"
 
 
-async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2World) -> None:
-    compute = await world.prepared()
-    names = ids(await compute.launch(world.wanted(count=2)))
-    world.server.plan(faults=[{"action": "TerminateInstances", "code": "UnauthorizedOperation", "status": 403}])
+async def test_ends_that_could_not_be_asked_for_are_told(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
+    world.server.configure(faults=[{"action": "TerminateInstances", "code": "UnauthorizedOperation", "status": 403}])
     refused = await compute.terminate(names)
     assert sorted(refused) == names
     assert "UnauthorizedOperation" in refused[names[0]]
 
 
-async def test_many_machines_in_batches_and_pages(world: Ec2World) -> None:
-    compute = await world.prepared()
+async def test_many_machines_in_batches_and_pages(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
     results = [
-        await compute.launch(world.wanted(f"token-{number}", count=MANY // LAUNCHES)) for number in range(LAUNCHES)
+        await compute.launch(world.launch_request(f"token-{number}", count=MANY // LAUNCHES))
+        for number in range(LAUNCHES)
     ]
-    names = sorted(name for result in results for name in ids(result))
-    await world.stranger()
+    names = sorted(name for result in results for name in instance_ids(result))
+    await world.launch_foreign_instance()
     assert len(names) == MANY
 
     assert sorted(view.instance_id for view in await compute.list_pool()) == names
-    assert world.server.asked()["DescribeInstances"] == -(-LAUNCHES // PAGE)
+    assert world.server.requests()["DescribeInstances"] == -(-LAUNCHES // PAGE)
     assert len(await compute.describe([*names, GHOST])) == MANY
     await compute.tag(names, {"ghr:orphan": "true"})
     await compute.untag(names, ["ghr:orphan"])
     assert await compute.terminate([*names, GHOST]) == {}
 
     assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
-    asked = world.server.asked()
+    asked = world.server.requests()
     batches = -(-MANY // BATCH)
     assert (asked["CreateFleet"], asked["TerminateInstances"]) == (LAUNCHES, batches)
     assert (asked["CreateTags"], asked["DeleteTags"]) == (batches, batches)
 
 
-async def test_tags_reach_the_known_ones_and_the_unknown_are_named(world: Ec2World) -> None:
-    compute = await world.prepared()
-    names = ids(await compute.launch(world.wanted(count=2)))
+async def test_tags_reach_the_known_ones_and_the_unknown_are_named(world: Ec2Fixture) -> None:
+    compute = await world.prepared_compute()
+    names = instance_ids(await compute.launch(world.launch_request(count=2)))
     said = f"The instance ID '{GHOST}' does not exist"
-    world.server.plan(faults=[{"action": "CreateTags", "code": "InvalidInstanceID.NotFound", "message": said}])
+    world.server.configure(faults=[{"action": "CreateTags", "code": "InvalidInstanceID.NotFound", "message": said}])
     with pytest.raises(NotFound, match=GHOST):
         await compute.tag([names[0], GHOST, names[1]], {"ghr:orphan": "true"})
     assert all(view.tags.get("ghr:orphan") == "true" for view in (await compute.describe(names)).values())

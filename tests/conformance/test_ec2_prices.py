@@ -11,21 +11,21 @@ from remuda.adapters.aws.ec2.prices import Ec2SpotPrices
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.errors import UserError
 from remuda.ports.prices import SpotPrices
-from tests.support.ec2_world import Ec2World, ec2_world
+from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[Ec2World]:
-    async with ec2_world() as made:
+async def world() -> AsyncIterator[Ec2Fixture]:
+    async with ec2_fixture() as made:
         yield made
 
 
 @pytest.fixture
-def market(world: Ec2World) -> SpotPrices:
+def market(world: Ec2Fixture) -> SpotPrices:
     return Ec2SpotPrices(client=world.client, clock=world.clock, ids=SystemIds(), calls=world.calls)
 
 
-async def test_prices_by_type_and_zone(world: Ec2World, market: SpotPrices) -> None:
+async def test_prices_by_type_and_zone(world: Ec2Fixture, market: SpotPrices) -> None:
     until = world.clock.now()
     points = await market.spot_history(
         ["c6i.large", "m5.large", "zz9.huge"], since=until - timedelta(days=1), until=until
@@ -36,15 +36,15 @@ async def test_prices_by_type_and_zone(world: Ec2World, market: SpotPrices) -> N
     assert world.calls.by_service()["ec2"]["DescribeSpotPriceHistory"] >= 1
 
 
-async def test_nothing_is_asked_for_nothing(world: Ec2World, market: SpotPrices) -> None:
+async def test_nothing_is_asked_for_nothing(world: Ec2Fixture, market: SpotPrices) -> None:
     until = world.clock.now()
     assert not await market.spot_history([], since=until - timedelta(days=1), until=until)
     assert "ec2" not in world.calls.by_service()
 
 
-async def test_what_is_not_allowed_says_so(world: Ec2World, market: SpotPrices) -> None:
+async def test_what_is_not_allowed_says_so(world: Ec2Fixture, market: SpotPrices) -> None:
     until = world.clock.now()
-    world.server.plan(
+    world.server.configure(
         faults=[{"action": "DescribeSpotPriceHistory", "code": "UnauthorizedOperation", "status": 403, "times": 9}]
     )
     with pytest.raises(UserError):

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from remuda.domain.errors import UserError
-from tests.support.ec2_world import Ec2World, ec2_world
+from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[Ec2World]:
-    async with ec2_world() as made:
+async def world() -> AsyncIterator[Ec2Fixture]:
+    async with ec2_fixture() as made:
         yield made
 
 
-async def default_version(world: Ec2World) -> dict[str, Any]:
+async def default_version(world: Ec2Fixture) -> dict[str, Any]:
     answer = await world.client.describe_launch_template_versions(
         LaunchTemplateName="remuda-pool", Versions=["$Default"]
     )
     return dict(answer["LaunchTemplateVersions"][0])
 
 
-async def test_a_template_that_lets_machines_end_and_know_themselves(world: Ec2World) -> None:
+async def test_a_template_that_lets_machines_end_and_know_themselves(world: Ec2Fixture) -> None:
     compute = world.compute()
     assert list(await compute.prepare(world.options)) == ["created launch template remuda-pool"]
 
@@ -46,7 +46,7 @@ async def test_a_template_that_lets_machines_end_and_know_themselves(world: Ec2W
     assert base64.b64decode(sent).startswith(b"#!/bin/bash\n")
 
 
-async def test_a_new_version_only_where_something_changed(world: Ec2World) -> None:
+async def test_a_new_version_only_where_something_changed(world: Ec2Fixture) -> None:
     compute = world.compute()
     await compute.prepare(world.options)
     # Where machines go is no part of the template.
@@ -57,27 +57,27 @@ async def test_a_new_version_only_where_something_changed(world: Ec2World) -> No
     assert list(await world.compute().prepare(changed)) == ["launch template remuda-pool: version 2 is the default"]
     assert (await default_version(world))["VersionNumber"] == 2
     assert list(await compute.prepare(changed)) == []
-    assert world.server.asked()["CreateLaunchTemplateVersion"] == 1
+    assert world.server.requests()["CreateLaunchTemplateVersion"] == 1
 
 
-async def test_a_version_that_was_not_made_the_default_is_taken_up(world: Ec2World) -> None:
+async def test_a_version_that_was_not_made_the_default_is_taken_up(world: Ec2Fixture) -> None:
     compute = world.compute()
     await compute.prepare(world.options)
     changed = {**world.options, "pre-runner-script": "echo hello"}
-    world.server.plan(faults=[{"action": "ModifyLaunchTemplate", "code": "UnauthorizedOperation", "status": 403}])
+    world.server.configure(faults=[{"action": "ModifyLaunchTemplate", "code": "UnauthorizedOperation", "status": 403}])
     with pytest.raises(UserError, match="ModifyLaunchTemplate"):
         await compute.prepare(changed)
     assert list(await compute.prepare(changed)) == ["launch template remuda-pool: version 2 is the default"]
-    assert world.server.asked()["CreateLaunchTemplateVersion"] == 1
+    assert world.server.requests()["CreateLaunchTemplateVersion"] == 1
 
 
-async def test_two_refreshes_at_once_make_one_template(world: Ec2World) -> None:
+async def test_two_refreshes_at_once_make_one_template(world: Ec2Fixture) -> None:
     told = await asyncio.gather(*(world.compute().prepare(world.options) for _ in range(2)))
     assert sorted(map(list, told)) == [[], ["created launch template remuda-pool"]]
     assert (await default_version(world))["VersionNumber"] == 1
 
 
-async def test_somebody_elses_template_is_left_alone(world: Ec2World) -> None:
+async def test_somebody_elses_template_is_left_alone(world: Ec2Fixture) -> None:
     await world.client.create_launch_template(LaunchTemplateName="remuda-pool", LaunchTemplateData={"ImageId": "ami-1"})
     with pytest.raises(UserError, match="does not belong to this pool"):
         await world.compute().prepare(world.options)
@@ -105,14 +105,14 @@ async def test_somebody_elses_template_is_left_alone(world: Ec2World) -> None:
         ("colour", "red"),
     ],
 )
-async def test_wrong_options_are_named_before_any_call(world: Ec2World, field: str, value: str) -> None:
-    before = world.server.asked()
+async def test_wrong_options_are_named_before_any_call(world: Ec2Fixture, field: str, value: str) -> None:
+    before = world.server.requests()
     with pytest.raises(UserError) as caught:
         await world.compute().prepare({**world.options, field: value})
     assert caught.value.field == field
     assert caught.value.fix
     assert "secret" not in caught.value.message
-    assert world.server.asked() == before
+    assert world.server.requests() == before
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_wrong_options_are_named_before_any_call(world: Ec2World, field: s
         ({"actions-runner-version": "2.336.0"}, "actions-runner-sha256"),
     ],
 )
-async def test_nothing_is_fetched_without_its_digest(world: Ec2World, options: dict[str, str], field: str) -> None:
+async def test_nothing_is_fetched_without_its_digest(world: Ec2Fixture, options: dict[str, str], field: str) -> None:
     with pytest.raises(UserError) as caught:
         await world.compute().prepare({**world.options, **options})
     assert caught.value.field == field
@@ -137,8 +137,8 @@ async def test_nothing_is_fetched_without_its_digest(world: Ec2World, options: d
         ("security-group-ids", "sg-0123456789abcdef0"),
     ],
 )
-async def test_what_is_not_there_is_named(world: Ec2World, field: str, value: str) -> None:
+async def test_what_is_not_there_is_named(world: Ec2Fixture, field: str, value: str) -> None:
     with pytest.raises(UserError, match=value) as caught:
         await world.compute().prepare({**world.options, field: value})
     assert caught.value.field == field
-    assert "CreateLaunchTemplate" not in world.server.asked()
+    assert "CreateLaunchTemplate" not in world.server.requests()

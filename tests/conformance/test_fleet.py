@@ -19,11 +19,10 @@ from remuda.ports.compute import LaunchRequest
 from remuda.ports.fleet import TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
+from tests.support.aws.ec2 import LINUX_AMI, RecordingClock, shared_ec2_server
 from tests.support.clock import FixedClock
-from tests.support.ec2_world import HastyClock
 from tests.support.fleet_world import FleetWorld, Machine, serve
 from tests.support.fleets import ENVIRONMENT, tags
-from tests.support.moto_server import AMI, shared_server
 from tests.support.records import NOW
 
 ORPHAN = "ghr:orphan"
@@ -94,12 +93,12 @@ class MotoStage:
 
     def open(self) -> TaggedFleet:
         return Ec2Fleet(
-            client=self._client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
+            client=self._client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
         )
 
     async def launch(self, tags: dict[str, str]) -> str:
         answer = await self._client.run_instances(
-            ImageId=AMI,
+            ImageId=LINUX_AMI,
             MinCount=1,
             MaxCount=1,
             TagSpecifications=[
@@ -123,7 +122,7 @@ async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
     elif request.param == "local":
         yield LocalStage()
     else:
-        server = shared_server()
+        server = shared_ec2_server()
         server.reset()
         async with server.client() as client:
             yield MotoStage(client)
@@ -188,7 +187,7 @@ async def scripted(world: FleetWorld) -> AsyncIterator[Ec2Fleet]:
     with serve(world) as served:
         async with ec2_client(served) as client:
             yield Ec2Fleet(
-                client=client, environment=ENVIRONMENT, clock=HastyClock(), ids=SystemIds(), calls=CallCounter()
+                client=client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
             )
 
 

@@ -17,15 +17,16 @@ from aiobotocore.session import AioSession, get_session
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.github import client as github_client
 from remuda.adapters.system.clock import SystemIds
-from remuda.config.settings import Settings, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import UserError
 from remuda.domain.scale_down.decisions import Action
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
+from tests.support.aws.ec2 import slow_server_config
 from tests.support.clock import FixedClock
 from tests.support.fleet_world import TOKEN, FleetWorld, Served, serve
-from tests.support.moto_server import patient_config
 from tests.support.oracle import REFUSED, SCENARIOS, expected, variables
 from tests.support.records import LONG_S
 
@@ -43,7 +44,7 @@ def ec2_client(served: Served) -> Any:
         endpoint_url=served.ec2_url,
         aws_access_key_id="test",
         aws_secret_access_key="test",
-        config=patient_config(),
+        config=slow_server_config(),
     )
 
 
@@ -119,7 +120,7 @@ async def test_does_as_the_verdict_says(scenario: Mapping[str, Any], monkeypatch
         with pytest.raises(UserError):
             load({}, environ=variables(scenario))
         return
-    settings = load({}, environ=variables(scenario)).settings
+    settings = load({}, environ=variables(scenario))
     with serve(world) as served:
         for cycle in scenario["cycles"]:
             world.begin(changes=cycle["changes"], faults=cycle["faults"])

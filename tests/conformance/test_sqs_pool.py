@@ -18,20 +18,20 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import NotFound, Throttled, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
 from remuda.ports.calls import CallCounter
+from tests.support.aws.fault_proxy import FaultProxy, fail, fault_proxy, respond
+from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, message
-from tests.support.servers import LOOPBACK, Ministack, held_port
-from tests.support.wire import Wire, answers, says, wire
 
 
 @pytest.fixture
-async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wire]:
-    async with wire(server.url) as proxy:
+async def between(server: Ministack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FaultProxy]:
+    async with fault_proxy(server.url) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", proxy.url)
         yield proxy
 
 
 @pytest.fixture
-async def client(between: Wire, clients: AwsClients) -> Any:
+async def client(between: FaultProxy, clients: AwsClients) -> Any:
     return await clients.sqs()
 
 
@@ -103,14 +103,18 @@ async def test_a_queue_deleted_by_hand(pool: SqsResourcePool, client: Any, table
     assert await pool.depth("large") == 1
 
 
-async def test_a_queue_that_was_deleted_a_moment_ago_is_to_be_waited_for(pool: SqsResourcePool, between: Wire) -> None:
-    between.always["CreateQueue"] = says(400, "QueueDeletedRecently")
+async def test_a_queue_that_was_deleted_a_moment_ago_is_to_be_waited_for(
+    pool: SqsResourcePool, between: FaultProxy
+) -> None:
+    between.always["CreateQueue"] = fail(400, "QueueDeletedRecently")
     with pytest.raises(Unavailable, match="was deleted less than a minute ago") as refused:
         await pool.prepare(["large"])
     assert "refresh" in refused.value.fix
 
 
-async def test_an_address_is_asked_for_once(pool: SqsResourcePool, table_name: str, between: Wire, client: Any) -> None:
+async def test_an_address_is_asked_for_once(
+    pool: SqsResourcePool, table_name: str, between: FaultProxy, client: Any
+) -> None:
     await pool.prepare(["large"])
     other = open_pool(client, table_name, CallCounter())
     between.requests.clear()
@@ -122,18 +126,20 @@ async def test_an_address_is_asked_for_once(pool: SqsResourcePool, table_name: s
 # Calls ------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_empty_short_poll_is_repeated_once(pool: SqsResourcePool, between: Wire, calls: CallCounter) -> None:
+async def test_an_empty_short_poll_is_repeated_once(
+    pool: SqsResourcePool, between: FaultProxy, calls: CallCounter
+) -> None:
     await pool.prepare(["large"])
     assert await pool.receive("large", visibility_s=1) == []
     assert between.requests["ReceiveMessage"] == calls.by_service()["sqs"]["ReceiveMessage"] == 2
     await pool.send([message(1)])
-    between.then("ReceiveMessage", answers({}))  # the hosts that were asked had none
+    between.then("ReceiveMessage", respond({}))  # the hosts that were asked had none
     assert len(await pool.receive("large", visibility_s=LONG_S)) == 1
     assert await pool.receive("large", visibility_s=LONG_S, wait_s=0.5) == []
     assert between.sent["ReceiveMessage"][-1]["WaitTimeSeconds"] == 1
 
 
-async def test_a_message_has_the_fields_that_others_know(pool: SqsResourcePool, between: Wire) -> None:
+async def test_a_message_has_the_fields_that_others_know(pool: SqsResourcePool, between: FaultProxy) -> None:
     await pool.prepare(["large"])
     await pool.send([message(1)])
     (entry,) = between.sent["SendMessageBatch"][-1]["Entries"]
@@ -150,7 +156,7 @@ async def test_a_message_has_the_fields_that_others_know(pool: SqsResourcePool, 
     }
 
 
-async def test_a_large_herd_goes_in_tens(pool: SqsResourcePool, between: Wire) -> None:
+async def test_a_large_herd_goes_in_tens(pool: SqsResourcePool, between: FaultProxy) -> None:
     await pool.prepare(["large"])
     await pool.send([message(number) for number in range(95)])
     assert between.requests["SendMessageBatch"] == 10
@@ -161,7 +167,9 @@ FAILED = {"Id": "1", "Code": "InternalError", "SenderFault": False}
 
 
 @pytest.mark.parametrize("operation", ["send", "delete", "hand_back"])
-async def test_what_a_batch_refused_is_tried_once_more(pool: SqsResourcePool, between: Wire, operation: str) -> None:
+async def test_what_a_batch_refused_is_tried_once_more(
+    pool: SqsResourcePool, between: FaultProxy, operation: str
+) -> None:
     await pool.prepare(["large"])
     wire_name = {
         "send": "SendMessageBatch",
@@ -175,24 +183,24 @@ async def test_what_a_batch_refused_is_tried_once_more(pool: SqsResourcePool, be
         else:
             await getattr(pool, operation)("large", ["r-0", "r-1", "r-2"])
 
-    between.then(wire_name, answers({"Successful": [], "Failed": [FAILED]}))
+    between.then(wire_name, respond({"Successful": [], "Failed": [FAILED]}))
     await call()
     assert [entry["Id"] for entry in between.sent[wire_name][-1]["Entries"]] == ["1"], "only what was refused"
-    between.always[wire_name] = answers({"Successful": [], "Failed": [FAILED]})
+    between.always[wire_name] = respond({"Successful": [], "Failed": [FAILED]})
     with pytest.raises(Unavailable, match=r"rejected 1 of 3 entries.*InternalError"):
         await call()
     assert between.requests[wire_name] == 4
 
 
-async def test_failures_are_translated(pool: SqsResourcePool, between: Wire) -> None:
+async def test_failures_are_translated(pool: SqsResourcePool, between: FaultProxy) -> None:
     await pool.prepare(["large"])
-    between.always["ReceiveMessage"] = says(400, "ThrottlingException")
+    between.always["ReceiveMessage"] = fail(400, "ThrottlingException")
     with pytest.raises(Throttled):
         await pool.receive("large", visibility_s=1)
-    between.always["ReceiveMessage"] = says(403, "AccessDeniedException")
+    between.always["ReceiveMessage"] = fail(403, "AccessDeniedException")
     with pytest.raises(UserError):
         await pool.receive("large", visibility_s=1)
-    between.always["ReceiveMessage"] = says(503, "ServiceUnavailable")
+    between.always["ReceiveMessage"] = fail(503, "ServiceUnavailable")
     with pytest.raises(Unavailable):
         await pool.receive("large", visibility_s=1)
 
@@ -200,7 +208,7 @@ async def test_failures_are_translated(pool: SqsResourcePool, between: Wire) -> 
 async def test_an_endpoint_that_is_down_is_named(
     server: Ministack, aws_session: AioSession, calls: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with held_port() as port:
+    with unused_port() as port:
         url = f"http://{LOOPBACK}:{port}"
         monkeypatch.setenv("AWS_ENDPOINT_URL_SQS", url)
         async with asyncio.timeout(LONG_S), AwsClients(session=aws_session) as clients:

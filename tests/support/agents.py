@@ -24,13 +24,15 @@ from tests.support.records import assignment, at, instance, instance_id
 
 ID = instance_id(1)
 MARGIN_S = 1.0
+IDENTITY = Identity(instance_id=ID, pool="test", margin_s=MARGIN_S)
 
 
 class FakeMachine:
     """Its memory survives the agent. `log` is shared with the runner: the order of all that was done."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], identity: Identity = IDENTITY) -> None:
         self.log = log
+        self._identity = identity
         self.memory = AgentState()
         self.armed: list[datetime] = []
         self.ended: list[str] = []
@@ -41,7 +43,7 @@ class FakeMachine:
         self.reset_s = 0.0
 
     async def identity(self) -> Identity:
-        return Identity(instance_id=ID, pool="test", margin_s=MARGIN_S)
+        return self._identity
 
     def load(self) -> AgentState:
         return self.memory

@@ -1,11 +1,10 @@
-"""Ways in which a job of one run may reach the next run on the same machine: what it plants, how the next run would see
-it, and what becomes of it.
+"""Attacks of a job on the next run on the same machine.
 
-Each is a few lines of bash that run as the job user: `plant` in a job of the first run, `look` in a later job. `look`
-succeeds where the planted thing is there. What a job is not allowed to do at all fails in `plant`.
+Each attack is a few lines of bash that run as the job user: `plant` in a job of the first run, `look` in a later job.
+`look` succeeds if the planted thing is still there. If jobs lack the permission for an attack, `plant` fails.
 """
 
-# Names of files, in a table.
+# Paths of the tested machine.
 # ruff: noqa: S108
 
 from __future__ import annotations
@@ -17,34 +16,36 @@ from enum import StrEnum
 HOME = "/home/remuda-job"
 RUNNER = "/var/lib/remuda-jobs/runner"
 WORK = "/var/lib/remuda-jobs/work"
-#: What an image may have: everybody may write to the first three.
+#: The file to which the steps write the exit code of each attack.
+EXIT_CODES = f"{HOME}/exit-codes"
+#: Paths of the test image that all users may write to, and a file of root in the last of them.
 SPOOL = "/opt/shared/a/b/c/d/e/spool"
 LOG = "/opt/shared/log"
 LOOSE = "/opt/shared/loose"
 KEPT = "kept"
-#: Generous: nothing waits for it unless something is broken.
+#: Seconds until a planted process must run. Generous: only a broken attack reaches it.
 LIMIT_S = 60
 
 
-class Outcome(StrEnum):
+class AttackOutcome(StrEnum):
     REMOVED = "removed"
-    RETIRED = "the machine is ended"
+    RETIRED = "machine terminated"
     REFUSED = "refused by the kernel"
     SEEN = "SEEN BY THE NEXT RUN"
-    NOT_HERE = "not played"
+    NOT_TESTED = "not tested"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
     name: str
-    #: For the table.
+    #: Description for the table in the docs.
     what: str
     plant: str = ""
     look: str = ""
-    outcome: Outcome = Outcome.REMOVED
-    #: A command that fails where this computer cannot play the attack.
+    outcome: AttackOutcome = AttackOutcome.REMOVED
+    #: A command that fails if this computer does not support the attack.
     needs: str = ":"
-    #: Where it is not played: why, and what is known all the same.
+    #: If the attack is not tested: the reason, and the other evidence.
     why: str = ""
 
 
@@ -58,7 +59,7 @@ def file(name: str, what: str, *paths: str, content: str = "planted", mode: str 
 
 
 def process(name: str, what: str, plant: str, command: str) -> Attack:
-    """Planted once it runs: the runner kills what still has its mark when a job ends."""
+    """A process without the runner's tracking id: the runner kills processes with it at the end of a job."""
     wait = f"SECONDS=0; until runs '^{command}'; do [ $SECONDS -lt {LIMIT_S} ]; done"
     return Attack(name=name, what=what, plant=f"export RUNNER_TRACKING_ID=\n{plant}\n{wait}", look=f"runs '^{command}'")
 
@@ -68,7 +69,7 @@ def python(code: str) -> str:
 
 
 def daemon(code: str) -> str:
-    """A program that says "ready" when it is what it wants to be, and stays."""
+    """Start a program in the background and wait until it prints "ready"."""
     return (
         "me=$TMPDIR/$BASHPID\n"
         f"cat >$me.py <<'END'\n{code.strip()}\nEND\n"
@@ -79,7 +80,7 @@ def daemon(code: str) -> str:
 
 
 def listening(name: str, then: str) -> str:
-    """A daemon with a socket; `name` is an expression."""
+    """Start a daemon with a listening socket. `name` is a Python expression."""
     return daemon(f"""
 import os, signal, socket
 server = socket.socket(socket.AF_UNIX)
@@ -92,7 +93,7 @@ os.close(1)
 
 
 def abstract(name: str) -> str:
-    """Sockets without a file are the whole computer's: so the user is part of the name."""
+    """The address of an abstract socket. It contains the user, as all machines on this computer share the addresses."""
     return f"chr(0) + '{name}-%d' % os.getuid()"
 
 
@@ -100,7 +101,7 @@ def connects(name: str) -> str:
     return python(f"import os, socket\nsocket.socket(socket.AF_UNIX).connect({name})")
 
 
-#: Holds the calls that have no command of their own.
+#: Functions for kernel keys, for which no command may be installed.
 _KEYS = """
 import ctypes, platform, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -159,21 +160,21 @@ IN_HOME = (
     ),
     Attack(
         name="modes of the home folder",
-        what="opened for everybody",
+        what="writable for all users",
         plant="chmod 0777 ~",
         look='[ "$(stat -c %a ~)" != 700 ]',
     ),
     Attack(
         name="access list of the home folder",
-        what="a default list, which new files would get",
+        what="a default access list, which new files would inherit",
         plant=python(f'{_ACL}os.setxattr("{HOME}", "system.posix_acl_default", text)'),
         look=python(f'import os\nos.getxattr("{HOME}", "system.posix_acl_default")'),
     ),
 )
 IN_THE_RUNNER = (
     file("variables of the runner", "`.env`: `BASH_ENV`", f"{RUNNER}/.env", content="BASH_ENV=/tmp/x"),
-    file("path of the runner", "`.path`: a folder of the job first", f"{RUNNER}/.path", content="/tmp/bin"),
-    file("registration", "`.credentials` of the run kept aside", f"{RUNNER}/.credentials.kept"),
+    file("path of the runner", "`.path`: a folder of the job comes first", f"{RUNNER}/.path", content="/tmp/bin"),
+    file("registration", "a copy of the run's `.credentials`", f"{RUNNER}/.credentials.kept"),
     file("job hook", "a script for `ACTIONS_RUNNER_HOOK_JOB_STARTED`", f"{RUNNER}/hooks/started.sh", mode="755"),
     file("shim in the runner", "`externals/node20/bin/node`", f"{RUNNER}/externals/node20/bin/node", mode="755"),
     Attack(
@@ -189,26 +190,26 @@ IN_THE_RUNNER = (
         look=f"grep -q planted {RUNNER}/bin/Runner.Listener",
     ),
     Attack(
-        name="second name of a program",
-        what="a hard link to `bin/Runner.Worker`, to change it later",
+        name="hard link to a program",
+        what="a second name of `bin/Runner.Worker`, to change it later",
         plant=f"ln {RUNNER}/bin/Runner.Worker {RUNNER}/second && ln {RUNNER}/bin/Runner.Worker ~/second",
         look=f'[ "$(stat -c %h {RUNNER}/bin/Runner.Worker)" != 1 ]',
     ),
     Attack(
-        name="note on a program",
+        name="attribute of a program",
         what="an extended attribute of `config.sh`",
         plant=python(f'import os\nos.setxattr("{RUNNER}/config.sh", "user.planted", b"1")'),
         look=python(f'import os\nos.getxattr("{RUNNER}/config.sh", "user.planted")'),
     ),
     Attack(
         name="access list of the runner",
-        what="a default list of its folder: what is made there later is writable for another",
+        what="a default access list of its folder: later files are writable for another user",
         plant=python(f'{_ACL}os.setxattr("{RUNNER}", "system.posix_acl_default", text)'),
         look=python(f'import os\nos.getxattr("{RUNNER}", "system.posix_acl_default")'),
     ),
     Attack(
-        name="link in the place of a folder",
-        what="`bin` of the runner leads elsewhere",
+        name="link in place of a folder",
+        what="`bin` of the runner is a link to another folder",
         plant=f"mv {RUNNER}/bin {RUNNER}/other && ln -s other {RUNNER}/bin",
         look=f"test -L {RUNNER}/bin",
     ),
@@ -218,12 +219,12 @@ IN_THE_RUNNER = (
         "hook in a checkout", "`.git/hooks` of the workspace", f"{WORK}/repo/repo/.git/hooks/post-checkout", mode="755"
     ),
 )
-IN_SHARED_PLACES = (
+IN_SHARED_FOLDERS = (
     file("hidden file", "a dot file in `/tmp`", "/tmp/.planted"),
-    file("file in /var/tmp", "it outlives a reboot", "/var/tmp/planted"),
+    file("file in /var/tmp", "survives a reboot", "/var/tmp/planted"),
     file("shared memory", "a file in `/dev/shm`", "/dev/shm/planted"),
     file("lock folder", "a file in `/run/lock`", "/run/lock/planted"),
-    file("folder that everybody may write to", "of the image, seven levels deep", f"{SPOOL}/planted"),
+    file("world-writable folder", "of the image, seven levels deep", f"{SPOOL}/planted"),
     Attack(
         name="setuid program",
         what="a shell with the setuid bit in `/var/tmp`",
@@ -237,38 +238,38 @@ IN_SHARED_PLACES = (
         look="test -d /var/tmp/closed",
     ),
     Attack(
-        name="link to a folder of the system",
-        what="`/tmp/etc`, which a careless removal would follow",
+        name="link to a system folder",
+        what="`/tmp/etc`, which a recursive removal might follow",
         plant="ln -s /etc /tmp/etc",
         look="test -L /tmp/etc",
     ),
     Attack(
-        name="names that are no text",
+        name="malformed file names",
         what="line breaks, escape sequences, bytes that are not UTF-8",
         plant="touch $'/tmp/new\\nline' $'/tmp/\\xff\\xfe' $'/tmp/\\e[2J' /tmp/-rf",
         look="test -e $'/tmp/new\\nline' || test -e $'/tmp/\\xff\\xfe' || test -e $'/tmp/\\e[2J' || test -e /tmp/-rf",
     ),
     Attack(
-        name="a tree deeper than any path",
+        name="tree deeper than the maximum path",
         what="400 folders of 20 letters below `/tmp/deep`",
         plant="mkdir /tmp/deep && cd /tmp/deep && for i in $(seq 400); do mkdir dddddddddddddddddddd && cd -P d*; done",
         look="test -d /tmp/deep",
     ),
     Attack(name="named pipe", what="in `/tmp`", plant="mkfifo /tmp/pipe", look="test -p /tmp/pipe"),
     Attack(
-        name="socket that listens",
-        what="as tmux, screen and agents have one, in `/tmp`, with its process",
+        name="listening socket",
+        what="like those of tmux or ssh-agent, in `/tmp`, with its process",
         plant=listening("'/tmp/socket'", "signal.pause()"),
         look=connects("'/tmp/socket'"),
     ),
     Attack(
         name="abstract socket",
-        what="it has a name and no file",
+        what="a socket without a file",
         plant=listening(abstract("planted"), "signal.pause()"),
         look=connects(abstract("planted")),
     ),
     Attack(
-        name="large file without content",
+        name="large sparse file",
         what="a terabyte in `/var/tmp`",
         plant="truncate -s 1T /var/tmp/large",
         look="test -e /var/tmp/large",
@@ -283,60 +284,67 @@ IN_SHARED_PLACES = (
         look=python(_QUEUE.format(flags="0")),
     ),
     Attack(
-        name="key of the user", what="in its keyring", plant=python(f"{_KEYS}key(-4)"), look=python(f"{_KEYS}has(-4)")
+        name="kernel key",
+        what="in the keyring of the user",
+        plant=python(f"{_KEYS}key(-4)"),
+        look=python(f"{_KEYS}has(-4)"),
     ),
     Attack(
-        name="key that persists",
-        what="in the keyring that outlives all sessions",
+        name="persistent key",
+        what="in the keyring that survives all sessions",
         plant=python(f"{_KEYS}key(persistent())"),
         look=python(f"{_KEYS}has(persistent())"),
         needs=python(f"{_KEYS}assert persistent() > 0"),
     ),
 )
-LATER = (
-    file("crontab", "in the spool folder; played: the image has it open", "/var/spool/cron/crontabs/remuda-job"),
-    file("at job", "in the spool folder; played: the image has it open", "/var/spool/cron/atjobs/a00001"),
+SCHEDULED = (
+    file("crontab", "in the spool folder, which the test image makes writable", "/var/spool/cron/crontabs/remuda-job"),
+    file("at job", "in the spool folder, which the test image makes writable", "/var/spool/cron/atjobs/a00001"),
     file(
-        "lasting login",
-        "`loginctl enable-linger`; played: the image has its folder open",
+        "lingering login",
+        "`loginctl enable-linger`: its folder, which the test image makes writable",
         "/var/lib/systemd/linger/remuda-job",
     ),
-    file("mailbox", "a mail that `.forward` or a filter acts on; played", "/var/mail/remuda-job"),
+    file(
+        "mailbox",
+        "a mail that triggers `.forward` or a filter; the test image makes the folder writable",
+        "/var/mail/remuda-job",
+    ),
 )
 PROCESSES = (
     process(
         "background process",
-        "left by a step",
+        "started by a step",
         "sleep 1001 >/dev/null 2>&1 </dev/null &",
         "sleep 1001",
     ),
     process(
         "nohup",
-        "with the signal ignored",
+        "ignores SIGHUP",
         "nohup sleep 1002 >/dev/null 2>&1 </dev/null &",
         "sleep 1002",
     ),
     process(
-        "session of its own",
+        "new session",
         "`setsid`, two forks, an empty environment, folder `/`",
         "(cd / && env -i setsid sh -c 'sleep 1003 & sleep 1004 &' >/dev/null 2>&1 </dev/null)",
         "sleep 100[34]",
     ),
     process(
         "process that ignores signals",
-        "all but those that cannot be",
+        "all signals that can be ignored",
         "cd / && env -i setsid bash -c 'trap \"\" TERM INT HUP QUIT; sleep 1005; :' >/dev/null 2>&1 </dev/null &",
         "sleep 1005",
     ),
     process(
         "stopped process",
-        "it sleeps until it is waked",
+        "stopped by SIGSTOP",
         "env -i setsid sleep 1006 >/dev/null 2>&1 </dev/null &\nuntil pkill -STOP -f '^sleep 1006'; do :; done",
         "sleep 1006",
     ),
     Attack(
-        name="container by hand",
-        what="user, mount and PID namespaces, with a mount in them",
+        name="container without a runtime",
+        what="user, mount and PID namespaces with a mount",
         plant="mkfifo $TMPDIR/mounted\n"
         "env -i setsid unshare -Urmpf sh -c 'mount -t tmpfs t /mnt && echo >$1 && exec sleep 1007' - $TMPDIR/mounted"
         " >/dev/null 2>&1 </dev/null &\n"
@@ -345,16 +353,16 @@ PROCESSES = (
         needs="unshare -Urmpf true",
     ),
     Attack(
-        name="process that forks all the time",
-        what="each lives for a moment, and is another one",
+        name="constantly forking process",
+        what="each process lives for a moment",
         plant=listening(
             abstract("race"), "while True:\n    if os.fork():\n        os._exit(0)\n    signal.sigtimedwait([], 0.0005)"
         ),
         look=connects(abstract("race")),
     ),
     Attack(
-        name="process without its first thread",
-        what="the first one has ended, another runs on",
+        name="process without main thread",
+        what="the main thread has ended, another one runs",
         plant=listening(
             abstract("headless"),
             "import ctypes, threading\nthreading.Thread(target=signal.sigwait, args=([signal.SIGUSR1],)).start()\n"
@@ -363,7 +371,7 @@ PROCESSES = (
         look=connects(abstract("headless")),
     ),
     Attack(
-        name="file that was deleted",
+        name="deleted file",
         what="held open by a process",
         plant=daemon(
             "import os, signal\nfile = open('/tmp/deleted', 'w')\nos.unlink('/tmp/deleted')\n"
@@ -373,7 +381,7 @@ PROCESSES = (
     ),
     Attack(
         name="watcher",
-        what="makes its file again as soon as it is gone",
+        what="a process that recreates its file as soon as it is removed",
         plant=daemon(
             "import os, signal\nopen('/tmp/watched', 'w').close()\n"
             'os.write(1, b"ready\\n")\nos.close(1)\n'
@@ -384,141 +392,145 @@ PROCESSES = (
     ),
     process(
         "process with a deceptive name",
-        "it calls itself as a thread of the kernel",
+        "named like a kernel thread",
         "env -i setsid bash -c 'exec -a \"[kworker/0:1-planted]\" sleep 1008' >/dev/null 2>&1 </dev/null &",
         ".kworker/0:1-planted",
     ),
 )
-#: What the job user has no right to: were it done, no reset could be trusted.
+#: Attacks for which jobs lack the permission. If one worked, no reset could be trusted.
 REFUSED = tuple(
-    Attack(name=name, what=what, plant=plant, outcome=Outcome.REFUSED)
+    Attack(name=name, what=what, plant=plant, outcome=AttackOutcome.REFUSED)
     for name, what, plant in (
         ("immutable bit", "`chattr +i` on an own file", "touch ~/fixed && chattr +i ~/fixed"),
         ("append-only bit", "`chattr +a` on an own file", "touch ~/fixed && chattr +a ~/fixed"),
-        ("hard link to a file of root", "`/etc/passwd` under a name in `/var/tmp`", "ln /etc/passwd /var/tmp/passwd"),
-        ("pristine runner", "a change of `/opt/remuda/runner`", "echo planted >>/opt/remuda/runner/run.sh"),
-        ("registrar", "a look into `/opt/remuda/registrar`", "ls /opt/remuda/registrar"),
-        ("memory of the agent", "a look into `/var/lib/remuda`", "ls /var/lib/remuda"),
-        ("folder beside the jobs' own", "a folder in `/var/lib/remuda-jobs`", "mkdir /var/lib/remuda-jobs/planted"),
+        ("hard link to a file of root", "a link in `/var/tmp` to `/etc/passwd`", "ln /etc/passwd /var/tmp/passwd"),
+        ("pristine runner", "changing `/opt/remuda/runner`", "echo planted >>/opt/remuda/runner/run.sh"),
+        ("registrar", "reading `/opt/remuda/registrar`", "ls /opt/remuda/registrar"),
+        ("state of the agent", "reading `/var/lib/remuda`", "ls /var/lib/remuda"),
+        (
+            "folder next to those of jobs",
+            "a new folder in `/var/lib/remuda-jobs`",
+            "mkdir /var/lib/remuda-jobs/planted",
+        ),
         ("preloaded library", "`/etc/ld.so.preload`", "echo /tmp/x.so >/etc/ld.so.preload"),
-        ("system's crontab", "`/etc/cron.d`", "mkdir -p /etc/cron.d && echo planted >/etc/cron.d/planted"),
-        ("system's profile", "`/etc/profile.d`", "echo planted >/etc/profile.d/planted.sh"),
-        ("system's unit", "`/etc/systemd/system`", "echo planted >/etc/systemd/system/planted.service"),
-        ("program of the system", "a shim in `/usr/local/bin`", "cp /bin/true /usr/local/bin/git"),
-        ("the agent's process", "a signal to it", "kill -STOP $(pgrep -o -f 'remuda agent')"),
+        ("system crontab", "`/etc/cron.d`", "mkdir -p /etc/cron.d && echo planted >/etc/cron.d/planted"),
+        ("system profile", "`/etc/profile.d`", "echo planted >/etc/profile.d/planted.sh"),
+        ("system unit", "`/etc/systemd/system`", "echo planted >/etc/systemd/system/planted.service"),
+        ("system program", "a shim in `/usr/local/bin`", "cp /bin/true /usr/local/bin/git"),
+        ("process of the agent", "sending a signal", "kill -STOP $(pgrep -o -f 'remuda agent')"),
     )
 )
-#: By a job, too, but nothing that is done afterwards proves the machine clean. Its record must say each reason.
+#: Attacks that no reset can undo. `look` is the reason that the record of the terminated machine must contain.
 RETIRED = (
     Attack(
-        name="file of root that everybody may write to",
-        what=f"a line in it; the image has one, `{LOG}`",
+        name="world-writable file of root",
+        what=f"a line in `{LOG}` of the test image",
         plant=f"echo planted >>{LOG}",
         look=f"{LOG}, which it may write to, is not as it was",
-        outcome=Outcome.RETIRED,
+        outcome=AttackOutcome.RETIRED,
     ),
     Attack(
-        name="folder in which everybody may rename",
-        what=f"a file of root replaced; the image has one, `{LOOSE}`",
+        name="world-writable folder without sticky bit",
+        what=f"a file of root replaced in `{LOOSE}` of the test image",
         plant=f"rm -f {LOOSE}/{KEPT} && echo planted >{LOOSE}/{KEPT}",
         look=f"{KEPT} in {LOOSE}, where it may rename all, is not what it was",
-        outcome=Outcome.RETIRED,
+        outcome=AttackOutcome.RETIRED,
     ),
     Attack(
-        name="note on a folder of root",
+        name="attribute of a folder of root",
         what=f"an extended attribute of `{LOOSE}`",
         plant=python(f'import os\nos.setxattr("{LOOSE}", "user.planted", b"1")'),
         look=f"{LOOSE}, which it may write to, has other attributes than before",
-        outcome=Outcome.RETIRED,
+        outcome=AttackOutcome.RETIRED,
     ),
     Attack(
-        name="keyring that is closed",
-        what="for its owner, too: nobody can empty it any more",
+        name="locked keyring",
+        what="without permissions even for its owner: it cannot be emptied",
         plant=python(f"{_KEYS}key(-4)\nassert libc.syscall(keyctl, 5, -4, 0) == 0"),
         look="the kernel's keys of remuda-job cannot be removed",
-        outcome=Outcome.RETIRED,
+        outcome=AttackOutcome.RETIRED,
     ),
 )
-NOT_HERE = tuple(
-    Attack(name=name, what=what, why=why, outcome=Outcome.NOT_HERE)
+NOT_TESTED = tuple(
+    Attack(name=name, what=what, why=why, outcome=AttackOutcome.NOT_TESTED)
     for name, what, why in (
         (
             "docker containers, volumes, networks, images",
             "left by a job",
             (
-                "there is no docker daemon here. A job user who may talk to one is as good as root: "
-                "its machine is ended after each run (`tests/unit/agent/test_privileges.py`)"
+                "the test computer has no docker daemon. A job user with access to one is as powerful as root: "
+                "its machine is terminated after each run (`tests/unit/agent/test_privileges.py`)"
             ),
         ),
         (
             "service of the user's systemd",
-            "started by `systemctl --user`, kept by a lasting login",
+            "started by `systemctl --user`, kept by a lingering login",
             (
-                "there is no systemd as the first process here. Its files and its login are played above; "
+                "systemd is not the first process of the test machine. Its files and the login are tested above; "
                 "its processes belong to the user"
             ),
         ),
         (
-            "hard links where the kernel does not forbid them",
+            "hard links that the kernel permits",
             "`fs.protected_hardlinks = 0`",
             (
-                "the kernel is everybody's here. The reset looks at the setting: such a machine is ended after a run "
-                "(`tests/unit/agent/test_leftovers.py`)"
+                "the setting belongs to the kernel of the test computer. The reset reads it and terminates such a "
+                "machine after a run (`tests/unit/agent/test_leftovers.py`)"
             ),
         ),
         (
-            "cron and at that fire",
-            "while the reset runs",
+            "cron and at jobs that start",
+            "during a reset",
             (
-                "their daemons are not installed here. The job user may use neither; what it had left to them would go "
-                "before its processes do, and again after; what ran all the same, or left anything, is found by the "
-                "last look and ends the machine (`tests/unit/agent/test_reset.py`)"
+                "their daemons are not installed on the test computer. The job user may use neither; the reset removes "
+                "their files before and after it kills the processes, and its last check terminates the machine if "
+                "anything is left (`tests/unit/agent/test_reset.py`)"
             ),
         ),
         (
             "mount by a setuid helper",
-            "FUSE over a folder of the job's, which hides it",
+            "FUSE over a folder of the job, which hides its content",
             (
-                "`fusermount` is not installed here. Any mount that was not there before the first job ends the "
-                "machine (`tests/unit/agent/test_leftovers.py`)"
+                "`fusermount` is not installed on the test computer. Any mount that is newer than the first job "
+                "terminates the machine (`tests/unit/agent/test_leftovers.py`)"
             ),
         ),
         (
             "race with the start of a listener",
-            "a job ends its own listener, and puts folders and links in the place of `.env` while the next one starts",
+            "a job ends its own listener, and replaces `.env` by folders and links while the next one starts",
             (
-                "a matter of microseconds, tried many times in `tests/unit/agent/test_job_hook.py`: root removes no "
-                "folder there and follows no link; the start fails, and after five of them the machine is ended"
+                "a race of microseconds, tried many times in `tests/unit/agent/test_job_hook.py`: root removes no "
+                "folder there and follows no link; the start fails, and after five failures the machine is terminated"
             ),
         ),
         (
-            "core dump and event_log of the user",
+            "core dumps and journal of the user",
             "which systemd or apport lets that user read",
             (
-                "neither is here; played with files in `tests/unit/agent/test_leftovers.py`. Jobs run with core dumps "
-                "switched off"
+                "neither is installed on the test computer; tested with files in "
+                "`tests/unit/agent/test_leftovers.py`. Jobs run with core dumps disabled"
             ),
         ),
         (
             "subordinate ids",
-            "processes and files of user ids that `/etc/subuid` gives",
+            "processes and files of user ids from `/etc/subuid`",
             (
-                "the user that the bootstrap makes has none; played in `tests/unit/agent/test_leftovers.py` and "
+                "the user that the bootstrap creates has none; tested in `tests/unit/agent/test_leftovers.py` and "
                 "`test_job_user.py`"
             ),
         ),
     )
 )
-PLANTED = (*IN_HOME, *IN_THE_RUNNER, *IN_SHARED_PLACES, *LATER, *PROCESSES)
+PLANTED = (*IN_HOME, *IN_THE_RUNNER, *IN_SHARED_FOLDERS, *SCHEDULED, *PROCESSES)
 GROUPS: Mapping[str, tuple[Attack, ...]] = {
     "In the home folder": IN_HOME,
-    "In the runner's and the work folder": IN_THE_RUNNER,
-    "Where everybody may write, and in the kernel": IN_SHARED_PLACES,
-    "For later": LATER,
+    "In the folders of the runner": IN_THE_RUNNER,
+    "In shared folders and in the kernel": IN_SHARED_FOLDERS,
+    "Scheduled for later": SCHEDULED,
     "Processes": PROCESSES,
-    "What ends the machine": RETIRED,
-    "What a job may not do": REFUSED,
-    "What is not played here": NOT_HERE,
+    "Attacks that terminate the machine": RETIRED,
+    "Attacks without permission": REFUSED,
+    "Not tested": NOT_TESTED,
 }
 
 PRELUDE = f"""
@@ -526,32 +538,33 @@ set +e
 PYTHON=/opt/interpreter/bin/python3
 py() {{ "$PYTHON" -IS - >/dev/null 2>&1; }}
 runs() {{ pgrep -u "$USER" -f -- "$1" >/dev/null; }}
-tell={HOME}
+codes={EXIT_CODES}
 """
 
 
-def planting(attacks: Iterable[Attack]) -> str:
-    """A step that plants them all and notes for each how that ended."""
+def plant_step(attacks: Iterable[Attack]) -> str:
+    """A job step that plants all attacks that this computer supports."""
     return PRELUDE + "\n".join(
         f"( {attack.needs}\n) >/dev/null 2>&1 && {{ ( set -e\n{attack.plant}\n) >/dev/null 2>&1; "
-        f'echo "{attack.name}=$?" >>$tell/told; }}'
+        f'echo "{attack.name}=$?" >>$codes; }}'
         for attack in attacks
     )
 
 
-def looking(attacks: Iterable[Attack]) -> str:
-    """A step that notes for each whether it is there: 0 where it is."""
-    lines = (f'( {attack.look}\n) >/dev/null 2>&1; echo "{attack.name}=$?" >>$tell/told' for attack in attacks)
-    return "\n".join([PRELUDE, "rm -f $tell/told", *lines])
+def look_step(attacks: Iterable[Attack]) -> str:
+    """A job step that checks which attacks are still there."""
+    lines = (f'( {attack.look}\n) >/dev/null 2>&1; echo "{attack.name}=$?" >>$codes' for attack in attacks)
+    return "\n".join([PRELUDE, "rm -f $codes", *lines])
 
 
-def told(text: str) -> dict[str, int]:
+def parse_exit_codes(text: str) -> dict[str, int]:
+    """The exit code per attack, as a step wrote them."""
     pairs = (line.rpartition("=") for line in text.splitlines())
     return {name: int(code) for name, _, code in pairs}
 
 
-def table(outcomes: Mapping[str, Outcome]) -> str:
-    """As the docs have it."""
+def table(outcomes: Mapping[str, AttackOutcome]) -> str:
+    """The table of the docs."""
     lines = []
     for group, attacks in GROUPS.items():
         lines += [f"### {group}", "", "| attack | what it plants | outcome |", "|---|---|---|"]

@@ -1,4 +1,4 @@
-"""The user data of machines, run for real on folders that play one, with systemd and the like played."""
+"""Runs of the real user data on folders in place of a machine's root, with system commands replaced."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.fake_imds import FakeImds
 
 NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
 LIMIT_S = 60
-#: Everybody has it.
+#: A user that exists everywhere.
 JOB_USER = "nobody"
-#: Notes how it was called.
-NOTE = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
-#: Serves https:// from a folder; the metadata service is asked for real.
+#: Records its arguments.
+RECORD_CALL = '#!/bin/sh\necho "$(basename "$0") $*" >>"$CALLS"\n'
+#: Serves https:// from a folder; passes all other requests to the real curl.
 CURL = """#!/bin/bash
 for last; do :; done
 case $last in
@@ -37,8 +37,8 @@ def user_data(launch: dict[str, str] | None = None, **more: object) -> str:
     return build_user_data(options, pool="pool", environment={}, **more)  # type: ignore[arg-type]
 
 
-class Box:
-    """Folders that play a machine, and commands that only note how they were called."""
+class BootstrapBox:
+    """The folders of a machine, and replaced commands that record their calls."""
 
     def __init__(self, folder: Path, imds: FakeImds) -> None:
         self.layout = MachineLayout(
@@ -55,10 +55,10 @@ class Box:
         self.bin.mkdir()
         self._calls = folder / "calls"
         for name in ("systemd-run", "systemctl", "shutdown", "useradd", "iptables", "ip6tables", "dnf"):
-            self.command(name, NOTE)
+            self.command(name, RECORD_CALL)
         for name in ("iptables-restore", "ip6tables-restore"):
-            self.command(name, NOTE + 'cat >>"$CALLS"\n')
-        self.command("ldconfig", NOTE + "echo libicuuc.so.72\n")
+            self.command(name, RECORD_CALL + 'cat >>"$CALLS"\n')
+        self.command("ldconfig", RECORD_CALL + "echo libicuuc.so.72\n")
         self.command("curl", CURL)
         self.environment = {
             "PATH": f"{self.bin}:/usr/local/bin:/usr/bin:/bin",
@@ -72,7 +72,7 @@ class Box:
         executable(self.bin / name, text)
 
     def offer(self, name: str, files: dict[str, str]) -> str:
-        """Put an archive on the mirror; returns its digest."""
+        """Put an archive on the mirror and return its SHA-256."""
         with tarfile.open(self.mirror / name, "w:gz") as archive:
             for path, text in files.items():
                 entry = tarfile.TarInfo(path)
@@ -80,8 +80,8 @@ class Box:
                 archive.addfile(entry, io.BytesIO(text.encode()))
         return hashlib.sha256((self.mirror / name).read_bytes()).hexdigest()
 
-    def bake(self) -> None:
-        """An image that has all."""
+    def preinstall(self) -> None:
+        """Install agent and runner, as a complete image has them."""
         executable(self.opt / "bin" / "remuda", "#!/bin/sh\n")
         executable(self.opt / "runner" / "bin" / "Runner.Listener", "#!/bin/sh\n")
 

@@ -1,10 +1,10 @@
-"""The instance metadata service, version 2, on loopback."""
+"""A fake of the instance metadata service, version 2, on loopback."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,8 +14,8 @@ CREDENTIALS = "iam/security-credentials/"
 
 class FakeImds:
     def __init__(self) -> None:
-        #: By path below /latest/meta-data/; a function is asked each time. What is not here is answered with 404.
-        self.values: dict[str, str | Callable[[], str]] = {
+        #: By path below /latest/meta-data/. All other paths return 404.
+        self.values: dict[str, str] = {
             "instance-id": INSTANCE_ID,
             "instance-life-cycle": "on-demand",
             "placement/region": "eu-central-1",
@@ -24,15 +24,15 @@ class FakeImds:
             "tags/instance/remuda:first-life-s": "400",
         }
         self.tokens: list[str] = []
-        #: Only the newest this many tokens are taken.
+        #: Number of the newest tokens that are accepted.
         self.valid = 1
-        #: All is answered with this, where it is set.
+        #: If not 0: the status of all responses.
         self.status = 0
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.url = ""
 
     def answer(self, method: str, path: str, token: str, life: str) -> tuple[int, str]:
-        self.asked.append(f"{method} {path}")
+        self.requests.append(f"{method} {path}")
         if self.status:
             return self.status, ""
         if (method, path) == ("PUT", "/latest/api/token"):
@@ -43,12 +43,10 @@ class FakeImds:
         if method != "GET" or token not in self.tokens[len(self.tokens) - self.valid :]:
             return 401, ""
         value = self.values.get(path.removeprefix("/latest/meta-data/"))
-        if value is None:
-            return 404, ""
-        return 200, value if isinstance(value, str) else value()
+        return (404, "") if value is None else (200, value)
 
-    def be(self, instance_id: str, *, tags: Mapping[str, str], zone: str, life_cycle: str = "on-demand") -> None:
-        """The service of this machine."""
+    def describe(self, instance_id: str, *, tags: Mapping[str, str], zone: str, life_cycle: str = "on-demand") -> None:
+        """Become the service of this machine."""
         self.values = {
             "instance-id": instance_id,
             "instance-life-cycle": life_cycle,
@@ -57,13 +55,12 @@ class FakeImds:
             **{f"tags/instance/{key}": value for key, value in tags.items()},
         }
 
-    def give_credentials(self, role: str, credentials: Callable[[], Mapping[str, str]]) -> None:
-        """AccessKeyId, SecretAccessKey, Token and Expiration, asked for whenever the machine asks."""
+    def set_credentials(self, role: str, credentials: Mapping[str, str]) -> None:
+        """Set AccessKeyId, SecretAccessKey, Token and Expiration."""
         self.values[CREDENTIALS] = role
-        self.values[CREDENTIALS + role] = lambda: json.dumps({"Code": "Success", "Type": "AWS-HMAC", **credentials()})
+        self.values[CREDENTIALS + role] = json.dumps({"Code": "Success", "Type": "AWS-HMAC", **credentials})
 
-    def notice(self, action: str, at: str) -> None:
-        """The spot market takes the machine back."""
+    def set_spot_notice(self, action: str, at: str) -> None:
         self.values["spot/instance-action"] = json.dumps({"action": action, "time": at})
 
 
@@ -84,10 +81,10 @@ def fake_imds() -> Iterator[FakeImds]:
             self.end_headers()
             self.wfile.write(body)
 
-        do_GET = do_PUT = _handle  # noqa: N815 - the server looks for these names
+        do_GET = do_PUT = _handle  # noqa: N815 - names that the server calls
 
         def log_message(self, *_line: object) -> None:
-            """Tests read no access log."""
+            """Write no access log."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True

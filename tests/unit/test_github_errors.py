@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from remuda.adapters.github.errors import translate
-from tests.support.canary import Canaries
+from tests.support.leak_scanner import LeakScanner
 
 TOKEN = "ghs_a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -27,7 +27,7 @@ ECHOES = {
 def test_a_credential_that_is_sent_back_is_not_told(said: str, status: int) -> None:
     request = httpx.Request("POST", "https://api.github.com/x", headers={"Authorization": f"Bearer {TOKEN}"})
     error = translate(httpx.Response(status, json={"message": said}, request=request), "a test", NOW)
-    assert Canaries({"token": TOKEN}).find(f"{error} {error!r}", "the error") == []
+    assert LeakScanner({"token": TOKEN}).find(f"{error} {error!r}", "the error") == []
 
 
 def test_all_else_is() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.cli.applied import applied_lines
+from remuda.cli.rendering.results import applied_lines
 
 #: Maximum rows of a table. GitHub limits a summary to 1 MiB.
 MAX_ROWS = 100
-MAX_CELL = 300
+MAX_TEXT = 300
 
 #: Characters with a meaning in Markdown or HTML, and those that start a link.
 _SPECIAL = re.compile(r"[^\w\s.,:;/()'+=%-]|_|:(?=//)|(?<=www)\.", re.IGNORECASE)
@@ -42,9 +42,9 @@ class StepFailure:
 
 
 def escape(value: object) -> str:
-    """Escape untrusted text for a table cell, on one line and at most `MAX_CELL` characters."""
+    """Escape untrusted text for a Markdown table: one line of at most `MAX_TEXT` characters."""
     line = _CONTROL.sub(" ", str(value)).strip()
-    cut = line if len(line) <= MAX_CELL else line[: MAX_CELL - 1] + "…"
+    cut = line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", cut)
 
 
@@ -173,8 +173,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str
     return [table, f"and {more} more"] if more > 0 else [table]
 
 
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _row(values: Iterable[str]) -> str:
+    return f"| {' | '.join(values)} |"
 
 
 def _errors(document: Document) -> list[str]:

@@ -21,7 +21,7 @@ class Endpoint:
 
 
 def read_endpoint(folder: pathlib.Path) -> Endpoint | None:
-    """The endpoint of the server that lives, or last lived, in this folder. It may be down."""
+    """Read the endpoint of the server that uses, or last used, this folder. The server may be down."""
     try:
         document = json.loads((folder / FILE_NAME).read_text())
         return Endpoint(url=str(document["url"]), pid=int(document["pid"]), token=str(document["token"]))
@@ -30,7 +30,7 @@ def read_endpoint(folder: pathlib.Path) -> Endpoint | None:
 
 
 def write_endpoint(folder: pathlib.Path, endpoint: Endpoint) -> None:
-    """Atomically: a reader sees the old file or the new one."""
+    """Write the file atomically."""
     draft = folder / f".{FILE_NAME}.{endpoint.pid}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

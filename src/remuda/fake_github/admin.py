@@ -1,4 +1,4 @@
-"""The admin API below `/_admin`: jobs, faults, settings, and the server's own view of its runners."""
+"""The admin API below `/_admin`: jobs, faults, settings, access tokens, and the internal state of runners."""
 
 import dataclasses
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import ANYTHING, AppState, administrator, error, json_body, wait_of
+from remuda.fake_github.app_state import ANYTHING, AppState, administrator, error_response, json_body, wait_of
 from remuda.fake_github.faults import FaultKind
 from remuda.fake_github.model import ApiError, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import RunnersRest, timestamp
@@ -57,8 +57,8 @@ class NewSettings(pydantic.BaseModel):
     app_owners: list[str] = []
 
 
-def routes(hub: AppState) -> list[BaseRoute]:
-    api = AdminApi(hub)
+def routes(app: AppState) -> list[BaseRoute]:
+    api = AdminApi(app)
     table: list[tuple[str, str, Handler]] = [
         ("POST", "/_admin/jobs", api.queue_job),
         ("GET", "/_admin/jobs", api.list_jobs),
@@ -76,20 +76,20 @@ def routes(hub: AppState) -> list[BaseRoute]:
 
 
 class AdminApi:
-    def __init__(self, hub: AppState) -> None:
-        self._hub = hub
-        self._core = hub.core
+    def __init__(self, app: AppState) -> None:
+        self._app = app
+        self._core = app.core
 
     def endpoint(self, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
             try:
-                administrator(self._hub, request)
+                administrator(self._app, request)
                 response = await handler(request)
-            except ApiError as refused:
-                response = error(refused.status, refused.message)
+            except ApiError as problem:
+                response = error_response(problem.status, problem.message)
             except pydantic.ValidationError as problem:
-                response = error(422, str(problem))
-            self._hub.settle()
+                response = error_response(422, str(problem))
+            self._app.commit_changes()
             return response
 
         return handle
@@ -117,10 +117,10 @@ class AdminApi:
         return JSONResponse({"total_count": len(jobs), "jobs": jobs})
 
     async def get_job(self, request: Request) -> Response:
-        """With `wait` and `since`, answers when the status is another one than `since`."""
+        """Return the job. With `wait` and `since`, answer as soon as its status differs from `since`."""
         job = self._core.queue.get(int(request.path_params["job_id"]))
         since = request.query_params.get("since", job.status)
-        await self._hub.until(
+        await self._app.until(
             lambda: job.status != since or job.phase is JobPhase.COMPLETED,
             key=f"job:{job.id}",
             timeout_s=wait_of(request),
@@ -133,11 +133,11 @@ class AdminApi:
         return JSONResponse(job_document(job), status_code=202)
 
     async def list_runners(self, request: Request) -> Response:
-        """With `wait` and `since`, answers when the server's version is another one than `since`."""
+        """Return the runners. With `wait` and `since`, answer as soon as the state's version differs from `since`."""
         state = self._core.state
         since = request.query_params.get("since")
         if since is not None:
-            await self._hub.until(
+            await self._app.until(
                 lambda: str(state.version) != since,
                 key=ANYTHING,
                 timeout_s=wait_of(request),
@@ -147,16 +147,16 @@ class AdminApi:
         return JSONResponse({"version": state.version, "runners": runners})
 
     async def add_fault(self, request: Request) -> Response:
-        fault = self._hub.faults.add(await json_body(request))
+        fault = self._app.faults.add(await json_body(request))
         if fault.kind is FaultKind.STALE_LIST:
-            self._hub.faults.snapshot = RunnersRest(self._hub).take_snapshot()
+            self._app.faults.snapshot = RunnersRest(self._app).take_snapshot()
         return JSONResponse(fault.document(), status_code=201)
 
     async def list_faults(self, _request: Request) -> Response:
-        return JSONResponse({"faults": [fault.document() for fault in self._hub.faults.all()]})
+        return JSONResponse({"faults": [fault.document() for fault in self._app.faults.all()]})
 
     async def clear_faults(self, _request: Request) -> Response:
-        self._hub.clear_faults()
+        self._app.clear_faults()
         return Response(status_code=204)
 
     async def get_settings(self, _request: Request) -> Response:
@@ -166,11 +166,11 @@ class AdminApi:
         wanted = NewSettings.model_validate(await json_body(request)).model_dump(exclude_unset=True)
         current = dataclasses.asdict(self._core.state.settings)
         self._core.state.change_settings(settings_from({**current, **wanted}))
-        self._core.queue.move_leases(self._core.state.settings.lease_s - current["lease_s"])
+        self._core.queue.extend_leases(self._core.state.settings.lease_s - current["lease_s"])
         return JSONResponse(dataclasses.asdict(self._core.state.settings))
 
     async def issue_token(self, request: Request) -> Response:
-        """An access token that may do less than the administrator's."""
+        """Issue an access token with fewer rights than the administrator's."""
         new = NewToken.model_validate(await json_body(request))
         token = self._core.registry.issue_access(scopes=tuple(new.scopes), write=new.write)
         return JSONResponse({"token": token.value}, status_code=201)
@@ -193,7 +193,7 @@ class AdminApi:
 
 
 def job_document(job: GitHubJob) -> dict[str, Any]:
-    """Without `env`: it may hold secrets."""
+    """Serialize a job without `env`, which may hold secrets."""
     return {
         "id": job.id,
         "run_id": job.run_id,

@@ -1,4 +1,4 @@
-"""What the HTTP routes share: the core, its store, and waiting for a change."""
+"""State shared by the HTTP routes: the core, its storage, faults, and waiting for changes."""
 
 import asyncio
 import contextlib
@@ -11,18 +11,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from remuda.fake_github.core import GitHubCore
 from remuda.fake_github.faults import FaultBoard, FaultKind
 from remuda.fake_github.model import ApiError, IssuedToken
-from remuda.fake_github.store import DocumentStore
+from remuda.fake_github.registry import GitHubCore
+from remuda.fake_github.state import DocumentStore
 
 DOCUMENTATION_URL = "https://docs.github.com/rest/actions/self-hosted-runners"
-#: Woken by every change.
+#: Key of waiters that wake up with every change.
 ANYTHING = "*"
-#: No request waits longer than this, whatever it asks for.
+#: Longest wait of a request in seconds.
 MAX_WAIT_S = 120.0
-#: Answers of server and proxy that carry no body of their own.
-LOST = 502
+#: Status of a response that is cut off on purpose.
+DROPPED_STATUS = 502
 
 
 class AppState:
@@ -32,12 +32,12 @@ class AppState:
         self.faults = FaultBoard()
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._timer_moved = asyncio.Event()
-        #: Set, and another one put in its place, when the faults are cleared.
+        #: Set and replaced when the faults are cleared.
         self._cleared = asyncio.Event()
         self._closing = False
 
-    def settle(self) -> None:
-        """Store what changed and wake who waits for it. Call after every change, before answering."""
+    def commit_changes(self) -> None:
+        """Store the changes and wake the waiters. Must be called after each change, before the response."""
         changes = self.core.state.take_changes()
         self.store.write(changes)
         woken = self.core.state.take_woken()
@@ -49,35 +49,35 @@ class AppState:
         self._timer_moved.set()
 
     def close(self) -> None:
-        """End every wait at once: the server is going down."""
+        """End all waits, because the server shuts down."""
         self._closing = True
         for key in list(self._waiters):
             self._wake(key)
         self._cleared.set()
 
     async def until(self, ready: Callable[[], bool], *, key: str, timeout_s: float, request: Request) -> bool:
-        """Wait until it is ready, the time is over, the client is gone, or the server closes."""
+        """Wait until `ready()`, the timeout, a disconnect of the client or `close`. Return whether it is ready."""
         if ready():
             return True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(timeout_s, MAX_WAIT_S)
-        hangup = asyncio.create_task(_hangup(request))
+        disconnect = asyncio.create_task(_wait_for_disconnect(request))
         try:
-            while not self._closing and not hangup.done() and (left := deadline - loop.time()) > 0:
+            while not self._closing and not disconnect.done() and (left := deadline - loop.time()) > 0:
                 change: asyncio.Future[None] = loop.create_future()
                 self._waiters[key].add(change)
                 try:
-                    await asyncio.wait({change, hangup}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({change, disconnect}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     self._forget(key, change)
                 if ready():
                     return True
             return False
         finally:
-            hangup.cancel()
+            disconnect.cancel()
 
-    async def keep_time(self) -> None:
-        """Tick the core whenever something is due: leases, pick-ups, vanished sessions."""
+    async def run_timers(self) -> None:
+        """Call the core's `tick` at each deadline: leases, pick-ups, lost sessions."""
         while True:
             self._timer_moved.clear()
             due = self.core.next_due()
@@ -86,7 +86,7 @@ class AppState:
                 await asyncio.wait_for(self._timer_moved.wait(), timeout=left)
                 continue
             self.core.tick()
-            self.settle()
+            self.commit_changes()
 
     def _wake(self, key: str) -> None:
         for waiter in self._waiters.get(key, ()):
@@ -99,45 +99,45 @@ class AppState:
             del self._waiters[key]
 
     def clear_faults(self) -> None:
-        """A delay that is under way ends, too."""
+        """Remove all faults. A delay in progress ends."""
         self.faults.clear()
         cleared, self._cleared = self._cleared, asyncio.Event()
         cleared.set()
 
     async def apply_faults_before(self, operation: str) -> Response | None:
-        """Faults that come before the operation: a delay, or an answer instead of it."""
+        """Apply faults that precede the operation: a delay, or an error response instead of the operation."""
         if fault := self.faults.take(FaultKind.DELAY, operation):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._cleared.wait(), fault.seconds or 0.0)
         if fault := self.faults.take(FaultKind.RATE_LIMIT, operation):
             message = fault.message or "You have exceeded a secondary rate limit."
-            response = error(fault.status or 403, message)
+            response = error_response(fault.status or 403, message)
             if fault.seconds is not None:
                 response.headers["retry-after"] = str(int(fault.seconds))
             return response
         if fault := self.faults.take(FaultKind.STATUS, operation):
-            return error(fault.status or 500, fault.message or "Server Error")
+            return error_response(fault.status or 500, fault.message or "Server Error")
         return None
 
     def apply_faults_after(self, operation: str, response: Response) -> Response:
-        """Faults that come after it: what was done stays done, but the answer does not arrive."""
+        """Apply faults that follow the operation: it takes effect, but its response is lost or replaced."""
         fault = self.faults.take(FaultKind.LOST_ANSWER, operation)
         if fault is None:
             return response
         if fault.status is not None:
-            return error(fault.status, fault.message or "Server Error")
+            return error_response(fault.status, fault.message or "Server Error")
         return DroppedResponse()
 
 
 class DroppedResponse(Response):
-    """Promises a body and ends without it, so that the server closes the connection on the client."""
+    """Announces a body but sends none, so that the server closes the connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         headers = [(b"content-length", b"1"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": LOST, "headers": headers})
+        await send({"type": "http.response.start", "status": DROPPED_STATUS, "headers": headers})
 
 
-def error(status: int, message: str) -> JSONResponse:
+def error_response(status: int, message: str) -> JSONResponse:
     body = {"message": message, "documentation_url": DOCUMENTATION_URL, "status": str(status)}
     return JSONResponse(body, status_code=status)
 
@@ -151,8 +151,8 @@ def bearer(request: Request) -> str:
     return value.strip()
 
 
-def administrator(hub: AppState, request: Request) -> IssuedToken:
-    token = hub.core.registry.access(bearer(request))
+def administrator(app: AppState, request: Request) -> IssuedToken:
+    token = app.core.registry.access(bearer(request))
     if token.scopes or not token.write:
         raise ApiError(403, "Resource not accessible by personal access token")
     return token
@@ -178,7 +178,7 @@ def wait_of(request: Request) -> float:
         raise ApiError(422, "wait must be a number of seconds") from problem
 
 
-async def _hangup(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     await request.body()
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""GitHub Apps, as far as a client needs them: its installation for a scope, and tokens for that."""
+"""REST API of GitHub Apps: the installation for a scope, and installation access tokens."""
 
 from typing import Any
 
@@ -6,18 +6,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, error
+from remuda.fake_github.app_state import AppState, bearer, error_response
 from remuda.fake_github.model import ApiError
-from remuda.fake_github.rest import PREFIXES, SCOPES, Answer, timestamp
+from remuda.fake_github.rest import PREFIXES, SCOPES, Handler, timestamp
 
-#: GitHub's limit for the life of an App's own proof, and what it lets clocks differ by.
-MAX_LIFE_S = 600
+#: GitHub's limit for the lifetime of an App's JSON web token, and the tolerated clock difference, in seconds.
+MAX_LIFETIME_S = 600
 LEEWAY_S = 5
 
 
-def routes(hub: AppState) -> list[BaseRoute]:
-    api = AppsRest(hub)
-    table: list[tuple[str, str, str, Answer]] = [
+def routes(app: AppState) -> list[BaseRoute]:
+    api = AppsRest(app)
+    table: list[tuple[str, str, str, Handler]] = [
         *(("GET", f"{scope}/installation", "installation", api.installation) for scope in SCOPES),
         ("POST", "/app/installations/{installation_id:int}/access_tokens", "installation-token", api.access_token),
     ]
@@ -29,21 +29,21 @@ def routes(hub: AppState) -> list[BaseRoute]:
 
 
 class AppsRest:
-    def __init__(self, hub: AppState) -> None:
-        self._hub = hub
-        self._core = hub.core
+    def __init__(self, app: AppState) -> None:
+        self._app = app
+        self._core = app.core
 
-    def endpoint(self, operation: str, answer: Answer) -> Any:
+    def endpoint(self, operation: str, answer: Handler) -> Any:
         async def handle(request: Request) -> Response:
-            response = await self._hub.apply_faults_before(operation)
+            response = await self._app.apply_faults_before(operation)
             if response is None:
                 try:
                     self._check_app(bearer(request))
                     response = answer(request, "", {})
-                except ApiError as refused:
-                    response = error(refused.status, refused.message)
-                self._hub.settle()
-            return self._hub.apply_faults_after(operation, response)
+                except ApiError as problem:
+                    response = error_response(problem.status, problem.message)
+                self._app.commit_changes()
+            return self._app.apply_faults_after(operation, response)
 
         return handle
 
@@ -63,27 +63,27 @@ class AppsRest:
         token = self._core.registry.issue_installation(owners[number - 1])
         return JSONResponse({"token": token.value, "expires_at": timestamp(token.expires_at)}, status_code=201)
 
-    def _check_app(self, proof: str) -> None:
-        import jwt  # noqa: PLC0415 - an extra: the demo needs no App
+    def _check_app(self, token: str) -> None:
+        import jwt  # noqa: PLC0415 - an optional dependency that the demo does not need
 
         settings = self._core.state.settings
-        refused = ApiError(401, "A JSON web token could not be decoded")
+        undecodable = ApiError(401, "A JSON web token could not be decoded")
         if not settings.app_id or not settings.app_key:
-            raise refused
+            raise undecodable
         try:
-            # Times are judged here, by the server's own clock.
+            # Times are checked below, with the injected clock.
             claims = jwt.decode(
-                proof, settings.app_key, algorithms=["RS256"], options={"verify_exp": False, "verify_iat": False}
+                token, settings.app_key, algorithms=["RS256"], options={"verify_exp": False, "verify_iat": False}
             )
             issued, expires = int(claims["iat"]), int(claims["exp"])
         except (jwt.PyJWTError, KeyError, TypeError, ValueError):
-            raise refused from None
+            raise undecodable from None
         now = self._core.clock.now()
         if str(claims.get("iss")) != settings.app_id:
-            raise refused
+            raise undecodable
         if issued > now + LEEWAY_S:
             raise ApiError(401, "'Issued at' claim ('iat') must be an Integer representing a time in the past")
         if expires <= now:
             raise ApiError(401, "'Expiration time' claim ('exp') is in the past")
-        if expires - now > MAX_LIFE_S:
+        if expires - now > MAX_LIFETIME_S:
             raise ApiError(401, "'Expiration time' claim ('exp') is too far in the future")

@@ -1,4 +1,4 @@
-"""A client for the admin API of the local GitHub."""
+"""Client for the admin API of the fake GitHub."""
 
 import dataclasses
 import ssl
@@ -8,12 +8,12 @@ from typing import Any, Self
 
 import httpx
 
-#: On top of what a long poll asks the server to wait.
+#: Seconds to wait for a response, in addition to the server's wait in a long poll.
 ANSWER_LIMIT_S = 30.0
 
 
 class FakeGitHubError(Exception):
-    """The local GitHub refused a request."""
+    """The fake GitHub rejected a request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -24,10 +24,10 @@ class FakeGitHubError(Exception):
 class JobStep:
     run: str
     name: str | None = None
-    #: Of a finished job: success, failure, cancelled, skipped.
+    #: success, failure, cancelled or skipped; None until the job has completed.
     conclusion: str | None = None
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    #: Runs after a failure, too, as with `if: always()`.
+    #: Run the step even after a failure, like `if: always()`.
     always: bool = False
 
 
@@ -39,9 +39,9 @@ class JobView:
     repo: str
     name: str
     labels: tuple[str, ...]
-    #: queued, in_progress, completed.
+    #: queued, in_progress or completed.
     status: str
-    #: success, failure, cancelled, or None while it is not completed.
+    #: success, failure or cancelled; None until the job has completed.
     conclusion: str | None
     runner_id: int | None
     runner_name: str | None
@@ -61,7 +61,7 @@ class RunnerView:
     ephemeral: bool
     online: bool
     busy: bool
-    #: registered, idle, assigned, busy, offline.
+    #: registered, idle, assigned, busy or offline.
     state: str
     job_id: int | None
     version: str | None
@@ -86,8 +86,8 @@ class FakeGitHubClient:
             base_url=url,
             headers={"authorization": f"Bearer {token}"},
             timeout=ANSWER_LIMIT_S,
-            trust_env=False,  # it is on this machine: no proxy
-            # Nor TLS: to read all authorities takes longer than a call.
+            trust_env=False,  # a local server needs no proxy
+            # An empty TLS context: loading the certificate authorities takes longer than a request.
             verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         )
 
@@ -128,7 +128,7 @@ class FakeGitHubClient:
         return _job(await self._call("POST", "/_admin/jobs", body=body))
 
     async def job(self, job_id: int, *, wait_s: float = 0.0, since: str | None = None) -> JobView:
-        """The job; with a wait, as soon as its status is not `since` (by default: the present one)."""
+        """Return the job. With `wait_s`, wait until its status differs from `since` (default: the current status)."""
         query = {"wait": str(wait_s)} | ({} if since is None else {"since": since})
         return _job(await self._call("GET", f"/_admin/jobs/{job_id}", query=query, wait_s=wait_s))
 
@@ -145,7 +145,7 @@ class FakeGitHubClient:
         return (await self.watch_runners())[1]
 
     async def watch_runners(self, *, since: int | None = None, wait_s: float = 0.0) -> tuple[int, list[RunnerView]]:
-        """The version of the server's state and its runners; with both arguments, after the next change."""
+        """Return the state's version and the runners. With both arguments, wait for the next change first."""
         query = {} if since is None else {"since": str(since), "wait": str(wait_s)}
         answer = await self._call("GET", "/_admin/runners", query=query, wait_s=wait_s)
         return answer["version"], [_runner(document) for document in answer["runners"]]
@@ -180,11 +180,11 @@ class FakeGitHubClient:
         await self._call("DELETE", "/_admin/faults")
 
     async def change_settings(self, **settings: Any) -> dict[str, Any]:
-        """Any of token_life_s, lease_s, liveness_s, pickup_s, known_scopes, rate_limit, enforce_rate_limit."""
+        """Change any fields of `FakeGitHubSettings`. Return all settings."""
         return await self._call("PATCH", "/_admin/settings", body=settings)
 
     async def issue_token(self, *, scopes: Sequence[str] = (), write: bool = True) -> str:
-        """An access token for these scopes only (none: all), that may only read if `write` is False."""
+        """Issue an access token for these scopes, or for all if empty. It is read-only if `write` is False."""
         answer = await self._call("POST", "/_admin/tokens", body={"scopes": list(scopes), "write": write})
         return str(answer["token"])
 

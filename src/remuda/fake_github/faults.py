@@ -1,4 +1,4 @@
-"""Switches that make the local GitHub misbehave the way the real one does."""
+"""Injected faults: ways in which the real GitHub is known to misbehave."""
 
 import dataclasses
 from enum import StrEnum
@@ -12,23 +12,23 @@ class FaultKind(StrEnum):
     LOST_ANSWER = "lost_answer"
     #: The list comes from a snapshot up to `seconds` old.
     STALE_LIST = "stale_list"
-    #: A page lacks its last runner, and `total_count` counts it all the same.
+    #: A page lacks its last runner, but `total_count` includes it.
     SHORT_LIST = "short_list"
-    #: `busy` is told the wrong way round.
+    #: `busy` is inverted.
     WRONG_BUSY = "wrong_busy"
-    #: An online runner is told to be offline.
+    #: An online runner is reported as offline.
     TRANSIENT_OFFLINE = "transient_offline"
     #: 403 (or `status`) with `retry-after: seconds`.
     RATE_LIMIT = "rate_limit"
-    #: An idle online runner gets a job just before its DELETE is looked at.
+    #: An idle online runner gets a job just before its DELETE is processed.
     JOB_ON_DELETE = "job_on_delete"
-    #: `status` instead of doing anything.
+    #: The operation does nothing and returns `status`.
     STATUS = "status"
-    #: The answer takes `seconds` longer, unless it is cleared before.
+    #: The response is delayed by `seconds`, or until the faults are cleared.
     DELAY = "delay"
 
 
-#: Every REST operation. What the runners themselves call has to be named: their polls would use a fault up.
+#: All REST operations. It excludes the operations of runners, because their polls would consume the fault.
 ANY_OPERATION = "*"
 RUNNER_PREFIX = "runner."
 
@@ -38,12 +38,12 @@ class ApiFault:
     id: int
     kind: FaultKind
     operation: str = ANY_OPERATION
-    #: How often it still strikes; None means until it is cleared.
+    #: Remaining number of requests that it affects; None means until it is cleared.
     times: int | None = 1
     status: int | None = None
     message: str | None = None
     seconds: float | None = None
-    #: Only requests for the runner of this name (kinds that are about one runner).
+    #: Name of the only runner that it affects. For kinds that concern one runner.
     runner: str | None = None
 
     def document(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ApiFault:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Snapshot:
     taken_at: float
-    #: Scope in lower case to the runner documents of then.
+    #: Runner documents by lower-case scope.
     runners: dict[str, list[dict[str, Any]]]
 
 
@@ -66,7 +66,7 @@ class FaultBoard:
     def add(self, document: dict[str, Any]) -> ApiFault:
         known = {field.name for field in dataclasses.fields(ApiFault)} - {"id"}
         if unknown := sorted(set(document) - known):
-            raise ApiError(422, f"A fault has no {', '.join(unknown)}.")
+            raise ApiError(422, f"Unknown fields of a fault: {', '.join(unknown)}.")
         if document.get("kind") not in set(FaultKind):
             raise ApiError(422, f"kind must be one of {', '.join(FaultKind)}.")
         self._last_id += 1
@@ -82,9 +82,9 @@ class FaultBoard:
         self.snapshot = None
 
     def take(self, kind: FaultKind, operation: str, *, runner: str | None = None) -> ApiFault | None:
-        """The first switch that applies, counted down."""
+        """Return the first fault that applies, and decrement its count."""
         for fault in self._faults:
-            if fault.kind is not kind or not _concerns(fault, operation):
+            if fault.kind is not kind or not _applies_to(fault, operation):
                 continue
             if fault.runner is not None and fault.runner != runner:
                 continue
@@ -96,7 +96,7 @@ class FaultBoard:
         return None
 
 
-def _concerns(fault: ApiFault, operation: str) -> bool:
+def _applies_to(fault: ApiFault, operation: str) -> bool:
     if fault.operation == ANY_OPERATION:
         return not operation.startswith(RUNNER_PREFIX)
     return fault.operation == operation

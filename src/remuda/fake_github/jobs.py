@@ -1,4 +1,4 @@
-"""The job queue: who gets which job, and what becomes of it. Knows neither network nor clock."""
+"""The job queue: assigns jobs to runners and tracks them to their conclusion."""
 
 from typing import Any
 
@@ -22,13 +22,13 @@ QUEUED_TOO_LONG = "The job was not picked up by a runner in 24 hours.\n"
 class JobQueue:
     def __init__(self, state: GitHubState) -> None:
         self._state = state
-        #: Waiting jobs, first come first served; a job that was assigned in vain goes back to the front.
+        #: Ids of waiting jobs in order. A job that its runner did not pick up returns to the front.
         self._waiting: list[int] = []
         self._unfinished: dict[int, GitHubJob] = {}
         self._finished: list[int] = []
 
     def restore(self) -> None:
-        """Rebuild the queue after the state was loaded."""
+        """Rebuild the queue from the loaded state."""
         for job in sorted(self._state.jobs.values(), key=lambda job: job.id):
             if job.phase is JobPhase.COMPLETED:
                 self._finished.append(job.id)
@@ -49,7 +49,7 @@ class JobQueue:
         env: dict[str, str],
         only_runner: RegisteredRunner | None = None,
     ) -> GitHubJob:
-        """Queue a job and hand it to a free runner at once if there is one (or to the one named)."""
+        """Queue a job and assign it to a free matching runner, if any. `only_runner` restricts the assignment."""
         job = GitHubJob(
             id=self._state.new_id(),
             run_id=run_id,
@@ -75,11 +75,11 @@ class JobQueue:
     def get(self, job_id: int) -> GitHubJob:
         job = self._state.jobs.get(job_id)
         if job is None:
-            raise ApiError(404, f"There is no job {job_id}.")
+            raise ApiError(404, f"Job {job_id} does not exist.")
         return job
 
     def offer(self, runner: RegisteredRunner) -> None:
-        """Give an idle runner the first job that fits."""
+        """Assign the first matching job to an idle runner."""
         if not runner.online or runner.job_id is not None:
             return
         for job_id in self._waiting:
@@ -89,7 +89,7 @@ class JobQueue:
                 return
 
     def acknowledge(self, runner: RegisteredRunner, job_id: int) -> GitHubJob:
-        """The runner starts the job. Repeating it is harmless: its answer may have been lost."""
+        """Mark the job as started by its runner. Idempotent, because the response may get lost."""
         job = self._of(runner, job_id)
         now = self._state.clock.now()
         if job.phase is JobPhase.ASSIGNED:
@@ -115,7 +115,7 @@ class JobQueue:
     ) -> GitHubJob:
         job = self.get(job_id)
         if job.phase is JobPhase.COMPLETED and job.runner_id == runner.id:
-            return job  # a repeated report, or one that came after the lease had ended
+            return job  # a repeated report, or a report after the lease has expired
         self._of(runner, job_id)
         self._log(job, output)
         for step, outcome in zip(job.steps, steps, strict=False):
@@ -134,7 +134,7 @@ class JobQueue:
         return job
 
     def message_for(self, runner: RegisteredRunner) -> GitHubJob | None:
-        """The job the runner has to start, or to cancel."""
+        """Return the job that the runner must start or cancel, or None."""
         if runner.job_id is None:
             return None
         job = self._state.jobs[runner.job_id]
@@ -142,8 +142,8 @@ class JobQueue:
             return job
         return None
 
-    def move_leases(self, seconds: float) -> None:
-        """Leases that run follow a changed setting, so that nobody has to wait for an old one."""
+    def extend_leases(self, seconds: float) -> None:
+        """Apply a changed lease duration to the current leases."""
         for job in self._unfinished.values():
             if job.phase is JobPhase.IN_PROGRESS and job.due_at is not None:
                 job.due_at += seconds
@@ -154,7 +154,7 @@ class JobQueue:
         return min(dues, default=None)
 
     def expire(self) -> None:
-        """End leases, queue again what was not picked up, cancel what waited for a day."""
+        """Fail jobs whose lease has expired, requeue jobs not picked up, and cancel jobs queued for a day."""
         now = self._state.clock.now()
         for job in [job for job in self._unfinished.values() if _due(job) <= now]:
             match job.phase:

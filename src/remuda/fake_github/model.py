@@ -1,10 +1,10 @@
-"""What the local GitHub knows: runners, tokens, jobs, settings."""
+"""Data model of the fake GitHub: runners, tokens, jobs, settings."""
 
 import dataclasses
 from enum import StrEnum
 from typing import Any
 
-#: Labels that GitHub gives a runner itself; REST calls them read-only.
+#: Labels that GitHub adds to a runner. The REST API calls them read-only.
 DEFAULT_LABELS = ("self-hosted", "Linux", "X64")
 READ_ONLY_LABELS = frozenset({"self-hosted", "linux", "macos", "windows", "x64", "arm", "arm64"})
 
@@ -18,7 +18,7 @@ OFFLINE_EPHEMERAL_LIFE_S = 24 * 3600.0
 
 
 class ApiError(Exception):
-    """The request cannot be granted; the status and the message are GitHub's."""
+    """A rejected request, with GitHub's status and message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class TokenKind(StrEnum):
 
 
 class JobPhase(StrEnum):
-    """Where a job is. REST and the admin API show ASSIGNED as queued, as GitHub does."""
+    """Phase of a job. The REST and admin APIs show ASSIGNED as queued, like GitHub."""
 
     QUEUED = "queued"
     ASSIGNED = "assigned"
@@ -57,21 +57,21 @@ JOB_TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FakeGitHubSettings:
-    #: Life of registration and removal tokens.
+    #: Lifetime of registration and removal tokens in seconds.
     token_life_s: float = 3600.0
-    #: A job whose runner stopped renewing fails after this long; until then the runner stays busy.
+    #: Seconds until a job fails whose runner no longer renews it. Until then the runner stays busy.
     lease_s: float = 600.0
-    #: A session without an open poll or a sign of life for this long has vanished.
+    #: Seconds until a session without an open poll or another request counts as lost.
     liveness_s: float = 5.0
-    #: An assigned job that was not picked up is queued again after this long.
+    #: Seconds until an assigned job that was not picked up is queued again.
     pickup_s: float = 60.0
     #: Owners ("org") and repositories ("owner/repo") that exist; None means all do.
     known_scopes: tuple[str, ...] | None = None
-    #: The limit told in the rate headers.
+    #: Requests per hour, as reported in the rate limit headers.
     rate_limit: int = 15_000
-    #: Whether going over that limit is refused. Off: a demo may poll as it likes.
+    #: Whether requests above the limit are rejected.
     enforce_rate_limit: bool = False
-    #: The one GitHub App there may be: its id, its public key (PEM), and who has it installed.
+    #: The GitHub App: its id, its public key (PEM), and the owners that have installed it.
     app_id: str = ""
     app_key: str = ""
     app_owners: tuple[str, ...] = ()
@@ -81,10 +81,10 @@ class FakeGitHubSettings:
 class IssuedToken:
     value: str
     kind: TokenKind
-    #: Empty for an access token that may do everything.
+    #: Empty for an access token without restriction.
     scopes: tuple[str, ...]
     expires_at: float | None
-    #: Access tokens only: False refuses every call that changes something.
+    #: For access tokens: whether they allow changes.
     write: bool = True
 
 
@@ -97,12 +97,12 @@ class RegisteredRunner:
     labels: tuple[str, ...]
     os: str
     ephemeral: bool
-    #: What the runner proves itself with.
+    #: Credential of the runner.
     secret: str
     group_id: int
     created_at: float
     offline_since: float
-    #: None until the first session, as in GitHub's answers.
+    #: None until the first session, as in GitHub's responses.
     version: str | None = None
     session: str | None = None
     seen_at: float = 0.0
@@ -137,7 +137,7 @@ class GitHubJob:
     runner_name: str | None = None
     started_at: float | None = None
     completed_at: float | None = None
-    #: Lease of a running job, or the pick-up limit of an assigned one.
+    #: End of the lease of a running job, or of the pick-up time of an assigned job.
     due_at: float | None = None
     cancel_requested: bool = False
     log: str = ""
@@ -148,5 +148,5 @@ class GitHubJob:
 
 
 def matches(wanted: tuple[str, ...], offered: tuple[str, ...]) -> bool:
-    """All labels, case-insensitively. A job without labels matches nothing, as on GitHub."""
+    """Whether all wanted labels are offered, ignoring case. As on GitHub, a job without labels matches no runner."""
     return bool(wanted) and {label.lower() for label in wanted} <= {label.lower() for label in offered}

@@ -1,4 +1,4 @@
-"""Lays out the stand-in's folder, as the archive of actions/runner would."""
+"""Installation of the fake runner: creates a folder with the layout of the actions/runner archive."""
 
 import importlib.util
 import pathlib
@@ -9,9 +9,9 @@ from remuda.fake_github.fake_runner import VERSION
 
 _HERE = pathlib.Path(__file__).parent
 SCRIPTS = ("config.sh", "run.sh")
-#: Executable in `bin`, and the module that it runs.
+#: Executables in `bin`, and the modules that they run.
 PROGRAMS = {"Runner.Listener": "program", "Runner.Worker": "worker"}
-#: Linux takes interpreter lines of 127 characters everywhere, and none with a blank in the path.
+#: Linux supports interpreter lines of at least 127 characters, without spaces in the path.
 MAX_INTERPRETER_CHARS = 110
 
 _PROGRAM = """\
@@ -27,7 +27,7 @@ sys.exit(main())
 
 
 def install(folder: pathlib.Path) -> None:
-    """Make the folder a runner's folder. What is there already and right is left alone."""
+    """Install the fake runner in the folder. Files that are up to date are not written again."""
     package = folder / "bin" / "fake_runner"
     package.mkdir(parents=True, exist_ok=True)
     for name in SCRIPTS:
@@ -43,7 +43,7 @@ def install(folder: pathlib.Path) -> None:
 
 
 def _put(path: pathlib.Path, content: bytes, *, mode: int) -> bool:
-    """Whether something had to be written."""
+    """Write the file if its content differs. Return whether it was written."""
     if path.exists() and path.read_bytes() == content:
         return False
     draft = path.with_name(f".{path.name}.new")
@@ -54,7 +54,7 @@ def _put(path: pathlib.Path, content: bytes, *, mode: int) -> bool:
 
 
 def _compile(source: pathlib.Path) -> None:
-    """Ahead of time and not checked against the source's date: a copied folder has other dates."""
+    """Compile without a check of the source's date, because copies of the folder have other dates."""
     target = importlib.util.cache_from_source(str(source))
     py_compile.compile(
         str(source),
@@ -69,4 +69,4 @@ def _interpreter() -> str:
     for candidate in (sys.executable, getattr(sys, "_base_executable", "")):
         if candidate and " " not in candidate and len(candidate) <= MAX_INTERPRETER_CHARS:
             return str(candidate)
-    raise OSError(f"no interpreter line can be made of {sys.executable!r}")
+    raise OSError(f"the path {sys.executable!r} is too long or contains spaces; it cannot be an interpreter line")

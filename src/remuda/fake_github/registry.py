@@ -1,4 +1,4 @@
-"""Tokens, registrations and sessions of runners. Knows neither network nor clock."""
+"""Tokens, registrations and sessions of runners, and the core that combines them with the job queue."""
 
 from remuda.fake_github.jobs import JobQueue
 from remuda.fake_github.model import (
@@ -8,12 +8,13 @@ from remuda.fake_github.model import (
     OFFLINE_EPHEMERAL_LIFE_S,
     OFFLINE_RUNNER_LIFE_S,
     ApiError,
+    FakeGitHubSettings,
     IssuedToken,
     JobPhase,
     RegisteredRunner,
     TokenKind,
 )
-from remuda.fake_github.state import GitHubState
+from remuda.fake_github.state import GitHubState, TokenClock
 
 ACCESS_PREFIX = "github_pat_"
 INSTALLATION_PREFIX = "ghs_"
@@ -24,7 +25,7 @@ class Registry:
     def __init__(self, state: GitHubState, queue: JobQueue) -> None:
         self._state = state
         self._queue = queue
-        #: Open long polls of each session: while there is one, the session is alive.
+        #: Number of open long polls per session. A session with an open poll is alive.
         self._polls: dict[str, int] = {}
 
     # Tokens
@@ -45,7 +46,7 @@ class Registry:
         return self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=scopes, expires_at=None, write=write))
 
     def issue_installation(self, owner: str) -> IssuedToken:
-        """What an App gets for one owner that has it installed."""
+        """Issue a token of an App for one owner that has installed it."""
         now = self._state.clock.now()
         self._forget_expired(now)
         value = self._state.clock.token(INSTALLATION_PREFIX)
@@ -53,7 +54,7 @@ class Registry:
         return self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=(owner,), expires_at=expires_at))
 
     def keep_access(self, value: str) -> None:
-        """Make a known access token valid: the one that an earlier life handed out."""
+        """Accept this access token, which an earlier run of the server issued."""
         self._keep(IssuedToken(value=value, kind=TokenKind.ACCESS, scopes=(), expires_at=None))
 
     def access(self, value: str) -> IssuedToken:
@@ -81,7 +82,7 @@ class Registry:
         token = self._state.tokens.get(value)
         expired = token is not None and token.expires_at is not None and token.expires_at <= self._state.clock.now()
         if token is None or token.kind is not kind or expired or token.scopes[0].lower() != scope.lower():
-            raise ApiError(401, "Not Found")  # GitHub does not say what is wrong with a token
+            raise ApiError(401, "Not Found")  # like GitHub, without details
 
     def _keep(self, token: IssuedToken) -> IssuedToken:
         self._state.tokens[token.value] = token
@@ -107,18 +108,18 @@ class Registry:
         ephemeral: bool,
         replace: bool,
     ) -> RegisteredRunner:
-        """What `config.sh` does. A replaced runner keeps its id and its old labels, as on GitHub."""
+        """Register a runner for `config.sh`. As on GitHub, a replaced runner keeps its id and its old labels."""
         self._check(token, TokenKind.REGISTRATION, scope)
-        every = (*DEFAULT_LABELS, *labels) if default_labels else labels
+        all_labels = (*DEFAULT_LABELS, *labels) if default_labels else labels
         existing = self.find(scope, name)
         if existing is None:
-            return self._create(scope=scope, name=name, labels=every, ephemeral=ephemeral)
+            return self._create(scope=scope, name=name, labels=all_labels, ephemeral=ephemeral)
         if not replace:
             raise ApiError(409, f"A runner exists with the same name {name}.")
-        existing.labels = _distinct((*existing.labels, *every))
+        existing.labels = _distinct((*existing.labels, *all_labels))
         existing.ephemeral = ephemeral
         self._state.renew_secret(existing, self._state.clock.token("rs_"))
-        self._end_session(existing)
+        self.close_session(existing)
         return existing
 
     def register_jit(self, *, scope: str, name: str, labels: tuple[str, ...], group_id: int) -> RegisteredRunner:
@@ -127,12 +128,12 @@ class Registry:
         return self._create(scope=scope, name=name, labels=labels, ephemeral=True, group_id=group_id)
 
     def remove(self, *, scope: str, token: str, runner_id: int) -> None:
-        """What `config.sh remove` does."""
+        """Remove a runner for `config.sh remove`."""
         self._check(token, TokenKind.REMOVAL, scope)
         self.delete(scope, runner_id)
 
     def delete(self, scope: str, runner_id: int) -> None:
-        """The one atomic test of busy: it succeeds, or says that there is a job."""
+        """Delete a runner atomically, unless it has a job."""
         runner = self.get(scope, runner_id)
         if runner.job_id is not None:
             raise ApiError(422, f'Runner "{runner.name}" is currently running a job and cannot be deleted.')
@@ -151,7 +152,7 @@ class Registry:
         return [runner for runner in self._state if runner.scope.lower() == scope.lower()]
 
     def busy(self, runner: RegisteredRunner) -> bool:
-        """Busy as REST tells it: an assigned job that was not picked up yet does not show."""
+        """Whether the REST API reports the runner as busy. A job that is assigned but not picked up does not count."""
         job = self._state.jobs.get(runner.job_id or 0)
         return job is not None and job.phase is JobPhase.IN_PROGRESS
 
@@ -165,9 +166,9 @@ class Registry:
         group_id: int = DEFAULT_GROUP_ID,
     ) -> RegisteredRunner:
         if not 0 < len(name) <= MAX_NAME_LENGTH:
-            raise ApiError(422, f"The name of a runner has 1 to {MAX_NAME_LENGTH} characters.")
+            raise ApiError(422, f"The name of a runner must have 1 to {MAX_NAME_LENGTH} characters.")
         if not 0 < len(labels) <= MAX_LABELS or not all(labels):
-            raise ApiError(422, f"A runner has 1 to {MAX_LABELS} labels, none of them empty.")
+            raise ApiError(422, f"A runner must have 1 to {MAX_LABELS} labels, none of them empty.")
         now = self._state.clock.now()
         runner = RegisteredRunner(
             id=self._state.new_id(),
@@ -204,15 +205,12 @@ class Registry:
         return runner.session
 
     def in_session(self, secret: str, session: str) -> RegisteredRunner:
-        """The runner of a live session; every call of it is a sign of life."""
+        """Return the runner of the session and mark it as seen now."""
         runner = self.runner_of(secret)
         if runner.session != session:
-            raise ApiError(404, "The session is gone.")
+            raise ApiError(404, "The session does not exist.")
         runner.seen_at = self._state.clock.now()
         return runner
-
-    def close_session(self, runner: RegisteredRunner) -> None:
-        self._end_session(runner)
 
     def poll_begins(self, session: str) -> None:
         self._polls[session] = self._polls.get(session, 0) + 1
@@ -228,15 +226,15 @@ class Registry:
         return min(dues, default=None)
 
     def expire(self) -> None:
-        """Turn vanished sessions offline, and forget runners that were offline for too long."""
+        """Close lost sessions and delete runners that were offline for too long."""
         now = self._state.clock.now()
         for runner in [runner for runner in self._state if (self._due(runner) or now + 1) <= now]:
             if runner.session is not None:
-                self._end_session(runner)
+                self.close_session(runner)
             elif runner.job_id is None:
                 self._state.drop_runner(runner)
 
-    def _end_session(self, runner: RegisteredRunner) -> None:
+    def close_session(self, runner: RegisteredRunner) -> None:
         runner.session = None
         runner.offline_since = self._state.clock.now()
         self._state.changed("runner", runner.id)
@@ -250,6 +248,25 @@ class Registry:
         if self._polls.get(runner.session):
             return None
         return runner.seen_at + self._state.settings.liveness_s
+
+
+class GitHubCore:
+    """The fake GitHub without HTTP: registry and job queue over one state. `tick` applies expired deadlines."""
+
+    def __init__(self, *, clock: TokenClock, settings: FakeGitHubSettings | None = None) -> None:
+        self.clock = clock
+        self.state = GitHubState(clock=clock, settings=settings)
+        self.queue = JobQueue(self.state)
+        self.registry = Registry(self.state, self.queue)
+
+    def next_due(self) -> float | None:
+        """Return the time at which `tick` must be called next, or None."""
+        dues = [due for due in (self.queue.next_due(), self.registry.next_due()) if due is not None]
+        return min(dues, default=None)
+
+    def tick(self) -> None:
+        self.registry.expire()
+        self.queue.expire()
 
 
 def _within(scope: str, allowed: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""GitHub's REST for self-hosted runners, for repositories and organisations."""
+"""GitHub's REST API for self-hosted runners of repositories and organizations."""
 
 import base64
 import datetime as dt
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, error, json_body
+from remuda.fake_github.app_state import AppState, bearer, error_response, json_body
 from remuda.fake_github.faults import FaultKind, Snapshot
 from remuda.fake_github.model import READ_ONLY_LABELS, ApiError, RegisteredRunner, TokenKind
 
@@ -18,15 +18,15 @@ MAX_PER_PAGE = 100
 DEFAULT_PER_PAGE = 30
 HOUR_S = 3600
 SCOPES = ("/repos/{owner}/{repo}", "/orgs/{org}")
-#: GitHub Enterprise Server has the same API below this.
+#: GitHub Enterprise Server has the same API below the second prefix.
 PREFIXES = ("", "/api/v3")
 
-Answer = Callable[[Request, str, dict[str, Any]], Response]
+Handler = Callable[[Request, str, dict[str, Any]], Response]
 
 
-def routes(hub: AppState) -> list[BaseRoute]:
-    rest = RunnersRest(hub)
-    operations: list[tuple[str, str, str, Answer]] = [
+def routes(app: AppState) -> list[BaseRoute]:
+    rest = RunnersRest(app)
+    operations: list[tuple[str, str, str, Handler]] = [
         ("POST", "/registration-token", "registration-token", rest.registration_token),
         ("POST", "/remove-token", "remove-token", rest.remove_token),
         ("POST", "/generate-jitconfig", "jitconfig", rest.jitconfig),
@@ -43,24 +43,24 @@ def routes(hub: AppState) -> list[BaseRoute]:
 
 
 class RunnersRest:
-    def __init__(self, hub: AppState) -> None:
-        self._hub = hub
-        self._core = hub.core
+    def __init__(self, app: AppState) -> None:
+        self._app = app
+        self._core = app.core
         self._used: dict[tuple[str, int], int] = {}
 
-    def endpoint(self, operation: str, answer: Answer) -> Callable[[Request], Any]:
+    def endpoint(self, operation: str, answer: Handler) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            response = await self._hub.apply_faults_before(operation)
+            response = await self._app.apply_faults_before(operation)
             if response is None:
                 response = await self._answer(request, answer)
-                self._hub.settle()
-            response = self._hub.apply_faults_after(operation, response)
+                self._app.commit_changes()
+            response = self._app.apply_faults_after(operation, response)
             self._add_headers(request, response)
             return response
 
         return handle
 
-    async def _answer(self, request: Request, answer: Answer) -> Response:
+    async def _answer(self, request: Request, answer: Handler) -> Response:
         try:
             _check_user_agent(request)
             token = self._core.registry.access(bearer(request))
@@ -68,8 +68,8 @@ class RunnersRest:
             scope = _scope(request)
             self._core.registry.check_access(token, scope, write=request.method not in {"GET", "HEAD"})
             return answer(request, scope, await json_body(request))
-        except ApiError as refused:
-            return error(refused.status, refused.message)
+        except ApiError as problem:
+            return error_response(problem.status, problem.message)
 
     # Operations
 
@@ -110,7 +110,7 @@ class RunnersRest:
         page = _positive(request, "page", 1)
         start = (page - 1) * per_page
         shown = runners[start : start + per_page]
-        if self._hub.faults.take(FaultKind.SHORT_LIST, "list"):
+        if self._app.faults.take(FaultKind.SHORT_LIST, "list"):
             shown = shown[:-1]
         response = JSONResponse({"total_count": len(runners), "runners": shown})
         if link := _link(request, page=page, last=max(1, -(-len(runners) // per_page))):
@@ -123,11 +123,11 @@ class RunnersRest:
 
     def delete_runner(self, request: Request, scope: str, _body: dict[str, Any]) -> Response:
         runner = self._core.registry.get(scope, _runner_id(request))
-        self._slip_in_a_job(runner)
+        self._apply_job_on_delete(runner)
         self._core.registry.delete(scope, runner.id)
         return Response(status_code=204)
 
-    # What a runner looks like
+    # Runner documents
 
     def document(self, runner: RegisteredRunner) -> dict[str, Any]:
         return {
@@ -147,7 +147,7 @@ class RunnersRest:
         return {"id": self._core.state.label_id(name), "name": name, "type": kind}
 
     def _listed(self, scope: str) -> list[dict[str, Any]]:
-        fault = self._hub.faults.take(FaultKind.STALE_LIST, "list")
+        fault = self._app.faults.take(FaultKind.STALE_LIST, "list")
         if fault is None:
             runners = [self.document(runner) for runner in self._core.registry.of(scope)]
         else:
@@ -155,9 +155,9 @@ class RunnersRest:
         return [self._distorted(runner, "list") for runner in runners]
 
     def _snapshot(self, max_age_s: float) -> Snapshot:
-        snapshot = self._hub.faults.snapshot
+        snapshot = self._app.faults.snapshot
         if snapshot is None or self._core.clock.now() - snapshot.taken_at > max_age_s:
-            snapshot = self._hub.faults.snapshot = self.take_snapshot()
+            snapshot = self._app.faults.snapshot = self.take_snapshot()
         return snapshot
 
     def take_snapshot(self) -> Snapshot:
@@ -167,31 +167,31 @@ class RunnersRest:
         return Snapshot(taken_at=self._core.clock.now(), runners=runners)
 
     def _distorted(self, document: dict[str, Any], operation: str) -> dict[str, Any]:
-        name, faults = document["name"], self._hub.faults
+        name, faults = document["name"], self._app.faults
         if faults.take(FaultKind.WRONG_BUSY, operation, runner=name):
             document = {**document, "busy": not document["busy"]}
         if document["status"] == "online" and faults.take(FaultKind.TRANSIENT_OFFLINE, operation, runner=name):
             document = {**document, "status": "offline"}
         return document
 
-    def _slip_in_a_job(self, runner: RegisteredRunner) -> None:
+    def _apply_job_on_delete(self, runner: RegisteredRunner) -> None:
         if not runner.online or runner.job_id is not None:
             return
-        if self._hub.faults.take(FaultKind.JOB_ON_DELETE, "delete", runner=runner.name) is None:
+        if self._app.faults.take(FaultKind.JOB_ON_DELETE, "delete", runner=runner.name) is None:
             return
         repo = runner.scope if "/" in runner.scope else f"{runner.scope}/any"
         self._core.queue.add(
             repo=repo,
             run_id="0",
             run_attempt=1,
-            name="slipped-in",
+            name="job-on-delete",
             labels=runner.labels,
             steps=[{"run": "true"}],
             env={},
             only_runner=runner,
         )
 
-    # Rate
+    # Rate limit
 
     def _count(self, token: str) -> None:
         hour = int(self._core.clock.now()) // HOUR_S
@@ -216,7 +216,7 @@ class RunnersRest:
 
 
 def runner_files(runner: RegisteredRunner, *, server_url: str, work: str) -> dict[str, dict[str, Any]]:
-    """The files a configured runner keeps, named as the real one names them."""
+    """Return the files of a configured runner, with the names of the real runner."""
     return {
         ".runner": {
             "agentId": runner.id,

@@ -1,8 +1,7 @@
-"""What the stand-in runner talks to: registration, sessions, messages, jobs.
+"""The API of the fake runner: registration, sessions, messages, jobs.
 
-Plain JSON over HTTP, and our own: GitHub's protocol for this is not public. A runner proves itself with the
-secret of its registration. Codes: 401 a bad token, 404 gone, 409 a conflict, 410 the registration was deleted,
-422 refused (busy, bad input).
+This JSON protocol is not GitHub's, which is not public. A runner authenticates with the secret of its registration.
+Status codes: 401 bad token, 404 not found, 409 conflict, 410 registration deleted, 422 rejected (busy, bad input).
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,19 +12,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from remuda.fake_github.app_state import AppState, bearer, error, json_body, wait_of
+from remuda.fake_github.app_state import AppState, bearer, error_response, json_body, wait_of
 from remuda.fake_github.model import ApiError, Conclusion, GitHubJob, JobPhase, RegisteredRunner
 from remuda.fake_github.rest import runner_files
 
-#: A running job is renewed this often in a lease, and a session shows life this often in its time-out.
-SIGNS_PER_PERIOD = 4
+#: Renewals per lease of a job, and per liveness time of a session.
+RENEWALS_PER_PERIOD = 4
 MIN_RENEW_S = 0.2
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes(hub: AppState) -> list[BaseRoute]:
-    api = RunnerApi(hub)
+def routes(app: AppState) -> list[BaseRoute]:
+    api = RunnerApi(app)
     session = "/_runner/sessions/{session}"
     job = session + "/jobs/{job_id:int}"
     table: list[tuple[str, str, str, Handler]] = [
@@ -42,20 +41,20 @@ def routes(hub: AppState) -> list[BaseRoute]:
 
 
 class RunnerApi:
-    def __init__(self, hub: AppState) -> None:
-        self._hub = hub
-        self._core = hub.core
+    def __init__(self, app: AppState) -> None:
+        self._app = app
+        self._core = app.core
 
     def endpoint(self, operation: str, handler: Handler) -> Handler:
         async def handle(request: Request) -> Response:
-            response = await self._hub.apply_faults_before(operation)
+            response = await self._app.apply_faults_before(operation)
             if response is None:
                 try:
                     response = await handler(request)
-                except ApiError as refused:
-                    response = error(refused.status, refused.message)
-                self._hub.settle()
-            return self._hub.apply_faults_after(operation, response)
+                except ApiError as problem:
+                    response = error_response(problem.status, problem.message)
+                self._app.commit_changes()
+            return self._app.apply_faults_after(operation, response)
 
         return handle
 
@@ -86,11 +85,11 @@ class RunnerApi:
         return Response(status_code=204)
 
     async def open_session(self, request: Request) -> Response:
-        """With `wait`, an existing session is given that long to end before the conflict is told."""
+        """Open a session. With `wait`, wait that long for the end of an existing session before the conflict."""
         body = await json_body(request)
         secret = bearer(request)
         runner = self._core.registry.runner_of(secret)
-        await self._hub.until(
+        await self._app.until(
             lambda: self._core.registry.runner_of(secret).session is None,
             key=f"runner:{runner.id}",
             timeout_s=wait_of(request),
@@ -101,7 +100,7 @@ class RunnerApi:
         settings = self._core.state.settings
         period = min(settings.lease_s, settings.liveness_s)
         return JSONResponse(
-            {"session": session, "renew_s": max(MIN_RENEW_S, period / SIGNS_PER_PERIOD)}, status_code=201
+            {"session": session, "renew_s": max(MIN_RENEW_S, period / RENEWALS_PER_PERIOD)}, status_code=201
         )
 
     async def close_session(self, request: Request) -> Response:
@@ -113,7 +112,7 @@ class RunnerApi:
         runner, session = self._in_session(request), str(request.path_params["session"])
         self._core.registry.poll_begins(session)
         try:
-            await self._hub.until(
+            await self._app.until(
                 lambda: self._core.queue.message_for(self._in_session(request)) is not None,
                 key=f"runner:{runner.id}",
                 timeout_s=wait_of(request),
@@ -122,7 +121,7 @@ class RunnerApi:
             job = self._core.queue.message_for(self._in_session(request))
         finally:
             self._core.registry.poll_ends(runner, session)
-            self._hub.touch_timer()
+            self._app.touch_timer()
         return Response(status_code=204) if job is None else JSONResponse(_message(job))
 
     async def acknowledge(self, request: Request) -> Response:
@@ -131,7 +130,7 @@ class RunnerApi:
 
     async def renew(self, request: Request) -> Response:
         body = await json_body(request)
-        runner = self._at_work(request)
+        runner = self._runner_of_job(request)
         self._core.queue.append_output(runner, _job_id(request), str(body.get("output", "")))
         job = self._core.queue.renew(runner, _job_id(request))
         return JSONResponse({"cancel": job.cancel_requested})
@@ -141,9 +140,9 @@ class RunnerApi:
         try:
             conclusion = Conclusion(body.get("conclusion", ""))
         except ValueError as problem:
-            raise ApiError(422, "The conclusion is success, failure or cancelled.") from problem
+            raise ApiError(422, "The conclusion must be success, failure or cancelled.") from problem
         self._core.queue.complete(
-            self._at_work(request),
+            self._runner_of_job(request),
             _job_id(request),
             conclusion,
             output=str(body.get("output", "")),
@@ -151,9 +150,9 @@ class RunnerApi:
         )
         return JSONResponse({})
 
-    def _at_work(self, request: Request) -> RegisteredRunner:
-        """A job that has begun needs no session to be told of, as on GitHub: that may have vanished meanwhile, with a
-        machine that stood still.
+    def _runner_of_job(self, request: Request) -> RegisteredRunner:
+        """Return the runner. As on GitHub, reports about a running job are accepted without a valid session, which may
+        have expired while the machine was suspended.
         """
         runner = self._core.registry.runner_of(bearer(request))
         return self._in_session(request) if runner.session == request.path_params["session"] else runner

@@ -1,4 +1,4 @@
-"""The server process: socket, store, signals, readiness."""
+"""The server process: socket, state, signals, endpoint file."""
 
 import asyncio
 import contextlib
@@ -17,42 +17,40 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from remuda.fake_github import Endpoint, admin, apps, read_endpoint, rest, runner_api, write_endpoint
-from remuda.fake_github.app_state import AppState, error
-from remuda.fake_github.clock import TokenClock
-from remuda.fake_github.core import GitHubCore
-from remuda.fake_github.registry import ACCESS_PREFIX
-from remuda.fake_github.store import DocumentStore
+from remuda.fake_github.app_state import AppState, error_response
+from remuda.fake_github.registry import ACCESS_PREFIX, GitHubCore
+from remuda.fake_github.state import DocumentStore, TokenClock
 
 DATABASE = "github.db"
 BACKLOG = 2048
-#: What is still open this long after the end was asked for is cut off.
+#: Seconds until open connections are closed at shutdown.
 GRACE_S = 1
-#: Longer than clients keep an idle connection: one that is closed as it is asked would lose the question.
+#: Longer than clients keep idle connections, so that the server never closes one during a request.
 KEEP_ALIVE_S = 75
 
 
-def build_app(hub: AppState) -> Starlette:
+def build_app(app: AppState) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        timer = asyncio.create_task(hub.keep_time())
+        timer = asyncio.create_task(app.run_timers())
         yield
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
 
     async def not_found(_request: Request, _problem: Exception) -> Response:
-        return error(404, "Not Found")
+        return error_response(404, "Not Found")
 
     return Starlette(
-        routes=[*rest.routes(hub), *apps.routes(hub), *runner_api.routes(hub), *admin.routes(hub)],
+        routes=[*rest.routes(app), *apps.routes(app), *runner_api.routes(app), *admin.routes(app)],
         lifespan=lifespan,
-        # GitHub answers 404 to a method that a path does not have, too.
+        # GitHub responds with 404 also to an unknown method of a path.
         exception_handlers={404: not_found, 405: not_found},
     )
 
 
-def open_hub(folder: pathlib.Path, *, clock: TokenClock) -> AppState:
-    """Take up the state that an earlier life left in the folder."""
+def open_app_state(folder: pathlib.Path, *, clock: TokenClock) -> AppState:
+    """Load the state of an earlier run from the folder."""
     core = GitHubCore(clock=clock)
     store = DocumentStore(folder / DATABASE)
     core.state.load(store.read())
@@ -61,27 +59,27 @@ def open_hub(folder: pathlib.Path, *, clock: TokenClock) -> AppState:
 
 
 async def serve(folder: pathlib.Path, *, host: str, port: int, clock: TokenClock, lease_s: float | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. The endpoint file appears when requests are answered."""
+    """Serve until SIGTERM or SIGINT. The endpoint file is written as soon as the server accepts requests."""
     earlier = read_endpoint(folder)
-    hub = open_hub(folder, clock=clock)
+    app = open_app_state(folder, clock=clock)
     if lease_s is not None:
-        settings = dataclasses.replace(hub.core.state.settings, lease_s=lease_s)
-        hub.core.state.change_settings(settings)
+        settings = dataclasses.replace(app.core.state.settings, lease_s=lease_s)
+        app.core.state.change_settings(settings)
     token = clock.token(ACCESS_PREFIX) if earlier is None else earlier.token
-    hub.core.registry.keep_access(token)
-    hub.settle()
+    app.core.registry.keep_access(token)
+    app.commit_changes()
     listener = _listen(host, port, earlier)
     url = f"http://{host}:{listener.getsockname()[1]}"
     server = _Server(
-        build_app(hub), on_ready=lambda: _announce(folder, Endpoint(url=url, pid=os.getpid(), token=token))
+        build_app(app), on_ready=lambda: _write_ready(folder, Endpoint(url=url, pid=os.getpid(), token=token))
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop, hub)
+        loop.add_signal_handler(number, server.stop, app)
     try:
         await server.serve(sockets=[listener])
     finally:
-        hub.store.close()
+        app.store.close()
 
 
 class _Server(uvicorn.Server):
@@ -106,16 +104,16 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `serve`: uvicorn would raise them again at the end and spoil the exit code."""
+        """Leave the signals to `serve`: uvicorn would raise them again at the end and change the exit code."""
         yield
 
-    def stop(self, hub: AppState) -> None:
-        hub.close()
+    def stop(self, app: AppState) -> None:
+        app.close()
         self.should_exit = True
 
 
-def _announce(folder: pathlib.Path, endpoint: Endpoint) -> None:
-    """In the file, and as a line on stdout: who started the server can wait for that."""
+def _write_ready(folder: pathlib.Path, endpoint: Endpoint) -> None:
+    """Write the endpoint file, and the URL to stdout, for which the parent process can wait."""
     write_endpoint(folder, endpoint)
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{endpoint.url}\n")
@@ -123,7 +121,7 @@ def _announce(folder: pathlib.Path, endpoint: Endpoint) -> None:
 
 
 def _listen(host: str, port: int, earlier: Endpoint | None) -> socket.socket:
-    """On the port asked for, else on that of the earlier life if it is free, else on any."""
+    """Listen on the given port. If it is 0, use the port of the earlier run if it is free, else any port."""
     wanted = [port]
     if port == 0 and earlier is not None:
         wanted.insert(0, urlsplit(earlier.url).port or 0)
@@ -139,4 +137,4 @@ def _listen(host: str, port: int, earlier: Endpoint | None) -> socket.socket:
         else:
             listener.listen(BACKLOG)
             return listener
-    raise AssertionError("one of the ports was bound, or the last failure was raised")
+    raise AssertionError("unreachable: the loop returns or raises")

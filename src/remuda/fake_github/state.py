@@ -1,10 +1,12 @@
-"""Everything the local GitHub remembers, and what changed since someone last asked."""
+"""State of the fake GitHub in memory, and its storage in SQLite."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any
+import json
+import pathlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-from remuda.fake_github.clock import TokenClock
 from remuda.fake_github.model import (
     Conclusion,
     FakeGitHubSettings,
@@ -15,13 +17,23 @@ from remuda.fake_github.model import (
     TokenKind,
 )
 
-#: Kind, key and document of something to store; no document means it is gone.
 Document = dict[str, Any]
+#: Kind, key and document. None instead of a document means that it was deleted.
 StoredChange = tuple[str, str, Document | None]
 
 
+class TokenClock(Protocol):
+    """Time and random tokens."""
+
+    def now(self) -> float:
+        """Return the seconds since 1970."""
+
+    def token(self, prefix: str) -> str:
+        """Return a new random string with this prefix."""
+
+
 class GitHubState:
-    """Documents in memory. Whoever changes one says so with `changed`; the server stores and wakes by that."""
+    """Documents in memory. Each change must be reported with `changed`, so that it is stored and waiters wake up."""
 
     def __init__(self, *, clock: TokenClock, settings: FakeGitHubSettings | None = None) -> None:
         self.clock = clock
@@ -30,7 +42,7 @@ class GitHubState:
         self.jobs: dict[int, GitHubJob] = {}
         self.tokens: dict[str, IssuedToken] = {}
         self.labels: dict[str, int] = {}
-        #: Rises with every change; lets a client wait for the next one.
+        #: Increases with each change, so that clients can wait for the next one.
         self.version = 0
         self._last_id = 0
         self._secrets: dict[str, int] = {}
@@ -76,19 +88,19 @@ class GitHubState:
         self._woken.add(f"{kind}:{key}")
 
     def take_changes(self) -> list[StoredChange]:
-        """What to store since the last call, in the order it changed."""
-        taken = [(kind, key, self._document(kind, key)) for kind, key in self._dirty]
+        """Return the changes since the last call, in order."""
+        changes = [(kind, key, self._document(kind, key)) for kind, key in self._dirty]
         self._dirty.clear()
-        if taken:
+        if changes:
             self.version += 1
-        return taken
+        return changes
 
     def take_woken(self) -> set[str]:
         woken, self._woken = self._woken, set()
         return woken
 
     def load(self, documents: Iterable[tuple[str, str, Document]]) -> None:
-        """Take up a stored state. Open sessions get a fresh chance: the time down was not theirs."""
+        """Load a stored state. Sessions count as seen now, because runners could not reach a stopped server."""
         now = self.clock.now()
         for kind, key, document in documents:
             self._load_one(kind, key, document)
@@ -134,6 +146,43 @@ class GitHubState:
 
     def __iter__(self) -> Iterator[RegisteredRunner]:
         return iter(self.runners.values())
+
+
+class DocumentStore:
+    """Stores each change of the state, so that registrations and jobs survive a kill of the server."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        path.chmod(0o600)
+        # NORMAL survives a killed process; only a power failure can lose the last writes.
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS document"
+            " (kind TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
+        )
+
+    def read(self) -> Iterator[tuple[str, str, Document]]:
+        for kind, key, body in self._db.execute("SELECT kind, key, body FROM document"):
+            yield kind, key, json.loads(body)
+
+    def write(self, changes: Sequence[StoredChange]) -> None:
+        """Write all changes in one transaction."""
+        if not changes:
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany(
+            "DELETE FROM document WHERE kind = ? AND key = ?",
+            [(kind, key) for kind, key, document in changes if document is None],
+        )
+        self._db.executemany(
+            "INSERT OR REPLACE INTO document (kind, key, body) VALUES (?, ?, ?)",
+            [(kind, key, json.dumps(document)) for kind, key, document in changes if document is not None],
+        )
+        self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        self._db.close()
 
 
 def settings_from(document: Document) -> FakeGitHubSettings:

@@ -85,12 +85,12 @@ POOL_MESSAGES = _gauge(
 )
 OPEN_PROVISIONS = _gauge("remuda_open_provisions", "pool", "Provisions in progress.")
 OPEN_PROVISION_AGE = _gauge(
-    "remuda_open_provision_age_max_seconds", "pool", "Age of the oldest open provision; 0 if there is none."
+    "remuda_open_provision_age_max_seconds", "pool", "Age of the oldest open provision; 0 without open provisions."
 )
 HEARTBEAT_AGE = _gauge(
     "remuda_heartbeat_age_max_seconds",
     "pool state",
-    "Age of the oldest last heartbeat; 0 if there is none.",
+    "Age of the oldest last heartbeat; 0 without heartbeats.",
 )
 WITHOUT_HEARTBEAT = _gauge(
     "remuda_instances_without_heartbeat", "pool state", "Instances whose agent has not reported yet."

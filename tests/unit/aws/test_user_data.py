@@ -16,7 +16,7 @@ import pytest
 from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.aws.user_data import MAX_BYTES, build_user_data
 from remuda.domain.errors import UserError
-from tests.support.bootstrap_box import LIMIT_S, NEEDED, NOTE, Box, executable, user_data
+from tests.support.bootstrap_box import LIMIT_S, NEEDED, RECORD_CALL, BootstrapBox, executable, user_data
 from tests.support.fake_imds import fake_imds
 
 RUNNER = "https://github.com/actions/runner/releases/download/v2.336.0/actions-runner-linux-"
@@ -84,13 +84,13 @@ def test_an_environment_that_would_not_survive_is_refused(pair: dict[str, str]) 
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> Iterator[Box]:
+def box(tmp_path: Path) -> Iterator[BootstrapBox]:
     with fake_imds() as imds:
-        yield Box(tmp_path, imds)
+        yield BootstrapBox(tmp_path, imds)
 
 
-def test_an_image_that_has_all_is_only_started(box: Box) -> None:
-    box.bake()
+def test_an_image_that_has_all_is_only_started(box: BootstrapBox) -> None:
+    box.preinstall()
     done = box.boot({"pre-runner-script": "echo 'hello'\n"})
     assert (done.returncode, done.stderr) == (0, "")
     calls = box.calls
@@ -135,9 +135,9 @@ def test_an_image_that_has_all_is_only_started(box: Box) -> None:
     ],
 )
 def test_jobs_may_use_neither_cron_nor_at_and_others_as_before(
-    box: Box, before: dict[str, str], after: dict[str, str]
+    box: BootstrapBox, before: dict[str, str], after: dict[str, str]
 ) -> None:
-    box.bake()
+    box.preinstall()
     for name, text in before.items():
         (box.etc / name).write_text(text)
         (box.etc / name).chmod(0o640)
@@ -162,20 +162,20 @@ esac
 """
 
 
-def firewall(box: Box) -> subprocess.CompletedProcess[str]:
+def firewall(box: BootstrapBox) -> subprocess.CompletedProcess[str]:
     """As its unit runs it."""
     command = [str(box.opt / "bin" / "remuda-firewall")]
     return subprocess.run(command, env=box.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
 
-def test_shellcheck_finds_nothing_in_the_firewall(box: Box) -> None:
-    box.bake()
+def test_shellcheck_finds_nothing_in_the_firewall(box: BootstrapBox) -> None:
+    box.preinstall()
     box.boot()
     assert shellcheck((box.opt / "bin" / "remuda-firewall").read_text()) == ""
 
 
-def test_the_firewall_sets_its_rules_once(box: Box) -> None:
-    box.bake()
+def test_the_firewall_sets_its_rules_once(box: BootstrapBox) -> None:
+    box.preinstall()
     box.command("iptables", IPTABLES)
     box.command("ip6tables", IPTABLES)
     box.boot()
@@ -193,20 +193,20 @@ def test_the_firewall_sets_its_rules_once(box: Box) -> None:
 
 
 @pytest.mark.parametrize("broken", ["iptables", "ip6tables", "iptables-restore", "ip6tables-restore"])
-def test_a_rule_that_cannot_be_set_fails(box: Box, broken: str) -> None:
+def test_a_rule_that_cannot_be_set_fails(box: BootstrapBox, broken: str) -> None:
     """And with it the agent's start, and cron's, at's and the job user's systemd after a reboot."""
     if broken.startswith("ip6") and not Path("/proc/net/if_inet6").exists():
         pytest.skip("there is no IPv6 in this kernel: no such rule is asked for")
-    box.bake()
+    box.preinstall()
     box.command("iptables", IPTABLES)
     box.command("ip6tables", IPTABLES)
-    box.command(broken, NOTE + "exit 1\n")
+    box.command(broken, RECORD_CALL + "exit 1\n")
     box.boot()
     assert firewall(box).returncode != 0
 
 
-def test_after_a_reboot_the_firewall_is_there_before_what_a_job_left(box: Box) -> None:
-    box.bake()
+def test_after_a_reboot_the_firewall_is_there_before_what_a_job_left(box: BootstrapBox) -> None:
+    box.preinstall()
     box.boot()
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
@@ -225,10 +225,10 @@ def test_after_a_reboot_the_firewall_is_there_before_what_a_job_left(box: Box) -
     assert stat.S_IMODE((box.opt / "bin" / "remuda-firewall").stat().st_mode) == 0o700
 
 
-def test_systemd_takes_the_units(box: Box) -> None:
+def test_systemd_takes_the_units(box: BootstrapBox) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (apt-get install systemd): the units are not verified")
-    box.bake()
+    box.preinstall()
     box.boot()
     units = sorted(str(path) for path in box.units.glob("remuda-*"))
     assert len(units) == 4
@@ -239,7 +239,7 @@ def test_systemd_takes_the_units(box: Box) -> None:
     assert (told, done.returncode) == ([], 0), done.stderr
 
 
-def test_agent_and_runner_are_fetched_and_checked(box: Box) -> None:
+def test_agent_and_runner_are_fetched_and_checked(box: BootstrapBox) -> None:
     agent = box.offer("agent.tar.gz", {"bin/remuda": "#!/bin/sh\n"})
     arch = {"x86_64": "x64", "aarch64": "arm64"}[os.uname().machine]
     runner = box.offer(f"actions-runner-linux-{arch}-2.336.0.tar.gz", {"bin/Runner.Listener": "#!/bin/sh\n"})
@@ -259,7 +259,7 @@ def test_agent_and_runner_are_fetched_and_checked(box: Box) -> None:
     assert not stat.S_IMODE(listener.stat().st_mode) & 0o022
 
 
-def test_a_wheel_is_installed_with_the_interpreter_that_it_brings(box: Box) -> None:
+def test_a_wheel_is_installed_with_the_interpreter_that_it_brings(box: BootstrapBox) -> None:
     python = (
         '#!/bin/sh\necho "pip $*" >>"$CALLS"\nprintf "#!/bin/sh\\n" >"${0%/*}/remuda"; chmod 755 "${0%/*}/remuda"\n'
     )
@@ -279,7 +279,7 @@ def test_a_wheel_is_installed_with_the_interpreter_that_it_brings(box: Box) -> N
     assert os.access(box.opt / "bin" / "remuda", os.X_OK)
 
 
-def test_a_file_that_is_not_what_was_meant_is_not_run(box: Box) -> None:
+def test_a_file_that_is_not_what_was_meant_is_not_run(box: BootstrapBox) -> None:
     box.offer("agent.tar.gz", {"bin/remuda": "#!/bin/sh\n"})
     launch = {"agent-url": "https://downloads.example.com/agent.tar.gz", "agent-sha256": "0" * 64}
     done = box.boot(launch)
@@ -291,14 +291,14 @@ def test_a_file_that_is_not_what_was_meant_is_not_run(box: Box) -> None:
     assert not [call for call in box.calls if "start" in call]
 
 
-def test_without_systemd_run_the_machine_still_ends(box: Box) -> None:
-    box.bake()
-    box.command("systemd-run", NOTE + "exit 1\n")
+def test_without_systemd_run_the_machine_still_ends(box: BootstrapBox) -> None:
+    box.preinstall()
+    box.command("systemd-run", RECORD_CALL + "exit 1\n")
     box.boot()
     assert box.calls[1] == "shutdown -P +31"
 
 
-def test_no_agent_anywhere_is_said(box: Box) -> None:
+def test_no_agent_anywhere_is_said(box: BootstrapBox) -> None:
     done = box.boot()
     assert done.returncode == 1
     assert "agent-url" in done.stdout

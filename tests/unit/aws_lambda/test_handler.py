@@ -151,7 +151,7 @@ def test_timeout_error_of_the_work_is_a_bug(replace_refresh: Any):
 
 def test_invalid_settings_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("REMUDA_POOL", "No Such Pool!")
-    with pytest.raises(UserError, match="pool is") as raised:
+    with pytest.raises(UserError, match="REMUDA_POOL must be") as raised:
         handler({"command": "refresh"}, InvocationContext())
     assert raised.value.__suppress_context__
     assert len(log_lines(capsys)) == 1

@@ -232,7 +232,7 @@ async def test_a_claim_that_comes_before_the_renewal_wins(world: World) -> None:
     result = await cycle(world, keeping(1), slow)
     assert not result.errors
     (outcome,) = result.outcomes
-    assert "moved on" in outcome.decision.reason
+    assert "not renewed" in outcome.decision.reason
     (name,) = world.in_state(State.RUNNING)
     assert world.record(name).epoch == 2
     await world.release("2")

@@ -1,7 +1,7 @@
-"""Local processes as machines. Linux only: it needs /proc, and process descriptors.
+"""The compute port for local machines, which are process trees. Linux only: it needs /proc and pidfds.
 
-A machine is a folder and a supervisor process that outlives whoever launched it. All machines run as the user who
-launches them: they are kept apart from each other by convention, not by the kernel.
+A machine is a folder and a supervisor process that outlives the process that launched it. All machines run as the user
+who launches them; the kernel does not isolate them from each other.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, LaunchResult, MachineS
 T = TypeVar("T")
 
 SERVICE = "compute"
-#: How long a supervisor may take for an orderly end.
+#: Seconds that a supervisor may take to end after SIGTERM, and after SIGKILL.
 END_LIMIT_S = 2.0
 KILLED_LIMIT_S = 10.0
-#: Looks for what is left of a machine that lost its power, and the wait after each.
-HUNTS = 40
-HUNT_PAUSE_S = 0.1
+#: Attempts to kill the remaining processes of a machine without power, and seconds to wait for each process.
+KILL_ATTEMPTS = 40
+KILL_PAUSE_S = 0.1
+#: Finished machines whose records and logs are kept.
 MAX_FINISHED = 50
 
 
@@ -52,7 +53,7 @@ class LocalCompute:
         calls: CallCounter,
         environment: Mapping[str, str],
     ) -> None:
-        # Resolved: the kernel names processes' places so.
+        # Resolved, because the kernel reports resolved paths of processes.
         self._root = root.resolve()
         self._pool = pool
         self._runner_source = runner_source.resolve()
@@ -73,9 +74,9 @@ class LocalCompute:
         LocalOptions.parse(launch)
         if not self._runner_source.is_dir():
             raise UserError(
-                f"there is no runner software in {self._runner_source}",
+                f"no runner software in {self._runner_source}",
                 field="runner-source",
-                fix="unpack actions/runner there, or leave it to `remuda up`",
+                fix="unpack actions/runner there, or run `remuda up`",
             )
         return await self._in_thread(self._launcher.prepare)
 
@@ -92,27 +93,27 @@ class LocalCompute:
             return await self._in_thread(launch)
 
     async def describe(self, instance_ids: Collection[str]) -> Mapping[str, MachineView]:
-        def look() -> dict[str, MachineView]:
+        def read() -> dict[str, MachineView]:
             views = (self._view(self._root / name) for name in instance_ids if is_instance_id(name))
             return {view.instance_id: view for view in views if view is not None}
 
         with self._calls.counted(SERVICE, "describe"):
-            return await self._in_thread(look)
+            return await self._in_thread(read)
 
     async def list_pool(self) -> Sequence[MachineView]:
-        def look() -> list[MachineView]:
+        def read() -> list[MachineView]:
             views = [self._view(folder) for folder in self._folders()]
             return [view for view in views if view is not None and view.tags.get(POOL_TAG) == self._pool]
 
         with self._calls.counted(SERVICE, "list_pool"):
-            return await self._in_thread(look)
+            return await self._in_thread(read)
 
     async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
         wanted = list(dict.fromkeys(instance_ids))
         with self._calls.counted(SERVICE, "terminate"):
-            refusals = await asyncio.gather(*(self._terminate(name) for name in wanted))
+            errors = await asyncio.gather(*(self._terminate(name) for name in wanted))
         self._launcher.reap()
-        return {name: refusal for name, refusal in zip(wanted, refusals, strict=True) if refusal}
+        return {name: error for name, error in zip(wanted, errors, strict=True) if error}
 
     async def tag(self, instance_ids: Collection[str], tags: Mapping[str, str]) -> None:
         with self._calls.counted(SERVICE, "tag"):
@@ -125,11 +126,11 @@ class LocalCompute:
             )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Disks are slow at times; the loop has others to serve."""
+        """Run file operations in a thread, because a slow disk would block the event loop."""
         try:
             return await asyncio.to_thread(work)
         except OSError as problem:
-            raise Unavailable(f"the machines' folder does not work: {problem}") from problem
+            raise Unavailable(f"cannot use the machines' folder: {problem}") from problem
 
     def _folders(self) -> list[Path]:
         if not self._root.is_dir():
@@ -142,7 +143,7 @@ class LocalCompute:
         on = is_on(folder)
         if not on:
             self._launcher.reap()
-            on = not self._finish(folder, "lost its power")
+            on = not self._finish(folder, "lost power")
         record = read_record(folder)
         if record is None:
             return None
@@ -155,7 +156,7 @@ class LocalCompute:
         )
 
     def _finish(self, folder: Path, reason: str) -> bool:
-        """Kill and remove what is left of a machine without power. Whether nothing is left."""
+        """Kill the remaining processes of a machine without power and strip its folder. Return whether none is left."""
         record = read_record(folder)
         if record is None or record.finished:
             return True
@@ -163,7 +164,7 @@ class LocalCompute:
             record = read_record(folder)
             if record is None or record.finished:
                 return True
-            if not self._hunt(folder):
+            if not self._kill_remaining(folder):
                 return False
             files.strip(str(folder))
             document = files.read(str(folder / files.RECORD)) or {}
@@ -172,19 +173,19 @@ class LocalCompute:
             files.write(str(folder / files.RECORD), files.encode(document))
         return True
 
-    def _hunt(self, folder: Path) -> bool:
-        """Its processes were adopted by others when the supervisor died: they are found by their marks."""
+    def _kill_remaining(self, folder: Path) -> bool:
+        """Kill processes that survived the supervisor, found by their marker or folder. Return whether none is left."""
         known = files.supervisor(str(folder))
         since = known[1] if known is not None else 0
-        for _ in range(HUNTS):
+        for _ in range(KILL_ATTEMPTS):
             found = procfs.machine_processes(folder.name, str(folder), since)
             if not found:
                 return True
-            procfs.kill(found, HUNT_PAUSE_S)
+            procfs.kill(found, KILL_PAUSE_S)
         return False
 
     def _forget_finished(self) -> None:
-        """All but the newest: they are kept for reports only. And what launches left that were cut."""
+        """Delete the folders of finished machines, except the newest, and the drafts of interrupted launches."""
         with files.locked(str(self._root / ROOT_LOCK)):
             finished: list[tuple[datetime, Path]] = []
             drafts = (path for path in self._root.iterdir() if path.name.startswith(DRAFT))
@@ -193,8 +194,8 @@ class LocalCompute:
                 record = read_record(folder)
                 if is_on(folder):
                     continue
-                if record is None and self._hunt(folder):
-                    abandoned.append(folder)  # nobody can tell any more what it was
+                if record is None and self._kill_remaining(folder):
+                    abandoned.append(folder)
                 elif record is not None and record.finished and record.ended_at is not None:
                     finished.append((record.ended_at, folder))
             finished.sort(reverse=True)
@@ -204,17 +205,17 @@ class LocalCompute:
     # Changes
 
     async def _terminate(self, name: str) -> str:
-        """Why it cannot be asked for, or empty."""
+        """Terminate one machine. Return an error, or an empty string."""
         folder = self._root / name
         if not is_instance_id(name):
-            return f"{name[:40]!r} is no instance id"
+            return f"{name[:40]!r} is not an instance id"
         if not folder.is_dir():
             return ""
         record = read_record(folder)
         if record is None:
-            return "its record cannot be read"
+            return "cannot read its record"
         if record.tags.get(POOL_TAG) != self._pool:
-            return f"it does not carry the tag {POOL_TAG}={self._pool}"
+            return f"it does not have the tag {POOL_TAG}={self._pool}"
         try:
             return await self._end(folder)
         except Unavailable as problem:
@@ -224,13 +225,13 @@ class LocalCompute:
         if is_on(folder):
             known = files.supervisor(str(folder))
             if known is None:
-                return "it is being launched at this moment"
-            with contextlib.suppress(Unavailable):  # a full disk must not keep it alive
+                return "its launch is still in progress"
+            with contextlib.suppress(Unavailable):  # terminate it even if the disk is full
                 await self._in_thread(lambda: self._mark_ending(folder))
-            if not await _stopped(*known, signal.SIGTERM, END_LIMIT_S):
-                await _stopped(*known, signal.SIGKILL, KILLED_LIMIT_S)
+            if not await _signal_and_wait(*known, signal.SIGTERM, END_LIMIT_S):
+                await _signal_and_wait(*known, signal.SIGKILL, KILLED_LIMIT_S)
         self._launcher.reap()
-        # What could not be killed now is looked for at each look at the machine.
+        # Every later `describe` tries again to kill processes that are still left.
         await self._in_thread(lambda: not is_on(folder) and self._finish(folder, "terminated"))
         return ""
 
@@ -245,7 +246,7 @@ class LocalCompute:
 
         unknown = await self._in_thread(write)
         if unknown:
-            raise NotFound(f"there is no machine {', '.join(unknown)}")
+            raise NotFound(f"no such machine: {', '.join(unknown)}")
 
     def _change_tags_of(self, name: str, change: Callable[[dict[str, str]], Mapping[str, str]]) -> bool:
         folder = self._root / name
@@ -269,8 +270,8 @@ def _state(record: MachineRecord, *, on: bool) -> MachineState:
     return MachineState.PENDING if record.booted_at is None else MachineState.RUNNING
 
 
-async def _stopped(pid: int, started: int, number: signal.Signals, timeout_s: float) -> bool:
-    """Send the signal to exactly this process and wait for its end. Whether it has ended."""
+async def _signal_and_wait(pid: int, started: int, number: signal.Signals, timeout_s: float) -> bool:
+    """Signal exactly this process and wait for its end. Return whether it has ended."""
     descriptor = procfs.send_signal(pid, started, number)
     if descriptor is None:
         return True

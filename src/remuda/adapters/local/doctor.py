@@ -1,4 +1,4 @@
-"""Looks at the local backend: is it up, and is what machines start from in place."""
+"""Doctor checks of the local backend: whether it is up and the runner software is installed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from remuda.ports.doctor import Check, CheckResult, ok, problem
 
-#: What a runner's folder begins with.
+#: Scripts that the runner software must contain.
 SCRIPTS = ("config.sh", "run.sh")
 
 
 class LocalDoctor:
-    #: The check that the pool's and GitHub's need.
+    #: Name of the check on which the checks of the pool and of GitHub depend.
     ready = "local backend"
 
     def __init__(self, *, root: Path, runner: Path, background: Mapping[str, Callable[[], bool]]) -> None:
-        """`background`: processes by name, and whether each runs."""
+        """`background` maps the names of background processes to functions that check whether they run."""
         self._root = root
         self._runner = runner
         self._background = background
@@ -31,16 +31,16 @@ class LocalDoctor:
 
     async def _up(self) -> CheckResult:
         if not self._root.is_dir():
-            return problem(f"there is no state folder {self._root}", self._fix)
+            return problem(f"the state folder {self._root} does not exist", self._fix)
         if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
-            return problem(f"{self._root} is not yours to write", "give --dir a folder that you may write")
+            return problem(f"no write access to {self._root}", "pass a writable folder with --dir")
         down = [name for name, runs in self._background.items() if not runs()]
         if down:
-            return problem(f"{' and '.join(down)} {'does' if len(down) == 1 else 'do'} not run", self._fix)
+            return problem(f"not running: {' and '.join(down)}", self._fix)
         return ok(f"up in {self._root}")
 
     async def _software(self) -> CheckResult:
         missing = [name for name in SCRIPTS if not os.access(self._runner / name, os.X_OK)]
         if missing:
-            return problem(f"{', '.join(missing)} missing in {self._runner}", self._fix)
+            return problem(f"missing in {self._runner}: {', '.join(missing)}", self._fix)
         return ok(str(self._runner))

@@ -1,4 +1,4 @@
-"""The local backend's machines as a fleet of runners: those of the pool, and what tags say of them."""
+"""The fleet port for local machines: lists the pool's machines and marks orphans by tags."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _ALIVE = frozenset({MachineState.PENDING, MachineState.RUNNING})
 
 class LocalFleet:
     def __init__(self, *, compute: Compute, pool: str, environment: str) -> None:
-        """A local machine that does not say otherwise is of the environment named as its pool."""
+        """Local machines without an environment tag belong to the environment with the pool's name."""
         self._compute = compute
         self._environment = environment
-        self._given = {GHR_ENVIRONMENT_TAG: pool, GHR_APPLICATION_TAG: GHR_APPLICATION}
+        self._default_tags = {GHR_ENVIRONMENT_TAG: pool, GHR_APPLICATION_TAG: GHR_APPLICATION}
         self._listed: set[str] = set()
 
     async def close(self) -> None:
-        """Nothing is held: compute is its maker's."""
+        """Do nothing: the caller closes `compute`."""
 
     async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
         machines = [
-            FleetMachine(instance_id=view.instance_id, launched_at=view.launched_at, tags={**self._given, **view.tags})
+            FleetMachine(
+                instance_id=view.instance_id, launched_at=view.launched_at, tags={**self._default_tags, **view.tags}
+            )
             for view in await self._compute.list_pool()
             if view.state in _ALIVE
         ]
@@ -46,9 +48,9 @@ class LocalFleet:
         return await self._change(instance_ids, lambda name: self._compute.untag([name], [GHR_ORPHAN_TAG]))
 
     async def terminate(self, instance_ids: Collection[str]) -> Mapping[str, str]:
-        refused = self._refused(instance_ids)
-        failed = await self._compute.terminate([name for name in instance_ids if name not in refused])
-        return {**refused, **failed}
+        unknown = self._not_listed(instance_ids)
+        failed = await self._compute.terminate([name for name in instance_ids if name not in unknown])
+        return {**unknown, **failed}
 
     def _is_ours(self, machine: FleetMachine) -> bool:
         return (
@@ -56,21 +58,20 @@ class LocalFleet:
             and machine.tags.get(GHR_APPLICATION_TAG) == GHR_APPLICATION
         )
 
-    def _refused(self, instance_ids: Collection[str]) -> dict[str, str]:
-        return {name: "it is not of this fleet" for name in instance_ids if name not in self._listed}
+    def _not_listed(self, instance_ids: Collection[str]) -> dict[str, str]:
+        return {name: "not in this fleet" for name in instance_ids if name not in self._listed}
 
     async def _change(
         self, instance_ids: Collection[str], change: Callable[[str], Awaitable[None]]
     ) -> Mapping[str, str]:
-        failures = self._refused(instance_ids)
+        failures = self._not_listed(instance_ids)
         for name in instance_ids:
             if name in failures:
                 continue
             try:
                 await change(name)
             except NotFound:
-                # What is gone is no orphan any more.
-                continue
+                continue  # a terminated machine needs no mark
             except RemudaError as error:
                 failures[name] = error.message
         return failures

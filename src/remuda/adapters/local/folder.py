@@ -1,13 +1,13 @@
-"""A machine's folder: its record, its locks, its power. Standard library only: the supervisor starts with it.
+"""Files and locks in a local machine's folder. Uses the standard library only, because the supervisor imports it.
 
-instance.json   the record: who it is, its tags, how it ended       instance.lock   held for each change of it
-power           locked as long as the machine has power             boot.json       what the supervisor starts
-memory.json     the agent's                                         notice          the spot notice, played by hand
-pre-runner.sh   the pre-runner script                               logs/           kept to the end
-home/ tmp/ work/ runner/                                            the job's
+instance.json     the record: identity, tags, end                 instance.lock   held during each change of the record
+power             locked while the machine is powered on          boot.json       input of the supervisor
+agent-state.json  state of the agent                              notice          a spot notice, written by hand
+pre-runner.sh     the pre-runner script                           logs/           kept after the end
+home/ tmp/ work/ runner/                                          used by jobs
 """
 
-# pathlib would slow each supervisor's start and add to its memory
+# pathlib would slow down the start of each supervisor and increase its memory use
 # ruff: noqa: PTH105, PTH108, PTH118, PTH123
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ RECORD = "instance.json"
 LOCK = "instance.lock"
 POWER = "power"
 BOOT = "boot.json"
-MEMORY = "memory.json"
+AGENT_STATE = "agent-state.json"
 NOTICE = "notice"
 SCRIPT = "pre-runner.sh"
 LOGS = "logs"
 HOME, TMP, WORK, RUNNER = ("home", "tmp", "work", "runner")
-#: What a finished machine leaves, for reports.
+#: Entries of a finished machine that are kept for reports.
 KEPT = frozenset({RECORD, LOCK, POWER, LOGS})
 MAX_RECORD_BYTES = 1024 * 1024
 
 
 def read(path: str) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none. Jobs may have written there: only the outer shape is sure."""
+    """Read a JSON object, or return None. Jobs can write to the file, so the caller must check the content."""
     try:
         with open(path, "rb") as file:
             document = json.loads(file.read(MAX_RECORD_BYTES))
@@ -47,9 +47,9 @@ def read(path: str) -> dict[str, Any] | None:
 
 
 def write(path: str, data: bytes, *, durable: bool = False, mode: int = 0o600) -> None:
-    """Readers see the old content or the new one; with `durable`, so does whoever comes after a crash."""
+    """Write the file atomically. With `durable`, it also holds the old or the new content after a crash."""
     directory, name = os.path.split(path)
-    # A name that no other writer has at this time; one left by a crash is written over.
+    # Unique among concurrent writers; a file left by a crash is overwritten.
     draft = os.path.join(directory, f".{name}.{os.getpid()}.{threading.get_ident()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -81,7 +81,7 @@ def encode(document: Any) -> bytes:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Among all processes. The holder does quick work only."""
+    """Hold a lock among all processes."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -90,19 +90,19 @@ def locked(path: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def change(folder: str, values: dict[str, Any], otherwise: dict[str, Any] | None = None) -> None:
-    """Set some of the record's values. `otherwise` fills in what a job may have removed from it."""
+def change(folder: str, values: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
+    """Set some of the record's values. `defaults` replace values that a job may have removed from the record."""
     path = os.path.join(folder, RECORD)
     with locked(os.path.join(folder, LOCK)):
-        document = (otherwise or {}) | (read(path) or {})
+        document = (defaults or {}) | (read(path) or {})
         if not document:
-            raise OSError(errno.EINVAL, "no machine's record", path)
+            raise OSError(errno.EINVAL, "the machine's record is missing", path)
         write(path, encode(document | values))
 
 
-# Power: a lock on an open file that the launcher takes and the supervisor inherits. The kernel lets go of it when the
-# last of them dies, however that happens: so a machine is never taken for alive because its number was given anew, nor
-# for dead because its supervisor has not come up yet.
+# A machine is powered on while a file lock is held. The launcher takes the lock and the supervisor inherits it; the
+# kernel releases it when the last of them ends. A reused pid therefore cannot make a dead machine look alive, and a
+# machine whose supervisor is still starting does not look dead.
 
 
 def power_on(folder: str) -> int:
@@ -111,13 +111,13 @@ def power_on(folder: str) -> int:
     return descriptor
 
 
-def note_supervisor(descriptor: int, pid: int, started: int) -> None:
-    """LocalLauncher and supervisor both write it, the same: whoever is first."""
+def write_supervisor(descriptor: int, pid: int, started: int) -> None:
+    """Write the supervisor's pid and start time. Launcher and supervisor both write the same content."""
     os.pwrite(descriptor, b"%d %d\n" % (pid, started), 0)
 
 
 def supervisor(folder: str) -> tuple[int, int] | None:
-    """Its pid and start time, or None where it has not been started yet."""
+    """Return the supervisor's pid and start time, or None if it has not been started yet."""
     try:
         with open(os.path.join(folder, POWER), "rb") as file:
             pid, started = map(int, file.read(64).split())
@@ -132,7 +132,7 @@ def has_power(folder: str) -> bool:
     except OSError:
         return False
     try:
-        # Shared: those who only look do not take each other for the machine.
+        # A shared lock, so that concurrent checks do not count as the machine's lock.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -142,21 +142,21 @@ def has_power(folder: str) -> bool:
 
 
 def strip(folder: str) -> None:
-    """Remove all but what is kept for reports."""
+    """Remove everything except the entries that are kept for reports."""
     with os.scandir(folder) as entries:
         erase([entry.path for entry in entries if entry.name not in KEPT])
 
 
 def erase(paths: Iterable[str]) -> None:
-    """Remove files and trees, as far as that goes. Links are never followed."""
-    there = [path for path in paths if os.path.lexists(path)]
-    if not there or _run("rm", "-rf", "--", *there) == 0:
+    """Remove files and folders as far as possible. Links are not followed."""
+    existing = [path for path in paths if os.path.lexists(path)]
+    if not existing or _run("rm", "-rf", "--", *existing) == 0:
         return
-    trees = [path for path in there if os.path.lexists(path) and stat.S_ISDIR(os.lstat(path).st_mode)]
-    if trees:
-        # Folders without write permission resist; below its arguments chmod leaves links alone.
-        _run("chmod", "-R", "u+rwX", "--", *trees)
-    _run("rm", "-rf", "--", *there)
+    folders = [path for path in existing if os.path.lexists(path) and stat.S_ISDIR(os.lstat(path).st_mode)]
+    if folders:
+        # rm fails in folders without write permission. chmod -R does not follow links below its arguments.
+        _run("chmod", "-R", "u+rwX", "--", *folders)
+    _run("rm", "-rf", "--", *existing)
 
 
 def _run(*command: str) -> int:

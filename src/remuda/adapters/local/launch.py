@@ -1,4 +1,4 @@
-"""Launches: tokens that never launch twice, capacity, folders, supervisors. Synchronous, for a thread of its own."""
+"""Launches of local machines: idempotent by client token, limited by capacity. Synchronous; called in a thread."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from remuda.domain.serialization import from_document, to_document
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchRequest, LaunchResult
 
-#: A folder has this before its name until all of it is there.
+#: Prefix of a machine's folder until it is complete.
 DRAFT = ".new-"
+#: Folder with one launch plan per client token.
 LAUNCHES = ".launches"
 ROOT_LOCK = ".lock"
-#: Copying is bound by the disk: more at once gain nothing.
+#: Concurrent copies of the runner software. The disk limits the speed, so more do not help.
 MAX_COPIES = 8
 MAX_TOKENS = 1_000
 _SOURCE = str(Path(remuda.__file__).parents[1])
@@ -37,16 +38,16 @@ _SOURCE = str(Path(remuda.__file__).parents[1])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """What a token stands for, on disk before the first machine is made."""
+    """The machines of one client token. Written to disk before the first machine is created."""
 
     instance_ids: tuple[str, ...]
     instance_type: str
     errors: tuple[str, ...] = ()
-    #: All that could be made was made. Until then another process may have to finish it.
+    #: False until all machines are created or have failed. Another process may have to complete the launch.
     complete: bool = False
 
     def result(self, usage: UsageClass) -> LaunchResult:
-        """Here machines are of whatever usage class is asked for."""
+        """Convert to the result. Local machines have any requested usage class."""
         launched = tuple(
             Launched(instance_id=name, instance_type=self.instance_type, usage_class=usage)
             for name in self.instance_ids
@@ -73,7 +74,7 @@ class LocalLauncher:
         self._environment = dict(environment)
         self._clock = clock
         self._ids = ids
-        #: Supervisors that this process started: it has to take note of their end.
+        #: Pids of supervisors that this process started and must reap.
         self._children: set[int] = set()
 
     def prepare(self) -> list[str]:
@@ -90,28 +91,28 @@ class LocalLauncher:
         machine_type = choose_type(request.request)
         self.prepare()
         path = self._root / LAUNCHES / hashlib.sha256(request.client_token.encode()).hexdigest()
-        # Held to the end: who comes with the same token meanwhile waits, and gets the same machines.
+        # Held until the end: a concurrent launch with the same token waits and returns the same machines.
         with files.locked(f"{path}.lock"):
             plan = _read_plan(path)
             if plan is not None and plan.complete:
                 return plan.result(request.request.usage_class)
-            held: dict[str, int] = {}
+            power_locks: dict[str, int] = {}
             try:
                 if plan is None:
-                    plan, held = self._plan(path, request, options, machine_type)
-                made, problems = self._make_all(plan, held, request, options, machine_type)
+                    plan, power_locks = self._plan(path, request, options, machine_type)
+                created, problems = self._create_all(plan, power_locks, request, options, machine_type)
             finally:
-                for descriptor in held.values():
+                for descriptor in power_locks.values():
                     os.close(descriptor)
             plan = LaunchPlan(
-                instance_ids=tuple(made),
+                instance_ids=tuple(created),
                 instance_type=plan.instance_type,
                 errors=(*plan.errors, *problems),
                 complete=True,
             )
-            if not made:
+            if not created:
                 path.unlink()
-                raise Unavailable(f"no machine could be made: {problems[0]}")
+                raise Unavailable(f"no machine could be created: {problems[0]}")
             files.write(str(path), files.encode(to_document(plan)))
             return plan.result(request.request.usage_class)
 
@@ -122,31 +123,33 @@ class LocalLauncher:
                     continue
             self._children.discard(pid)
 
-    # What to launch
+    # Plan
 
     def _plan(
         self, path: Path, request: LaunchRequest, options: LocalOptions, machine_type: LocalMachineType
     ) -> tuple[LaunchPlan, dict[str, int]]:
-        """Decide on the names and give the drafts power, so that others count them."""
-        held: dict[str, int] = {}
-        with self._alone():
-            count, errors = self._room(request, options)
+        """Choose the ids and lock the drafts' power files, so that concurrent launches count them."""
+        power_locks: dict[str, int] = {}
+        with self._root_locked():
+            count, errors = self._available(request, options)
             if count == 0:
                 raise CapacityError(" ".join(errors))
             self._forget_tokens()
             try:
-                while len(held) < count:
+                while len(power_locks) < count:
                     name = self._new_id()
-                    held[name] = self._draft(name)
-                plan = LaunchPlan(instance_ids=tuple(held), instance_type=machine_type.name, errors=tuple(errors))
+                    power_locks[name] = self._draft(name)
+                plan = LaunchPlan(
+                    instance_ids=tuple(power_locks), instance_type=machine_type.name, errors=tuple(errors)
+                )
                 files.write(str(path), files.encode(to_document(plan)))
             except BaseException:
-                for descriptor in held.values():
+                for descriptor in power_locks.values():
                     os.close(descriptor)
                 raise
-        return plan, held
+        return plan, power_locks
 
-    def _room(self, request: LaunchRequest, options: LocalOptions) -> tuple[int, list[str]]:
+    def _available(self, request: LaunchRequest, options: LocalOptions) -> tuple[int, list[str]]:
         limits: list[tuple[int, str]] = []
         if options.no_capacity:
             limits.append((0, "local: no capacity (fault no-capacity)."))
@@ -154,21 +157,21 @@ class LocalLauncher:
             limits.append((options.partial, f"local: capacity for {options.partial} only (fault partial)."))
         if options.capacity is not None:
             free = max(0, options.capacity - self._live())
-            limits.append((free, f"local: {free} of {options.capacity} places are free, {request.count} wanted."))
-        short = [(room, error) for room, error in limits if room < request.count]
-        return min((room for room, _ in short), default=request.count), [error for _, error in short]
+            limits.append((free, f"local: {free} of {options.capacity} machines are free, {request.count} requested."))
+        exceeded = [(limit, error) for limit, error in limits if limit < request.count]
+        return min((limit for limit, _ in exceeded), default=request.count), [error for _, error in exceeded]
 
     def _live(self) -> int:
-        """Machines with power, those that are still being made included."""
+        """Count the machines that are powered on, including drafts."""
         return sum(is_instance_id(path.name.removeprefix(DRAFT)) and is_on(path) for path in self._root.iterdir())
 
-    def _alone(self) -> AbstractContextManager[None]:
-        """Drafts come, and become machines, only while nobody else looks through the folder."""
+    def _root_locked(self) -> AbstractContextManager[None]:
+        """Lock against concurrent scans of the root folder. Held while drafts are created or renamed."""
         return files.locked(str(self._root / ROOT_LOCK))
 
     def _new_id(self) -> str:
         while True:
-            # Whatever the source of ids makes of it, the name has EC2's shape.
+            # Hashed, so that the id has the form of an EC2 instance id.
             name = "i-" + hashlib.sha256(self._ids.new("machine-").encode()).hexdigest()[:17]
             if not (self._root / name).exists() and not (self._root / f"{DRAFT}{name}").exists():
                 return name
@@ -179,49 +182,50 @@ class LocalLauncher:
         return files.power_on(str(draft))
 
     def _forget_tokens(self) -> None:
-        """The oldest, when there are many."""
+        """Delete the oldest plans above the limit."""
         written = [(path.stat().st_mtime, path) for path in (self._root / LAUNCHES).iterdir()]
-        # Each has a file and a lock.
+        # Two files per token: the plan and its lock.
         for _, path in sorted(written, reverse=True)[2 * MAX_TOKENS :]:
             path.unlink(missing_ok=True)
 
-    # The machines
+    # Machines
 
-    def _make_all(
+    def _create_all(
         self,
         plan: LaunchPlan,
-        held: dict[str, int],
+        power_locks: dict[str, int],
         request: LaunchRequest,
         options: LocalOptions,
         machine_type: LocalMachineType,
     ) -> tuple[list[str], list[str]]:
-        def make(name: str) -> str:
+        def create(name: str) -> str:
+            """Create one machine. Return an error, or an empty string."""
             if (self._root / name).exists():
-                return ""  # by an earlier process that did not get to the end
-            if name not in held:
+                return ""  # created by an earlier process that did not complete the plan
+            if name not in power_locks:
                 files.erase([str(self._root / f"{DRAFT}{name}")])
-                with self._alone():
-                    held[name] = self._draft(name)
+                with self._root_locked():
+                    power_locks[name] = self._draft(name)
             try:
                 self._fill(name, request, options, machine_type)
                 folder = self._root / name
-                # Whoever counts the machines meanwhile would find it under neither name.
-                with self._alone():
+                # Without the lock, a concurrent scan could miss both names.
+                with self._root_locked():
                     (self._root / f"{DRAFT}{name}").rename(folder)
-                self._power_up(folder, held[name])
+                self._start_supervisor(folder, power_locks[name])
             except (OSError, shutil.Error) as problem:
                 files.erase([str(self._root / f"{DRAFT}{name}")])
-                return f"local: {name} could not be made: {problem}."
+                return f"local: {name} could not be created: {problem}."
             return ""
 
         with ThreadPoolExecutor(max_workers=min(MAX_COPIES, len(plan.instance_ids))) as threads:
-            problems = dict(zip(plan.instance_ids, threads.map(make, plan.instance_ids), strict=True))
+            problems = dict(zip(plan.instance_ids, threads.map(create, plan.instance_ids), strict=True))
         return [name for name in problems if not problems[name]], [text for text in problems.values() if text]
 
     def _fill(self, name: str, request: LaunchRequest, options: LocalOptions, machine_type: LocalMachineType) -> None:
         draft = self._root / f"{DRAFT}{name}"
-        for room in (files.HOME, files.TMP, files.WORK, files.LOGS):
-            (draft / room).mkdir(mode=0o700)
+        for subfolder in (files.HOME, files.TMP, files.WORK, files.LOGS):
+            (draft / subfolder).mkdir(mode=0o700)
         shutil.copytree(self._runner_source, draft / files.RUNNER, symlinks=True)
         record = MachineRecord(
             instance_id=name,
@@ -249,9 +253,9 @@ class LocalLauncher:
         files.write(str(draft / files.BOOT), files.encode(boot))
         files.write(str(draft / files.RECORD), files.encode(to_document(record)))
 
-    def _power_up(self, folder: Path, power: int) -> None:
+    def _start_supervisor(self, folder: Path, power: int) -> None:
         command = [sys.executable, "-s", "-S", "-P", "-m", "remuda.adapters.local.supervisor", str(folder), str(power)]
-        # Its whole environment: nothing of the launcher's own reaches the machine.
+        # The complete environment: the machine inherits nothing from the launcher.
         environment = {"PATH": os.defpath, "PYTHONPATH": _SOURCE, procfs.MARKER: folder.name}
         with (folder / files.LOGS / "machine.log").open("ab") as log:
             process = subprocess.Popen(
@@ -264,16 +268,16 @@ class LocalLauncher:
                 start_new_session=True,
                 pass_fds=(power,),
             )
-        # It outlives this object and often this process; `reap` takes note of its end.
+        # `reap` waits for it; an unfinished Popen object would emit a ResourceWarning.
         process.returncode = 0
         self._children.add(process.pid)
         seen = procfs.read_process(process.pid)
         if seen is not None:
-            files.note_supervisor(power, seen.pid, seen.started)
+            files.write_supervisor(power, seen.pid, seen.started)
 
 
 def is_on(folder: Path) -> bool:
-    """Whether a machine has power: its lock is held, and not by a stray child of a dead supervisor."""
+    """Whether the power lock is held, and not merely by a remaining child of a dead supervisor."""
     if not files.has_power(str(folder)):
         return False
     known = files.supervisor(str(folder))

@@ -1,4 +1,4 @@
-"""The state folder of the local backend. Light: every machine's agent looks here first."""
+"""Paths in the state folder of the local backend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LocalLayout:
-    """What lies where in the state folder of the local backend."""
-
     root: Path
 
     @property

@@ -1,4 +1,4 @@
-"""The local machine as its agent sees it: its folder, and the pipe to its supervisor."""
+"""The machine port for local machines: files in the machine's folder and a pipe to its supervisor."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class LocalMachine:
     async def identity(self) -> Identity:
         record = read_record(self._folder)
         if record is None:
-            raise Unavailable(f"the machine's record in {self._folder} cannot be read")
+            raise Unavailable(f"cannot read the machine's record in {self._folder}")
         return Identity(instance_id=record.instance_id, pool=record.pool, margin_s=record.margin_s)
 
     def load(self) -> AgentState:
-        document = files.read(str(self._folder / files.MEMORY))
+        document = files.read(str(self._folder / files.AGENT_STATE))
         if document is not None:
             with contextlib.suppress(ValueError):
                 return from_document(AgentState, document)
         return AgentState()
 
     def save(self, state: AgentState) -> None:
-        files.write(str(self._folder / files.MEMORY), files.encode(to_document(state)), durable=True)
+        files.write(str(self._folder / files.AGENT_STATE), files.encode(to_document(state)), durable=True)
 
     def set_dead_man_timer(self, at: datetime) -> None:
-        self._tell(f"arm {at.timestamp():.3f}")
+        self._send(f"dead-man-timer {at.timestamp():.3f}")
 
     async def spot_notice(self) -> str:
-        """Nobody takes local machines away: a file in the folder plays the cloud's notice."""
+        """Read the notice from a file in the folder. Tests and the demo write it to simulate a spot interruption."""
         try:
             with (self._folder / files.NOTICE).open(encoding="utf-8", errors="replace") as file:
                 return " ".join(file.read(MAX_NOTICE).split())
@@ -59,9 +59,9 @@ class LocalMachine:
     async def run_script(self, timeout_s: float) -> StepResult:
         script = self._folder / files.SCRIPT
         if not script.exists():
-            return StepResult(ok=True, detail="there is no pre-runner script")
+            return StepResult(ok=True, detail="no pre-runner script")
         step = f"script {self._folder}"
-        # One that an earlier agent began would run beside this one.
+        # A script that an earlier agent started must not run concurrently.
         await asyncio.to_thread(procfs.kill_step, step)
         ended = await scripts.run(
             script,
@@ -76,18 +76,18 @@ class LocalMachine:
         return await self._reset()
 
     async def end(self, reason: str) -> None:
-        self._tell(f"end {' '.join(reason.split())[:MAX_DETAIL]}")
+        self._send(f"end {' '.join(reason.split())[:MAX_DETAIL]}")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         try:
-            # Below PIPE_BUF: whole or not at all.
+            # Shorter than PIPE_BUF, so the write is atomic.
             os.write(self._pipe, f"{line}\n".encode())
         except OSError as problem:
-            raise Unavailable(f"the machine's supervisor does not listen: {problem}") from problem
+            raise Unavailable(f"cannot write to the machine's supervisor: {problem}") from problem
 
 
 def machine_folder(environment: Mapping[str, str]) -> Path:
-    """Where this machine is, as its supervisor told the agent."""
+    """Return the machine's folder from the agent's environment."""
     text = environment.get(FOLDER_VARIABLE, "")
     if not text:
         raise _not_a_machine(FOLDER_VARIABLE)
@@ -95,7 +95,7 @@ def machine_folder(environment: Mapping[str, str]) -> Path:
 
 
 def supervisor_pid(folder: Path) -> int:
-    """Who adopts all orphans of this machine."""
+    """Return the pid of the supervisor, which adopts all orphaned processes of the machine."""
     known = files.supervisor(str(folder))
     if known is None:
         raise _not_a_machine(FOLDER_VARIABLE)
@@ -103,15 +103,15 @@ def supervisor_pid(folder: Path) -> int:
 
 
 def pristine_runner(folder: Path) -> Path:
-    """The runner's folder as it was before any job."""
+    """Return the folder of the unmodified runner software."""
     record = read_record(folder)
     if record is None:
-        raise Unavailable(f"the machine's record in {folder} cannot be read")
+        raise Unavailable(f"cannot read the machine's record in {folder}")
     return Path(record.runner_source)
 
 
 def job_environment(folder: Path) -> dict[str, str]:
-    """All that scripts and jobs get to see: nothing of the agent's own but the path of commands."""
+    """Return the complete environment of scripts and jobs. Of the agent's environment it contains PATH only."""
     return {
         "PATH": os.environ.get("PATH", os.defpath),
         "LANG": "C.UTF-8",
@@ -124,7 +124,7 @@ def job_environment(folder: Path) -> dict[str, str]:
 def _pipe_to_supervisor() -> int:
     try:
         descriptor = int(os.environ.get(FD_VARIABLE, ""))
-        # No job may speak for the machine, and no agent may hang on its supervisor.
+        # Jobs must not inherit the pipe, and the agent must not block on it.
         os.set_inheritable(descriptor, False)  # noqa: FBT003  # os.set_inheritable takes no keyword
         os.set_blocking(descriptor, False)
     except (ValueError, OSError) as problem:
@@ -134,7 +134,7 @@ def _pipe_to_supervisor() -> int:
 
 def _not_a_machine(variable: str) -> UserError:
     return UserError(
-        f"this is no local machine: {variable} does not say where its supervisor is",
+        f"not on a local machine: {variable} is missing or invalid",
         field=variable,
-        fix="let `remuda provision` launch machines; they start their agents themselves",
+        fix="do not start the agent by hand; `remuda provision` launches machines, which start their agents",
     )

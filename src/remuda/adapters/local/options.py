@@ -1,4 +1,4 @@
-"""What the local backend takes at launch, and the types of machine it plays."""
+"""Launch options of the local backend, and the machine types that it simulates."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ FAULTS = "never-boots, dies-after-s=SECONDS, no-capacity or partial=COUNT"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalOptions:
-    #: How long a machine is pending: to show cold starts against warm ones.
+    #: Seconds that a machine stays pending, to simulate a cold start.
     boot_delay_s: float = 0.0
     script: str = ""
-    #: How many machines may live under the root at once.
+    #: Maximum number of machines at the same time, or None for no limit.
     capacity: int | None = None
-    #: The machine gets power, but its agent never comes.
+    #: Fault: the supervisor starts, but no agent.
     never_boots: bool = False
-    #: Power loss so long after the boot.
+    #: Fault: seconds from the boot to a power loss.
     dies_after_s: float | None = None
+    #: Fault: every launch fails for lack of capacity.
     no_capacity: bool = False
-    #: A launch gets no more than this.
+    #: Fault: maximum number of machines per launch.
     partial: int | None = None
 
     @classmethod
@@ -41,14 +42,14 @@ class LocalOptions:
         for name in launch:
             if name not in NAMES:
                 raise UserError(
-                    f"the local backend has no launch option {name!r}", field=name, fix=f"use {', '.join(NAMES)}"
+                    f"unknown launch option {name!r} for the local backend", field=name, fix=f"use {', '.join(NAMES)}"
                 )
         script = launch.get(SCRIPT, "")
         if len(script) > MAX_SCRIPT_CHARS or "\0" in script:
             raise UserError(
-                f"{SCRIPT} is no text of at most {MAX_SCRIPT_CHARS} characters",
+                f"{SCRIPT} is longer than {MAX_SCRIPT_CHARS} characters or contains a NUL",
                 field=SCRIPT,
-                fix="let the script fetch what is large",
+                fix="shorten the script, for example by downloading large parts",
             )
         fault, _, number = launch.get(FAULT, "").partition("=")
         _check_fault(fault, number)
@@ -66,7 +67,7 @@ class LocalOptions:
 def _check_fault(fault: str, number: str) -> None:
     plain = fault in {"", "never-boots", "no-capacity"} and not number
     if not plain and fault not in {"dies-after-s", "partial"}:
-        raise UserError(f"{FAULT} is {fault[:80]!r}", field=FAULT, fix=f"give {FAULTS}")
+        raise UserError(f"unknown {FAULT} {fault[:80]!r}", field=FAULT, fix=f"use {FAULTS}")
 
 
 def _seconds(text: str, field: str) -> float:
@@ -75,14 +76,20 @@ def _seconds(text: str, field: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= MAX_SECONDS:
-        raise UserError(f"{field}: {text[:80]!r} is no time", field=field, fix=f"give 0 to {MAX_SECONDS:g} seconds")
+        raise UserError(
+            f"{field} must be a number of seconds from 0 to {MAX_SECONDS:g}, got {text[:80]!r}",
+            field=field,
+            fix=f"give a number from 0 to {MAX_SECONDS:g}",
+        )
     return value
 
 
 def _count(text: str, field: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) <= MAX_MACHINES):
         raise UserError(
-            f"{field}: {text[:80]!r} is no number of machines", field=field, fix=f"give 0 to {MAX_MACHINES}"
+            f"{field} must be an integer from 0 to {MAX_MACHINES}, got {text[:80]!r}",
+            field=field,
+            fix=f"give an integer from 0 to {MAX_MACHINES}",
         )
     return int(text)
 
@@ -104,9 +111,9 @@ _SIZES = (
     ("12xlarge", 48),
     ("16xlarge", 64),
 )
-#: Family and GiB for each vCPU.
+#: Family, and GiB per vCPU.
 _FAMILIES = (("c6i", 2), ("m6i", 4), ("r6i", 8), ("c7g", 2))
-#: Small ones first: the first that fits is the cheapest.
+#: Ordered by size: the first match is the cheapest.
 CATALOGUE = tuple(
     LocalMachineType(name=f"{family}.{size}", cpu=cpu, memory_mib=cpu * gib * 1024)
     for size, cpu in _SIZES
@@ -126,5 +133,5 @@ def choose_type(request: RunnerRequest) -> LocalMachineType:
     raise CapacityError(
         f"no local machine type matches {request.patterns} with the {wanted.cpu} cpu and {wanted.memory_mib} MiB "
         f"of class {wanted.name}",
-        fix="allow more types: the local backend plays c6i, m6i, r6i and c7g, from large to 16xlarge",
+        fix="allow more types: the local backend offers c6i, m6i, r6i and c7g, from large to 16xlarge",
     )

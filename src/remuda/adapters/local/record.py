@@ -1,4 +1,4 @@
-"""A machine's record (instance.json), as launcher, compute and agent read it. The supervisor fills in the end."""
+"""The record of a local machine (instance.json), read by launcher, compute and agent. The supervisor adds the end."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class MachineRecord:
     memory_mib: int
     tags: Mapping[str, str]
     launched_at: datetime
-    #: The launch options as they were given.
+    #: The launch options of the request.
     launch: Mapping[str, str] = field(default_factory=dict)
     first_life_s: float
     margin_s: float
-    #: The pristine runner folder.
+    #: Folder of the unmodified runner software.
     runner_source: str
     booted_at: datetime | None = None
     ending_at: datetime | None = None
     ended_at: datetime | None = None
-    #: Why it ended, or ends.
+    #: Reason of the end.
     reason: str = ""
-    #: Nothing of it is left but the record and the logs.
+    #: No process is left, and of the folder only the record and the logs.
     finished: bool = False
 
     def check(self) -> None:
         if not 0 <= self.margin_s <= MAX_LIFETIME or not 0 <= self.first_life_s <= MAX_LIFETIME:
-            raise ValueError("its margin or its first life cannot be one")
+            raise ValueError("margin or first lifetime out of range")
 
 
 def read_record(folder: Path) -> MachineRecord | None:
-    """None where there is none, or it is not this folder's: jobs can write there."""
+    """Read the record. Return None if it is missing, malformed or of another machine: jobs can write to it."""
     document = files.read(str(folder / files.RECORD))
     if document is None:
         return None

@@ -1,12 +1,13 @@
-"""A machine's hypervisor and init in one small process: `python -m remuda.adapters.local.supervisor FOLDER POWER-FD`.
+"""The supervisor process of a local machine: `python -m remuda.adapters.local.supervisor FOLDER POWER-FD`.
 
-It starts the agent and starts it again when it dies, reaps orphans, and ends the machine: when it is told to (SIGTERM,
-or `end <reason>` from the agent) or when the dead-man timer runs out, whatever the agent does. The agent moves that
-timer with `arm <unix time>`. Both are lines on the pipe whose number the agent finds in REMUDA_MACHINE_FD.
-Standard library only, and little of that: there is one for each machine, and its start is part of each launch.
+It starts the agent, restarts it when it exits, and reaps orphaned processes. It ends the machine on SIGTERM, on the
+line `end REASON` from the agent, or when the dead-man timer expires. The agent sets that timer with the line
+`dead-man-timer UNIX-TIME`. The agent writes these lines to the pipe whose descriptor is in REMUDA_MACHINE_FD.
+
+It imports few modules of the standard library only, because each machine has one and each launch waits for its start.
 """
 
-# pathlib would slow the start
+# pathlib would slow down the start
 # ruff: noqa: PTH118
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from remuda.adapters.local import folder as files
 FOLDER_VARIABLE = "REMUDA_MACHINE_FOLDER"
 FD_VARIABLE = "REMUDA_MACHINE_FD"
 
+#: First and longest pause in seconds before the agent is restarted.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0
-#: An agent that lived so long did not fail at its start: the next one follows soon again.
+#: Seconds after which an agent counts as started. Its next restart begins with the first pause again.
 HEALTHY_S = 10.0
-#: How long the end may take before it is left to whoever looks at the machine next.
+#: Seconds until the supervisor gives up killing. `LocalCompute` kills the remaining processes later.
 KILL_LIMIT_S = 5.0
 KILL_PAUSE_S = 0.05
-#: A sleeping computer stops the timers of waits, but not the time: look again at least so often.
+#: Longest wait in seconds. While the computer is suspended, timers of waits stop, but deadlines do not.
 LONGEST_WAIT_S = 30.0
 MAX_LINE = 4096
 
@@ -46,12 +48,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _now() -> float:
-    """Seconds that go on while the computer sleeps and do not jump when its clock is set."""
+    """Monotonic seconds that include the time of suspension."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _unix_time() -> float:
-    # The machine's own clock: this process knows no ports, and deadlines come as wall times.
+    # Read directly: this process does not use the clock port, and the agent sends deadlines as wall-clock times.
     return time.clock_gettime(time.CLOCK_REALTIME)
 
 
@@ -88,9 +90,9 @@ class MachineSupervisor:
         for end in (self._wake, wake_end):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._asked_to_end)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Whoever launched the machine may be interrupted or lose its terminal: that is not the machine's end.
+        # Interrupting the launching process or closing its terminal must not end the machine.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -98,12 +100,12 @@ class MachineSupervisor:
         while not self._reason:
             self._wait(self._time_left())
             self._reap()
-            self._hear()
-            self._keep_time()
+            self._read_pipe()
+            self._run_timers()
         self._end()
 
-    def _asked_to_end(self, *_: object) -> None:
-        self._reason = self._reason or "asked to end"
+    def _on_sigterm(self, *_: object) -> None:
+        self._reason = self._reason or "received SIGTERM"
 
     def _time_left(self) -> float:
         moments = [self._deadline, self._power_loss_at]
@@ -111,20 +113,20 @@ class MachineSupervisor:
         return min(LONGEST_WAIT_S, max(0.0, min(moments) - _now()))
 
     def _wait(self, timeout_s: float) -> None:
-        """Until a signal, a word of the agent, or the time is over."""
+        """Wait for a signal, a line from the agent, or the timeout."""
         poll = select.poll()
         for source in (self._wake, self._pipe):
             if source >= 0:
                 poll.register(source, select.POLLIN)
-        # Rounded up: a wait that ends too early would only be repeated.
+        # Rounded up, because a wait that ends too early would have to be repeated.
         poll.poll(math.ceil(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 1024)
 
-    def _keep_time(self) -> None:
+    def _run_timers(self) -> None:
         now = _now()
         if now >= self._deadline:
-            self._reason = self._reason or "the dead-man timer ran out"
+            self._reason = self._reason or "the dead-man timer expired"
         elif now >= self._power_loss_at:
             self._lose_power()
         elif self._boot_at is not None and now >= self._boot_at:
@@ -142,7 +144,7 @@ class MachineSupervisor:
             self._start_agent()
 
     def _lose_power(self) -> None:
-        """What a pulled plug does: everything stops at once, nobody writes anything down."""
+        """Simulate a power loss: all processes end at once and nothing is recorded."""
         self._kill_all()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -160,7 +162,7 @@ class MachineSupervisor:
             try:
                 self._become_agent(parent, agent_end)
             except OSError as problem:
-                _log(f"the agent cannot be started: {problem}")
+                _log(f"cannot start the agent: {problem}")
             finally:
                 os._exit(127)
         os.close(agent_end)
@@ -169,7 +171,7 @@ class MachineSupervisor:
     def _become_agent(self, parent: int, pipe: int) -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            return  # the machine lost its power before the line above
+            return  # the supervisor ended before prctl took effect
         os.setsid()
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -186,7 +188,7 @@ class MachineSupervisor:
             "HOME": os.path.join(self._folder, files.HOME),
             "TMPDIR": os.path.join(self._folder, files.TMP),
         }
-        os.execvpe(self._command[0], self._command, environment)  # noqa: S606  # no shell is wanted
+        os.execvpe(self._command[0], self._command, environment)  # noqa: S606  # no shell needed
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -195,17 +197,17 @@ class MachineSupervisor:
                     self._agent_ended(os.waitstatus_to_exitcode(ended[1]))
 
     def _agent_ended(self, code: int) -> None:
-        # Its last words count, and they are all in the pipe by now.
-        self._hear()
+        # Read the lines that the agent wrote before it ended.
+        self._read_pipe()
         self._close_pipe()
         self._agent = 0
         if _now() - self._agent_since >= HEALTHY_S:
             self._pause_s = FIRST_PAUSE_S
-        _log(f"the agent ended with {code}; the next one in {self._pause_s:g} s")
+        _log(f"the agent exited with {code}; restart in {self._pause_s:g} s")
         self._start_at = _now() + self._pause_s
         self._pause_s = min(LAST_PAUSE_S, self._pause_s * 2)
 
-    def _hear(self) -> None:
+    def _read_pipe(self) -> None:
         while self._pipe >= 0:
             try:
                 chunk = os.read(self._pipe, MAX_LINE)
@@ -217,24 +219,24 @@ class MachineSupervisor:
             *lines, self._partial = (self._partial + chunk).split(b"\n")
             self._partial = self._partial[-MAX_LINE:]
             for line in lines:
-                self._obey(line.decode(errors="replace"))
+                self._execute(line.decode(errors="replace"))
 
-    def _obey(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
-        if word == "end":
-            self._reason = self._reason or rest or "the agent ended it"
-        elif word == "arm":
-            self._arm(rest)
+    def _execute(self, line: str) -> None:
+        command, _, argument = line.partition(" ")
+        if command == "end":
+            self._reason = self._reason or argument or "ended by the agent"
+        elif command == "dead-man-timer":
+            self._set_dead_man_timer(argument)
         else:
-            _log(f"the agent said {line!r}, which means nothing")
+            _log(f"unknown line from the agent: {line!r}")
 
-    def _arm(self, text: str) -> None:
+    def _set_dead_man_timer(self, text: str) -> None:
         try:
             at = float(text)
         except ValueError:
             at = math.nan
         if not math.isfinite(at):
-            _log(f"the agent set the dead-man timer to {text!r}, which is no time")
+            _log(f"invalid dead-man timer from the agent: {text!r}")
             return
         self._deadline = _now() + at - _unix_time()
 
@@ -258,46 +260,49 @@ class MachineSupervisor:
         _log("ended")
 
     def _kill_all(self) -> bool:
-        """All that runs on this machine descends from this process, which adopts the orphans of all of them. Twice
-        nothing, because a process whose parent ended during the first look is not seen by it.
+        """Kill all descendants. Return whether none is left.
+
+        This process is a subreaper, so every process of the machine descends from it. Two consecutive empty scans are
+        required, because one scan can miss a process whose parent ends during it.
         """
         limit = _now() + KILL_LIMIT_S
         empty = 0
         while empty < 2:
-            self._reap_quietly()
+            _reap_all()
             found = procfs.descendants(os.getpid())
             empty = 0 if found else empty + 1
             if found and _now() >= limit:
                 return False
             procfs.kill(found, KILL_PAUSE_S)
-        self._reap_quietly()
+        _reap_all()
         return True
-
-    def _reap_quietly(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0] != 0:
-                pass
 
     def _change(self, **values: Any) -> None:
         try:
             files.change(self._folder, values, self._record)
         except OSError as problem:
-            _log(f"the record cannot be written: {problem}")
+            _log(f"cannot write the record: {problem}")
+
+
+def _reap_all() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0] != 0:
+            pass
 
 
 def main() -> None:
     folder, power = sys.argv[1], int(sys.argv[2])
-    # Nobody else may hold the power up.
+    # Child processes must not hold the power lock.
     os.set_inheritable(power, False)  # noqa: FBT003  # os.set_inheritable takes no keyword
-    itself = procfs.read_process(os.getpid())
-    if itself is not None:
-        files.note_supervisor(power, itself.pid, itself.started)
+    this_process = procfs.read_process(os.getpid())
+    if this_process is not None:
+        files.write_supervisor(power, this_process.pid, this_process.started)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     os.umask(0o022)
     boot = files.read(os.path.join(folder, files.BOOT))
     record = files.read(os.path.join(folder, files.RECORD))
     if boot is None or record is None:
-        _log("there is nothing to boot from")
+        _log(f"cannot read {files.BOOT} or {files.RECORD}")
         sys.exit(1)
     MachineSupervisor(folder, boot, record).run()
 

@@ -33,7 +33,7 @@ def table(
         made.add_column(column, justify=justify, no_wrap=column in no_wrap, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         # `Text` prevents rich from interpreting markup in names.
-        made.add_row(*(Text(clean(cell)) for cell in row))
+        made.add_row(*(Text(clean(value)) for value in row))
     return made
 
 

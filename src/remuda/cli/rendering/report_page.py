@@ -144,7 +144,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Build a table whose first column is text and whose other columns are numbers."""
     head = "".join(f"<th{_numeric(number)}>{escape(name)}</th>" for number, name in enumerate(columns))
     body = "".join(
-        "<tr>" + "".join(f"<td{_numeric(number)}>{escape(cell)}</td>" for number, cell in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(f"<td{_numeric(number)}>{escape(value)}</td>" for number, value in enumerate(row)) + "</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

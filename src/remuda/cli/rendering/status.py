@@ -128,15 +128,15 @@ def _instances(status: Status, rows: int | None, *, wide: bool) -> Iterator[Any]
         columns[4:4] = ["heartbeat"]
         columns[6:6] = ["type", "usage"]
     shown = status.instances if rows is None else status.instances[: max(rows, 1)]
-    cells = [_cells(status, instance) for instance in shown]
+    values = [_column_values(status, instance) for instance in shown]
     yield table(
-        "Instances", columns, [[row[name] for name in columns] for row in cells], numeric=_NUMERIC, no_wrap=_NO_WRAP
+        "Instances", columns, [[row[name] for name in columns] for row in values], numeric=_NUMERIC, no_wrap=_NO_WRAP
     )
     if len(shown) < len(status.instances):
         yield f"  and {len(status.instances) - len(shown)} more"
 
 
-def _cells(status: Status, instance: Instance) -> dict[str, str]:
+def _column_values(status: Status, instance: Instance) -> dict[str, str]:
     now = status.at
     report = status.reports.get(instance.instance_id)
     age_s = (now - report.beat_at).total_seconds() if report and report.beat_at else None

@@ -1,7 +1,9 @@
-"""The stand-in for actions/runner: what `config.sh` and `bin/Runner.Listener` run.
+"""The fake actions runner: the programs behind `config.sh` and `bin/Runner.Listener`.
 
-`package.install` copies this package into the runner's folder, where it is started without site-packages: it uses
-the standard library only, imports itself relatively, and knows nothing of the rest of Remuda.
+`package.install` copies this package into the runner's folder and runs it without site-packages. It therefore uses
+relative imports and the standard library only.
 """
 
 VERSION = "2.336.0"
+#: Digits of the length that precedes the job on the worker's stdin.
+LENGTH_DIGITS = 10

@@ -1,10 +1,10 @@
-"""`config.sh` and `config.sh remove`."""
+"""The commands `config.sh` and `config.sh remove`."""
 
 import os
 from typing import Any
 
-from .home import CREDENTIALS_FILE, RUNNER_FILE, Home, Inputs, say
-from .protocol import Answer, call
+from .home import CREDENTIALS_FILE, RUNNER_FILE, RunnerHome, RunnerInputs, say
+from .protocol import HttpResponse, call
 
 OK, TERMINATED = 0, 1
 
@@ -14,7 +14,7 @@ ALREADY_CONFIGURED = (
 )
 
 
-def configure(home: Home, inputs: Inputs) -> int:
+def configure(home: RunnerHome, inputs: RunnerInputs) -> int:
     if home.configured():
         say(ALREADY_CONFIGURED)
         return TERMINATED
@@ -23,15 +23,15 @@ def configure(home: Home, inputs: Inputs) -> int:
         return _missing("url" if url is None else "token")
     say("\n# Authentication\n\n")
     try:
-        answer = call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token))
+        response = call(_server(url), "POST", "/_runner/register", body=_request(inputs, url, token))
     except OSError as problem:
         say(f"Failed to connect. {problem}")
         return TERMINATED
-    if answer.status != 201:
-        return _refused(answer, url)
+    if response.status != 201:
+        return _rejected(response, url)
     say("√ Connected to GitHub\n\n# Runner Registration\n\n")
     say("√ Runner successfully added\n√ Runner connection is good\n\n# Runner settings\n\n")
-    files = answer.body["files"]
+    files = response.body["files"]
     files[RUNNER_FILE]["disableUpdate"] = inputs.switch("disableupdate")
     home.save(CREDENTIALS_FILE, files[CREDENTIALS_FILE])
     home.save(RUNNER_FILE, files[RUNNER_FILE])
@@ -39,7 +39,7 @@ def configure(home: Home, inputs: Inputs) -> int:
     return OK
 
 
-def remove(home: Home, inputs: Inputs) -> int:
+def remove(home: RunnerHome, inputs: RunnerInputs) -> int:
     say("\n# Runner removal\n\n")
     settings = home.load(RUNNER_FILE)
     if settings is None:
@@ -58,27 +58,27 @@ def _remove_from_server(settings: dict[str, Any], token: str) -> int:
     url = settings["gitHubUrl"]
     body = {"url": url, "token": token, "runner_id": settings["agentId"]}
     try:
-        answer = call(settings["serverUrl"], "POST", "/_runner/remove", body=body)
+        response = call(settings["serverUrl"], "POST", "/_runner/remove", body=body)
     except OSError as problem:
         say(f"Failed: Removing runner from the server\n{problem}")
         return TERMINATED
-    if answer.status == 204:
+    if response.status == 204:
         say("√ Runner removed successfully")
         return OK
-    if answer.status == 404:
+    if response.status == 404:
         say("Does not exist. Skipping Removing runner from the server")
         return OK
     say("Failed: Removing runner from the server")
-    return _refused(answer, url)
+    return _rejected(response, url)
 
 
-def _request(inputs: Inputs, url: str, token: str) -> dict[str, Any]:
+def _request(inputs: RunnerInputs, url: str, token: str) -> dict[str, Any]:
     labels = inputs.text("labels")
     return {
         "url": url,
         "token": token,
         "name": inputs.text("name") or os.uname().nodename,
-        # Split but not trimmed, as the real runner does.
+        # Like the real runner: labels are split at commas, but not trimmed.
         "labels": [] if labels is None else [label for label in labels.split(",") if label],
         "default_labels": not inputs.switch("no-default-labels"),
         "ephemeral": inputs.switch("ephemeral"),
@@ -92,10 +92,10 @@ def _missing(name: str) -> int:
     return TERMINATED
 
 
-def _refused(answer: Answer, url: str) -> int:
-    if answer.status in {401, 404}:
+def _rejected(response: HttpResponse, url: str) -> int:
+    if response.status in {401, 404}:
         say(f"Http response code: NotFound from 'POST {_server(url)}/actions/runner-registration'")
-    say(answer.message)
+    say(response.message)
     return TERMINATED
 
 

@@ -1,4 +1,4 @@
-"""The runner's folder: its files, its inputs, its voice."""
+"""The runner's folder, its command-line inputs and its output."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from . import VERSION
 RUNNER_FILE = ".runner"
 CREDENTIALS_FILE = ".credentials"
 INPUT_PREFIX = "ACTIONS_RUNNER_INPUT_"
-#: Inputs without a value.
+#: Flags without a value.
 SWITCHES = frozenset(
     {"unattended", "nodefaultlabels", "disableupdate", "ephemeral", "replace", "local", "once", "check"}
 )
 TRUE = frozenset({"1", "true", "y", "yes"})
 
 
-class Home:
+class RunnerHome:
     def __init__(self, root: pathlib.Path) -> None:
         self.root = root
 
@@ -37,12 +37,12 @@ class Home:
         path = self.root / name
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        # The real runner starts these files with a byte order mark: readers have to cope with it here, too.
+        # Like the real runner, start the file with a byte order mark, which readers must handle.
         with os.fdopen(descriptor, "w", encoding="utf-8-sig") as file:
             json.dump(document, file, indent=2)
 
     def forget(self) -> None:
-        """Remove the local configuration, as the real runner tells it."""
+        """Remove the local configuration, with the output of the real runner."""
         for name in (CREDENTIALS_FILE, RUNNER_FILE):
             path = self.root / name
             if path.exists():
@@ -52,7 +52,7 @@ class Home:
                 say(f"Does not exist. Skipping Removing {name}")
 
     def load_environment(self) -> None:
-        """Variables of the `.env` file count for the runner and its jobs."""
+        """Set the variables of the `.env` file for the runner and its jobs."""
         try:
             lines = (self.root / ".env").read_text().splitlines()
         except OSError:
@@ -63,53 +63,53 @@ class Home:
                 os.environ[name] = value
 
     def diagnose(self, process: str, text: str) -> None:
-        """A line in `_diag`, where the real runner leaves its logs."""
+        """Write a line to `_diag`, the log folder of the real runner."""
         folder = self.root / "_diag"
         folder.mkdir(exist_ok=True)
         with (folder / f"{process}_{os.getpid()}-utc.log").open("a") as file:
             file.write(f"[{utc()} INFO {process}] {text}\n")
 
 
-class Inputs:
-    """Flags of the command line, then of the environment; dashes and case do not matter."""
+class RunnerInputs:
+    """Inputs from the command line, and from the environment otherwise. Dashes and case are ignored in names."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._values: dict[str, str] = {}
         self.commands: list[str] = []
         for name in [name for name in os.environ if name.upper().startswith(INPUT_PREFIX)]:
-            # AcquiredRunner out of the environment, so that no job inherits a token.
-            self._values[_plain(name[len(INPUT_PREFIX) :])] = os.environ.pop(name)
+            # Removed from the environment, so that no job inherits a token.
+            self._values[_normalized(name[len(INPUT_PREFIX) :])] = os.environ.pop(name)
         waiting: str | None = None
         for argument in arguments:
             if argument.startswith("--"):
                 name, equals, value = argument[2:].partition("=")
-                self._values[_plain(name)] = value if equals else "true"
-                waiting = None if equals or _plain(name) in SWITCHES else _plain(name)
+                self._values[_normalized(name)] = value if equals else "true"
+                waiting = None if equals or _normalized(name) in SWITCHES else _normalized(name)
             elif waiting is not None:
                 self._values[waiting], waiting = argument, None
             else:
                 self.commands.append(argument)
 
     def text(self, name: str) -> str | None:
-        return self._values.get(_plain(name)) or None
+        return self._values.get(_normalized(name)) or None
 
     def switch(self, name: str) -> bool:
         return (self.text(name) or "").lower() in TRUE
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
 def say(text: str) -> None:
-    """One line on stdout at once, also when that is a file, in whatever locale; nobody has to read it."""
+    """Write a line to stdout, unbuffered and as UTF-8. Errors are ignored, because stdout may be closed."""
     try:
         os.write(1, f"{text}\n".encode())
     except OSError:
         return
 
 
-def say_at(text: str) -> None:
+def say_with_time(text: str) -> None:
     say(f"{utc()}: {text}")
 
 
@@ -121,5 +121,5 @@ def version_line() -> str:
     return f"Current runner version: '{VERSION}'"
 
 
-def root_refused() -> bool:
+def is_forbidden_root() -> bool:
     return os.geteuid() == 0 and not os.environ.get("RUNNER_ALLOW_RUNASROOT")

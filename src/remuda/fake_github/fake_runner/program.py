@@ -1,4 +1,4 @@
-"""`bin/Runner.Listener`: configure, remove, run."""
+"""The program `bin/Runner.Listener` with its commands configure, remove and run."""
 
 import base64
 import json
@@ -7,22 +7,22 @@ import pathlib
 import sys
 
 from . import VERSION
-from .home import Home, Inputs, root_refused, say
+from .home import RunnerHome, RunnerInputs, is_forbidden_root, say
 
 OK, TERMINATED = 0, 1
 
 
 def main() -> int:
     root = pathlib.Path(sys.argv[0]).resolve().parent.parent
-    home, inputs = Home(root), Inputs(sys.argv[1:])
+    home, inputs = RunnerHome(root), RunnerInputs(sys.argv[1:])
     if inputs.switch("version"):
         say(VERSION)
         return OK
-    if root_refused():
+    if is_forbidden_root():
         say("Must not run with sudo")
         return TERMINATED
     os.chdir(root)
-    # Each command loads only what it needs: start-up time is what the tests and the demo feel.
+    # Each command imports only what it needs, because the start-up time counts in tests and the demo.
     match inputs.commands[0] if inputs.commands else "run":
         case "configure":
             from .configure import configure  # noqa: PLC0415
@@ -46,7 +46,7 @@ def main() -> int:
             return TERMINATED
 
 
-def _unpack(home: Home, packed: str) -> bool:
+def _unpack(home: RunnerHome, packed: str) -> bool:
     try:
         for name, content in json.loads(base64.b64decode(packed)).items():
             home.save(pathlib.PurePath(name).name, json.loads(base64.b64decode(content)))

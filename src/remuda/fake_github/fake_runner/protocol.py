@@ -1,15 +1,15 @@
-"""A minimal HTTP client. `http.client` alone would double the start-up time of the listener."""
+"""A minimal HTTP client. Importing `http.client` would double the start-up time of the listener."""
 
 import json
 import socket
 from typing import Any
 
 CONNECT_TIMEOUT_S = 5.0
-ANSWER_TIMEOUT_S = 30.0
+RESPONSE_TIMEOUT_S = 30.0
 CHUNK = 64 * 1024
 
 
-class Answer:
+class HttpResponse:
     def __init__(self, status: int, body: dict[str, Any]) -> None:
         self.status = status
         self.body = body
@@ -20,7 +20,7 @@ class Answer:
 
 
 class Call:
-    """One request under way. Select on it, and feed it when it can be read."""
+    """A pending request. Wait for it with `select`, and call `feed` when it is readable."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Call:
         *,
         body: dict[str, Any] | None = None,
         secret: str | None = None,
-        timeout_s: float = ANSWER_TIMEOUT_S,
+        timeout_s: float = RESPONSE_TIMEOUT_S,
     ) -> None:
         host, port = _address(server)
         payload = b"" if body is None else json.dumps(body).encode()
@@ -46,8 +46,8 @@ class Call:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def feed(self) -> Answer | None:
-        """Read what is there; the answer once it is complete."""
+    def feed(self) -> HttpResponse | None:
+        """Read available data. Return the response when it is complete, else None."""
         chunk = self._socket.recv(CHUNK)
         if chunk:
             self._received += chunk
@@ -66,40 +66,40 @@ def call(
     *,
     body: dict[str, Any] | None = None,
     secret: str | None = None,
-    timeout_s: float = ANSWER_TIMEOUT_S,
-) -> Answer:
-    """A whole request. OSError if there is no complete answer."""
-    under_way = Call(server, method, path, body=body, secret=secret, timeout_s=timeout_s)
+    timeout_s: float = RESPONSE_TIMEOUT_S,
+) -> HttpResponse:
+    """Send a request and return the response. Raises `OSError` if it is incomplete."""
+    pending = Call(server, method, path, body=body, secret=secret, timeout_s=timeout_s)
     try:
         while True:
-            answer = under_way.feed()
-            if answer is not None:
-                return answer
+            response = pending.feed()
+            if response is not None:
+                return response
     finally:
-        under_way.close()
+        pending.close()
 
 
 def _address(server: str) -> tuple[str, int]:
     scheme, _, rest = server.partition("://")
     if scheme != "http":
-        raise OSError(f"the stand-in runner speaks http only, not {scheme}")
+        raise OSError(f"the fake runner supports http only, not {scheme}")
     host, _, port = rest.partition("/")[0].partition(":")
     return host, int(port or 80)
 
 
-def _parse(raw: bytes) -> Answer:
+def _parse(raw: bytes) -> HttpResponse:
     head, separator, body = raw.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     fields = dict(_field(line) for line in lines[1:])
     length = int(fields.get("content-length", len(body)))
     if not separator or len(body) < length:
-        raise ConnectionError("the connection was closed before the answer was complete")
+        raise ConnectionError("the connection was closed before the response was complete")
     status = int(lines[0].split(" ")[1])
     try:
         document = json.loads(body) if body else {}
     except ValueError:
         document = {"message": body.decode(errors="replace")}
-    return Answer(status, document if isinstance(document, dict) else {})
+    return HttpResponse(status, document if isinstance(document, dict) else {})
 
 
 def _field(line: str) -> tuple[str, str]:

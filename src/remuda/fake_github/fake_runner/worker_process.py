@@ -1,4 +1,4 @@
-"""The listener's side of `bin/Runner.Worker`."""
+"""The listener's handle of a worker process."""
 
 import json
 import os
@@ -6,10 +6,10 @@ import pathlib
 import subprocess
 from typing import Any
 
-from .worker_protocol import LENGTH_DIGITS
+from . import LENGTH_DIGITS
 
 CHUNK = 64 * 1024
-#: Output that waits for the server is cut to this.
+#: Limit of the output that is not sent to the server yet. The oldest part is dropped.
 MAX_OUTPUT_CHARS = 256 * 1024
 END_LIMIT_S = 8.0
 
@@ -18,7 +18,7 @@ class WorkerProcess:
     def __init__(self, root: pathlib.Path, message: dict[str, Any]) -> None:
         self.job_id: int = message["id"]
         self.job_name: str = message["name"]
-        self.result = "failure"  # stands when the worker dies without a word
+        self.result = "failure"  # if the worker ends without a result
         self.steps: list[dict[str, Any]] = []
         self.cancelled = False
         self._output = ""
@@ -29,7 +29,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             cwd=root,
         )
-        # The job goes through the pipe: it may carry secrets, and argv is for everyone to read.
+        # The job is sent through the pipe because it may hold secrets, and every user can read command lines.
         data = json.dumps(message).encode()
         self._send(b"%0*d" % (LENGTH_DIGITS, len(data)) + data)
 
@@ -43,11 +43,11 @@ class WorkerProcess:
             self._send(b"cancel\n")
 
     def feed(self) -> bool:
-        """Read what the worker tells; whether it is done."""
+        """Read the worker's messages. Return whether it has ended."""
         chunk = os.read(self.fileno(), CHUNK)
         *lines, self._partial = (self._partial + chunk).split(b"\n")
         for line in lines:
-            self._take(json.loads(line))
+            self._handle(json.loads(line))
         if chunk:
             return False
         self.end()
@@ -57,11 +57,11 @@ class WorkerProcess:
         output, self._output = self._output, ""
         return output
 
-    def give_back(self, output: str) -> None:
+    def prepend_output(self, output: str) -> None:
         self._output = output + self._output
 
     def end(self) -> None:
-        """Close the pipes, which ends the job if it still runs, and wait for the process."""
+        """Close the pipes, which cancels a running job, and wait for the process."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -71,7 +71,7 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
 
-    def _take(self, document: dict[str, Any]) -> None:
+    def _handle(self, document: dict[str, Any]) -> None:
         self._output = (self._output + document.get("output", ""))[-MAX_OUTPUT_CHARS:]
         if "result" in document:
             self.result = document["result"]
@@ -83,4 +83,4 @@ class WorkerProcess:
             while data:
                 data = data[os.write(self._process.stdin.fileno(), data) :]
         except OSError:
-            return  # the worker is gone; feed will tell
+            return  # the worker has ended; `feed` notices it

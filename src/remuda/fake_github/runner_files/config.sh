@@ -1,5 +1,5 @@
 #!/bin/bash
-# The stand-in's config.sh: the same commands and flags as that of actions/runner.
+# config.sh of the fake runner: same commands and flags as that of actions/runner.
 if [[ $EUID -eq 0 && -z "$RUNNER_ALLOW_RUNASROOT" ]]; then
   echo "Must not run with sudo"
   exit 1

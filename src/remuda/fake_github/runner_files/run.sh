@@ -1,5 +1,5 @@
 #!/bin/bash
-# As that of actions/runner: it starts the listener again when that asks for it, and hides its exit code.
+# Like run.sh of actions/runner: restarts the listener after a retryable exit code, and always exits with 0.
 if [[ $EUID -eq 0 && -z "$RUNNER_ALLOW_RUNASROOT" ]]; then
   echo "Must not run interactively with sudo"
   exit 1
@@ -15,7 +15,7 @@ while true; do
   listener=$!
   wait "$listener"
   code=$?
-  # A trapped signal ends the wait before the listener has ended.
+  # A trapped signal interrupts `wait` before the listener has ended.
   while kill -0 "$listener" 2>/dev/null; do
     wait "$listener"
     code=$?

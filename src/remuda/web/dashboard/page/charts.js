@@ -119,20 +119,20 @@ export function showKinds(model) {
     create: () => make("tr"),
     update: (row, kind) => {
       const { count, p50, p95 } = times[kind];
-      fillRow(row, [[(cell) => kindCell(cell, kind), "whole"], [String(count), "n"], [`${p50.toFixed(2)} s`, "n"], [`${p95.toFixed(2)} s`, "n"]]);
+      fillRow(row, [[(td) => showKindIn(td, kind), "whole"], [String(count), "n"], [`${p50.toFixed(2)} s`, "n"], [`${p95.toFixed(2)} s`, "n"]]);
     },
   });
 }
 
-export function kindCell(cell, kind) {
-  if (cell.dataset.kind === kind && cell.dataset.dark === String(matchMedia("(prefers-color-scheme: dark)").matches)) return;
-  cell.dataset.kind = kind;
-  cell.dataset.dark = String(matchMedia("(prefers-color-scheme: dark)").matches);
-  cell.replaceChildren();
+export function showKindIn(td, kind) {
+  if (td.dataset.kind === kind && td.dataset.dark === String(matchMedia("(prefers-color-scheme: dark)").matches)) return;
+  td.dataset.kind = kind;
+  td.dataset.dark = String(matchMedia("(prefers-color-scheme: dark)").matches);
+  td.replaceChildren();
   if (!kind) return;
-  const mark = cell.appendChild(make("canvas", "shape"));
+  const mark = td.appendChild(make("canvas", "shape"));
   mark.setAttribute("aria-hidden", "true");
-  cell.append(kind);
+  td.append(kind);
   const scale = window.devicePixelRatio || 1;
   mark.width = mark.height = 12 * scale;
   const context = mark.getContext("2d");

@@ -1,5 +1,5 @@
 // Counts, tables and lists. Every name is inserted as text.
-import { kindCell } from "./charts.js";
+import { showKindIn } from "./charts.js";
 import { LETTERS, TILES, phaseOf } from "./model.js";
 import { fill } from "./paint.js";
 import { duration, explainButton, fillRow, find, make, quarantineLeft, seconds, setText, syncChildren, when } from "./text.js";
@@ -80,9 +80,9 @@ export function showInstances(model, limit) {
       const left = instance.threshold - now;
       const quarantine = quarantineLeft(instance, now);
       fillRow(row, [
-        [(cell) => explainButton(cell, instance.id), "whole"],
-        [(cell) => stateCell(cell, phaseOf(instance)), "whole"],
-        [(cell) => explainButton(cell, instance.run || instance.last_run, instance.run || (instance.last_run ? `(${instance.last_run})` : "")), "long"],
+        [(td) => explainButton(td, instance.id), "whole"],
+        [(td) => showStateIn(td, phaseOf(instance)), "whole"],
+        [(td) => explainButton(td, instance.run || instance.last_run, instance.run || (instance.last_run ? `(${instance.last_run})` : "")), "long"],
         [instance.class, "long"],
         [instance.type, "whole"],
         [instance.usage, "whole"],
@@ -96,10 +96,10 @@ export function showInstances(model, limit) {
   setText(find("more"), `Show ${Math.min(ROWS, lanes.length - limit)} more of ${lanes.length}`);
 }
 
-function stateCell(cell, phase) {
-  if (cell.dataset.phase === phase) return;
-  cell.dataset.phase = phase;
-  cell.replaceChildren(chip(phase), phase);
+function showStateIn(td, phase) {
+  if (td.dataset.phase === phase) return;
+  td.dataset.phase = phase;
+  td.replaceChildren(chip(phase), phase);
 }
 
 export function showWarnings(model) {
@@ -209,11 +209,11 @@ export function showRuns(model) {
       const status = item.status === "open" ? `open: ${acquired.join(", ") || "no instances yet"}` : item.kind === "failed" ? `failed: ${item.why}` : item.status;
       const elapsed = item.status === "open" ? `${duration(Math.max(now - item.at, 0))} so far` : seconds(item.seconds);
       fillRow(row, [
-        [(cell) => explainButton(cell, item.run, item.attempt > 1 ? `${item.run} (${item.attempt})` : item.run), "long"],
+        [(td) => explainButton(td, item.run, item.attempt > 1 ? `${item.run} (${item.attempt})` : item.run), "long"],
         [when(item.at, now), "whole"],
         [item.class, "long"],
         [String(item.count), "n"],
-        [(cell) => kindCell(cell, item.kind), "whole"],
+        [(td) => showKindIn(td, item.kind), "whole"],
         [elapsed, "n"],
         status,
       ]);

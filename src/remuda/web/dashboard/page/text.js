@@ -48,14 +48,14 @@ export const find = (id) => document.getElementById(id);
 // Keep one child element per item, by key, so that focus and scroll position survive updates. The focused element is never
 // moved, because moving it would remove the focus; the others move around it.
 export function syncChildren(parent, items, { key, create, update }) {
-  const wanted = new Set(items.map(key));
+  const keys = new Set(items.map(key));
   const old = new Map();
   for (const child of [...parent.children]) {
-    if (wanted.has(child.dataset.key) && !old.has(child.dataset.key)) old.set(child.dataset.key, child);
+    if (keys.has(child.dataset.key) && !old.has(child.dataset.key)) old.set(child.dataset.key, child);
     else child.remove();
   }
   const focused = [...old.values()].find((child) => child.contains(document.activeElement));
-  let place = parent.firstElementChild;
+  let current = parent.firstElementChild;
   for (const item of items) {
     const name = key(item);
     let element = old.get(name);
@@ -65,38 +65,38 @@ export function syncChildren(parent, items, { key, create, update }) {
       element.dataset.key = name;
     }
     update(element, item);
-    while (element === focused && place !== focused) {
-      const next = place.nextElementSibling;
-      parent.append(place);
-      place = next;
+    while (element === focused && current !== focused) {
+      const following = current.nextElementSibling;
+      parent.append(current);
+      current = following;
     }
-    if (element === place) place = place.nextElementSibling;
-    else parent.insertBefore(element, place);
+    if (element === current) current = current.nextElementSibling;
+    else parent.insertBefore(element, current);
   }
 }
 
-// Fill a table row. Each value is a text, a function that fills its cell, or a pair of one of these and a CSS class.
+// Fill a table row. Each value is a text, a function that fills its td element, or a pair of one of these and a CSS class.
 export function fillRow(row, values) {
   values.forEach((value, index) => {
-    const cell = row.children[index] ?? row.appendChild(make("td"));
+    const td = row.children[index] ?? row.appendChild(make("td"));
     const [content, classes = ""] = Array.isArray(value) ? value : [value];
-    if (classes && cell.className !== classes) cell.className = classes;
-    if (typeof content === "function") content(cell);
-    else setText(cell, content);
+    if (classes && td.className !== classes) td.className = classes;
+    if (typeof content === "function") content(td);
+    else setText(td, content);
   });
 }
 
 // A name that opens its explanation when pressed.
-export function explainButton(cell, subject, text = subject) {
-  let button = cell.querySelector("button.name");
+export function explainButton(parent, subject, text = subject) {
+  let button = parent.querySelector("button.name");
   if (!subject) {
     button?.remove();
-    setText(cell, text);
+    setText(parent, text);
     return;
   }
   if (!button) {
-    cell.replaceChildren();
-    button = cell.appendChild(make("button", "name"));
+    parent.replaceChildren();
+    button = parent.appendChild(make("button", "name"));
     button.type = "button";
   }
   button.dataset.subject = subject;

@@ -1,0 +1,306 @@
+"""The EC2 test server: moto behind a layer that adds attribute-based fleets, client tokens, capacity, faults and lag.
+
+Runs in the interpreter of moto's own virtualenv, prints its port, and exits at the end of its standard input.
+POST /_shim takes a JSON object of:
+  capacity       {"subnet-1" | "c6i.large" | "spot" | "subnet-1 c6i.large": number of instances that it still provides}
+  faults         [{"action", "code", "status", "message", "times"}]: error responses instead of the action
+  lost           [{"action", "times"}]: the action is executed, but its response never arrives
+  lag            number of DescribeInstances calls that hide instances launched from now on; DescribeTags hides them as
+                 long
+  honour_tokens  false: ignore client tokens
+POST /_shim/reset discards these settings and all instances. GET /_shim returns the number of requests per action
+(`requests`) and the fields of the last one (`last`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+from xml.etree import ElementTree as ET
+from xml.sax.saxutils import escape
+
+Environ = dict[str, Any]
+StartResponse = Callable[..., Any]
+Answer = tuple[str, bytes]
+
+XML = [("Content-Type", "text/xml")]
+NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
+#: Instance type, vCPU, MiB; cheapest first.
+CATALOGUE = tuple(
+    (f"{family}.{size}", cpu, cpu * gib * 1024)
+    for size, cpu in (("large", 2), ("xlarge", 4), ("2xlarge", 8))
+    for family, gib in (("c6i", 2), ("m6i", 4), ("r6i", 8))
+)
+#: Reservations per page of DescribeInstances. EC2 may return fewer than requested; a small page tests the paging.
+PAGE = 2
+_OVERRIDE = re.compile(r"LaunchTemplateConfigs\.1\.Overrides\.(\d+)\.(.+)")
+_ALLOWED = re.compile(r"InstanceRequirements\.AllowedInstanceType\.\d+")
+
+
+class Ec2Shim:
+    def __init__(self, app: Callable[[Environ, StartResponse], Iterable[bytes]], reset: Callable[[], None]) -> None:
+        self._app = app
+        self._reset = reset
+        self._lock = threading.RLock()
+        self._discard()
+
+    def _discard(self) -> None:
+        self.capacity: dict[str, int] = {}
+        self.faults: list[dict[str, Any]] = []
+        self.lost: list[dict[str, Any]] = []
+        self.lag = 0
+        self.honour_tokens = True
+        self._hidden: set[str] = set()
+        self._tokens: dict[str, tuple[list[tuple[str, str]], Answer]] = {}
+        self._requests: Counter[str] = Counter()
+        #: The fields of the last request per action.
+        self._last: dict[str, dict[str, str]] = {}
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        if environ["PATH_INFO"].startswith("/_shim"):
+            return self._control(environ, body, start_response)
+        form = parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True)
+        action = dict(form).get("Action", "")
+        if not action:
+            return self._pass(environ, body, start_response)
+        with self._lock:
+            status, answer = self._answer(environ, form, action)
+            response_lost = self._take(self.lost, action)
+        if response_lost:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        start_response(status, [*XML, ("Content-Length", str(len(answer)))])
+        return [answer]
+
+    def _control(self, environ: Environ, body: bytes, start_response: StartResponse) -> Iterable[bytes]:
+        with self._lock:
+            if environ["PATH_INFO"] == "/_shim/reset":
+                self._discard()
+                self._reset()
+            elif environ["REQUEST_METHOD"] == "POST":
+                for name, value in json.loads(body).items():
+                    if name not in {"capacity", "faults", "lost", "lag", "honour_tokens"}:
+                        raise ValueError(name)
+                    setattr(self, name, value)
+            answer = json.dumps({"requests": self._requests, "last": self._last}).encode()
+        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(answer)))])
+        return [answer]
+
+    def _answer(self, environ: Environ, form: list[tuple[str, str]], action: str) -> Answer:
+        self._requests[action] += 1
+        self._last[action] = dict(form)
+        fault = self._take(self.faults, action)
+        if fault is not None:
+            status = f"{fault.get('status', 400)} FAULT"
+            return status, _error(fault["code"], fault.get("message", "an injected fault"))
+        if action == "CreateFleet" and dict(form).get("DryRun") == "true":
+            return "412 DRY", _error("DryRunOperation", "Request would have succeeded, but DryRun flag is set.")
+        if action == "CreateFleet":
+            return self._create_fleet(environ, form)
+        if action == "DescribeInstances":
+            form = [(key, str(min(PAGE, int(value))) if key == "MaxResults" else value) for key, value in form]
+        status, answer = self._call_moto(environ, form)
+        if action in {"DescribeInstances", "DescribeTags"} and self._hidden:
+            answer = _without(answer, self._hidden)
+        if action == "DescribeInstances" and self._hidden:
+            self.lag -= 1
+            if self.lag <= 0:
+                self._hidden.clear()
+        return status, answer
+
+    def _take(self, injected: list[dict[str, Any]], action: str) -> dict[str, Any] | None:
+        for fault in injected:
+            if fault["action"] == action:
+                fault["times"] = fault.get("times", 1) - 1
+                if fault["times"] <= 0:
+                    injected.remove(fault)
+                return fault
+        return None
+
+    # Fleets
+
+    def _create_fleet(self, environ: Environ, form: list[tuple[str, str]]) -> Answer:
+        values = dict(form)
+        token = values.get("ClientToken", "")
+        if token and self.honour_tokens and token in self._tokens:
+            earlier, answer = self._tokens[token]
+            if earlier == form:
+                return answer
+            return "400 BAD", _error("IdempotentParameterMismatch", "The client token was used with other parameters.")
+        made, refused = self._launch(environ, form)
+        if made and self.lag > 0:
+            self._hidden |= {name for names in made.values() for name in names}
+        answer = ("200 OK", _fleet(made, refused, _usage(values)))
+        self._tokens[token] = (form, answer)
+        return answer
+
+    def _launch(
+        self, environ: Environ, form: list[tuple[str, str]]
+    ) -> tuple[dict[tuple[str, str], list[str]], list[tuple[str, str, str, str]]]:
+        values = dict(form)
+        wanted = int(values["TargetCapacitySpecification.TotalTargetCapacity"])
+        made: dict[tuple[str, str], list[str]] = {}
+        refused: list[tuple[str, str, str, str]] = []
+        pairs = _choices(values)
+        if not pairs:
+            refused.append(("", "", "InvalidFleetConfiguration", "No instance type matches the requirements."))
+        for subnet, kind in pairs:
+            missing = wanted - sum(map(len, made.values()))
+            if missing == 0:
+                break
+            count = self._room(subnet, kind, _usage(values), missing)
+            if count:
+                status, answer = self._call_moto(environ, _single(form, subnet, kind, count))
+                if not status.startswith("200"):
+                    refused.append((subnet, kind, *_error_of(answer)))
+                    continue
+                made[subnet, kind] = re.findall(r"<item>(i-[0-9a-f]+)</item>", answer.decode())
+            if count < missing:
+                message = f"We do not have sufficient {kind} capacity in the subnet you requested."
+                refused.append((subnet, kind, "InsufficientInstanceCapacity", message))
+        return made, refused
+
+    def _room(self, subnet: str, kind: str, usage: str, most: int) -> int:
+        keys = [key for key in (subnet, kind, usage, f"{subnet} {kind}") if key in self.capacity]
+        room = min((most, *(self.capacity[key] for key in keys)))
+        for key in keys:
+            self.capacity[key] -= room
+        return room
+
+    # The inner server
+
+    def _call_moto(self, environ: Environ, form: list[tuple[str, str]]) -> Answer:
+        body = urlencode(form).encode()
+        inner = {**environ, "wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
+        statuses: list[str] = []
+        chunks = self._app(inner, lambda status, _headers, _problem=None: statuses.append(status))
+        answer = b"".join(chunks)
+        return statuses[0], answer
+
+    def _pass(self, environ: Environ, body: bytes, start_response: StartResponse) -> Iterable[bytes]:
+        return self._app({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
+
+
+def _usage(values: dict[str, str]) -> str:
+    return values.get("TargetCapacitySpecification.DefaultTargetCapacityType", "on-demand")
+
+
+def _choices(values: dict[str, str]) -> list[tuple[str, str]]:
+    """Pairs of subnet and instance type that match an override, cheapest type first."""
+    overrides: dict[int, dict[str, str]] = {}
+    for key, value in values.items():
+        found = _OVERRIDE.fullmatch(key)
+        if found:
+            overrides.setdefault(int(found[1]), {})[found[2]] = value
+    pairs = []
+    for kind, cpu, mmem in CATALOGUE:
+        for _, override in sorted(overrides.items()):
+            allowed = [value for key, value in override.items() if _ALLOWED.fullmatch(key)]
+            if (
+                cpu >= int(override["InstanceRequirements.VCpuCount.Min"])
+                and mmem >= int(override["InstanceRequirements.MemoryMiB.Min"])
+                and (not allowed or any(fnmatch.fnmatchcase(kind, pattern) for pattern in allowed))
+            ):
+                pairs.append((override["SubnetId"], kind))
+    return pairs
+
+
+def _single(form: list[tuple[str, str]], subnet: str, kind: str, count: int) -> list[tuple[str, str]]:
+    total = "TargetCapacitySpecification.TotalTargetCapacity"
+    kept = [(key, value) for key, value in form if not _OVERRIDE.fullmatch(key) and key != total]
+    override = "LaunchTemplateConfigs.1.Overrides.1"
+    return [*kept, (total, str(count)), (f"{override}.SubnetId", subnet), (f"{override}.InstanceType", kind)]
+
+
+def _fleet(made: dict[tuple[str, str], list[str]], refused: list[tuple[str, str, str, str]], usage: str) -> bytes:
+    def place(subnet: str, kind: str) -> str:
+        inner = "".join(
+            f"<{tag}>{value}</{tag}>" for tag, value in (("subnetId", subnet), ("instanceType", kind)) if value
+        )
+        return f"<launchTemplateAndOverrides><overrides>{inner}</overrides></launchTemplateAndOverrides>"
+
+    groups = "".join(
+        f"<item>{place(subnet, kind)}<lifecycle>{usage}</lifecycle><instanceType>{kind}</instanceType>"
+        f"<instanceIds>{''.join(f'<item>{name}</item>' for name in names)}</instanceIds></item>"
+        for (subnet, kind), names in made.items()
+    )
+    errors = "".join(
+        f"<item>{place(subnet, kind)}<lifecycle>{usage}</lifecycle><errorCode>{code}</errorCode>"
+        f"<errorMessage>{escape(message)}</errorMessage></item>"
+        for subnet, kind, code, message in refused
+    )
+    return (
+        f'<CreateFleetResponse xmlns="{NAMESPACE}"><fleetId>fleet-1</fleetId><errorSet>{errors}</errorSet>'
+        f"<fleetInstanceSet>{groups}</fleetInstanceSet></CreateFleetResponse>"
+    ).encode()
+
+
+def _error(code: str, message: str) -> bytes:
+    return (
+        f"<Response><Errors><Error><Code>{escape(code)}</Code><Message>{escape(message)}</Message></Error></Errors>"
+        "<RequestID>1</RequestID></Response>"
+    ).encode()
+
+
+def _error_of(answer: bytes) -> tuple[str, str]:
+    code = re.search(r"<Code>(.*?)</Code>", answer.decode(), re.DOTALL)
+    message = re.search(r"<Message>(.*?)</Message>", answer.decode(), re.DOTALL)
+    return (code[1] if code else "InternalError"), (message[1].strip() if message else "")
+
+
+def _without(answer: bytes, names: set[str]) -> bytes:
+    """A response of DescribeInstances or DescribeTags without these instances."""
+    root = ET.fromstring(answer)  # noqa: S314 - from our own server
+    space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
+    for listed, name in (("instancesSet", "instanceId"), ("tagSet", "resourceId")):
+        for items in root.iter(f"{space}{listed}"):
+            for item in list(items):
+                if item.findtext(f"{space}{name}") in names:
+                    items.remove(item)
+    ET.register_namespace("", space.strip("{}"))
+    return ET.tostring(root)
+
+
+# The process ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    # Imported here: moto is installed in the server's virtualenv only, and tests import constants of this module.
+    from moto.ec2.models import ec2_backends  # noqa: PLC0415
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app  # noqa: PLC0415
+    from werkzeug.serving import WSGIRequestHandler, make_server  # noqa: PLC0415
+
+    class QuietHandler(WSGIRequestHandler):  # type: ignore[misc]  # its types are in the other virtualenv
+        def log(self, *_line: object) -> None:
+            """Write no access log."""
+
+    def reset() -> None:
+        """Reset EC2 only: moto's own reset would load every service first."""
+        for account in ec2_backends.values():
+            for backend in list(account.values()):
+                backend.reset()
+
+    app = Ec2Shim(DomainDispatcherApplication(create_backend_app), reset)
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=QuietHandler)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    print(server.server_port, flush=True)  # noqa: T201 - read by `Ec2Server`
+    server.serve_forever()
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
