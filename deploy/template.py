@@ -82,7 +82,7 @@ def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
     made = policies(classes)
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
-        "Description": "Remuda: reusable EC2 runners for GitHub Actions. Table, queues, roles and schedules of one pool.",
+        "Description": "Remuda: reusable EC2 runners for GitHub Actions. Table, queues, roles and functions of a pool.",
         "Metadata": _metadata(),
         "Parameters": _parameters(),
         "Rules": _rules(),
