@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Assignment
-from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
+from remuda.domain.signals import FailureKind
 from remuda.ports.github import Deletion
 from remuda.ports.machine import AgentState, Identity, StepResult
 from remuda.ports.runner import RemovalStatus, RunnerState
@@ -256,9 +256,9 @@ class FakeMachine:
             )
             self._lose_github_answer()
         except UserError as error:
-            return StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: {error.message}")
+            return StepResult(ok=False, detail=error.message, failure=FailureKind.CREDENTIAL_REFUSED)
         except Unavailable as error:
-            return StepResult(ok=False, detail=f"{FORGE_UNREACHABLE}: {error.message}")
+            return StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE)
         self._runner_id = runner.runner_id
         self._set(RunnerState(configured_as=assignment.runner_name))
         await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURED))

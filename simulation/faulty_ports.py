@@ -148,9 +148,9 @@ class FaultyStore(FaultyPort):
     def _signal(self, write: Call) -> Call:
         """Check a signal when it is sent: the write may be applied much later."""
 
-        async def call(instance_id: str, *, epoch: int, signal: Signal, detail: str) -> Any:
+        async def call(instance_id: str, *, epoch: int, signal: Signal, **named: Any) -> Any:
             self._world.safety.signal_sent(instance_id, epoch, signal)
-            return await write(instance_id, epoch=epoch, signal=signal, detail=detail)
+            return await write(instance_id, epoch=epoch, signal=signal, **named)
 
         return call
 

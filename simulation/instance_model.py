@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from remuda.agent.decide import MAX_REMOVALS, AgentAction, Observation, next_step
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Credential, Instance, State, retirement
+from remuda.domain.instance import (
+    ABSORBING,
+    ASSIGNED,
+    Assignment,
+    Credential,
+    Instance,
+    RetireReason,
+    State,
+    decide_retirement,
+)
 from remuda.domain.pool_config import parse_runner_name, runner_name
 from remuda.domain.release_policy import next_for_releasing
 from remuda.domain.resources import Tier, UsageClass
@@ -22,7 +31,6 @@ from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import (
     Actor,
-    Cause,
     Change,
     Confirm,
     End,
@@ -122,7 +130,7 @@ class PendingWrite(NamedTuple):
 
     text: str
     by: Actor
-    guard: WriteCondition
+    condition: WriteCondition
     sets: tuple[tuple[str, Any], ...]
     last_signal: tuple[int, Signal | None]
     cost: int = 0
@@ -214,7 +222,12 @@ def write_of(
     change: Change, text: str, by: Actor, last_signal: tuple[int, Signal | None] = (0, None), cost: int = 0
 ) -> PendingWrite:
     return PendingWrite(
-        text=text, by=by, guard=change.guard, sets=tuple(change.sets.items()), last_signal=last_signal, cost=cost
+        text=text,
+        by=by,
+        condition=change.condition,
+        sets=tuple(change.sets.items()),
+        last_signal=last_signal,
+        cost=cost,
     )
 
 
@@ -282,7 +295,7 @@ class InstanceModel:
         writes = self._decided_writes(state, released=released)
         pending = [state.pending._replace(cost=0)] if state.pending else []
         for write in writes + pending:
-            if not write.guard.admits(state.record):
+            if not write.condition.is_met_by(state.record):
                 continue
             try:
                 after = self.written(state, write, released=released)
@@ -327,7 +340,7 @@ class InstanceModel:
         if released and record.state in ASSIGNED:
             event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL)
             if record.state is State.CREATED:
-                event = End(cause=Cause.RELEASED)
+                event = End(reason=RetireReason.RELEASED)
             yield "a release or a sweep releases it", _RELEASE_OR_SWEEP, event, NOW, 0
         if record.state is State.RELEASING:
             upcoming = next_for_releasing(record, state.report, now=NOW, lifetimes=LIFETIMES)
@@ -335,25 +348,33 @@ class InstanceModel:
                 name = type(upcoming.event).__name__.lower()
                 yield f"a release or a sweep advances it ({name})", _RELEASE_OR_SWEEP, upcoming.event, NOW, 0
         if record.state is State.RUNNING and registration_verdict(state.report, record.epoch) is Verdict.FAILED:
-            yield "a sweep ends it: its runner failed", _SWEEP, End(cause=Cause.FAILED, report=state.report), NOW, 0
+            yield (
+                "a sweep ends it: its runner failed",
+                _SWEEP,
+                End(reason=RetireReason.FAILED, report=state.report),
+                NOW,
+                0,
+            )
         if record.state is State.IDLE:
             yield from self._events_of_idle(record)
         if state.late:
-            end = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
+            end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
             yield "a sweep ends it: expired", _SWEEP, end, _late(record), 0
         if not state.agent.alive:
-            yield "a sweep ends it: gone", _SWEEP, End(cause=Cause.GONE), NOW, 0
-        if not record.retire:
-            yield "an operator drains it", (Actor.OPERATOR, Actor.REFRESH), Retire(reason="drained"), NOW, OPERATOR
-        quarantine = Quarantine(reason="quarantined", until=HELD_UNTIL)
+            yield "a sweep ends it: gone", _SWEEP, End(reason=RetireReason.GONE), NOW, 0
+        if record.retire_reason is None:
+            drain = Retire(reason=RetireReason.DRAINED)
+            yield "an operator drains it", (Actor.OPERATOR, Actor.REFRESH), drain, NOW, OPERATOR
+        quarantine = Quarantine(until=HELD_UNTIL)
         yield "an operator puts it into quarantine", _OPERATOR, quarantine, NOW, OPERATOR
-        yield "an operator ends it", _OPERATOR, End(cause=Cause.ORDERED, reason="ordered"), NOW, OPERATOR
+        termination = End(reason=RetireReason.TERMINATED_BY_OPERATOR)
+        yield "an operator ends it", _OPERATOR, termination, NOW, OPERATOR
 
     @staticmethod
     def _events_of_idle(record: Instance) -> Iterator[_PossibleEvent]:
-        reason = retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses + 1)
-        if reason:
-            yield "a sweep ends it: retired", _SWEEP, End(cause=Cause.RETIRED, reason=reason), NOW, 0
+        due = decide_retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses + 1)
+        if due is not None:
+            yield "a sweep ends it: retired", _SWEEP, End(reason=due.reason, detail=due.detail), NOW, 0
         # After its threshold, by a slow clock.
         at = record.threshold - timedelta(seconds=1)
         renewal = Renew(until=at + timedelta(seconds=LIFETIMES.idle_time_s))
@@ -372,17 +393,17 @@ class InstanceModel:
     def _may_apply(self, write: PendingWrite, record: Instance | None) -> bool:
         """Whether the guard may admit the write now or for any later version of the record."""
         if record is None:
-            return write.guard.admits(None)
-        if write.guard.threshold_at_or_before is not None and not write.guard.admits(record):
+            return write.condition.is_met_by(None)
+        if write.condition.threshold_at_or_before is not None and not write.condition.is_met_by(record):
             # The threshold was moved and never moves back.
             return False
-        key = (write.guard, record)
+        key = (write.condition, record)
         known = self._applicable.get(key)
         if known is None:
             futures = self._futures.get(record)
             if futures is None:
                 futures = self._futures[record] = tuple(_futures(record))
-            known = self._applicable[key] = any(map(write.guard.admits, futures))
+            known = self._applicable[key] = any(map(write.condition.is_met_by, futures))
         return known
 
     # Machines
@@ -483,13 +504,13 @@ class InstanceModel:
             raise ModelViolation(f"S12: {record.state} with a credential")
         if record.state is State.TERMINATING:
             change = advance(record, Confirm(keep_records_s=1.0), by=Actor.REFRESH, now=NOW, why="")
-            if not change.guard.admits(record):
+            if not change.condition.is_met_by(record):
                 raise ModelViolation("L1: no sweep can confirm its end")
         plain = replace(
             record,
             threshold=NOW,
             last_run_id="",
-            retire="ended",
+            retire_reason=RetireReason.EXPIRED,
             quarantined_until=None,
             run_deadline=None,
             announced_at=None,
@@ -619,12 +640,12 @@ def _check_state(state: InstanceState, record: Instance) -> None:
         raise ModelViolation("S12: running with a credential")
     if record.state is State.IDLE and held is not None:
         raise ModelViolation("S12: idle with an assignment")
-    end = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
+    end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
     try:
         change = advance(record, end, by=Actor.REFRESH, now=_late(record), why="")
     except IllegalTransition as illegal:
         raise ModelViolation(f"L1: no sweep can end it by its threshold: {illegal}") from illegal
-    if not change.guard.admits(record):
+    if not change.condition.is_met_by(record):
         raise ModelViolation(f"L1: no sweep can end it by its threshold: {record.state}")
 
 
@@ -642,8 +663,8 @@ def _check_write(state: InstanceState, write: PendingWrite, after: Instance, *, 
         raise ModelViolation(f"S1: it was claimed while it was {before.state}")
     if after.epoch != before.epoch + claimed or (after.owner != before.owner and not claimed):
         raise ModelViolation(f"S1: at epoch {before.epoch} of {before.owner} it became {after.epoch} of {after.owner}")
-    if claimed and before.retire:
-        raise ModelViolation(f"S2: it was claimed although it is {before.retire}")
+    if claimed and before.retire_reason:
+        raise ModelViolation(f"S2: it was claimed although it is {before.retire_text}")
     if after.tier is not before.tier:
         raise ModelViolation(f"S11: its tier was {before.tier} and became {after.tier}")
     if after.state is State.TERMINATED and before.state is not State.TERMINATING:
@@ -675,8 +696,8 @@ def _check_end(state: InstanceState, write: PendingWrite, before: Instance, *, r
         allowed = allowed or last_signal is Signal.UD_REG_FAILED
     elif before.state is State.RELEASING:
         clean = last_signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
-        allowed = allowed or last_signal in _REMOVAL_SIGNALS or (clean and bool(before.retire))
+        allowed = allowed or last_signal in _REMOVAL_SIGNALS or (clean and bool(before.retire_reason))
     else:
-        allowed = allowed or bool(before.retire)
+        allowed = allowed or bool(before.retire_reason)
     if not allowed:
         raise ModelViolation(f"S6: it was ended while {before.state}, by {write.text} and {write.last_signal}")

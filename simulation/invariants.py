@@ -198,23 +198,26 @@ class SafetyInvariants:
 
     def _retired(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         """Retirement and quarantine are never undone, and only an operator or a spot notice causes them."""
-        if (before.retire, before.quarantined_until) == (after.retire, after.quarantined_until):
+        if (before.retire_text, before.quarantined_until) == (after.retire_text, after.quarantined_until):
             return
         report = self._world.database.reports.get(after.instance_id)
         has_notice = report is not None and bool(report.notice) and before.quarantined_until == after.quarantined_until
         ordered = process.action is OperatorAction.QUARANTINE or (
             process.action is OperatorAction.DRAIN
             and before.quarantined_until == after.quarantined_until
-            and not before.retire
+            and not before.retire_reason
         )
-        if not after.retire or not (ordered or has_notice):
-            yield "S6", f"{process} changed {before.retire!r} to {after.retire!r} until {after.quarantined_until}"
+        if not after.retire_reason or not (ordered or has_notice):
+            yield (
+                "S6",
+                f"{process} changed {before.retire_text!r} to {after.retire_text!r} until {after.quarantined_until}",
+            )
 
     def _renewed(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         if process.action is OperatorAction.QUARANTINE:
             return
         latest = before.created_at + timedelta(seconds=self._world.most("max_age_s")) + 2 * self._tolerance
-        if process.kind != "scale-down" or before.retire or not before.threshold < after.threshold <= latest:
+        if process.kind != "scale-down" or before.retire_reason or not before.threshold < after.threshold <= latest:
             yield (
                 "S6",
                 f"{process} moved the threshold of an idle instance from {before.threshold} to {after.threshold}",
@@ -230,8 +233,8 @@ class SafetyInvariants:
         yield from self._reuse.claimed(after, process)
         if process.request is not None and process.request.run_id != after.run_id:
             yield "S1", f"claimed for run {after.run_id} by {process}"
-        if before.retire:
-            yield "S6", f"claimed although {before.retire}"
+        if before.retire_reason:
+            yield "S6", f"claimed although {before.retire_text}"
         left = before.threshold - self._world.clock.now()
         if left < self._margin - self._tolerance - timedelta(seconds=process.pause_s):
             yield "S13", f"claimed {left.total_seconds():.0f} s before its end"
@@ -273,8 +276,8 @@ class SafetyInvariants:
         report = self._world.database.reports.get(after.instance_id)
         if not self._may_have_read(after, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, process):
             yield "S4", f"idle on {report and report.signal} of epoch {report and report.epoch}"
-        if after.retire and not self._is_held(after, slack=self._tolerance):
-            yield "S6", f"idle although {after.retire}"
+        if after.retire_reason and not self._is_held(after, slack=self._tolerance):
+            yield "S6", f"idle although {after.retire_text}"
         yield from self._reuse.pooled(after)
         yield from self._idle(after)
 
@@ -304,7 +307,7 @@ class SafetyInvariants:
             State.CLAIMED: own or signal in {Signal.UD_FAILED, Signal.UD_REG_FAILED},
             State.RUNNING: signal is Signal.UD_REG_FAILED,
             State.RELEASING: signal in {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
-            or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire)),
+            or (signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK and bool(after.retire_reason)),
             State.IDLE: self._may_retire(before, report) or Reuse.NEVER in self._reuse.may_have_read(process),
         }[before.state]
         if before.state in {State.RELEASING, State.IDLE} and self._is_held(before, slack=-self._tolerance):
@@ -321,7 +324,7 @@ class SafetyInvariants:
     def _may_retire(self, record: Instance, report: Report | None) -> bool:
         age = self._world.clock.now() - record.created_at
         return (
-            bool(record.retire)
+            bool(record.retire_reason)
             or (report is not None and bool(report.notice))
             or age
             >= timedelta(seconds=self._world.least("max_age_s")) - 2 * self._world.max_skew - self._world.max_latency
@@ -544,7 +547,7 @@ class SafetyInvariants:
         for message in messages:
             self.checks += 1
             record = self._world.database.instances.get(message.id)
-            if record is None or record.retire or (record.state, record.epoch) != (State.IDLE, message.epoch):
+            if record is None or record.retire_reason or (record.state, record.epoch) != (State.IDLE, message.epoch):
                 continue
             if process.kind == "refresh" and message.id in process.received_early:
                 # The sweep received it twice and cannot tell it from a duplicate.

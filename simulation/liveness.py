@@ -129,7 +129,7 @@ class LivenessInvariants:
             timedelta(seconds=world.lifetimes.reannounce_s + self._sweep_s + self._sweep_duration_s) + world.max_skew
         )
         for record in world.database.instances.values():
-            if record.state is not State.IDLE or record.retire:
+            if record.state is not State.IDLE or record.retire_reason:
                 continue
             if record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
                 continue

@@ -18,16 +18,16 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
 from remuda.domain.transitions import (
     Actor,
-    Cause,
     Change,
     Claim,
     Commit,
     End,
     Event,
     Release,
+    RetireReason,
     advance,
     create,
-    presumed,
+    presumed_idle,
     tombstone,
 )
 from simulation.instance_model import (
@@ -168,7 +168,7 @@ class ProvisionModel:
             return
         for epoch in _announced_epochs(state.record):
             change = _claim(epoch, who)
-            if change.guard.admits(state.record):
+            if change.condition.is_met_by(state.record):
                 yield from self._claimed(state, change, "claims", Tier.TRUSTED, epoch)
             elif is_applied(change, state.record):
                 yield ProvisionStep(
@@ -183,7 +183,7 @@ class ProvisionModel:
                 cost=LOST_ANSWER,
             )
             mismatched = _claim(epoch, who, Tier.UNTRUSTED)
-            if mismatched.guard.admits(state.record):
+            if mismatched.condition.is_met_by(state.record):
                 yield from self._claimed(state, mismatched, "claims, untrusted,", Tier.UNTRUSTED, epoch)
 
     def _claimed(
@@ -212,7 +212,7 @@ class ProvisionModel:
 
     def _claim_again(self, state: InstanceState, mine: Instance, who: str) -> Iterator[ProvisionStep]:
         change = _claim(mine.epoch - 1, who)
-        if change.guard.admits(state.record):
+        if change.condition.is_met_by(state.record):
             yield from self._claimed(state, change, "claims again", Tier.TRUSTED, mine.epoch - 1)
         elif state.record is not None and is_applied(change, state.record):
             if who is not OWN:
@@ -227,7 +227,7 @@ class ProvisionModel:
         """Record a launched machine."""
         first = new_record(who)
         change = create(first, by=Actor.PROVISION, why="")
-        if change.guard.admits(state.record):
+        if change.condition.is_met_by(state.record):
             after = self._written(state, change, "records its launch", first.owner)
             yield ProvisionStep("records its launch", after, ProvisionPhase.HOLDS, known=first)
             yield ProvisionStep(
@@ -246,7 +246,7 @@ class ProvisionModel:
         verdict = registration_verdict(state.report, mine.epoch)
         if verdict is Verdict.OK:
             change = _advance(mine, Commit(owner=mine.owner, report=state.report, max_runtime_s=1_800.0))
-            if change.guard.admits(state.record):
+            if change.condition.is_met_by(state.record):
                 after = self._written(state, change, "commits", mine.owner)
                 yield ProvisionStep("commits", after, ProvisionPhase.HOLDS, known=after.record)
                 yield ProvisionStep(
@@ -255,9 +255,9 @@ class ProvisionModel:
             else:
                 yield ProvisionStep("cannot commit", state, ProvisionPhase.BACK, known=mine)
         elif mine.state is State.CLAIMED:
-            cause = Cause.FAILED if verdict is Verdict.FAILED else Cause.TIMED_OUT
-            change = _advance(mine, End(cause=cause, report=state.report, owner=mine.owner))
-            admitted = change.guard.admits(state.record)
+            cause = RetireReason.FAILED if verdict is Verdict.FAILED else RetireReason.TIMED_OUT
+            change = _advance(mine, End(reason=cause, report=state.report, owner=mine.owner))
+            admitted = change.condition.is_met_by(state.record)
             yield ProvisionStep(
                 "gives up",
                 self._written(state, change, "gives up", mine.owner) if admitted else state,
@@ -267,7 +267,7 @@ class ProvisionModel:
     def _commit_again(self, state: InstanceState, mine: Instance, who: str) -> Iterator[ProvisionStep]:
         seen = Report(instance_id=ID, epoch=mine.epoch, signal=Signal.UD_REG_OK)
         change = _advance(mine, Commit(owner=mine.owner, report=seen, max_runtime_s=1_800.0))
-        if change.guard.admits(state.record):
+        if change.condition.is_met_by(state.record):
             after = self._written(state, change, "commits again", mine.owner)
             yield ProvisionStep("commits again", after, ProvisionPhase.HOLDS, known=after.record)
         elif state.record is not None and is_applied(change, state.record):
@@ -287,11 +287,11 @@ class ProvisionModel:
         for _ in range(ROLLBACK_TRIES):
             event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL, owner=mine.owner)
             if instance.state is State.CREATED:
-                event = End(cause=Cause.RELEASED, owner=mine.owner)
+                event = End(reason=RetireReason.RELEASED, owner=mine.owner)
             elif instance.state not in ASSIGNED:
                 break
             change = _advance(instance, event)
-            if change.guard.admits(state.record):
+            if change.condition.is_met_by(state.record):
                 return ProvisionStep(
                     "rolls back", self._written(state, change, "rolls back", mine.owner), ProvisionPhase.CLOSING
                 )
@@ -305,15 +305,15 @@ class ProvisionModel:
         stone = replace(first, state=State.TERMINATING, threshold=NOW, run_id="", last_run_id=who, assignment=None)
         change = tombstone(stone, by=Actor.PROVISION, now=NOW, why="")
         current = state.record
-        if change.guard.admits(current):
+        if change.condition.is_met_by(current):
             return ProvisionStep(
                 "writes a tombstone",
                 self._written(state, change, "writes a tombstone", first.owner),
                 ProvisionPhase.CLOSING,
             )
         if current is not None and current.owner == first.owner and current.state is State.CREATED:
-            end = _advance(current, End(cause=Cause.RELEASED, owner=first.owner))
-            if end.guard.admits(current):
+            end = _advance(current, End(reason=RetireReason.RELEASED, owner=first.owner))
+            if end.condition.is_met_by(current):
                 return ProvisionStep(
                     "ends its launch", self._written(state, end, "ends its launch", first.owner), ProvisionPhase.CLOSING
                 )
@@ -332,7 +332,7 @@ def _announced_epochs(record: Instance) -> range:
 
 def _presumed(epoch: int, tier: Tier = Tier.TRUSTED) -> Instance:
     message = replace(new_record(OWN), state=State.IDLE, epoch=epoch, tier=tier).message()
-    return presumed(message, now=NOW)
+    return presumed_idle(message, now=NOW)
 
 
 def _claim(epoch: int, who: str, tier: Tier = Tier.TRUSTED) -> Change:

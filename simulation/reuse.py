@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Instance
+from remuda.domain.instance import Instance, RetireReason
 from remuda.domain.resources import Reuse, Tier
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class ReuseInvariant:
         self._served[record.instance_id] = [_run(process)]
         if request.ephemeral:
             self._ephemeral.add(record.instance_id)
-        allowed = {EPHEMERAL} if request.ephemeral else _initial_reasons(self.may_have_read(process))
-        if record.retire not in allowed:
-            yield "S14", f"created with {record.retire!r} for {process}"
+        allowed = {RetireReason.EPHEMERAL} if request.ephemeral else _initial_reasons(self.may_have_read(process))
+        if record.retire_reason not in allowed:
+            yield "S14", f"created with {record.retire_text!r} for {process}"
         yield from self._repository(record)
 
     def claimed(self, record: Instance, process: SimulatedProcess) -> Found:
@@ -74,7 +74,7 @@ class ReuseInvariant:
 
     def pooled(self, record: Instance) -> Found:
         # In quarantine it may be idle, but it is not claimed.
-        if record.instance_id in self._ephemeral and not record.retire:
+        if record.instance_id in self._ephemeral and not record.retire_reason:
             yield "S14", "pooled although it is ephemeral"
 
     def _repository(self, record: Instance) -> Found:
@@ -90,8 +90,8 @@ def _run(process: SimulatedProcess) -> ServedRun:
     return ServedRun(tier=request.tier, repository=request.repository)
 
 
-def _initial_reasons(policies: Sequence[Reuse]) -> set[str]:
-    return {NEVER_REUSED if reuse is Reuse.NEVER else "" for reuse in policies}
+def _initial_reasons(policies: Sequence[Reuse]) -> set[RetireReason | None]:
+    return {RetireReason.NEVER_REUSED if reuse is Reuse.NEVER else None for reuse in policies}
 
 
 def _admits(reuse: Reuse, run: ServedRun, before: Sequence[ServedRun]) -> bool:

@@ -17,7 +17,7 @@ from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.signals import Report, Signal
+from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
@@ -95,7 +95,7 @@ class MemoryInstanceStore:
     async def apply(self, change: Change) -> Instance:
         self._count("apply")
         current = self._database.instances.get(change.instance_id)
-        if not change.guard.admits(current):
+        if not change.condition.is_met_by(current):
             raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
         record = _kept(change.applied_to(current))
         entries = (*self._database.histories.get(change.instance_id, ()), _kept(change.entry))
@@ -194,13 +194,24 @@ class MemoryInstanceStore:
         self._count("troubled_reports")
         return [report for report in self._database.reports.values() if report.troubled]
 
-    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+    async def write_signal(
+        self,
+        instance_id: str,
+        *,
+        epoch: int,
+        signal: Signal,
+        detail: str = "",
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> None:
         self._count("write_signal")
         current = self._database.reports.get(instance_id)
         report = current or Report(instance_id=instance_id)
         if not report.may_become(epoch, signal):
             raise Conflict(f"{instance_id} has signalled {report.signal} of epoch {report.epoch}", current=current)
-        self._keep_report(report.signalled(epoch=epoch, signal=signal, detail=detail))
+        self._keep_report(
+            report.with_signal(epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure)
+        )
 
     async def beat(
         self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
@@ -208,7 +219,7 @@ class MemoryInstanceStore:
         self._count("beat")
         report = self._database.reports.get(instance_id) or Report(instance_id=instance_id)
         at = to_milliseconds(at)
-        self._keep_report(report.beaten(at=at, busy=busy, listening=listening, notice=notice, version=version))
+        self._keep_report(report.with_heartbeat(at=at, busy=busy, listening=listening, notice=notice, version=version))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
         return await self._wait(Report, self._database.reports, instance_id, since, timeout_s)

@@ -60,7 +60,7 @@ def _mutant(name: str) -> Mutant:
 
 
 def _without_condition(name: str, condition: str) -> Mutant:
-    removal = expression("remuda.domain.transitions", "WriteCondition.admits", condition, "True")
+    removal = expression("remuda.domain.transitions.apply", "WriteCondition.is_met_by", condition, "True")
     return Mutant(name=name, bug=name, replacements=(removal,))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.instance import ABSORBING, Instance, RetireReason, State
 from remuda.domain.signals import Verdict, registration_verdict, removal_verdict
 from remuda.domain.thresholds import expired
 from remuda.ports.compute import MachineState
@@ -53,7 +53,7 @@ class Law(ChangeNotifier):
             yield f"S1: epoch {before.epoch} to {after.epoch}, owner {before.owner} to {after.owner}"
         if after.state is State.IDLE and before.state is State.RELEASING:
             yield from self._judge_clean(after)
-        ordered = after.retire.startswith("terminated by an operator")
+        ordered = after.retire_reason is RetireReason.TERMINATED_BY_OPERATOR
         if after.state is State.TERMINATING and before.state in {State.RUNNING, State.RELEASING} and not ordered:
             yield from self._judge_end(before)
         if after.state is State.TERMINATED and world.cloud.state(after.instance_id) not in {
