@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from aiobotocore.session import AioSession
-from pydantic import SecretStr
 
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.secrets import TITLE, read_secret
+from remuda.config.kinds import Secret
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
-from remuda.wiring import GithubCredential, github_credential
+from remuda.wiring.github import GithubCredential, github_credential
 from tests.support.aws.fault_proxy import fail, fault_proxy
 from tests.support.aws.servers import Ministack
 
@@ -51,10 +51,10 @@ async def test_a_secret_is_text_or_an_object(clients: AwsClients, content: dict[
     ("content", "says"),
     [
         ({"SecretString": " "}, "is empty"),
-        ({"SecretString": '{"tokens": "ghp_x"}'}, "has no 'token'"),
-        ({"SecretString": '{"token": 7}'}, "has no 'token'"),
-        ({"SecretString": "{ghp_x"}, "is none"),
-        ({"SecretBinary": b"\xff\xfe"}, "is no text"),
+        ({"SecretString": '{"tokens": "ghp_x"}'}, "has no key 'token'"),
+        ({"SecretString": '{"token": 7}'}, "has no key 'token'"),
+        ({"SecretString": "{ghp_x"}, "is not valid JSON"),
+        ({"SecretBinary": b"\xff\xfe"}, "is not text"),
     ],
     ids=["empty", "other key", "number", "not json", "bytes"],
 )
@@ -70,7 +70,7 @@ async def test_what_holds_no_credential_is_told_without_it(clients: AwsClients, 
 
 async def test_no_such_secret(clients: AwsClients):
     arn = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
-    with pytest.raises(UserError, match="there is no secret"):
+    with pytest.raises(UserError, match="does not exist"):
         await read(clients, arn)
 
 
@@ -78,22 +78,22 @@ async def test_one_that_is_marked_for_deletion(clients: AwsClients):
     arn = await put(clients, SecretString=TOKEN)
     client = await clients.client("secretsmanager", TITLE, config())
     await client.delete_secret(SecretId=arn, RecoveryWindowInDays=7)
-    with pytest.raises(UserError, match="marked for deletion"):
+    with pytest.raises(UserError, match="scheduled for deletion"):
         await read(clients, arn)
 
 
 async def test_it_is_read_where_it_is_needed_only(clients: AwsClients):
     nowhere = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
-    settings = Settings(github_token=SecretStr(nowhere))
-    assert await github_credential(settings, clients, needed=False) is None
-    with pytest.raises(UserError, match="there is no secret"):
-        await github_credential(settings, clients, needed=True)
+    settings = Settings(github_token=Secret(nowhere))
+    assert await github_credential(settings, clients, required=False) is None
+    with pytest.raises(UserError, match="does not exist"):
+        await github_credential(settings, clients, required=True)
 
 
 async def test_an_apps_key_comes_from_a_secret_too(clients: AwsClients):
     arn = await put(clients, SecretString=json.dumps({"private_key": "-----BEGIN …"}))
-    settings = Settings(github_app_id="7", github_app_key=SecretStr(arn))
-    found = await github_credential(settings, clients, needed=True)
+    settings = Settings(github_app_id="7", github_app_key=Secret(arn))
+    found = await github_credential(settings, clients, required=True)
     assert found == GithubCredential(text="-----BEGIN …", app_id="7")
     assert "BEGIN" not in repr(found)
 
@@ -106,6 +106,6 @@ async def test_one_that_may_not_be_read(
         between.always["GetSecretValue"] = fail(400, "AccessDeniedException")
         monkeypatch.setenv("AWS_ENDPOINT_URL_SECRETS_MANAGER", between.url)
         async with AwsClients(session=aws_session) as refused_ones:
-            with pytest.raises(UserError, match="may not read secret") as refused:
+            with pytest.raises(UserError, match="do not permit reading secret") as refused:
                 await read(refused_ones, arn)
     assert "secretsmanager:GetSecretValue" in refused.value.fix

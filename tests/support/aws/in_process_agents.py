@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from remuda.adapters.aws.clients import config
-from remuda.adapters.aws.tags import MARGIN_TAG
+from remuda.adapters.aws.user_data import MARGIN_TAG
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.loop import Agent
 from remuda.domain.instance import Assignment, State

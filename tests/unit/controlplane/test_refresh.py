@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from remuda.cli.applied import applied_lines
-from remuda.cli.rendering.results import refresh_document
+from remuda.cli.rendering.results import applied_lines, refresh_document
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State

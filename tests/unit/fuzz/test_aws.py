@@ -15,13 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.ec2.create_fleet import failure, parse_fleet
+from remuda.adapters.aws.ec2.create_fleet import launch_failure, parse_fleet
 from remuda.adapters.aws.ec2.prices import Ec2SpotPrices, _point
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.aws.errors import EC2, translate
-from remuda.adapters.aws.identity import own_key_prefix
 from remuda.adapters.aws.secrets import _value
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import RemudaError
@@ -118,7 +118,7 @@ class Aws:
             "store": DynamoInstanceStore(client=await self._client("dynamodb"), table="t", **own),
             "pool": SqsResourcePool(client=await self._client("sqs"), prefix="p", **own),
             "compute": Ec2Compute(client=ec2, pool="p", **own),
-            "fleet": Ec2RunnerFleet(client=ec2, environment="e", **own),
+            "fleet": Ec2Fleet(client=ec2, environment="e", **own),
             "prices": Ec2SpotPrices(client=ec2, **own),
             "sts": await self._client("sts"),
         }
@@ -236,7 +236,7 @@ def test_a_launch_that_was_refused(refused: list[tuple[str, str, str]]) -> None:
         for code, said, usage in refused
     ]
     parsed = parse_fleet({"Instances": [{"InstanceIds": [ONE]}, {}], "Errors": errors}, UsageClass.SPOT)
-    check_told(failure(REQUEST, 1, parsed.refusals))
+    check_told(launch_failure(REQUEST, 1, parsed.errors))
     assert [launched.instance_id for launched in parsed.instances] == [ONE]
 
 

@@ -1,4 +1,4 @@
-"""Conditional writes in DynamoDB's words: pure functions from a change to the arguments of one UpdateItem."""
+"""DynamoDB expressions: pure functions that build the arguments of conditional writes and queries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from remuda.domain import timestamps
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision
 from remuda.domain.serialization import camel, to_jsonable
-from remuda.domain.signals import MAX_DETAIL, Signal
+from remuda.domain.signals import Report
 from remuda.domain.transitions import Change, WriteCondition
 
 
 class Expression:
-    """Collects names and values, so that no reserved word and no value ever stands in an expression itself."""
+    """Builder of an expression. Names and values become placeholders, so reserved words and quoting cannot matter."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
@@ -40,7 +40,7 @@ class Expression:
         return short
 
     def set(self, attribute_name: str, value: Any) -> None:
-        """None removes it: a record's optional fields are absent where they are None."""
+        """Set an attribute. None removes it: optional fields that are None are not stored."""
         if value is None:
             self.remove(attribute_name)
         else:
@@ -71,12 +71,12 @@ class Expression:
 
 
 def change_arguments(change: Change) -> dict[str, Any]:
-    """Only what the change sets is written, where its guard holds; the index attributes follow."""
+    """Arguments of the UpdateItem that applies a change under its condition."""
     expression = Expression()
     for name, value in change.sets.items():
         expression.set(camel(name), value)
     _set_indexes(expression, change)
-    return expression.arguments(_guard(expression, change.guard))
+    return expression.arguments(_condition(expression, change.condition))
 
 
 def _set_indexes(expression: Expression, change: Change) -> None:
@@ -89,7 +89,7 @@ def _set_indexes(expression: Expression, change: Change) -> None:
     if "threshold" in sets:
         expression.set(items.LIVE_SK, sets["threshold"])
     if "provision_id" in sets:
-        # An index key cannot be empty.
+        # DynamoDB does not allow empty index keys.
         provision_id = sets["provision_id"]
         expression.set(items.PROVISION_PK, items.provision_partition(provision_id) if provision_id else None)
         expression.set(items.PROVISION_SK, change.instance_id)
@@ -97,35 +97,37 @@ def _set_indexes(expression: Expression, change: Change) -> None:
         expression.set_raw(items.TTL, items.seconds(sets["forget_at"]))
 
 
-def _guard(expression: Expression, guard: WriteCondition) -> str:
-    """`Guard.admits`, as the table checks it in the same step as the write."""
-    if guard.state is None:
+def _condition(expression: Expression, condition: WriteCondition) -> str:
+    """`WriteCondition.is_met_by` as an expression that DynamoDB checks atomically with the write."""
+    if condition.state is None:
         return f"attribute_not_exists({expression.name(items.PK)})"
-    terms = [_equal(expression, "state", guard.state), _equal(expression, "epoch", guard.epoch)]
-    terms += [_equal(expression, camel(name), value) for name, value in guard.offered]
-    if guard.owner is not None:
-        terms.append(_equal(expression, "owner", guard.owner))
-    # Stored times have milliseconds, and text order is time order: the text of the limit, cut, compares the same.
-    if guard.threshold_after is not None:
-        terms.append(f"{expression.name('threshold')} > {expression.value(guard.threshold_after)}")
-    if guard.threshold_at_or_before is not None:
-        terms.append(f"{expression.name('threshold')} <= {expression.value(guard.threshold_at_or_before)}")
-    if guard.not_retired:
-        terms.append(_empty(expression, "retire"))
-    if guard.max_quarantined_until is not None:
-        held = expression.name(camel("quarantined_until"))
-        terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(guard.max_quarantined_until)})")
-    if guard.tiers:
-        terms.append(one_of(expression, "tier", guard.tiers))
-    if guard.repository:
-        terms.append(_equal(expression, "repository", guard.repository))
-    elif guard.repository is not None:
+    terms = [_equal(expression, "state", condition.state), _equal(expression, "epoch", condition.epoch)]
+    terms += [_equal(expression, camel(name), value) for name, value in condition.equals]
+    if condition.owner is not None:
+        terms.append(_equal(expression, "owner", condition.owner))
+    # Timestamps are stored as fixed-width text with milliseconds, so text order is time order.
+    if condition.threshold_after is not None:
+        terms.append(f"{expression.name('threshold')} > {expression.value(condition.threshold_after)}")
+    if condition.threshold_at_or_before is not None:
+        terms.append(f"{expression.name('threshold')} <= {expression.value(condition.threshold_at_or_before)}")
+    if condition.not_retired:
+        terms.append(f"attribute_not_exists({expression.name(camel('retire_reason'))})")
+    if condition.max_quarantined_until is not None:
+        until = expression.name(camel("quarantined_until"))
+        terms.append(
+            f"(attribute_not_exists({until}) OR {until} <= {expression.value(condition.max_quarantined_until)})"
+        )
+    if condition.tiers:
+        terms.append(one_of(expression, "tier", condition.tiers))
+    if condition.repository:
+        terms.append(_equal(expression, "repository", condition.repository))
+    elif condition.repository is not None:
         terms.append(_empty(expression, "repository"))
     return " AND ".join(terms)
 
 
 def _empty(expression: Expression, attribute_name: str) -> str:
-    """Older versions have not written it at all."""
+    """The attribute is empty, or missing because an older version did not write it."""
     name = expression.name(attribute_name)
     return f"(attribute_not_exists({name}) OR {name} = {expression.value('')})"
 
@@ -137,16 +139,17 @@ def _equal(expression: Expression, attribute_name: str, value: Any) -> str:
 # Reports ----------------------------------------------------------------------------------------------------------
 
 
-def signal_arguments(instance_id: str, *, epoch: int, signal: Signal, detail: str, now: datetime) -> dict[str, Any]:
+#: Fields of a report that a signal writes.
+_SIGNAL_FIELDS = ("instance_id", "epoch", "signal", "rank", "detail", "duration_s", "failure")
+
+
+def signal_arguments(report: Report, *, now: datetime) -> dict[str, Any]:
     expression = Expression()
-    at_epoch, rank = expression.value(epoch), expression.value(signal.rank)
-    expression.set("instanceId", instance_id)
-    expression.set("epoch", epoch)
-    expression.set("signal", signal)
-    expression.set("rank", signal.rank)
-    expression.set("detail", detail[:MAX_DETAIL])
-    # A notice that it was there for comes back with the next beat.
-    _set_troubled(expression, instance_id, troubled=signal.failed)
+    at_epoch, rank = expression.value(report.epoch), expression.value(report.rank)
+    for name in _SIGNAL_FIELDS:
+        expression.set(camel(name), getattr(report, name))
+    # If the report was troubled because of a spot notice, the next heartbeat marks it again.
+    _set_troubled(expression, report.instance_id, troubled=report.troubled)
     expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
     stored_epoch, stored_rank = expression.name("epoch"), expression.name("rank")
     return expression.arguments(
@@ -168,13 +171,13 @@ def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime
 
 
 def _set_troubled(expression: Expression, instance_id: str, *, troubled: bool) -> None:
-    """The table moves an item in an index only where these differ from what they were."""
+    """Add the report to the index of troubled reports, or remove it. An unchanged key costs no index write."""
     expression.set(items.LIVE_PK, items.troubled_of(instance_id) if troubled else None)
     expression.set(items.LIVE_SK, instance_id if troubled else None)
 
 
-def report_end(at: datetime) -> dict[str, Any]:
-    """A report goes with its record, and is no trouble any more."""
+def report_expiry(at: datetime) -> dict[str, Any]:
+    """Let a report expire at `at`, together with its control record, and remove it from the troubled ones."""
     expression = Expression()
     expression.remove(items.LIVE_PK)
     expression.remove(items.LIVE_SK)
@@ -191,7 +194,7 @@ def absent() -> dict[str, Any]:
 
 
 def as_stored(before: Provision) -> dict[str, Any]:
-    """`Provision.is_as_stored`."""
+    """`Provision.is_as_stored` as a condition."""
     expression = Expression()
     terms = [
         _equal(expression, "status", before.status),
@@ -201,13 +204,13 @@ def as_stored(before: Provision) -> dict[str, Any]:
     return expression.arguments(" AND ".join(terms))
 
 
-def is_still(attribute_name: str, value: Any) -> dict[str, Any]:
+def unchanged(attribute_name: str, value: Any) -> dict[str, Any]:
     expression = Expression()
     return expression.arguments(_equal(expression, attribute_name, value))
 
 
 def revision_is(revision: int) -> dict[str, Any]:
-    return is_still("revision", revision)
+    return unchanged("revision", revision)
 
 
 # Searches ---------------------------------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ def revision_is(revision: int) -> dict[str, Any]:
 def partition(
     pk_name: str, pk: str, *, up_to: tuple[str, str] | None = None, since: tuple[str, str] | None = None
 ) -> tuple[Expression, str]:
-    """A key condition: one partition of the table or of an index, and its sort keys up to one, or from one on."""
+    """Key condition for one partition of the table or an index, with an optional limit of the sort key (inclusive)."""
     expression = Expression()
     condition = _equal(expression, pk_name, pk)
     if up_to is not None:
@@ -228,9 +231,9 @@ def partition(
     return expression, condition
 
 
-def query_arguments(expression: Expression, key_condition: str, filtered: str = "") -> dict[str, Any]:
-    found = {**expression.arguments(), "KeyConditionExpression": key_condition}
-    return {**found, "FilterExpression": filtered} if filtered else found
+def query_arguments(expression: Expression, key_condition: str, filter_expression: str = "") -> dict[str, Any]:
+    arguments = {**expression.arguments(), "KeyConditionExpression": key_condition}
+    return {**arguments, "FilterExpression": filter_expression} if filter_expression else arguments
 
 
 def one_of(expression: Expression, attribute_name: str, values: Sequence[str]) -> str:
