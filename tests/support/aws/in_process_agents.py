@@ -60,7 +60,8 @@ class RegisteringRunner(RecordingRunner):
         self._runner_id = 0
 
     async def configure(self, assignment: Assignment) -> StepResult:
-        if self.configure_outcome.ok:
+        # GitHub has registered a just-in-time runner already.
+        if self.configure_outcome.ok and not assignment.jit_config:
             body = {
                 "url": assignment.url,
                 "token": assignment.credential.token if assignment.credential else "",
@@ -78,7 +79,7 @@ class RegisteringRunner(RecordingRunner):
         return await super().configure(assignment)
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
-        if self.current.configured_as:
+        if self.current.configured_as and not assignment.runner_id:
             token = assignment.credential.token if assignment.credential else ""
             body = {"url": assignment.url, "token": token, "runner_id": self._runner_id}
             answer = await self._http.post("/_runner/remove", json=body)
