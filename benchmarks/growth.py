@@ -31,7 +31,7 @@ from remuda.domain.provision import Provision, ProvisionStatus, settled
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
-from tests.support.fleet_world import TOKEN
+from tests.support.fleet_servers import TOKEN
 from tests.support.records import entry, instance_id
 
 #: Instances per provision.

@@ -11,7 +11,7 @@ import yaml
 from remuda.action.inputs import SECRETS, SETTINGS_BY_MODE, SWITCHES
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
-from remuda.domain.transitions import ENDINGS, TRANSITIONS
+from remuda.domain.transitions import TRANSITIONS, RetireReason
 from remuda.web.metrics import METRICS
 from simulation.faults import MEANING, Fault
 from simulation.invariants import INVARIANTS
@@ -69,7 +69,7 @@ def faults_table() -> str:
 
 
 def planted_table() -> str:
-    lines = ["| planted bug | what it is |", "|---|---|"]
+    lines = ["| planted bug | description |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 
@@ -103,7 +103,7 @@ def metrics_table() -> str:
 
 
 def endings_line() -> str:
-    return ", ".join(f"`{name}`" for name in ENDINGS)
+    return ", ".join(f"`{name}`" for name in RetireReason)
 
 
 def decisions_list() -> str:

@@ -41,9 +41,9 @@ def test_provision_whose_machines_never_boot_leaves_nothing(stack: AwsStack):
     assert stack.remuda("release", "--run-id", "7")[0] == 0
 
     code, explanation = stack.remuda("explain", "7")
-    events = [line["what"] for line in explanation["lines"]]
+    events = [line["what"] for line in explanation["events"]]
     assert (code, events.count("terminated"), "launched 2" in events) == (0, 2, True), explanation
-    assert any(what.startswith("gave up after") for what in events)
+    assert any(what.startswith("failed after") for what in events)
     code, report = stack.remuda("report", "--since", "1h")
     assert (code, report["provisions"]["kinds"]) == (0, {"failed": 1}), report
     assert report["instance_hours"]["booting"] > 0

@@ -350,9 +350,12 @@ async def test_notice_file_is_the_spot_notice(world: LocalMachines) -> None:
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("echo one; echo two >&2; exit 3", "StepResult(ok=False, detail='exit code 3: one | two')"),
-        ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "StepResult(ok=True, detail='exit code 0: fine')"),
-        ("", "StepResult(ok=True, detail='no pre-runner script')"),
+        ("echo one; echo two >&2; exit 3", "StepResult(ok=False, detail='exit code 3: one | two', failure=None)"),
+        (
+            "#!/bin/bash\n[[ $HOME == */home ]] && echo fine",
+            "StepResult(ok=True, detail='exit code 0: fine', failure=None)",
+        ),
+        ("", "StepResult(ok=True, detail='no pre-runner script', failure=None)"),
     ],
 )
 async def test_pre_runner_script(world: LocalMachines, script: str, expected: str) -> None:
@@ -364,7 +367,7 @@ async def test_pre_runner_script_is_killed_at_the_time_limit(world: LocalMachine
     name = await world.one(pre_runner_script="echo begun; sleep 1000 & wait")
     outcome = await world.call(name, "script", 1)
     said = (world.root / name / "logs" / "pre-runner.log").read_text().strip()
-    assert outcome == f"StepResult(ok=False, detail='killed after 1 s: {said}')"
+    assert outcome == f"StepResult(ok=False, detail='killed after 1 s: {said}', failure=None)"
     assert said in {"begun", ""}, "on a busy computer its time may be up before it says anything"
 
 
@@ -447,7 +450,7 @@ async def test_machine_outlives_its_launcher(world: LocalMachines) -> None:
 import asyncio, os, signal
 from pathlib import Path
 import test_local_machine as tests
-world = object.__new__(tests.World)
+world = object.__new__(tests.LocalMachines)
 from remuda.adapters.local.compute import LocalCompute
 world.compute = LocalCompute(root=Path({str(world.root)!r}), pool="pool", runner_source=Path({str(world.source)!r}),
     agent_command={[sys.executable, str(world.folder / "agent.py")]!r}, clock=tests.SystemClock(),

@@ -21,9 +21,9 @@ from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, RecordingClock, shared_ec2_server
 from tests.support.clock import FixedClock
-from tests.support.fleet_world import FleetWorld, Machine, serve
-from tests.support.fleets import ENVIRONMENT, tags
+from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
 from tests.support.records import NOW
+from tests.support.scripted_fleet import ENVIRONMENT, tags
 
 ORPHAN = "ghr:orphan"
 
@@ -181,20 +181,20 @@ async def test_machines_that_were_not_listed_are_rejected(backend: FleetBackend)
 
 
 @asynccontextmanager
-async def scripted(world: FleetWorld) -> AsyncIterator[Ec2RunnerFleet]:
+async def scripted(world: FleetState) -> AsyncIterator[Ec2RunnerFleet]:
     from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - only this helper needs it
 
-    with serve(world) as served:
+    with serve_fleet(world) as served:
         async with ec2_client(served) as client:
             yield Ec2RunnerFleet(
                 client=client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
             )
 
 
-def crowd(count: int) -> FleetWorld:
-    world = FleetWorld()
+def crowd(count: int) -> FleetState:
+    world = FleetState()
     for number in range(count):
-        world.add_machine(Machine(f"i-{number:017x}", NOW, "running", tags()))
+        world.add_machine(FleetInstance(f"i-{number:017x}", NOW, "running", tags()))
     return world
 
 
@@ -205,8 +205,8 @@ async def test_list_reads_all_pages_and_changes_are_batched() -> None:
         assert len(names) == 250
         assert await fleet.mark_orphans(names) == {}
         assert await fleet.terminate(names) == {}
-    assert world.did.calls == {"ec2 DescribeInstances": 3, "ec2 CreateTags": 3, "ec2 TerminateInstances": 3}
-    assert len(world.did.terminated) == 250
+    assert world.effects.calls == {"ec2 DescribeInstances": 3, "ec2 CreateTags": 3, "ec2 TerminateInstances": 3}
+    assert len(world.effects.terminated) == 250
 
 
 @pytest.mark.parametrize("protected", [(7, 40), (0, 1), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)])
@@ -224,7 +224,7 @@ async def test_protected_machine_does_not_prevent_termination_of_others(protecte
     async with scripted(world) as fleet:
         names = [item.instance_id for item in await fleet.list_machines()]
         assert sorted(await fleet.terminate(names)) == [f"i-{number:017x}" for number in protected]
-    assert len(world.did.terminated) == 60 - len(protected)
+    assert len(world.effects.terminated) == 60 - len(protected)
 
 
 async def test_unavailable_ec2_is_not_called_per_machine() -> None:
@@ -233,13 +233,13 @@ async def test_unavailable_ec2_is_not_called_per_machine() -> None:
     async with scripted(world) as fleet:
         names = [item.instance_id for item in await fleet.list_machines()]
         assert len(await fleet.terminate(names)) == 100
-    assert world.did.calls["ec2 TerminateInstances"] <= 40
+    assert world.effects.calls["ec2 TerminateInstances"] <= 40
 
 
 async def test_list_contains_pending_and_running_machines_with_their_system() -> None:
-    world = FleetWorld()
+    world = FleetState()
     for number, state in enumerate(("pending", "running", "stopping", "stopped", "shutting-down", "terminated")):
-        world.add_machine(Machine(f"i-{number:017x}", None, state, tags(), platform="windows" if number else ""))
+        world.add_machine(FleetInstance(f"i-{number:017x}", None, state, tags(), platform="windows" if number else ""))
     async with scripted(world) as fleet:
         found = await fleet.list_machines()
     assert [(item.instance_id[-1], item.os, item.launched_at) for item in found] == [

@@ -39,7 +39,7 @@ from remuda.cli.output import Output
 from remuda.config.sources import load
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from remuda.ports.event_log import SilentEventLog
@@ -364,7 +364,8 @@ async def _started(github: FakeGitHubClient, job: JobView) -> bool:
 
 
 def _is_retired_by_spot(record: Instance | None) -> bool:
-    return record is not None and record.state in {State.TERMINATING, State.TERMINATED} and "spot" in record.retire
+    ended = record is not None and record.state in {State.TERMINATING, State.TERMINATED}
+    return ended and record is not None and record.retire_reason is RetireReason.SPOT_NOTICE
 
 
 def _instances(jobs: Sequence[JobView]) -> set[str]:

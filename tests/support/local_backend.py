@@ -232,5 +232,5 @@ class LocalBackend:
         return record is None or record["state"] not in {"created", "claimed", "running", "releasing"}
 
     def summary(self) -> str:
-        shown = ("instanceId", "state", "epoch", "runId", "lastRunId", "threshold", "retire", "resourceClass")
+        shown = ("instanceId", "state", "epoch", "runId", "lastRunId", "threshold", "retireReason", "resourceClass")
         return "\n".join(str({key: item[key] for key in shown}) for item in self.records().values())

@@ -26,9 +26,9 @@ from remuda.config.sources import load
 from remuda.controlplane.refresh import refresh
 from remuda.controlplane.scale_down import scale_down
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
+from remuda.domain.instance import RetireReason
 from remuda.domain.scale_down.decisions import Action
 from remuda.domain.text import quote
-from remuda.domain.transitions import ENDINGS
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
@@ -73,12 +73,12 @@ class LambdaEventLog:
     def __init__(self, clock: Clock, request_id: str) -> None:
         self._clock = clock
         self.facts = {"request": request_id}
-        #: Number of retirements, by cause.
+        #: Number of retirements per reason.
         self.retirements: Counter[str] = Counter()
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
-        if cause := facts.get("cause"):
-            self.retirements[cause if cause in ENDINGS else "other"] += 1
+        if reason := facts.get("retire_reason"):
+            self.retirements[reason if isinstance(reason, RetireReason) else "other"] += 1
         _write(record_line(self._clock.now(), action, why, {**facts, **self.facts}))
 
 
@@ -181,7 +181,7 @@ class InvocationMetrics:
             "GithubCallErrors": sum(failed for _, failed in github),
             **(outcome.counts if outcome is not None else {}),
             **({"Retired": retirements.total()} if retirements else {}),
-            **{f"Retired{pascal_case(cause)}": count for cause, count in sorted(retirements.items())},
+            **{f"Retired{pascal_case(reason)}": count for reason, count in sorted(retirements.items())},
         }
         measures = {"Duration": Measurement(round(self._clock.monotonic() - self._started, 3), MetricUnit.SECONDS)}
         measures |= {name: Measurement(count) for name, count in counts.items()}

@@ -10,12 +10,16 @@ from functools import partial
 
 from remuda.controlplane.context import Context, map_concurrently, read_config, skip_unreadable, transition
 from remuda.domain.errors import Conflict, RemudaError, UserError
-from remuda.domain.instance import ABSORBING, LIVE, Instance, State
-from remuda.domain.transitions import Actor, Cause, End, Event, Quarantine, Retire
+from remuda.domain.instance import ABSORBING, LIVE, Instance, State, describe_retirement
+from remuda.domain.transitions import Actor, End, Quarantine, Retire, RetireReason
 
 #: How often a record that moves meanwhile is tried again.
 TRIES = 4
 MAX_REASON = 200
+
+
+#: Events that an operator may trigger.
+OperatorEvent = Retire | Quarantine | End
 
 
 class OperatorAction(StrEnum):
@@ -83,7 +87,7 @@ async def choose(context: Context, choice: InstanceSelector) -> list[Instance]:
 
 async def drain(context: Context, instances: Sequence[Instance], *, reason: str, dry_run: bool) -> OperatorResult:
     """No run gets them any more. Those at work finish their run; refresh ends the idle ones."""
-    event = Retire(reason=f"drained: {reason}"[:MAX_REASON])
+    event = Retire(reason=RetireReason.DRAINED, detail=reason[:MAX_REASON])
     return await _pull(context, OperatorAction.DRAIN, instances, event, dry_run=dry_run)
 
 
@@ -92,13 +96,13 @@ async def quarantine(
 ) -> OperatorResult:
     """Out of the pool and kept for a look until the limit; again: the limit moves."""
     until = context.clock.now() + timedelta(seconds=for_s)
-    event = Quarantine(reason=f"quarantined: {reason}"[:MAX_REASON], until=until)
+    event = Quarantine(detail=reason[:MAX_REASON], until=until)
     return await _pull(context, OperatorAction.QUARANTINE, instances, event, dry_run=dry_run)
 
 
 async def terminate(context: Context, instances: Sequence[Instance], *, reason: str, dry_run: bool) -> OperatorResult:
     """Their end, now, jobs or not. Compute refuses what does not carry the pool's tag; refresh confirms the rest."""
-    event = End(cause=Cause.ORDERED, reason=f"terminated by an operator: {reason}"[:MAX_REASON])
+    event = End(reason=RetireReason.TERMINATED_BY_OPERATOR, detail=reason[:MAX_REASON])
     result = await _pull(context, OperatorAction.TERMINATE, instances, event, dry_run=dry_run)
     # Those that were ending already are asked for once more: it does no harm.
     ending = [item.instance_id for item in result.pulled if item.done or item.state is State.TERMINATING]
@@ -110,7 +114,7 @@ async def terminate(context: Context, instances: Sequence[Instance], *, reason: 
 
 
 async def _pull(
-    context: Context, lever: OperatorAction, instances: Sequence[Instance], event: Event, *, dry_run: bool
+    context: Context, lever: OperatorAction, instances: Sequence[Instance], event: OperatorEvent, *, dry_run: bool
 ) -> OperatorResult:
     tell = partial(context.event_log.record, "unreadable")
     reports, _ = await skip_unreadable(context.store.get_reports([item.instance_id for item in instances]), tell)
@@ -121,16 +125,16 @@ async def _pull(
         for _ in range(TRIES):
             nothing = _nothing_to_do(lever, instance)
             if nothing or dry_run:
-                return _pulled(instance, nothing or _told(event), done=not nothing, busy=busy)
+                return _pulled(instance, nothing or _describe(event), done=not nothing, busy=busy)
             try:
-                await transition(context, instance, event, by=Actor.OPERATOR, why=_told(event))
+                await transition(context, instance, event, by=Actor.OPERATOR, why=_describe(event))
             except Conflict as conflict:
                 current = conflict.current
                 if not isinstance(current, Instance) or current == instance:
                     return _pulled(instance, "its time is up: refresh retires it", done=False, busy=busy)
                 instance = current
             else:
-                return _pulled(instance, _told(event), done=True, busy=busy)
+                return _pulled(instance, _describe(event), done=True, busy=busy)
         raise Conflict(f"the record of {instance.instance_id} keeps changing")
 
     pulled: list[ActionOutcome] = []
@@ -146,14 +150,15 @@ async def _pull(
 def _nothing_to_do(lever: OperatorAction, instance: Instance) -> str:
     """Why a lever changes nothing here, or empty: pulled twice is pulled once."""
     if instance.state in ABSORBING:
-        return f"it is {instance.state} already ({instance.retire or 'no reason was kept'})"
-    if lever is OperatorAction.DRAIN and instance.retire:
-        return f"it is retired already ({instance.retire})"
+        return f"it is {instance.state} already ({instance.retire_text or 'unknown reason'})"
+    if lever is OperatorAction.DRAIN and instance.retire_reason is not None:
+        return f"it is retired already ({instance.retire_text})"
     return ""
 
 
-def _told(event: Event) -> str:
-    return event.reason if isinstance(event, Retire | Quarantine | End) else ""
+def _describe(event: OperatorEvent) -> str:
+    reason = RetireReason.QUARANTINED if isinstance(event, Quarantine) else event.reason
+    return describe_retirement(reason, event.detail)
 
 
 def _pulled(instance: Instance, why: str, *, done: bool, busy: bool) -> ActionOutcome:

@@ -10,8 +10,8 @@ import pytest
 from remuda.agent.decide import AgentAction
 from remuda.agent.expiry import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
-from remuda.domain.signals import Signal, took_s
-from remuda.domain.transitions import Actor, Cause, End
+from remuda.domain.signals import Signal
+from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
 from tests.support.agents import ID, MARGIN_S, Stable
 from tests.support.clock import run, until
@@ -66,7 +66,7 @@ def test_machine_serves_two_runs_and_ends() -> None:
         assert [each.runner_name for each in stable.runner.configured] == [FIRST, SECOND]
         assert {each.token for each in stable.runner.removed_with if each} == {"removal-t0ken"}
         assert stable.record.uses == 2
-        await stable.apply(End(cause=Cause.GONE), Actor.REFRESH)
+        await stable.apply(End(reason=RetireReason.GONE), Actor.REFRESH)
         assert await task == "record state is terminating"
         assert stable.machine.ended == ["record state is terminating"]
 
@@ -249,12 +249,12 @@ def test_signal_contains_the_duration_of_the_machines_work() -> None:
         stable.start()
         await stable.create()
         await until(lambda: stable.signalled(Signal.UD_REG_OK))
-        assert took_s(stable.report.detail) == 0.0
+        assert stable.report.duration_s == 0.0
         await stable.commit()
         await until(lambda: stable.runner.current.listening)
         await stable.release()
         await until(lambda: stable.signalled(CLEAN))
-        assert took_s(stable.report.detail) == pytest.approx(2.5)
+        assert stable.report.duration_s == pytest.approx(2.5)
         await stable.crash()
 
     run(scenario())

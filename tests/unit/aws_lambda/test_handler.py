@@ -15,6 +15,7 @@ from remuda.aws_lambda import handler as lambda_handler
 from remuda.aws_lambda.emf import Measurement, emf_line
 from remuda.aws_lambda.handler import COMMANDS, RESERVE_S, LambdaCommand, LambdaOutcome, handler, parse_event
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
+from remuda.domain.instance import RetireReason
 from tests.support.emf import check_emf
 
 
@@ -171,8 +172,10 @@ def test_metrics_of_an_invocation(
     replace_refresh: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     async def work(_loaded: Any, event_log: Any, _command: LambdaCommand, calls: Any) -> LambdaOutcome:
-        for cause in ("expired", "expired", "spot-notice", "i-0123 said so"):
-            event_log.record("end-idle", "its time is up at 12:31", instance_id="i-0123", run_id="77", cause=cause)
+        for reason in (RetireReason.EXPIRED, RetireReason.EXPIRED, RetireReason.SPOT_NOTICE, "i-0123 said so"):
+            event_log.record(
+                "end-idle", "its time is up at 12:31", instance_id="i-0123", run_id="77", retire_reason=reason
+            )
         calls.add("github", "GET runners", 4)
         calls.fail("github", "GET runners")
         calls.add("dynamodb", "Query", 9)

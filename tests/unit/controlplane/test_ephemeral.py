@@ -9,7 +9,7 @@ import pytest
 
 from remuda.controlplane.release import ReleaseStatus
 from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
-from remuda.domain.instance import EPHEMERAL, State
+from remuda.domain.instance import RetireReason, State
 from tests.support.world import World
 from tests.support.world_time import Call
 
@@ -41,7 +41,7 @@ async def test_the_pool_is_left_alone(world: World) -> None:
     assert machine != warm
     assert world.record(warm).state is State.IDLE
     record = world.record(machine)
-    assert (record.retire, record.state) == (EPHEMERAL, State.RUNNING)
+    assert (record.retire_reason, record.state) == (RetireReason.EPHEMERAL, State.RUNNING)
 
 
 @pytest.mark.parametrize("credentialed", [True, False])
@@ -55,16 +55,16 @@ async def test_one_job_then_released_then_gone(world: World, credentialed: bool)
     await world.sweep()
     assert world.in_state(State.RUNNING) == machines
     done = await world.release("1", process=world.process(credentialed=credentialed))
-    assert {(item.status, item.why) for item in done.outcomes} == {(ReleaseStatus.RETIRED, EPHEMERAL)}
+    assert {(item.status, item.why) for item in done.outcomes} == {(ReleaseStatus.RETIRED, "ephemeral")}
     assert world.in_state(State.TERMINATING) == machines
-    assert {world.database.histories[machine][-1].cause for machine in machines} == {"ephemeral"}
+    assert {world.database.histories[machine][-1].retire_reason for machine in machines} == {RetireReason.EPHEMERAL}
 
 
 async def test_a_release_with_a_credential_removes_what_no_job_used(world: World) -> None:
     (machine,) = await provisioned(world)
     assert len(world.registrations(machine)) == 1
     done = await world.release("1", process=world.process(credentialed=True))
-    assert [(item.status, item.why) for item in done.outcomes] == [(ReleaseStatus.RETIRED, EPHEMERAL)]
+    assert [(item.status, item.why) for item in done.outcomes] == [(ReleaseStatus.RETIRED, "ephemeral")]
     assert world.registrations() == []
 
 
@@ -83,7 +83,7 @@ async def test_a_release_waits_for_the_job(world: World) -> None:
     await asyncio.sleep(5)
     done = await world.release("1", process=world.process(credentialed=True))
     assert job.conclusion == "success"
-    assert [(item.status, item.why) for item in done.outcomes] == [(ReleaseStatus.RETIRED, EPHEMERAL)]
+    assert [(item.status, item.why) for item in done.outcomes] == [(ReleaseStatus.RETIRED, "ephemeral")]
     assert world.record(machine).state is State.TERMINATING
 
 
@@ -100,7 +100,7 @@ async def test_released_before_it_has_booted(world: World) -> None:
 
 async def test_the_configuration_is_on_the_record_for_its_step_alone(world: World) -> None:
     seen: set[tuple[State, bool]] = set()
-    tell = world.law.tell
+    tell = world.law.notify
 
     def watch(key: tuple[type, str]) -> None:
         record = world.database.instances.get(key[1])
@@ -108,7 +108,7 @@ async def test_the_configuration_is_on_the_record_for_its_step_alone(world: Worl
             seen.add((record.state, bool(record.assignment.jit_config)))
         tell(key)
 
-    world.law.tell = watch  # type: ignore[method-assign]
+    world.law.notify = watch  # type: ignore[method-assign]
     await provisioned(world)
     await world.release("1", process=world.process(credentialed=True))
     assert seen == {(State.CREATED, True), (State.RUNNING, False), (State.RELEASING, False)}

@@ -48,7 +48,7 @@ async def test_a_drained_idle_machine_is_not_claimed_and_goes(world: World) -> N
     await world.sweep()
     assert world.record(old).state in {State.TERMINATING, State.TERMINATED}
     story = await explain(world.process(), old)
-    assert "drained: old image" in " ".join(line.why for line in story.lines)
+    assert "drained: old image" in " ".join(line.why for line in story.events)
 
 
 async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) -> None:
@@ -63,7 +63,7 @@ async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) ->
     assert world.record(machine).state is State.RUNNING
     await world.release("7")
     assert world.record(machine).state in {State.TERMINATING, State.TERMINATED}
-    assert world.record(machine).retire == "drained: old image"
+    assert world.record(machine).retire_text == "drained: old image"
 
 
 async def test_a_drain_by_class_leaves_the_others(world: World) -> None:
@@ -71,7 +71,7 @@ async def test_a_drain_by_class_leaves_the_others(world: World) -> None:
     await world.provision("7", resource_class="xlarge")
     result = await drained(world, InstanceSelector(resource_class="xlarge"))
     assert [item.state for item in result.done] == [State.RUNNING]
-    assert [world.record(name).retire for name in world.in_state(State.IDLE)] == [""]
+    assert [world.record(name).retire_text for name in world.in_state(State.IDLE)] == [""]
     assert (await drained(world, InstanceSelector(resource_class="none-such"))).pulled == ()
 
 
@@ -109,10 +109,10 @@ async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: World) -> 
     assert world.record(machine).state is State.IDLE
     assert machine in world.alive()
     story = await explain(world.process(), machine)
-    assert "is kept for a look until" in story.upcoming[0]
+    assert "is in quarantine until" in story.next_steps[0]
     await world.pass_time(60)
     assert world.record(machine).state is State.TERMINATED
-    assert world.record(machine).retire == "quarantined: looks odd"
+    assert world.record(machine).retire_text == "quarantined: looks odd"
 
 
 async def test_one_at_work_goes_into_quarantine_after_its_run(world: World) -> None:
@@ -163,7 +163,7 @@ async def test_a_drain_that_read_before_a_quarantine_leaves_it_one(world: World)
     assert not result.done
     assert not result.errors
     assert "retired already (quarantined: looks odd)" in result.pulled[0].why
-    assert world.record(machine).retire == "quarantined: looks odd"
+    assert world.record(machine).retire_text == "quarantined: looks odd"
 
 
 # Terminate
@@ -176,7 +176,7 @@ async def test_terminate_ends_an_idle_machine_now(world: World) -> None:
     assert world.record(machine).state is State.IDLE
     result = await ended(world, InstanceSelector(instance_ids=(machine,)))
     assert (len(result.done), result.errors) == (1, ())
-    assert world.record(machine).retire == "terminated by an operator: enough"
+    assert world.record(machine).retire_text == "terminated by operator: enough"
     await world.pass_time(10)
     assert world.record(machine).state is State.TERMINATED
     assert (await ended(world, InstanceSelector(instance_ids=(machine,)))).done == ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from remuda.cli.rendering.results import release_document
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
@@ -205,7 +205,7 @@ async def test_what_was_used_often_enough_is_retired() -> None:
     assert again.instance.instance_id == instance.instance_id
     result = await world.release("2")
     assert fates(result) == ["retired"]
-    assert "used 2 times" in result.outcomes[0].why
+    assert "used up: 2 of 2 uses" in result.outcomes[0].why
     await world.end()
 
 
@@ -225,7 +225,7 @@ async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
     job = world.github.queue(run_id="1", labels=["1"], seconds=10)
     world.behaviour.notices[instance.instance_id] = "terminate at 12:10"
     await world.pass_time(8)
-    assert world.record(instance.instance_id).retire.startswith("spot notice")
+    assert world.record(instance.instance_id).retire_reason is RetireReason.SPOT_NOTICE
     assert world.record(instance.instance_id).state is State.RUNNING
     result = await world.release()
     assert (fates(result), job.conclusion) == (["retired"], "success")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from remuda.domain.errors import UserError
-from remuda.domain.instance import NEVER_REUSED, State
+from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Reuse, Tier
 from tests.support.world import World
 
@@ -63,7 +63,7 @@ async def test_a_machine_that_falls_never_rises_again(world: World) -> None:
     assert (await world.provision("2", tier=T)).created == 1
     assert world.record(machine).state is State.IDLE
     history = [item.why for item in world.database.histories[machine] if item.transition == "claim"]
-    assert history == ["matches run 1; tier untrusted from now on"]
+    assert history == ["matches the request; tier untrusted from now on"]
 
 
 async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy(world: World) -> None:
@@ -113,12 +113,12 @@ async def test_never_means_one_run_for_each_machine(world: World) -> None:
     await world.configure(reuse=Reuse.NEVER)
     made = await world.provision("1", count=2)
     machines = [item.instance.instance_id for item in made.instances]
-    assert {world.record(machine).retire for machine in machines} == {NEVER_REUSED}
+    assert {world.record(machine).retire_reason for machine in machines} == {RetireReason.NEVER_REUSED}
     done = await world.release("1")
-    assert {outcome.why for outcome in done.outcomes} == {NEVER_REUSED}
+    assert {outcome.why for outcome in done.outcomes} == {"never reused"}
     assert world.in_state(State.TERMINATING) == sorted(machines)
-    ends = [world.database.histories[machine][-1].cause for machine in machines]
-    assert ends == ["never-reused"] * 2
+    ends = [world.database.histories[machine][-1].retire_reason for machine in machines]
+    assert ends == [RetireReason.NEVER_REUSED] * 2
     assert world.hints() == []
 
 

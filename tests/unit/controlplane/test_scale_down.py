@@ -14,8 +14,8 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
-from tests.support.fleets import ENVIRONMENT, Hub, Runner, machine
 from tests.support.records import instance_id
+from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, machine
 from tests.support.world_time import Call, Gone, Notes, VirtualClock, hooked
 
 
@@ -26,13 +26,13 @@ class Fleet:
         self.machines = MemoryMachines()
         for item in machines:
             self.machines.add(item)
-        self.hub = Hub()
+        self.hub = ScriptedGitHub()
         self.notes = Notes()
         self.fleet = MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
 
-    def runner(self, number: int, **more: object) -> Runner:
+    def runner(self, number: int, **more: object) -> ScriptedRunner:
         values: dict[str, object] = {"runner_id": number, "name": f"r-{instance_id(number)}", **more}
-        return self.hub.add(Runner(**values))  # type: ignore[arg-type]
+        return self.hub.add(ScriptedRunner(**values))  # type: ignore[arg-type]
 
     async def cycle(self, policy: ScaleDownPolicy | None = None, *, dry_run: bool = False) -> ScaleDownResult:
         context = FleetContext(
@@ -55,7 +55,7 @@ async def test_a_thousand_busy_runners_cost_their_pages_and_nothing_else() -> No
     for number in range(1, 1_001):
         fleet.runner(number, busy=True)
     result = await fleet.cycle()
-    assert len(fleet.hub.asked) == 10
+    assert len(fleet.hub.requests) == 10
     assert {item.decision.action for item in result.outcomes} == {Action.KEEP}
     assert not fleet.machines.ended
 
@@ -68,7 +68,7 @@ async def test_a_removal_costs_two_calls_and_an_orphan_with_an_id_one() -> None:
     fleet.runner(4, busy=True)
     await fleet.cycle()
     assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 2, 3)))
-    assert len(fleet.hub.asked) == 1 + 2 * 2 + 1
+    assert len(fleet.hub.requests) == 1 + 2 * 2 + 1
 
 
 async def test_removals_keep_to_githubs_pace() -> None:
@@ -100,7 +100,7 @@ async def test_a_dry_run_shows_the_same_plan_and_touches_nothing() -> None:
     before = dict(fleet.machines.alive)
     planned = await fleet.cycle(dry_run=True)
     assert fleet.machines.alive == before
-    assert all(operation in {"list", "get"} for operation, *_ in fleet.hub.asked)
+    assert all(operation in {"list", "get"} for operation, *_ in fleet.hub.requests)
     done = await fleet.cycle()
     shown = [(item.decision.instance_id, item.decision.action) for item in planned.outcomes]
     assert shown == [(item.decision.instance_id, item.decision.action) for item in done.outcomes]
@@ -210,7 +210,7 @@ async def test_a_runner_that_only_its_machine_knows_of_is_looked_at_before_the_e
     """Two registrations, one of them missing in a stale list."""
     fleet = Fleet(machine(1, github_runner_id="9"))
     fleet.runner(1)
-    fleet.hub.add(Runner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
+    fleet.hub.add(ScriptedRunner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
     await fleet.cycle()
     assert not fleet.machines.ended
     assert 1 in fleet.hub.runners
@@ -288,8 +288,8 @@ async def test_a_pool_is_not_opened_without_a_sign_of_one() -> None:
 
 async def test_a_job_that_arrives_between_look_and_deletion_is_safe() -> None:
     fleet = Fleet(machine(1), machine(2, orphan="true"))
-    fleet.runner(1, busy_after_looks=1)
-    fleet.runner(2, busy_after_looks=1)
+    fleet.runner(1, busy_after_lookups=1)
+    fleet.runner(2, busy_after_lookups=1)
     result = await fleet.cycle()
     assert not fleet.machines.ended
     assert not fleet.orphans

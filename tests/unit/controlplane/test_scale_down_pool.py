@@ -21,8 +21,8 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.ports.github import GitHub
 from remuda.web.dashboard.serialize import decisions, milliseconds
-from tests.support.fleets import tags
 from tests.support.records import NOW
+from tests.support.scripted_fleet import tags
 from tests.support.world import POOL, SCOPE, World
 from tests.support.world_time import Call, Hook
 
@@ -88,7 +88,7 @@ async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> No
     for name in kept:
         shown = decisions(KnownInstance(instance=world.record(name), history=histories[name]))
         (told,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
-        assert (told["by"], told["instance"], told["what"]) == ("scale-down", name, "stays longer in the pool")
+        assert (told["by"], told["instance"], told["what"]) == ("scale-down", name, "kept in the pool")
         assert told["why"]
         assert told["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 

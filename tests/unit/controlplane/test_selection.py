@@ -12,7 +12,7 @@ from remuda.controlplane.provision.selection import EXTRA_FAILURES_ALLOWED
 from remuda.domain.errors import CapacityError, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
-from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE, Signal
+from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.machine import StepResult
 from tests.support.records import message
 from tests.support.world import World, number_of
@@ -224,7 +224,9 @@ async def test_a_slow_machine_is_given_up_and_another_taken(world: World) -> Non
 async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: 401")
+        world.behaviour.registration[instance_id] = StepResult(
+            ok=False, detail="401", failure=FailureKind.CREDENTIAL_REFUSED
+        )
     with pytest.raises(UserError, match="refused the registration") as error:
         await world.provision(count=3)
     assert error.value.field == "github-token"
@@ -237,8 +239,10 @@ async def test_a_refused_credential_stops_all_and_burns_nothing(world: World) ->
 async def test_a_github_out_of_reach_burns_nothing(world: World) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
-        world.behaviour.registration[instance_id] = StepResult(ok=False, detail=f"{FORGE_UNREACHABLE}: no route")
-    with pytest.raises(Unavailable, match="out of reach"):
+        world.behaviour.registration[instance_id] = StepResult(
+            ok=False, detail="no route", failure=FailureKind.GITHUB_UNREACHABLE
+        )
+    with pytest.raises(Unavailable, match="cannot register: no route"):
         await world.provision(count=2)
     assert world.in_state(State.TERMINATING) == []
     await world.pass_time(15)

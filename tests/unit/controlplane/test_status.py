@@ -11,7 +11,7 @@ from rich.console import Console
 
 from remuda.cli.rendering.status import changes, headline, status_document, status_tables
 from remuda.controlplane.read.status import Status, status
-from remuda.domain.instance import State
+from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Tier
 from tests.support.world import SCOPE, World
 
@@ -114,5 +114,8 @@ async def test_lines_say_only_what_changed(world: World) -> None:
 async def test_names_from_outside_are_no_markup(world: World, name: str) -> None:
     await world.warm(1)
     found = await look(world)
-    hostile = [replace(item, retire=name, state=State.IDLE) for item in found.instances]
+    hostile = [
+        replace(item, retire_reason=RetireReason.DRAINED, retire_detail=name, state=State.IDLE)
+        for item in found.instances
+    ]
     assert name in shown(replace(found, instances=hostile))

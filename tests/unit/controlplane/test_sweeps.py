@@ -177,7 +177,7 @@ async def test_an_idle_instance_past_its_use_is_retired(why: str) -> None:
         await world.configure(lifetimes=replace(LIFETIMES, **changed))
     await world.sweep()
     assert world.record(warm).state in {State.TERMINATING, State.TERMINATED}
-    assert why in world.record(warm).retire
+    assert why in world.record(warm).retire_text
     await world.end()
 
 

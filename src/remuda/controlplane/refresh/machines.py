@@ -13,7 +13,7 @@ from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import UsageClass
 from remuda.domain.timestamps import to_milliseconds
-from remuda.domain.transitions import Actor, Cause, Confirm, End, tombstone
+from remuda.domain.transitions import Actor, Confirm, End, RetireReason, tombstone
 from remuda.ports.compute import PROVISION_TAG, MachineState, MachineView
 from remuda.ports.store import InstanceStore
 
@@ -81,7 +81,7 @@ class MachineSweep:
         if view is None and not self._is_missing(instance, listed_at):
             return
         why = f"the machine is {view.state}" if view else "the machine is not found any more"
-        await transition(self._context, instance, End(cause=Cause.GONE), by=Actor.REFRESH, why=why)
+        await transition(self._context, instance, End(reason=RetireReason.GONE), by=Actor.REFRESH, why=why)
         self._tally.retired[instance.instance_id] = why
 
     def _is_missing(self, instance: Instance, listed_at: datetime) -> bool:
@@ -108,11 +108,13 @@ class MachineSweep:
             memory_mib=0,
             created_at=to_milliseconds(view.launched_at),
             provision_id=view.tags.get(PROVISION_TAG, ""),
-            retire=Cause.UNRECORDED.value,
+            retire_reason=RetireReason.UNRECORDED,
         )
         why = "a machine of this pool without a record"
         await self._context.store.apply(tombstone(stone, by=Actor.REFRESH, now=now, why=why))
-        self._context.event_log.record("tombstone", why, instance_id=view.instance_id, cause=Cause.UNRECORDED.value)
+        self._context.event_log.record(
+            "tombstone", why, instance_id=view.instance_id, retire_reason=RetireReason.UNRECORDED
+        )
         self._tally.retired[view.instance_id] = why
 
     async def _terminate(self, machines: Mapping[str, MachineView], known: Mapping[str, Instance]) -> None:

@@ -12,7 +12,7 @@ from remuda.domain.instance import ASSIGNED, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released, settled
 from remuda.domain.timestamps import after
-from remuda.domain.transitions import Actor, Cause, End, Release
+from remuda.domain.transitions import Actor, End, Release, RetireReason
 
 #: A released provision is looked at for so long after its deadline: a claim under way may come late.
 SETTLE_AFTER_S = 60.0
@@ -67,7 +67,7 @@ class ProvisionSweep:
         why = "its provision was released"
         event: End | Release
         if instance.state is State.CREATED:
-            event = End(cause=Cause.RELEASED)
+            event = End(reason=RetireReason.RELEASED)
         else:
             credential = await removal_credential(self._context, self._config, instance.scope)
             event = Release(

@@ -20,11 +20,11 @@ from remuda.controlplane.refresh.result import Tally
 from remuda.controlplane.refresh.stale_registrations import StaleRegistrationSweep
 from remuda.controlplane.release.advance import advance_release, publish_to_pool
 from remuda.domain.errors import Conflict, RemudaError, Unreadable
-from remuda.domain.instance import ABSORBING, LIVE, Instance, State, retirement
+from remuda.domain.instance import ABSORBING, LIVE, Instance, Retirement, State, decide_retirement, describe_retirement
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.signals import Report, Verdict, registration_verdict
 from remuda.domain.thresholds import expired
-from remuda.domain.transitions import Actor, Cause, End, Retire
+from remuda.domain.transitions import Actor, End, Retire, RetireReason
 from remuda.ports.compute import MachineView
 from remuda.ports.github import GitHubRunner
 
@@ -159,7 +159,7 @@ class Sweep:
         """Those whose time is up, whatever their reports say: all of one state in one go. Which they were."""
         margin_s, now = self._config.lifetimes.margin_s, self._context.clock.now()
         overdue = [item for item in live if expired(item.threshold, now=now, margin_s=margin_s)]
-        event = End(cause=Cause.EXPIRED, margin_s=margin_s)
+        event = End(reason=RetireReason.EXPIRED, margin_s=margin_s)
         for state in sorted({item.state for item in overdue}):
             some = [item for item in overdue if item.state is state]
             why = f"its time as {state} is up"
@@ -173,30 +173,32 @@ class Sweep:
 
     async def _decide(self, instance: Instance, report: Report | None) -> Instance:
         now = self._context.clock.now()
-        if report is not None and report.notice and not instance.retire and instance.threshold > now:
-            reason = f"spot notice: {report.notice}"
-            instance = await self._go(instance, Retire(reason=reason), reason)
+        if report is not None and report.notice and instance.retire_reason is None and instance.threshold > now:
+            event = Retire(reason=RetireReason.SPOT_NOTICE, detail=report.notice)
+            instance = await self._go(instance, event, describe_retirement(event.reason, event.detail))
         if instance.state is State.RELEASING:
             before = instance
             instance = await advance_release(self._context, self._config, instance, report, by=Actor.REFRESH)
             if instance.state is State.IDLE:
                 self._tally.finished.append(instance.instance_id)
             if instance.state in ABSORBING:
-                self._tally.retired[instance.instance_id] = instance.retire
+                self._tally.retired[instance.instance_id] = instance.retire_text
             if instance != before:
                 return instance
         if instance.state is State.RUNNING and registration_verdict(report, instance.epoch) is Verdict.FAILED:
             why = f"its runner failed: {report.detail if report else ''}"
-            return await self._end(instance, End(cause=Cause.FAILED, report=report), why)
-        if instance.state is State.IDLE and (reason := self._too_old(instance, now)):
-            return await self._end(instance, End(cause=Cause.RETIRED, reason=reason), reason)
+            return await self._end(instance, End(reason=RetireReason.FAILED, report=report), why)
+        if instance.state is State.IDLE and (found := self._retirement(instance, now)):
+            return await self._end(instance, End(reason=found.reason, detail=found.detail), str(found))
         return instance
 
-    def _too_old(self, instance: Instance, now: datetime) -> str:
+    def _retirement(self, instance: Instance, now: datetime) -> Retirement | None:
         lifetimes = self._config.lifetimes
         # An idle instance has ended its use: one more would be counted when it ends the next.
         most = lifetimes.max_uses + 1
-        return retirement(instance, now=now, max_age_s=lifetimes.max_age_s, max_uses=most, reuse=self._config.reuse)
+        return decide_retirement(
+            instance, now=now, max_age_s=lifetimes.max_age_s, max_uses=most, reuse=self._config.reuse
+        )
 
     async def _end(self, instance: Instance, event: End, why: str) -> Instance:
         after = await self._go(instance, event, why)
