@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
@@ -20,10 +20,10 @@ from remuda.ports.fleet import TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, RecordingClock, shared_ec2_server
-from tests.support.clock import FixedClock
 from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
 from tests.support.records import NOW
 from tests.support.scripted_fleet import ENVIRONMENT, tags
+from tests.support.virtual_time import FixedClock
 
 ORPHAN = "ghr:orphan"
 
@@ -92,7 +92,7 @@ class MotoFleetBackend:
         self._client = client
 
     def open(self) -> TaggedFleet:
-        return Ec2RunnerFleet(
+        return Ec2Fleet(
             client=self._client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
         )
 
@@ -181,12 +181,12 @@ async def test_machines_that_were_not_listed_are_rejected(backend: FleetBackend)
 
 
 @asynccontextmanager
-async def scripted(world: FleetState) -> AsyncIterator[Ec2RunnerFleet]:
+async def scripted(world: FleetState) -> AsyncIterator[Ec2Fleet]:
     from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - only this helper needs it
 
     with serve_fleet(world) as served:
         async with ec2_client(served) as client:
-            yield Ec2RunnerFleet(
+            yield Ec2Fleet(
                 client=client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
             )
 

@@ -13,8 +13,8 @@ import pytest
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import ASSIGNED
 from remuda.domain.provision import ProvisionStatus
+from tests.support.virtual_time import run_virtual
 from tests.support.world import World
-from tests.support.world_time import run_virtual
 from tests.unit.controlplane.cuts import AgentCut, Cut, How
 
 #: More than any of them makes; the enumeration ends where a use case ends before the cut.

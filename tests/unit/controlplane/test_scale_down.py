@@ -13,10 +13,11 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
+from simulation.loop import VirtualClock
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from tests.support.records import instance_id
 from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, machine
-from tests.support.world_time import Call, Gone, Notes, VirtualClock, hooked
+from tests.support.virtual_time import Call, EventRecorder, Killed, hooked
 
 
 class Fleet:
@@ -27,7 +28,7 @@ class Fleet:
         for item in machines:
             self.machines.add(item)
         self.hub = ScriptedGitHub()
-        self.notes = Notes()
+        self.notes = EventRecorder()
         self.fleet = MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
 
     def runner(self, number: int, **more: object) -> ScriptedRunner:
@@ -335,13 +336,13 @@ async def test_a_cycle_that_is_killed_anywhere_is_finished_by_the_next_ones(*, a
                 return await call()
             if after:
                 await call()
-            raise Gone(operation)
+            raise Killed(operation)
 
         usual = fleet.fleet, fleet.hub
         fleet.fleet, fleet.hub = hooked(fleet.fleet, "fleet", cut), hooked(fleet.hub, "github", cut)
         try:
             await fleet.cycle()
-        except Gone:
+        except Killed:
             pass
         else:
             break

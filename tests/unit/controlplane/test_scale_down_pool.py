@@ -23,8 +23,8 @@ from remuda.ports.github import GitHub
 from remuda.web.dashboard.serialize import decisions, milliseconds
 from tests.support.records import NOW
 from tests.support.scripted_fleet import tags
+from tests.support.virtual_time import Call, Hook
 from tests.support.world import POOL, SCOPE, World
-from tests.support.world_time import Call, Hook
 
 ORPHAN = "ghr:orphan"
 CYCLE_S = 30.0

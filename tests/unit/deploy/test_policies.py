@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import build
 from policies import ANY_RESOURCE, ORPHAN_TAG, policies
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
+from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
 from tests.support.iam import Request, Value, allows
@@ -92,7 +92,7 @@ def caller(role: str, instance: str) -> dict[str, Value]:
 @unhurried
 @given(INSTANCE_IDS, ROLE_IDS)
 def test_an_instance_reads_its_control_and_writes_its_report_and_no_more(instance, role):
-    keys = items.Keys(prefix=f"{role}:")
+    keys = items.ItemKeys(prefix=f"{role}:")
     control, report = partition(keys.control(instance)), partition(keys.report(instance))
     allowed = {
         (action, key)
@@ -170,7 +170,7 @@ def test_scale_down_ends_and_marks_machines_of_its_environment_alone(pool, other
         for keys in ([], [GHR_ENVIRONMENT_TAG], [ORPHAN_TAG, POOL_TAG]):
             assert not may(policy, action, machine, {**own, "aws:TagKeys": keys})
     # The records: what it renews, and none that it would have to make.
-    record: dict[str, Value] = {LEADING: [partition(items.Keys(prefix="AROA:").control(instance))]}
+    record: dict[str, Value] = {LEADING: [partition(items.ItemKeys(prefix="AROA:").control(instance))]}
     assert may(policy, "dynamodb:UpdateItem", table_of(pool), record)
     for action in ("dynamodb:PutItem", "dynamodb:DeleteItem", "dynamodb:Scan", "dynamodb:CreateTable"):
         assert not may(policy, action, table_of(pool), record)
