@@ -223,7 +223,7 @@ class Workload:
         self._world.faults.happens(Fault(item.lever.value), [instance_id])
 
         async def work(context: Context) -> operator.OperatorResult:
-            chosen = await operator.choose(context, operator.InstanceSelector(instance_ids=(instance_id,)))
+            chosen = await operator.select_instances(context, operator.InstanceSelector(instance_ids=(instance_id,)))
             match item.lever:
                 case operator.OperatorAction.DRAIN:
                     return await operator.drain(context, chosen, reason="to be renewed", dry_run=False)

@@ -18,7 +18,7 @@ from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings, is_secret_arn, read_key, variable
 from remuda.controlplane.context import Context
-from remuda.controlplane.refresh.configure import Desired
+from remuda.controlplane.refresh.configure import DesiredConfig
 from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.domain.pool_config import PoolConfig
@@ -408,7 +408,7 @@ def _github_url(settings: Settings) -> str:
     return web_url(settings.github_api_url or PUBLIC_API)
 
 
-def desired(settings: Settings, *, pool: str) -> Desired:
+def desired(settings: Settings, *, pool: str) -> DesiredConfig:
     """What `refresh` should make true."""
     if settings.backend == "aws" and "github_scope" not in settings.model_fields_set:
         raise UserError(
@@ -421,7 +421,7 @@ def desired(settings: Settings, *, pool: str) -> Desired:
         from remuda.adapters.aws.ec2.options import Options  # noqa: PLC0415 - as above
 
         Options.parse(launch)  # before any call is made
-    return Desired(
+    return DesiredConfig(
         pool=pool,
         classes=settings.resource_class_config,
         lifetimes=settings.lifetimes,

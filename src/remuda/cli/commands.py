@@ -130,9 +130,9 @@ def _say_refresh(output: Output, result: RefreshResult) -> None:
         "retired": len(result.retired),
         "terminated": len(result.terminated),
         "rolled back": len(result.rolled_back),
-        "announced": len(result.announced),
-        "releases finished": len(result.finished),
-        "ghosts removed": len(result.removed),
+        "published": len(result.published),
+        "releases finished": len(result.finished_releases),
+        "stale registrations removed": len(result.stale_registrations),
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     output.say(f"refresh: {told or 'all is as it should be'} ({result.seconds:.2f} s)")

@@ -19,7 +19,7 @@ from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import command
 from remuda.config.settings import Settings
-from remuda.controlplane.operator import InstanceSelector, choose, terminate
+from remuda.controlplane.operator import InstanceSelector, select_instances, terminate
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.fake_github import read_endpoint
@@ -280,7 +280,7 @@ async def _record_their_end(settings: Settings, event_log: EventLog) -> None:
     """So that the records say who ended them. Without it they end as well: the sweeps find them gone."""
     try:
         async with open_context(settings, event_log, credentialed=False, alive=False) as context:
-            held = await choose(context, InstanceSelector(everything=True))
+            held = await select_instances(context, InstanceSelector(everything=True))
             await terminate(context, held, reason="remuda down", dry_run=False)
     except RemudaError as error:
         event_log.record("end-unrecorded", error.message)

@@ -96,7 +96,7 @@ def _run(settings: Settings, output: Output, choice: InstanceSelector, pull: Pul
         event_log = output.event_log(SystemClock())
         async with open_context(settings, event_log, credentialed=False, alive=False) as context:
             guarded = output.guarded(context)
-            return await pull(guarded, await operator.choose(guarded, choice), dry_run)
+            return await pull(guarded, await operator.select_instances(guarded, choice), dry_run)
 
     return run_async(work, farewell="interrupted; what was done stays done")
 
@@ -119,25 +119,25 @@ def _ask(output: Output, plan: OperatorResult) -> None:
 
 
 def _tell(output: Output, result: OperatorResult) -> int:
-    word = f"would be {_DONE[result.lever]}" if result.dry_run else _DONE[result.lever]
-    for item in result.pulled:
+    word = f"would be {_DONE[result.action]}" if result.dry_run else _DONE[result.action]
+    for item in result.outcomes:
         run = f" (run {item.run_id})" if item.run_id else ""
         told = f"{word}: {item.why}" if item.done else f"unchanged: {item.why}"
         output.say(f"{item.instance_id} was {item.state}{run}, {told}")
     for error in result.errors:
         output.say(f"error: {error}", style="bold red")
-    output.say(f"{len(result.done)} {word}, {len(result.pulled) - len(result.done)} unchanged")
+    output.say(f"{len(result.done)} {word}, {len(result.outcomes) - len(result.done)} unchanged")
     output.result(_document(result))
     return EXIT_PARTIAL if result.errors else EXIT_OK
 
 
 def _document(result: OperatorResult) -> dict[str, Any]:
     return {
-        "lever": result.lever.value,
+        "action": result.action.value,
         "dry_run": result.dry_run,
         "done": [item.instance_id for item in result.done],
-        "unchanged": [item.instance_id for item in result.pulled if not item.done],
-        "reasons": {item.instance_id: item.why for item in result.pulled},
-        "states": {item.instance_id: item.state.value for item in result.pulled},
+        "unchanged": [item.instance_id for item in result.outcomes if not item.done],
+        "reasons": {item.instance_id: item.why for item in result.outcomes},
+        "states": {item.instance_id: item.state.value for item in result.outcomes},
         "errors": list(result.errors),
     }

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.controlplane.operator import InstanceSelector, OperatorResult, choose, drain, quarantine, terminate
+from remuda.controlplane.operator import InstanceSelector, OperatorResult, select_instances, drain, quarantine, terminate
 from remuda.controlplane.read.explain import explain
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
@@ -22,18 +22,18 @@ ALL = InstanceSelector(everything=True)
 
 async def drained(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    return await drain(process, await choose(process, choice), reason="old image", dry_run=dry_run)
+    return await drain(process, await select_instances(process, choice), reason="old image", dry_run=dry_run)
 
 
 async def held(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    chosen = await choose(process, InstanceSelector(instance_ids=(machine,)))
+    chosen = await select_instances(process, InstanceSelector(instance_ids=(machine,)))
     return await quarantine(process, chosen, for_s=for_s, reason="looks odd", dry_run=dry_run)
 
 
 async def ended(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    return await terminate(process, await choose(process, choice), reason="enough", dry_run=dry_run)
+    return await terminate(process, await select_instances(process, choice), reason="enough", dry_run=dry_run)
 
 
 # Drain
@@ -56,8 +56,8 @@ async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) ->
     (machine,) = world.in_state(State.RUNNING)
     job = world.github.queue(run_id="7", labels=["7"], seconds=20.0)
     await asyncio.sleep(1)
-    (pulled,) = (await drained(world)).pulled
-    assert (pulled.done, pulled.run_id) == (True, "7")
+    (outcome,) = (await drained(world)).outcomes
+    assert (outcome.done, outcome.run_id) == (True, "7")
     await world.pass_time(30)
     assert job.conclusion == "success"
     assert world.record(machine).state is State.RUNNING
@@ -72,12 +72,12 @@ async def test_a_drain_by_class_leaves_the_others(world: World) -> None:
     result = await drained(world, InstanceSelector(resource_class="xlarge"))
     assert [item.state for item in result.done] == [State.RUNNING]
     assert [world.record(name).retire for name in world.in_state(State.IDLE)] == [""]
-    assert (await drained(world, InstanceSelector(resource_class="none-such"))).pulled == ()
+    assert (await drained(world, InstanceSelector(resource_class="none-such"))).outcomes == ()
 
 
 async def test_a_drain_by_image_asks_the_cloud(world: World) -> None:
     await world.warm(1)
-    assert (await drained(world, InstanceSelector(ami="ami-1"))).pulled == ()
+    assert (await drained(world, InstanceSelector(ami="ami-1"))).outcomes == ()
 
 
 async def test_twice_is_once_and_a_dry_run_changes_nothing(world: World) -> None:
@@ -90,7 +90,7 @@ async def test_twice_is_once_and_a_dry_run_changes_nothing(world: World) -> None
     after = world.record(machine)
     again = await drained(world)
     assert (again.done, world.record(machine)) == ((), after)
-    assert "already" in again.pulled[0].why
+    assert "already" in again.outcomes[0].why
 
 
 # Quarantine
@@ -162,7 +162,7 @@ async def test_a_drain_that_read_before_a_quarantine_leaves_it_one(world: World)
     result = await drain(world.process(), [before], reason="to be renewed", dry_run=False)
     assert not result.done
     assert not result.errors
-    assert "retired already (quarantined: looks odd)" in result.pulled[0].why
+    assert "already retired (quarantined: looks odd)" in result.outcomes[0].why
     assert world.record(machine).retire == "quarantined: looks odd"
 
 
@@ -186,8 +186,8 @@ async def test_terminate_ends_a_run_where_a_person_says_so(world: World) -> None
     await world.provision("7")
     world.github.queue(run_id="7", labels=["7"], seconds=50.0)
     await asyncio.sleep(10)
-    (pulled,) = (await ended(world)).pulled
-    assert (pulled.done, pulled.busy, pulled.run_id) == (True, True, "7")
+    (outcome,) = (await ended(world)).outcomes
+    assert (outcome.done, outcome.busy, outcome.run_id) == (True, True, "7")
     await world.pass_time(10)
     assert not world.alive()
     assert world.in_state(State.TERMINATED)

@@ -216,9 +216,9 @@ async def test_a_ghost_without_a_record_goes_after_a_grace(world: World) -> None
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
     await asyncio.sleep(world.lifetimes.ghost_grace_s - 1)
-    assert not (await world.sweep()).removed
+    assert not (await world.sweep()).stale_registrations
     await asyncio.sleep(2)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
     assert name not in names(world)
 
 
@@ -229,11 +229,11 @@ async def test_a_registration_that_comes_before_its_record_waits_for_its_machine
     name = ghost(world, 1, machine)
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.missing_after_s)
-        assert not (await world.sweep()).removed
+        assert not (await world.sweep()).stale_registrations
     assert not world.database.sightings
     await asyncio.sleep(500)
     assert list((result := await world.sweep()).retired) == [machine], "buried, and its registration with it"
-    assert result.removed == (name,)
+    assert result.stale_registrations == (name,)
 
 
 async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: World) -> None:
@@ -246,13 +246,13 @@ async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: W
 
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.ghost_after_s)
-        assert not (await world.sweep(hook)).removed
+        assert not (await world.sweep(hook)).stale_registrations
     assert names(world) == {name}
     # What was seen before a look that failed still counts.
     await world.sweep()
     await asyncio.sleep(world.lifetimes.ghost_after_s)
-    assert not (await world.sweep(hook)).removed
-    assert (await world.sweep()).removed == (name,)
+    assert not (await world.sweep(hook)).stale_registrations
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
 async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:
@@ -267,7 +267,7 @@ async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:
             await asyncio.sleep(2 * world.lifetimes.ghost_after_s)
         return await call()
 
-    assert not (await world.sweep(hook)).removed
+    assert not (await world.sweep(hook)).stale_registrations
     assert names(world) == {name}
     world.github.runners.clear()
 
@@ -276,28 +276,28 @@ async def test_a_ghost_of_an_ended_instance_goes(world: World) -> None:
     record = make_record(0xE, state=State.TERMINATED)
     await world.process().store.apply(birth(record))
     name = ghost(world, 1, record.instance_id)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
 async def test_a_ghost_of_an_earlier_assignment_goes_and_the_present_one_stays(world: World) -> None:
     (warm,) = await world.warm(1)
     await world.provision()
     old = ghost(world, 1, warm)
-    assert (await world.sweep()).removed == (old,)
+    assert (await world.sweep()).stale_registrations == (old,)
     assert names(world) == {f"remuda-test-2-{warm}"}
 
 
 async def test_a_ghost_of_an_idle_instance_goes(world: World) -> None:
     (warm,) = await world.warm(1)
     name = ghost(world, 1, warm)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
 async def test_a_registration_that_comes_before_its_record_is_read_stays(world: World) -> None:
     """Listed first, read then: whoever has a record of this epoch keeps its registration."""
     result = await world.provision(count=2)
     for _ in range(3):
-        assert not (await world.sweep()).removed
+        assert not (await world.sweep()).stale_registrations
     assert len(names(world)) == len(result.instances) == 2
 
 
@@ -309,10 +309,10 @@ async def test_a_busy_ghost_is_kept_until_its_job_ends(world: World) -> None:
     runner.labels = ("odd",)
     world.github.connect(runner.runner_id, lambda _job: None)
     job = world.github.queue(run_id="odd", labels=["odd"])
-    assert not (await world.sweep()).removed
+    assert not (await world.sweep()).stale_registrations
     assert name in names(world)
     world.github.finish(job)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
 async def test_other_runners_are_never_touched(world: World) -> None:

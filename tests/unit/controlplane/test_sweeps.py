@@ -102,7 +102,7 @@ async def test_an_interrupted_release_is_finished(world: World) -> None:
     assert len(world.in_state(State.RELEASING)) == 1
     await asyncio.sleep(3)
     result = await world.sweep()
-    assert len(result.finished) == len(result.announced) == len(world.hints()) == 1
+    assert len(result.finished_releases) == len(result.published) == len(world.hints()) == 1
     await cut.bury()
 
 
@@ -123,8 +123,8 @@ async def test_an_idle_instance_that_was_never_announced_is(world: World) -> Non
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
     result = await world.sweep()
-    assert (list(result.announced), world.hints()) == ([warm], [warm])
-    assert (await world.sweep()).announced == ()
+    assert (list(result.published), world.hints()) == ([warm], [warm])
+    assert (await world.sweep()).published == ()
 
 
 async def test_a_lost_announcement_is_repeated_after_a_while(world: World) -> None:
@@ -142,9 +142,9 @@ async def test_an_announcement_that_fails_is_told_and_repeated(world: World) -> 
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
     result = await world.sweep(Unsure("pool.send", applied=False))
     assert any("announcements" in error for error in result.errors)
-    assert result.announced == ()
+    assert result.published == ()
     assert world.record(warm).announced_at is None
-    assert (await world.sweep()).announced == (warm,)
+    assert (await world.sweep()).published == (warm,)
 
 
 async def test_a_runner_that_failed_while_running_ends_its_machine(world: World) -> None:
@@ -269,8 +269,8 @@ async def test_one_failing_part_leaves_the_others(operation: str) -> None:
     result = await world.sweep(hook)
     assert any(FAILING[operation] in error for error in result.errors), result.errors
     assert expired.instance_id in result.retired
-    assert operation == "pool.send" or result.announced
-    assert operation.startswith("github") or len(result.removed) == 1
+    assert operation == "pool.send" or result.published
+    assert operation.startswith("github") or len(result.stale_registrations) == 1
     (stored,) = [item for item in world.database.provisions.values() if item.provision_id == "p-9"]
     assert (stored.status is ProvisionStatus.RELEASED) == (operation != "store.unsettled_provisions")
     await world.end()
@@ -284,7 +284,7 @@ async def test_hints_that_are_too_many_for_the_first_time_are_left_alone(world: 
         await asyncio.sleep(0.5)
         return await call()
 
-    assert [(await world.sweep(slow)).dropped for _ in range(3)] == [0, 1, 0]
+    assert [(await world.sweep(slow)).stale_messages for _ in range(3)] == [0, 1, 0]
 
 
 async def test_a_sweep_stopped_while_it_judges_hints_hides_none(world: World) -> None:
