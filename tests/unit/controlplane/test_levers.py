@@ -7,7 +7,14 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.controlplane.operator import InstanceSelector, OperatorResult, select_instances, drain, quarantine, terminate
+from remuda.controlplane.operator import (
+    InstanceSelector,
+    OperatorResult,
+    select_instances,
+    drain,
+    quarantine,
+    terminate,
+)
 from remuda.controlplane.read.explain import explain
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State

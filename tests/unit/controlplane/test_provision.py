@@ -20,7 +20,7 @@ from remuda.ports.machine import StepResult
 from simulation.memory.compute import MemoryCompute
 from tests.support.world import POOL, SCOPE, World
 from tests.support.world_time import Call, Notes
-from tests.unit.controlplane.cuts import Unsure
+from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
 async def refused(world: World, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
@@ -238,7 +238,7 @@ async def test_a_rollback_goes_on_where_github_is_down(world: World) -> None:
     ids = await world.warm(1)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"c6i.large": 2}
 
-    class Down(Unsure):
+    class Down(AmbiguousAnswer):
         async def __call__(self, name: str, call: Call) -> Any:
             if name == "github.removal_token":
                 raise Unavailable("GitHub is down")

@@ -15,7 +15,7 @@ from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
 from tests.support.world import LIFETIMES, SCOPE, World
 from tests.support.world_time import Call, Hook
-from tests.unit.controlplane.cuts import Cut, How
+from tests.unit.controlplane.interruption import Cut, CutKind
 
 
 def fates(result: ReleaseResult) -> list[str]:
@@ -99,12 +99,12 @@ async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: Worl
 
 async def test_a_release_is_taken_up_where_a_crash_left_it(world: World) -> None:
     await world.provision(count=2)
-    cut = Cut(5, How.CRASH_AFTER)
+    cut = Cut(5, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
     assert world.in_state(State.RELEASING)
     assert set(fates(await world.release())) <= {"released", "skipped"}
     assert len(world.in_state(State.IDLE)) == 2
-    await cut.bury()
+    await cut.discard()
 
 
 async def test_only_attempts_up_to_ours(world: World) -> None:
@@ -260,24 +260,24 @@ async def test_the_ok_of_an_earlier_epoch_pools_nothing(world: World) -> None:
 
 
 async def test_a_machine_still_booting_is_ended_by_a_release(world: World) -> None:
-    cut = Cut(8, How.CRASH_AFTER)
+    cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(process=world.process(cut)))
     assert world.in_state(State.CREATED)
     result = await world.release()
     assert fates(result) == ["retired"]
     assert world.in_state(State.TERMINATING)
-    await cut.bury()
+    await cut.discard()
 
 
 async def test_claimed_machines_of_a_dead_provision_come_back(world: World) -> None:
     ids = await world.warm(2)
-    cut = Cut(8, How.CRASH_AFTER)
+    cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(count=2, process=world.process(cut)))
     assert world.in_state(State.CLAIMED)
     await world.release()
     await world.sweep()
     assert world.in_state(State.IDLE) == ids
-    await cut.bury()
+    await cut.discard()
 
 
 async def test_one_error_leaves_the_others(world: World) -> None:

@@ -20,7 +20,7 @@ from tests.support.records import birth, message, provision
 from tests.support.records import instance as make_record
 from tests.support.world import LIFETIMES, World
 from tests.support.world_time import Call, Notes
-from tests.unit.controlplane.cuts import Cut, How, Unsure
+from tests.unit.controlplane.interruption import Cut, CutKind, AmbiguousAnswer
 
 MARGIN_S = LIFETIMES.margin_s
 
@@ -49,7 +49,7 @@ async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(wo
     ids = await world.warm(3)
     for instance_id in ids:
         world.cloud.end(instance_id, "pulled")
-    hook = Unsure("store.apply_all", applied=applied, at=(1,))
+    hook = AmbiguousAnswer("store.apply_all", applied=applied, at=(1,))
     done: set[str] = set()
     for _ in range(3):
         result = await world.sweep(hook)
@@ -62,7 +62,7 @@ async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(wo
 
 async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(world: World) -> None:
     ids = await world.warm(1)
-    cut = Cut(17, How.CRASH_BEFORE)
+    cut = Cut(17, CutKind.CRASH_BEFORE)
     await cut.run(world.provision("lost", count=2, process=world.process(cut)))
     held = world.in_state(State.CREATED, State.CLAIMED, State.RUNNING)
     assert held
@@ -71,7 +71,7 @@ async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(wo
     assert stored.status is ProvisionStatus.RELEASED
     assert "deadline" in stored.why
     assert not world.in_state(State.CREATED, State.CLAIMED, State.RUNNING)
-    await cut.bury()
+    await cut.discard()
     assert ids
 
 
@@ -84,7 +84,7 @@ async def test_running_machines_of_a_provision_that_was_never_committed_come_bac
             cut.dead.set()
         return await cut(name, call)
 
-    cut = Cut(1_000, How.CRASH_BEFORE)
+    cut = Cut(1_000, CutKind.CRASH_BEFORE)
     await cut.run(world.provision("lost", count=2, process=world.process(hook)))
     assert len(world.in_state(State.RUNNING)) == 2
     await asyncio.sleep(world.lifetimes.provision_timeout_s + MARGIN_S)
@@ -92,30 +92,30 @@ async def test_running_machines_of_a_provision_that_was_never_committed_come_bac
     assert len(result.rolled_back) == 2
     await world.pass_time(12)
     assert len(world.in_state(State.IDLE)) == 2
-    await cut.bury()
+    await cut.discard()
 
 
 async def test_an_interrupted_release_is_finished(world: World) -> None:
     await world.provision(count=1)
-    cut = Cut(6, How.CRASH_BEFORE)
+    cut = Cut(6, CutKind.CRASH_BEFORE)
     await cut.run(world.release(process=world.process(cut)))
     assert len(world.in_state(State.RELEASING)) == 1
     await asyncio.sleep(3)
     result = await world.sweep()
     assert len(result.finished_releases) == len(result.published) == len(world.hints()) == 1
-    await cut.bury()
+    await cut.discard()
 
 
 async def test_a_marked_run_whose_release_died_is_taken_back(world: World) -> None:
     await world.provision()
-    cut = Cut(3, How.CRASH_AFTER)
+    cut = Cut(3, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
     assert cut.calls[-1] == "store.replace_provision"
     assert world.in_state(State.RUNNING)
     result = await world.sweep()
     assert len(result.rolled_back) == 1
     assert world.in_state(State.RELEASING)
-    await cut.bury()
+    await cut.discard()
 
 
 async def test_an_idle_instance_that_was_never_announced_is(world: World) -> None:
@@ -140,7 +140,7 @@ async def test_an_announcement_that_fails_is_told_and_repeated(world: World) -> 
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
-    result = await world.sweep(Unsure("pool.send", applied=False))
+    result = await world.sweep(AmbiguousAnswer("pool.send", applied=False))
     assert any("announcements" in error for error in result.errors)
     assert result.published == ()
     assert world.record(warm).announced_at is None
@@ -353,7 +353,7 @@ async def test_what_was_written_is_told_whatever_became_of_the_others(world: Wor
 async def test_two_refreshes_at_once(world: World) -> None:
     await world.warm(2)
     await world.provision("1", count=1)
-    cut = Cut(6, How.CRASH_AFTER)
+    cut = Cut(6, CutKind.CRASH_AFTER)
     await world.provision("2", count=1)
     await cut.run(world.release("2", process=world.process(cut)))
     await asyncio.sleep(70)
@@ -365,4 +365,4 @@ async def test_two_refreshes_at_once(world: World) -> None:
     results = await asyncio.gather(*(world.sweep(slow) for _ in range(4)))
     assert not [error for result in results for error in result.errors]
     world.check()
-    await cut.bury()
+    await cut.discard()

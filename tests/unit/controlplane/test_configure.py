@@ -17,7 +17,7 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
 from tests.support.world import LIFETIMES, SCOPE, World
 from tests.support.world_time import Call
-from tests.unit.controlplane.cuts import Unsure
+from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
 def config(world: World) -> PoolConfig:
@@ -123,7 +123,7 @@ async def test_tokens_of_every_scope_are_renewed_by_a_refresh_that_changes_nothi
 
 async def test_a_token_that_cannot_be_minted_leaves_the_rest(world: World) -> None:
     await asyncio.sleep(700)
-    hook = Unsure("github.registration_token", applied=False, at=range(1, 100))
+    hook = AmbiguousAnswer("github.registration_token", applied=False, at=range(1, 100))
     result = await world.sweep(hook)
     assert any("tokens for" in error for error in result.errors)
     assert not (await world.sweep()).errors
@@ -167,7 +167,7 @@ async def test_two_refreshes_at_once_do_not_undo_each_other(world: World) -> Non
 
 async def test_a_configuration_whose_answer_was_lost_is_there_the_next_time() -> None:
     world = World()
-    hook = Unsure("store.put_config", applied=True)
+    hook = AmbiguousAnswer("store.put_config", applied=True)
     with pytest.raises(Unavailable):
         await refresh(world.process(hook, credentialed=True), world.desired())
     assert (await world.configure()).applied == ()
