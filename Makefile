@@ -65,15 +65,14 @@ conformance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed $
 acceptance: $(VENV)/.tools $(VENV)-servers/.installed $(VENV)-moto/.installed | /usr/bin/chromium-headless-shell /usr/sbin/iptables ## Test the installed command with real processes and servers
 	$(BIN)/pytest tests/acceptance -q -n 3 --dist loadfile --no-loadscope-reorder
 
-simulation: $(VENV)/.tools ## Worlds in virtual time under faults: the short campaign
+simulation: $(VENV)/.tools ## Run the short campaign: simulated worlds in virtual time under faults
 	$(LOW_PRIORITY) $(BIN)/pytest tests/simulation -q -n 2 --dist worksteal --timeout 1200
 
-simulate: $(VENV)/.tools ## The long campaign, the planted bugs one by one, and small worlds in every order
+simulate: $(VENV)/.tools ## Run the long campaign, all planted bugs, and the exhaustive searches of small worlds
 	@mkdir -p build
 	$(BIN)/python -m simulation --seeds 20000 --first-seed 0 --hours 0.25 --instances 5 --json > build/small-worlds.json
 	$(BIN)/python -m simulation --seeds 2000 --first-seed 100000 --hours 0.5 --instances 10 --json > build/worlds.json
 	$(BIN)/python -m simulation --seeds 5000 --first-seed 200000 --hours 0.25 --instances 5 --faults few --json > build/few-faults.json
-	$(BIN)/python -m simulation.coverage_report build/small-worlds.json build/worlds.json build/few-faults.json --write docs/reference/faults-and-states.md
 	$(BIN)/python benchmarks/simulation.py
 	$(BIN)/python -m simulation.report --write docs/reference/planted-bugs.md
 

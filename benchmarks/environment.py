@@ -24,7 +24,8 @@ from remuda.adapters.aws.identity import key_prefix_of
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.config.settings import Settings, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import RefreshResult, refresh
@@ -334,9 +335,7 @@ class BenchmarkEnvironment:
         name = f"bench{next(self._pools)}"
         flags = {"backend": "aws", "pool": name, "github_scope": SCOPE, **SETTINGS, **changed}
         flags |= {key.replace("-", "_"): value for key, value in self.servers.launch.items()}
-        return BenchmarkPool(
-            name=name, environment=self, settings=load(flags, environ=self.servers.environment()).settings
-        )
+        return BenchmarkPool(name=name, environment=self, settings=load(flags, environ=self.servers.environment()))
 
     async def pool(self, **changed: Any) -> BenchmarkPool:
         made = self.new_pool(**changed)

@@ -6,8 +6,8 @@ import gc
 import sys
 import time
 
-from simulation.faults import Chosen, Swarm
-from simulation.plan import draw
+from simulation.faults import FaultChoice, Swarm
+from simulation.plan import draw_plan
 from simulation.run import simulate
 
 INSTANCES = 20
@@ -16,17 +16,17 @@ SEEDS = 5
 
 def main() -> None:
     gc.freeze()
-    kinds: dict[str, Chosen] = {"no faults": frozenset(), "half of the faults": Swarm.HALF}
+    kinds: dict[str, FaultChoice] = {"no faults": frozenset(), "half of the faults": Swarm.HALF}
     for name, faults in kinds.items():
         started, simulated, agents = time.process_time(), 0.0, 0
         for seed in range(SEEDS):
-            outcome = simulate(draw(seed, hours=0.5, instances=INSTANCES, faults=faults))
-            simulated += outcome.seconds
-            agents += outcome.stats["lives"]
+            result = simulate(draw_plan(seed, hours=0.5, instances=INSTANCES, faults=faults))
+            simulated += result.seconds
+            agents += result.stats["machines"]
         rate = simulated / (time.process_time() - started)
         sys.stdout.write(
             f"{name}: {rate:.0f} simulated seconds per CPU second "
-            f"(at most {INSTANCES} agents at a time, {agents} instances in total, {SEEDS} seeds)\n"
+            f"(at most {INSTANCES} agents at a time, {agents} machines in total, {SEEDS} seeds)\n"
         )
 
 

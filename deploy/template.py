@@ -23,7 +23,8 @@ from policies import (
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.sqs import ATTRIBUTES
-from remuda.config.settings import AWS_LAUNCH, Settings, variable
+from remuda.config.declaration import Group, Setting, variable
+from remuda.config.settings import SETTINGS
 from remuda.ports.compute import POOL_TAG
 from statements import VERSION, Policy, render
 
@@ -49,22 +50,8 @@ HAS_FUNCTIONS = "HasFunctions"
 ALARMS = "Alarms"
 #: So many runs in a row must have failed: one that did is made good by the next.
 ALARM_AFTER = 3
-#: Settings of the functions that are the stack's parameters. A script may be longer than a function's environment: it
-#: belongs into the image.
-PASSED_ON = (
-    "github_scope",
-    "github_api_url",
-    "github_app_id",
-    *(name for name in AWS_LAUNCH if name not in {"iam_instance_profile", "pre_runner_script"}),
-    "max_instances",
-    "max_runtime_min",
-    "idle_time_sec",
-    "max_age_sec",
-    "max_uses",
-    "reuse",
-    "resource_class_config",
-    "log_format",
-)
+#: Settings of the functions that are parameters of the stack.
+STACK_SETTINGS = tuple(declared for declared in SETTINGS.values() if declared.is_parameter)
 TAGS = [{"Key": POOL_TAG, "Value": {"Ref": "Pool"}}]
 
 
@@ -162,7 +149,8 @@ def _metadata() -> dict[str, Any]:
         "The pool": ["Pool"],
         "Workflows that use it": ["OidcProviderArn", "Repository", "Branch"],
         "Scheduled functions": list(_function_parameters()),
-        "What refresh applies": [_parameter(name) for name in PASSED_ON],
+        "Settings of refresh": [item.parameter for item in STACK_SETTINGS if item.group is not Group.SCALE_DOWN],
+        "Settings of scale-down": [item.parameter for item in STACK_SETTINGS if item.group is Group.SCALE_DOWN],
     }
     return {
         "AWS::CloudFormation::Interface": {
@@ -198,7 +186,7 @@ def _parameters() -> dict[str, Any]:
             "Description": "The branch whose workflows may run refresh and scale-down.",
         },
         **_function_parameters(),
-        **{_parameter(name): _setting(name) for name in PASSED_ON},
+        **{declared.parameter: _setting(declared) for declared in STACK_SETTINGS},
     }
 
 
@@ -219,11 +207,6 @@ def _function_parameters() -> dict[str, Any]:
             AllowedPattern="(arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:.+)?",
         ),
         "ScaleDown": _text("Whether scale-down runs on its schedule.", "true", AllowedValues=["true", "false"]),
-        "ScaleDownConfig": _text("idle_config of scale-down, as JSON.", "[]"),
-        "MinimumRunningTimeInMinutes": _text(
-            "scale-down: younger machines are kept. Empty: 5, of Windows 15.", AllowedPattern="[0-9]*"
-        ),
-        "RunnerBootTimeInMinutes": _text("scale-down: how long a machine may boot.", "5", AllowedPattern="[0-9]+"),
         "AlarmTopicArn": _text(
             "SNS topic that hears of functions that fail again and again. Empty: no alarms are made.",
             AllowedPattern="(arn:[a-z-]+:sns:[a-z0-9-]+:[0-9]{12}:.+)?",
@@ -236,12 +219,14 @@ def _function_parameters() -> dict[str, Any]:
     }
 
 
-def _parameter(setting: str) -> str:
-    return _logical("", setting)
-
-
-def _setting(name: str) -> dict[str, Any]:
-    return _text(f"{Settings.model_fields[name].description} Empty: the default.")
+def _setting(declared: Setting) -> dict[str, Any]:
+    """The parameter of a setting. Empty means the default of the function."""
+    limits: dict[str, Any] = {}
+    if declared.kind.choices:
+        limits["AllowedValues"] = ["", *declared.kind.choices]
+    elif declared.kind.is_number:
+        limits["AllowedPattern"] = "[0-9.]*"
+    return _text(declared.full_description, **limits)
 
 
 def _table() -> Resource:
@@ -445,16 +430,13 @@ def _variables(who: str) -> dict[str, Any]:
         variable("github_token"): {"Fn::If": ["IsApp", "", secret]},
         variable("github_app_key"): {"Fn::If": ["IsApp", secret, ""]},
         variable("iam_instance_profile"): {"Ref": "AgentProfile"},
-        **{variable(name): {"Ref": _parameter(name)} for name in PASSED_ON},
+        **{variable(declared.name): {"Ref": declared.parameter} for declared in STACK_SETTINGS},
     }
     if who != "scale-down":
         return shared
     return {
         **shared,
         "ENVIRONMENT": EXACT[ENVIRONMENT],
-        "SCALE_DOWN_CONFIG": {"Ref": "ScaleDownConfig"},
-        "MINIMUM_RUNNING_TIME_IN_MINUTES": {"Ref": "MinimumRunningTimeInMinutes"},
-        "RUNNER_BOOT_TIME_IN_MINUTES": {"Ref": "RunnerBootTimeInMinutes"},
     }
 
 

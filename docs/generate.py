@@ -1,4 +1,4 @@
-"""Generates the parts of the docs that come from the code; with --check it only says whether they are current."""
+"""Generator of the parts of the docs that come from the code. With --check it fails if one is not current."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from remuda.action.inputs import CREDENTIALS, SECRETS, SWITCHES, USED_BY
-from remuda.config.settings import Settings, flag, key, variable
-from remuda.domain.resources import DEFAULT_CLASSES
-from remuda.domain.transitions import ENDINGS, TRANSITIONS
+from remuda.action.inputs import SECRETS, SETTINGS_BY_MODE, SWITCHES
+from remuda.config.declaration import Group
+from remuda.config.settings import SETTINGS
+from remuda.domain.transitions import TRANSITIONS, RetireReason
 from remuda.web.metrics import METRICS
 from simulation.faults import MEANING, Fault
 from simulation.invariants import INVARIANTS
@@ -20,10 +20,6 @@ from simulation.mutants import MUTANTS
 DOCS = Path(__file__).parent
 BEGIN = "<!-- generated: {} -->"
 END = "<!-- end of {} -->"
-
-
-#: A secret has no place in argv; the API's address and the event come with the workflow or the backend.
-NO_FLAG = frozenset({"github_token", "github_api_url", "github_app_id", "github_app_key", "event_name", "event_path"})
 
 
 def state_diagram() -> str:
@@ -49,14 +45,17 @@ def transition_table() -> str:
 
 
 def settings_table() -> str:
-    lines = ["| flag | environment | key in remuda.toml | default | what |", "|---|---|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        default = field.default
-        shown = "seven classes" if default is DEFAULT_CLASSES else "" if default in {None, "", ()} else str(default)
-        shown = shown.lower() if isinstance(default, bool) else shown
-        given = "(none)" if name in NO_FLAG else f"`{flag(name)}`"
-        lines.append(f"| {given} | `{variable(name)}` | `{key(name)}` | {shown or '(none)'} | {field.description} |")
-    return "\n".join(lines)
+    lines = []
+    for group in Group:
+        lines += ["", f"### {group}", "", "| setting | type | default | meaning | flag of |", "|---|---|---|---|---|"]
+        for item in SETTINGS.values():
+            if item.group is not group:
+                continue
+            kind = "`true` or `false`" if item.kind.is_boolean else f"`{item.kind.metavar}`".replace("|", "\\|")
+            commands = "every command" if len(item.commands) > 10 else ", ".join(item.commands)
+            cells = (f"`{item.key}`", kind, item.shown_default or "(none)", item.description, commands or "(none)")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines[1:])
 
 
 def invariants_table() -> str:
@@ -70,7 +69,7 @@ def faults_table() -> str:
 
 
 def planted_table() -> str:
-    lines = ["| planted bug | what it is |", "|---|---|"]
+    lines = ["| planted bug | description |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{mutant.name}` | {mutant.bug} |" for mutant in MUTANTS)])
 
 
@@ -80,17 +79,17 @@ def action() -> dict[str, Any]:
 
 
 def inputs_table() -> str:
-    lines = ["| input | for | what |", "|---|---|---|"]
+    lines = ["| input | modes | meaning |", "|---|---|---|"]
     for name, entry in action()["inputs"].items():
-        modes = [mode for mode, used in USED_BY.items() if name in used or SWITCHES.get(name) == mode]
-        used_by = "all" if name in CREDENTIALS or len(modes) in {0, len(USED_BY)} else ", ".join(modes)
+        modes = [mode for mode, used in SETTINGS_BY_MODE.items() if name in used or SWITCHES.get(name) == mode]
+        used_by = "all" if len(modes) in {0, len(SETTINGS_BY_MODE)} else ", ".join(modes)
         secret = " A secret." if name in SECRETS else ""
         lines.append(f"| `{name}` | {used_by} | {entry['description']}{secret} |")
     return "\n".join(lines)
 
 
 def outputs_table() -> str:
-    lines = ["| output | what |", "|---|---|"]
+    lines = ["| output | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {entry['description']} |" for name, entry in action()["outputs"].items()]
     return "\n".join(lines)
 
@@ -104,7 +103,7 @@ def metrics_table() -> str:
 
 
 def endings_line() -> str:
-    return ", ".join(f"`{name}`" for name in ENDINGS)
+    return ", ".join(f"`{name}`" for name in RetireReason)
 
 
 def decisions_list() -> str:

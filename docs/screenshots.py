@@ -39,7 +39,7 @@ def main() -> int:
             take_screenshot(browser, dashboard.url, "dashboard-light", color_scheme="light", **WIDE)
             take_screenshot(browser, dashboard.url, "dashboard-dark", color_scheme="dark", **WIDE)
             take_screenshot(browser, dashboard.url, "dashboard-phone", color_scheme="light", **PHONE)
-            ended = next(record for record, _ in samples if record.retire)
+            ended = next(record for record, _ in samples if record.retire_reason)
             explanation = f"{dashboard.url}#explain={ended.instance_id}"
             take_screenshot(
                 browser,

@@ -1,4 +1,4 @@
-"""The real control plane and the real agents in virtual time, under faults, with every invariant checked.
+"""Simulation of the control plane and its agents in virtual time, under injected faults, with every invariant checked.
 
-One seed is one history: what the event loop does next, which call fails and what people do all follow from it.
+One seed gives one history: scheduling, faults and user actions all follow from it.
 """

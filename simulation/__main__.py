@@ -1,59 +1,162 @@
-"""`python -m simulation`: run many simulated worlds, or one of them with its trace."""
+"""`python -m simulation`: simulate many seeds, or one seed with its trace."""
 
+from __future__ import annotations
+
+import os
+import secrets
 import sys
-from typing import Annotated
+import time
+from collections.abc import Sequence
+from typing import Any
 
-import typer
+import click
 
 from remuda.cli.main import run_app
 from remuda.cli.output import Output
-from simulation.cli import Request, run_simulate
+from remuda.cli.run import EXIT_OK
+from remuda.domain.errors import InvariantViolated, UserError
+from simulation.campaign import COUNTED, CampaignSettings, CampaignSummary, run_many
+from simulation.faults import Fault, format_faults, parse_faults
+from simulation.run import SimulationResult, simulate
+from simulation.shrink import describe, shrink
 
-app = typer.Typer(
-    name="simulation",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "default_map": {"help": False}},
+#: Number of violations that are shrunk and reported in full.
+MAX_REPORTS = 3
+
+
+@click.command("simulation", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--seeds", type=click.IntRange(1, 10_000_000), default=100, help="Number of worlds. (default: 100)")
+@click.option(
+    "--hours", type=click.FloatRange(0.01, 1_000), default=0.5, help="Simulated hours per world. (default: 0.5)"
 )
-
-
-@app.command()
-def simulate(
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=10_000_000, help="Number of worlds.")] = 100,
-    hours: Annotated[float, typer.Option("--hours", min=0.01, max=1_000, help="Simulated hours per world.")] = 0.5,
-    instances: Annotated[int, typer.Option("--instances", min=1, max=500, help="Maximum instances per world.")] = 10,
-    faults: Annotated[
-        str,
-        typer.Option(
-            "--faults",
-            help="swarm (each seed draws half of the faults), few (one to six), all, none, or comma-separated names.",
-        ),
-    ] = "swarm",
-    seed: Annotated[int | None, typer.Option("--seed", min=0, max=2**63, help="Run this seed only.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Print every event; requires --seed.")] = False,
-    first_seed: Annotated[
-        int | None, typer.Option("--first-seed", min=0, max=2**63, help="First seed (default: random).")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, max=256, help="Worker processes (default: 2).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+@click.option("--instances", type=click.IntRange(1, 500), default=10, help="Maximum instances per world. (default: 10)")
+@click.option(
+    "--faults",
+    default="swarm",
+    help="swarm (each seed draws half of the faults), few (one to six), all, none, or comma-separated names.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63), help="Run this seed only.")
+@click.option("--trace", is_flag=True, help="Print every event; requires --seed.")
+@click.option("--first-seed", type=click.IntRange(0, 2**63), help="First seed. (default: random)")
+@click.option("--workers", type=click.IntRange(1, 256), help="Worker processes. (default: 2)")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--quiet", "-q", is_flag=True, help="Print the result only.")
+def main(
+    *,
+    seeds: int,
+    hours: float,
+    instances: int,
+    faults: str,
+    seed: int | None,
+    trace: bool,
+    first_seed: int | None,
+    workers: int | None,
+    as_json: bool,
+    quiet: bool,
 ) -> int:
     """Run the control plane and its agents in virtual time under faults and check every invariant."""
-    request = Request(
-        seeds=seeds,
-        hours=hours,
-        instances=instances,
-        faults=faults,
-        seed=seed,
-        trace=trace,
-        first=first_seed,
-        workers=workers,
+    settings = CampaignSettings(hours=hours, instances=instances, faults=parse_faults(faults))
+    output = Output(as_json=as_json, quiet=quiet)
+    if seed is not None:
+        return run_one(seed, settings, output, trace=trace)
+    if trace:
+        raise UserError("--trace requires --seed", field="--trace", fix="pass --seed, too")
+    first = first_seed if first_seed is not None else secrets.randbelow(10**9)
+    return _run_campaign(range(first, first + seeds), settings, workers or min(2, os.cpu_count() or 1), output)
+
+
+def run_one(seed: int, settings: CampaignSettings, output: Output, *, trace: bool = False) -> int:
+    started = time.perf_counter()
+    result = simulate(settings.plan(seed), keep_trace=trace)
+    seconds = time.perf_counter() - started
+    summary = CampaignSummary()
+    summary.add(result)
+    lines = [str(line) for line in result.lines]
+    for line in lines:
+        output.say(line)
+    reports = [_report(result, settings, output)] if result.violation else []
+    document = {**_document(summary, settings, seconds), "seed": seed, "trace_hash": result.digest, "reports": reports}
+    if trace:
+        document["trace"] = lines
+    output.result(document)
+    output.answer(f"seed {seed}: trace {result.digest}", *_text(summary, seconds))
+    return InvariantViolated.exit_code if result.violation else EXIT_OK
+
+
+def _run_campaign(seeds: range, settings: CampaignSettings, workers: int, output: Output) -> int:
+    started = time.perf_counter()
+    summary = _run_with_progress(seeds, settings, workers, output)
+    seconds = time.perf_counter() - started
+    violating = sorted(summary.violations)[:MAX_REPORTS]
+    reports = [_report(simulate(settings.plan(seed)), settings, output) for seed in violating]
+    output.result(
+        {**_document(summary, settings, seconds), "first_seed": seeds[0], "workers": workers, "reports": reports}
     )
-    return run_simulate(request, Output(as_json=as_json, quiet=quiet))
+    output.answer(f"seeds {seeds[0]} to {seeds[-1]}", *_text(summary, seconds))
+    return InvariantViolated.exit_code if summary.violations else EXIT_OK
+
+
+def _run_with_progress(
+    seeds: Sequence[int], settings: CampaignSettings, workers: int, output: Output
+) -> CampaignSummary:
+    if output.is_quiet:
+        return run_many(seeds, settings, workers=workers)
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (
+        TextColumn("simulating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]} seeds/s, {task.fields[found]} violations"),
+        TimeRemainingColumn(),
+    )
+    started = time.perf_counter()
+    with Progress(*columns, console=output.console) as progress:
+        bar = progress.add_task("", total=len(seeds), rate="-", found=0)
+
+        def done(so_far: CampaignSummary) -> None:
+            rate = so_far.seeds / max(1e-9, time.perf_counter() - started)
+            progress.update(bar, completed=so_far.seeds, rate=f"{rate:.1f}", found=len(so_far.violations))
+
+        return run_many(seeds, settings, workers=workers, done=done)
+
+
+def _report(found: SimulationResult, settings: CampaignSettings, output: Output) -> list[str]:
+    """Shrink a violation and describe it, with the command that shows the whole trace."""
+    world = f"--seed {found.plan.seed} --hours {settings.hours:g} --instances {settings.instances}"
+    command = f"full trace: python -m simulation {world} --faults {format_faults(settings.faults)} --trace"
+    lines = [*describe(shrink(found)), command]
+    for line in lines:
+        output.say(line, style="red" if line.startswith("seed ") else None)
+    return lines
+
+
+def _document(summary: CampaignSummary, settings: CampaignSettings, seconds: float) -> dict[str, Any]:
+    return {
+        "hours": settings.hours,
+        "instances": settings.instances,
+        "seconds": round(seconds, 3),
+        "seeds_per_s": round(summary.seeds / max(seconds, 1e-9), 2),
+        "simulated_s_per_s": round(summary.simulated_s / max(seconds, 1e-9)),
+        **summary.document(),
+    }
+
+
+def _text(summary: CampaignSummary, seconds: float) -> list[str]:
+    counts = ", ".join(f"{summary.stats[statistic]} {name}" for name, statistic in COUNTED.items())
+    faults = ", ".join(f"{fault} {summary.faults[fault]}" for fault in Fault if summary.faults[fault])
+    pace = (
+        f"{summary.seeds} seeds in {seconds:.1f} s: {summary.seeds / max(seconds, 1e-9):.1f} seeds/s, "
+        f"{summary.simulated_s / max(seconds, 1e-9):.0f} simulated seconds per second"
+    )
+    return [
+        pace,
+        f"{counts}; {summary.checks} invariant checks",
+        f"faults: {faults or 'none'}",
+        *(f"seed {seed}: {found}" for seed, found in sorted(summary.violations.items())),
+        f"{len(summary.violations)} violations",
+    ]
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(app, sys.argv[1:]))
+    sys.exit(run_app(main, sys.argv[1:]))

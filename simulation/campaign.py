@@ -1,4 +1,4 @@
-"""Many seeds on several cores, and what they came to."""
+"""Campaigns: many seeds in several processes, and the sum of their results."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulation.coverage import STATES, empty_cells
-from simulation.faults import Chosen, Fault, Swarm
+from simulation.faults import Fault, FaultChoice, Swarm
 from simulation.invariants import Violation
-from simulation.plan import Plan, draw
-from simulation.run import Outcome, simulate
+from simulation.plan import WorldPlan, draw_plan
+from simulation.run import SimulationResult, simulate
 
-#: Seeds that a worker takes at a time.
+#: Seeds per task of a worker process.
 BATCH = 4
-#: What is counted for people, and which note of the world it is.
+#: Counts in the summary, and the statistic of the world that each one is taken from.
 COUNTED = {
-    "lives": "lives",
+    "machines": "machines",
     "claims": "claim-won",
     "jobs": "jobs",
     "provisions": "provisions",
@@ -32,46 +31,43 @@ COUNTED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class CampaignSettings:
     hours: float
     instances: int
-    faults: Chosen = Swarm.HALF
+    faults: FaultChoice = Swarm.HALF
 
-    def plan(self, seed: int) -> Plan:
-        return draw(seed, hours=self.hours, instances=self.instances, faults=self.faults)
+    def plan(self, seed: int) -> WorldPlan:
+        return draw_plan(seed, hours=self.hours, instances=self.instances, faults=self.faults)
 
 
 @dataclass(kw_only=True, slots=True)
-class Summary:
+class CampaignSummary:
     seeds: int = 0
     simulated_s: float = 0.0
     steps: int = 0
     checks: int = 0
     stats: Counter[str] = field(default_factory=Counter)
     faults: Counter[Fault] = field(default_factory=Counter)
-    coverage: Counter[tuple[Fault, str]] = field(default_factory=Counter)
-    #: By seed.
+    #: Violations by seed.
     violations: dict[int, Violation] = field(default_factory=dict)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, result: SimulationResult) -> None:
         self.seeds += 1
-        self.simulated_s += outcome.seconds
-        self.steps += outcome.steps
-        self.checks += outcome.checks
-        self.stats.update(outcome.stats)
-        self.faults.update(outcome.faults)
-        self.coverage.update(outcome.coverage)
-        if outcome.violation is not None:
-            self.violations[outcome.plan.seed] = outcome.violation
+        self.simulated_s += result.seconds
+        self.steps += result.steps
+        self.checks += result.checks
+        self.stats.update(result.stats)
+        self.faults.update(result.faults)
+        if result.violation is not None:
+            self.violations[result.plan.seed] = result.violation
 
-    def merge(self, other: Summary) -> None:
+    def merge(self, other: CampaignSummary) -> None:
         self.seeds += other.seeds
         self.simulated_s += other.simulated_s
         self.steps += other.steps
         self.checks += other.checks
         self.stats.update(other.stats)
         self.faults.update(other.faults)
-        self.coverage.update(other.coverage)
         self.violations |= other.violations
 
     def document(self) -> dict[str, Any]:
@@ -82,17 +78,15 @@ class Summary:
             "checks": self.checks,
             **{name: self.stats[note] for name, note in COUNTED.items()},
             "faults": {fault.value: self.faults[fault] for fault in Fault},
-            "coverage": {fault.value: {state: self.coverage[fault, state] for state in STATES} for fault in Fault},
-            "empty": [[fault.value, state] for fault, state in empty_cells(self.coverage)],
             "violations": [
-                {"seed": seed, "invariant": found.invariant, "what": str(found), "instance_id": found.instance_id}
+                {"seed": seed, "invariant": found.invariant, "text": str(found), "instance_id": found.instance_id}
                 for seed, found in sorted(self.violations.items())
             ],
         }
 
 
-def run_batch(seeds: Sequence[int], settings: Settings) -> Summary:
-    summary = Summary()
+def run_batch(seeds: Sequence[int], settings: CampaignSettings) -> CampaignSummary:
+    summary = CampaignSummary()
     for seed in seeds:
         summary.add(simulate(settings.plan(seed)))
     return summary
@@ -100,17 +94,17 @@ def run_batch(seeds: Sequence[int], settings: Settings) -> Summary:
 
 def run_many(
     seeds: Iterable[int],
-    settings: Settings,
+    settings: CampaignSettings,
     *,
     workers: int,
-    done: Callable[[Summary], None] = lambda _: None,
-) -> Summary:
-    """All of them, in any order; `done` is told after each batch, with the sum so far."""
-    total = Summary()
+    done: Callable[[CampaignSummary], None] = lambda _: None,
+) -> CampaignSummary:
+    """Simulate all seeds. `done` is called after each batch with the sum so far."""
+    total = CampaignSummary()
     batches = _batches(seeds)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_begin) as pool:
-        running: set[Future[Summary]] = set()
+    with ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_start_worker) as pool:
+        running: set[Future[CampaignSummary]] = set()
         try:
             for batch in batches:
                 running.add(pool.submit(run_batch, batch, settings))
@@ -119,14 +113,14 @@ def run_many(
             while running:
                 running = _collect(running, total, done)
         except KeyboardInterrupt:
-            # What has begun is a matter of seconds.
+            # Running batches end within seconds.
             pool.shutdown(cancel_futures=True)
             raise
     return total
 
 
-def _begin() -> None:
-    """In each worker: Ctrl-C is for the one who started it, and what is imported need not be looked through again."""
+def _start_worker() -> None:
+    """Leave Ctrl-C to the parent process, and exclude imported objects from garbage collection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
 
@@ -142,7 +136,9 @@ def _batches(seeds: Iterable[int]) -> Iterable[list[int]]:
         yield batch
 
 
-def _collect(running: set[Future[Summary]], total: Summary, done: Callable[[Summary], None]) -> set[Future[Summary]]:
+def _collect(
+    running: set[Future[CampaignSummary]], total: CampaignSummary, done: Callable[[CampaignSummary], None]
+) -> set[Future[CampaignSummary]]:
     finished, rest = wait(running, return_when=FIRST_COMPLETED)
     for future in finished:
         total.merge(future.result())

@@ -1,9 +1,9 @@
-"""Every order of events in a small world: two instances, three runs, messages that come again, one crash.
+"""Exhaustive search of a small world: every order of events of two instances and three runs.
 
-A breadth-first search without an event loop. The real transition table and the real decisions of agents and sweeps make
-each step of a life (`lives`) and of a run (`claims`). They are asked once for each question; the search itself goes
-over numbers: a state is two lives, a team of runs and what may still go wrong. Instances are alike and runs are alike,
-so of the states that differ by their names alone one is looked at.
+A breadth-first search without an event loop. The steps of an instance (`instance_model`) and of a run
+(`provision_model`) come from the real transition table and the real decisions of agents and sweeps; each answer is
+cached. The search itself works on numbers: a world state is two instance states, a team of runs and the remaining
+budget of incidents. Instances are interchangeable and so are runs, so states that differ only by names count as one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from remuda.domain.instance import ASSIGNED, Instance, State
-from simulation.instance_model import CRASH, EXPIRY, LOST, MISHAPS, OPERATOR, UNBORN, Life, Lives, Step
-from simulation.provision_model import EMPTY_HANDED, Claims, Move, Phase
+from simulation.instance_model import (
+    ABSENT,
+    CRASH,
+    EXPIRY,
+    INCIDENTS,
+    LOST_ANSWER,
+    OPERATOR,
+    InstanceModel,
+    InstanceState,
+    ModelStep,
+)
+from simulation.provision_model import WITHOUT_INSTANCE, ProvisionModel, ProvisionPhase, ProvisionStep
 
-#: A state is one number: two lives, a team, and the budgets, so many bits each.
+#: Bits per part of a state number: two instances and a team of _BITS each, then the budget.
 _BITS = 18
 _MASK = (1 << _BITS) - 1
 _BUDGETS = 4
@@ -28,112 +38,111 @@ _BUDGET_MASK = (1 << _BUDGETS) - 1
 OPEN, COMMITTED, RELEASED = 0, 1, 2
 
 
-class Run(NamedTuple):
-    """A run's provision: its record, and what its process is about."""
+class ModelRun(NamedTuple):
+    """A workflow run: the status of its provision and the phase of its process."""
 
     status: int = OPEN
-    phase: Phase = Phase.FREE
-    #: The instance that it is about.
+    phase: ProvisionPhase = ProvisionPhase.FREE
+    #: Number of the instance that its process works on.
     at: int = 0
-    #: What it knows of it, by number; 0 for nothing.
+    #: Number of the record that it knows of that instance; 0 for none.
     known: int = 0
-    #: Which instances are assigned to it.
+    #: Whether each of the instances is assigned to it.
     owns: tuple[bool, bool] = (False, False)
 
 
-DONE = Run(status=RELEASED, phase=Phase.OVER)
+DONE = ModelRun(status=RELEASED, phase=ProvisionPhase.OVER)
 
 
 @dataclass(kw_only=True, slots=True)
-class Search:
-    """What a search came to."""
-
+class SearchResult:
     states: int = 0
     actions: int = 0
     depth: int = 0
-    #: Different lives of an instance, and different teams of runs.
-    lives: int = 0
+    #: Number of different instance states and of different teams of runs.
+    instance_states: int = 0
     teams: int = 0
-    #: False where a limit ended it.
+    #: False if a limit ended the search.
     complete: bool = True
-    #: The first violation, and the shortest way to it.
+    #: The first violation and the shortest path to it.
     violation: str = ""
     path: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    #: One or two.
+class SearchBounds:
+    #: 1 or 2.
     instances: int = 2
     runs: int = 3
-    #: May one of each happen? Dead commands are not counted: each of their steps may be the last one.
+    #: Whether one of each incident may happen. Crashes of commands need no budget: a command that takes no further step
+    #: is a crashed one.
     crash: bool = True
     expiry: bool = False
     lost_answer: bool = False
     operator: bool = False
-    #: Sweeps, operators and agents may act on what they read a while ago.
+    #: Whether sweeps, operators and agents may act on outdated reads.
     stale: bool = True
 
     @property
     def budget(self) -> int:
-        return CRASH * self.crash | EXPIRY * self.expiry | LOST * self.lost_answer | OPERATOR * self.operator
+        return CRASH * self.crash | EXPIRY * self.expiry | LOST_ANSWER * self.lost_answer | OPERATOR * self.operator
 
     def __str__(self) -> str:
-        mishaps = [f"one {name}" for bit, name in MISHAPS.items() if self.budget & bit]
+        incidents = [f"one {name}" for bit, name in INCIDENTS.items() if self.budget & bit]
         plural = "s" if self.instances > 1 else ""
-        return f"{self.instances} instance{plural}, {self.runs} runs, {', '.join(mishaps) or 'no mishap'}"
+        return f"{self.instances} instance{plural}, {self.runs} runs, {', '.join(incidents) or 'no incident'}"
 
 
-class _Act(NamedTuple):
-    """One action at one instance, in the order in which lives and runs stand in the state."""
+class _Action(NamedTuple):
+    """One action at one instance. Instances and runs are in the order of the state."""
 
     text: str
-    #: Which run acts, if one does.
+    #: Number of the run that acts, or None.
     run: int | None
-    life: int
-    #: As they stand, not sorted.
+    instance: int
+    #: Runs after the action, unsorted.
     runs: tuple[int, ...]
     cost: int
-    broken: str
+    violation: str
 
 
-#: A state's neighbours by one instance: its life, the team, the cost; and what must not be: cost and number of the act.
+#: Successors through one instance as (instance, team, cost), and violating actions as (cost, number).
 _Next = tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]
 
 
-def explore(bounds: Bounds | None = None, *, limit: int | None = None) -> Search:
-    """All states within the bounds, the nearest first."""
-    return _Explorer(bounds or Bounds()).explore(limit)
+def explore(bounds: SearchBounds | None = None, *, limit: int | None = None) -> SearchResult:
+    """Search all states within the bounds, breadth-first."""
+    return _Explorer(bounds or SearchBounds()).explore(limit)
 
 
 class _Explorer:
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: SearchBounds) -> None:
         self._bounds = bounds
-        self._lives = Lives(stale=bounds.stale)
-        self._claims = Claims(self._lives)
-        # Number 0 is what is not there.
-        self._life_ids: dict[Life, int] = {}
-        self._life_of: list[Life] = [UNBORN]
+        self._instance_model = InstanceModel(stale=bounds.stale)
+        self._provision_model = ProvisionModel(self._instance_model)
+        # Number 0 stands for an absent instance.
+        self._instance_ids: dict[InstanceState, int] = {}
+        self._instance_of: list[InstanceState] = [ABSENT]
         self._assigned: list[bool] = [False]
         self._known_ids: dict[Instance | None, int] = {None: 0}
         self._known_of: list[Instance | None] = [None]
-        self._run_ids: dict[Run, int] = {}
-        self._run_of: list[Run] = []
-        self._settled: dict[tuple[Run, tuple[bool, bool]], int] = {}
+        self._run_ids: dict[ModelRun, int] = {}
+        self._run_of: list[ModelRun] = []
+        self._normalized: dict[tuple[ModelRun, tuple[bool, bool]], int] = {}
         self._team_ids: dict[tuple[int, ...], int] = {}
         self._team_of: list[tuple[int, ...]] = []
-        #: The same team with the instances the other way round, found when asked for.
+        #: Number of each team with its two instances exchanged.
         self._mirrored: dict[int, int] = {}
         self._next: tuple[dict[int, _Next], dict[int, _Next]] = ({}, {})
-        self._alone: dict[int, tuple[int, ...]] = {}
-        self._steps_of: dict[tuple[int, bool], list[tuple[Step, int]]] = {}
-        self._moves_of: dict[tuple[int, int, int, bool], list[tuple[Move, int, int]]] = {}
+        self._known_record_steps: dict[int, tuple[int, ...]] = {}
+        self._steps_of: dict[tuple[int, bool], list[tuple[ModelStep, int]]] = {}
+        self._provision_steps_of: dict[tuple[int, int, int, bool], list[tuple[ProvisionStep, int, int]]] = {}
 
-    def explore(self, limit: int | None) -> Search:
+    def explore(self, limit: int | None) -> SearchResult:
         first = self._first()
         came_from = {first: first}
         frontier = [first]
-        search = Search()
+        search = SearchResult()
         while frontier:
             found: list[int] = []
             for state in frontier:
@@ -149,51 +158,51 @@ class _Explorer:
                 break
             frontier = found
         search.states = len(came_from)
-        search.lives, search.teams = len(self._life_of), len(self._team_of)
+        search.instance_states, search.teams = len(self._instance_of), len(self._team_of)
         return search
 
     def _first(self) -> int:
-        unborn = self._life_id(UNBORN)
-        lives = (unborn, unborn) if self._bounds.instances > 1 else (0, unborn)
-        team = self._team_id((self._run_id(Run()),) * self._bounds.runs)
-        return self._pack(*lives, team, self._bounds.budget)
+        unborn = self._instance_id(ABSENT)
+        pair = (unborn, unborn) if self._bounds.instances > 1 else (0, unborn)
+        team = self._team_id((self._run_id(ModelRun()),) * self._bounds.runs)
+        return self._pack(*pair, team, self._bounds.budget)
 
     def _expand(self, state: int, came_from: dict[int, int], found: list[int]) -> tuple[int, bool]:
-        """Adds the neighbours that are new. The hot path: numbers only."""
+        """Add the new successors of a state. The hot path, so it works on numbers only."""
         budget = state & _BUDGET_MASK
         team = (state >> _BUDGETS) & _MASK
         one = (state >> (_BUDGETS + _BITS)) & _MASK
         zero = state >> (_BUDGETS + 2 * _BITS)
         spent = ~budget
         pack, actions = self._pack, 0
-        for at, life, other in ((0, zero, one), (1, one, zero)):
-            if not life:
+        for at, instance, other in ((0, zero, one), (1, one, zero)):
+            if not instance:
                 continue
-            key = (team << _BITS | life) << 1 | self._assigned[other]
+            key = (team << _BITS | instance) << 1 | self._assigned[other]
             known = self._next[at].get(key)
             if known is None:
-                known = self._next[at][key] = self._neighbours(at, life, team, other)
-            for after, following, cost in known[0]:
+                known = self._next[at][key] = self._neighbours(at, instance, team, other)
+            for after, next_team, cost in known[0]:
                 if cost & spent:
                     continue
                 actions += 1
-                lives = (other, after) if at else (after, other)
-                reached = pack(*lives, following, budget ^ cost)
+                pair = (other, after) if at else (after, other)
+                reached = pack(*pair, next_team, budget ^ cost)
                 if reached not in came_from:
                     came_from[reached] = state
                     found.append(reached)
             if known[1] and any(not cost & spent for cost, _ in known[1]):
                 return actions, True
-        for following in self._steps_alone(team, zero, one):
+        for next_team in self._record_steps(team, zero, one):
             actions += 1
-            reached = pack(zero, one, following, budget)
+            reached = pack(zero, one, next_team, budget)
             if reached not in came_from:
                 came_from[reached] = state
                 found.append(reached)
         return actions, False
 
     def _pack(self, zero: int, one: int, team: int, budget: int) -> int:
-        """The state's one number, the same for all that differ by names alone."""
+        """The number of a state, equal for states that differ only by names."""
         if zero >= one and one:
             mirrored = self._mirrored.get(team)
             if mirrored is None:
@@ -212,114 +221,118 @@ class _Explorer:
     def _mirror_runs(self, runs: tuple[int, ...]) -> tuple[int, ...]:
         found = []
         for run in map(self._run_of.__getitem__, runs):
-            at = run.at if run.phase in EMPTY_HANDED else 1 - run.at
+            at = run.at if run.phase in WITHOUT_INSTANCE else 1 - run.at
             found.append(self._run_id(run._replace(at=at, owns=(run.owns[1], run.owns[0]))))
         return tuple(found)
 
-    # What each question is answered once
+    # Cached answers of the models
 
-    def _neighbours(self, at: int, life: int, team: int, other: int) -> _Next:
+    def _neighbours(self, at: int, instance: int, team: int, other: int) -> _Next:
         good: dict[tuple[int, int, int], None] = {}
         bad: list[tuple[int, int]] = []
-        for number, act in enumerate(self._acts(at, life, team, other)):
-            if act.broken:
-                bad.append((act.cost, number))
+        for number, action in enumerate(self._actions(at, instance, team, other)):
+            if action.violation:
+                bad.append((action.cost, number))
             else:
-                good[act.life, self._team_id(act.runs), act.cost] = None
+                good[action.instance, self._team_id(action.runs), action.cost] = None
         return tuple(good), tuple(bad)
 
-    def _acts(self, at: int, life: int, team: int, other: int) -> Iterator[_Act]:
-        """All that can happen at one instance."""
+    def _actions(self, at: int, instance: int, team: int, other: int) -> Iterator[_Action]:
+        """All actions at one instance."""
         team_runs = [self._run_of[run] for run in self._team_of[team]]
         owner = next((run for run in team_runs if run.owns[at]), None)
-        released = owner is not None and owner.status == RELEASED and self._assigned[life]
-        for step, after in self._steps(life, released=released):
-            same = self._assigned[after] is self._assigned[life]
+        released = owner is not None and owner.status == RELEASED and self._assigned[instance]
+        for step, after in self._steps(instance, released=released):
+            same = self._assigned[after] is self._assigned[instance]
             kept = self._team_of[team] if same else self._runs(team_runs, at, after, other)
-            yield _Act(step.text, None, after, kept, step.cost, step.broken)
+            yield _Action(step.text, None, after, kept, step.cost, step.violation)
         for number, run in enumerate(team_runs):
             if run in team_runs[:number]:
                 continue
-            if run.phase is not Phase.FREE and (run.phase in EMPTY_HANDED or run.at != at):
+            if run.phase is not ProvisionPhase.FREE and (run.phase in WITHOUT_INSTANCE or run.at != at):
                 continue
-            yield from self._acts_of_run(at, life, team_runs, number, other, released=released)
+            yield from self._actions_of_run(at, instance, team_runs, number, other, released=released)
 
-    def _acts_of_run(
-        self, at: int, life: int, runs: list[Run], number: int, other: int, *, released: bool
-    ) -> Iterator[_Act]:
-        for move, after, known in self._moves(at, life, runs[number], released=released):
+    def _actions_of_run(
+        self, at: int, instance: int, runs: list[ModelRun], number: int, other: int, *, released: bool
+    ) -> Iterator[_Action]:
+        for step, after, known in self._provision_steps(at, instance, runs[number], released=released):
             moved = list(runs)
-            if move.takes:
+            if step.takes:
                 moved = [_owning(item, at, mine=index == number) for index, item in enumerate(runs)]
-            moved[number] = moved[number]._replace(phase=move.phase, at=at, known=known)
+            moved[number] = moved[number]._replace(phase=step.phase, at=at, known=known)
             twice = self._held_twice(moved)
-            yield _Act(move.text, number, after, self._runs(moved, at, after, other), move.cost, move.broken or twice)
+            yield _Action(
+                step.text, number, after, self._runs(moved, at, after, other), step.cost, step.violation or twice
+            )
 
-    def _steps(self, life: int, *, released: bool) -> list[tuple[Step, int]]:
-        known = self._steps_of.get((life, released))
+    def _steps(self, instance: int, *, released: bool) -> list[tuple[ModelStep, int]]:
+        known = self._steps_of.get((instance, released))
         if known is None:
-            steps = self._lives.steps(self._life_of[life], released=released)
-            known = self._steps_of[life, released] = [(step, self._life_id(step.after)) for step in steps]
+            steps = self._instance_model.steps(self._instance_of[instance], released=released)
+            known = self._steps_of[instance, released] = [(step, self._instance_id(step.after)) for step in steps]
         return known
 
-    def _moves(self, at: int, life: int, run: Run, *, released: bool) -> list[tuple[Move, int, int]]:
-        key = (self._run_id(run), at, life, released)
-        known = self._moves_of.get(key)
+    def _provision_steps(
+        self, at: int, instance: int, run: ModelRun, *, released: bool
+    ) -> list[tuple[ProvisionStep, int, int]]:
+        key = (self._run_id(run), at, instance, released)
+        known = self._provision_steps_of.get(key)
         if known is None:
-            moves = self._claims.moves(
-                self._life_of[life],
+            provision_steps = self._provision_model.steps(
+                self._instance_of[instance],
                 run.phase,
                 self._known_of[run.known],
                 owns=run.owns[at],
                 released=released,
                 own_released=run.status == RELEASED,
             )
-            known = self._moves_of[key] = [
-                (move, self._life_id(move.after), self._known_id(move.known)) for move in moves
+            known = self._provision_steps_of[key] = [
+                (step, self._instance_id(step.after), self._known_id(step.known)) for step in provision_steps
             ]
         return known
 
-    def _steps_alone(self, team: int, zero: int, one: int) -> tuple[int, ...]:
+    def _record_steps(self, team: int, zero: int, one: int) -> tuple[int, ...]:
         assigned = (self._assigned[zero], self._assigned[one])
         key = team << 2 | assigned[0] << 1 | assigned[1]
-        known = self._alone.get(key)
+        known = self._known_record_steps.get(key)
         if known is None:
-            acts = self._acts_alone(team, zero, one)
-            known = self._alone[key] = tuple(dict.fromkeys(self._team_id(act.runs) for act in acts))
+            actions = self._record_actions(team, zero, one)
+            known = self._known_record_steps[key] = tuple(dict.fromkeys(self._team_id(item.runs) for item in actions))
         return known
 
-    def _acts_alone(self, team: int, zero: int, one: int) -> Iterator[_Act]:
-        """What happens to a provision's record."""
+    def _record_actions(self, team: int, zero: int, one: int) -> Iterator[_Action]:
+        """Actions that change only the record of a provision."""
         runs = [self._run_of[run] for run in self._team_of[team]]
         for number, run in enumerate(runs):
             if run in runs[:number] or run == DONE:
                 continue
-            following = []
+            possible = []
             if run.status != RELEASED:
-                following.append(("is released", run._replace(status=RELEASED)))
-            if run.phase is Phase.CLOSING:
-                following.append(("closes its provision", run._replace(status=RELEASED, phase=Phase.OVER)))
+                possible.append(("is released", run._replace(status=RELEASED)))
+            if run.phase is ProvisionPhase.CLOSING:
+                possible.append(("closes its provision", run._replace(status=RELEASED, phase=ProvisionPhase.OVER)))
             known = self._known_of[run.known]
-            if run.phase is Phase.HOLDS and run.status == OPEN and known and known.state is State.RUNNING:
-                following.append(("succeeds", run._replace(status=COMMITTED, phase=Phase.OVER)))
-            for text, after in following:
+            if run.phase is ProvisionPhase.HOLDS and run.status == OPEN and known and known.state is State.RUNNING:
+                possible.append(("succeeds", run._replace(status=COMMITTED, phase=ProvisionPhase.OVER)))
+            for text, after in possible:
                 moved = self._runs([*runs[:number], after, *runs[number + 1 :]], 0, zero, one)
-                yield _Act(text, number, 0, moved, 0, "")
+                yield _Action(text, number, 0, moved, 0, "")
 
-    def _runs(self, runs: list[Run], at: int, life: int, other: int) -> tuple[int, ...]:
-        """Without what nobody reads any more: to whom an instance belongs that is not assigned."""
-        here, there = self._assigned[life], self._assigned[other]
+    def _runs(self, runs: list[ModelRun], at: int, instance: int, other: int) -> tuple[int, ...]:
+        """Numbers of the runs without the owners of unassigned instances, which nothing reads."""
+        here, there = self._assigned[instance], self._assigned[other]
         assigned = (there, here) if at else (here, there)
-        return tuple(self._settled_id(run, assigned) for run in runs)
+        return tuple(self._normalized_id(run, assigned) for run in runs)
 
-    def _settled_id(self, run: Run, assigned: tuple[bool, bool]) -> int:
-        number = self._settled.get((run, assigned))
+    def _normalized_id(self, run: ModelRun, assigned: tuple[bool, bool]) -> int:
+        number = self._normalized.get((run, assigned))
         if number is None:
-            number = self._settled[run, assigned] = self._run_id(_settled(run, assigned))
+            number = self._normalized[run, assigned] = self._run_id(_normalized(run, assigned))
         return number
 
-    def _held_twice(self, runs: list[Run]) -> str:
-        known = [(run.at, self._known_of[run.known]) for run in runs if run.phase is Phase.HOLDS]
+    def _held_twice(self, runs: list[ModelRun]) -> str:
+        known = [(run.at, self._known_of[run.known]) for run in runs if run.phase is ProvisionPhase.HOLDS]
         held = [(at, record.epoch) for at, record in known if record is not None]
         return "" if len(set(held)) == len(held) else "S1: two runs hold one instance at one epoch"
 
@@ -330,17 +343,17 @@ class _Explorer:
             self._known_of.append(known)
         return number
 
-    def _life_id(self, life: Life) -> int:
-        number = self._life_ids.get(life)
+    def _instance_id(self, instance: InstanceState) -> int:
+        number = self._instance_ids.get(instance)
         if number is None:
-            number = self._life_ids[life] = len(self._life_of)
-            self._life_of.append(life)
-            # A launch without a record belongs to somebody too.
-            self._assigned.append(life.state in ASSIGNED or (life.record is None and life.launched))
+            number = self._instance_ids[instance] = len(self._instance_of)
+            self._instance_of.append(instance)
+            # A launched machine without a record is assigned, too.
+            self._assigned.append(instance.state in ASSIGNED or (instance.record is None and instance.launched))
             _check_fits(number)
         return number
 
-    def _run_id(self, run: Run) -> int:
+    def _run_id(self, run: ModelRun) -> int:
         number = self._run_ids.get(run)
         if number is None:
             number = self._run_ids[run] = len(self._run_of)
@@ -356,47 +369,47 @@ class _Explorer:
             _check_fits(number)
         return number
 
-    # The way to a violation
+    # The path to a violation
 
     def _path(self, came_from: dict[int, int], last: int) -> tuple[str, list[str]]:
-        """The actions that lead to it, found by going the way again, with one name for each run and instance."""
+        """The violation and the actions that lead to it, replayed with fixed names of runs and instances."""
         way = [last]
         while came_from[way[-1]] != way[-1]:
             way.append(came_from[way[-1]])
-        # One that is alone stands in the second place.
+        # A single instance is in the second place.
         instances = (0, 1) if self._bounds.instances > 1 else (1, 0)
         names = _Names(instances=instances, runs=tuple(range(self._bounds.runs)))
-        told: list[str] = []
+        texts: list[str] = []
         for state, goal in zip(way[:0:-1], way[-2::-1], strict=True):
-            for at, act, lives in self._named(state):
-                reached, renamed = self._reach(lives, act.runs, (state & _BUDGET_MASK) ^ act.cost, names)
-                if reached == goal and not act.broken:
-                    told.append(names.tell(act, at))
+            for at, action, pair in self._named(state):
+                reached, renamed = self._reach(pair, action.runs, (state & _BUDGET_MASK) ^ action.cost, names)
+                if reached == goal and not action.violation:
+                    texts.append(names.describe(action, at))
                     names = renamed
                     break
             else:
-                raise AssertionError("a step of the way is not found again")
-        for at, act, _ in self._named(last):
-            if act.broken:
-                return act.broken, [*told, names.tell(act, at)]
-        raise AssertionError("the violation is not where it was found")
+                raise AssertionError("a step of the path cannot be replayed")
+        for at, action, _ in self._named(last):
+            if action.violation:
+                return action.violation, [*texts, names.describe(action, at)]
+        raise AssertionError("the violation cannot be replayed")
 
-    def _named(self, state: int) -> Iterator[tuple[int | None, _Act, tuple[int, int]]]:
-        """A state's affordable actions, with where they happen and the lives after them."""
+    def _named(self, state: int) -> Iterator[tuple[int | None, _Action, tuple[int, int]]]:
+        """The actions that the budget of a state allows, with their place and the instances after them."""
         budget, team = state & _BUDGET_MASK, (state >> _BUDGETS) & _MASK
         one, zero = (state >> (_BUDGETS + _BITS)) & _MASK, state >> (_BUDGETS + 2 * _BITS)
-        for at, life, other in ((0, zero, one), (1, one, zero)):
-            if not life:
+        for at, instance, other in ((0, zero, one), (1, one, zero)):
+            if not instance:
                 continue
-            for act in self._acts(at, life, team, other):
-                if not act.cost & ~budget:
-                    yield at, act, (other, act.life) if at else (act.life, other)
-        for act in self._acts_alone(team, zero, one):
-            yield None, act, (zero, one)
+            for action in self._actions(at, instance, team, other):
+                if not action.cost & ~budget:
+                    yield at, action, (other, action.instance) if at else (action.instance, other)
+        for action in self._record_actions(team, zero, one):
+            yield None, action, (zero, one)
 
-    def _reach(self, lives: tuple[int, int], runs: tuple[int, ...], budget: int, names: _Names) -> tuple[int, _Names]:
-        """The state, and who stands where in it."""
-        zero, one = lives
+    def _reach(self, pair: tuple[int, int], runs: tuple[int, ...], budget: int, names: _Names) -> tuple[int, _Names]:
+        """The number of a state, and the names in its order."""
+        zero, one = pair
         team, mirrored = self._team_id(runs), self._team_id(self._mirror_runs(runs))
         instances = names.instances
         if one and (zero > one or (zero == one and mirrored < team)):
@@ -406,43 +419,45 @@ class _Explorer:
 
 
 class _Names(NamedTuple):
-    """Who stands where in a state."""
+    """Names of the instances and runs in the order of a state."""
 
     instances: tuple[int, int]
     runs: tuple[int, ...]
 
-    def tell(self, act: _Act, at: int | None) -> str:
+    def describe(self, action: _Action, at: int | None) -> str:
         where = f"instance {self.instances[at]}: " if at is not None else ""
-        return f"{where}run {self.runs[act.run]} {act.text}" if act.run is not None else f"{where}{act.text}"
+        return (
+            f"{where}run {self.runs[action.run]} {action.text}" if action.run is not None else f"{where}{action.text}"
+        )
 
 
-def _owning(run: Run, at: int, *, mine: bool) -> Run:
+def _owning(run: ModelRun, at: int, *, mine: bool) -> ModelRun:
     zero, one = run.owns
     return run._replace(owns=(zero, mine) if at else (mine, one))
 
 
-def _settled(run: Run, assigned: tuple[bool, bool]) -> Run:
-    if run.phase not in EMPTY_HANDED:
+def _normalized(run: ModelRun, assigned: tuple[bool, bool]) -> ModelRun:
+    if run.phase not in WITHOUT_INSTANCE:
         return run
     owns = (run.owns[0] and assigned[0], run.owns[1] and assigned[1])
-    if run.phase is Phase.CLOSING and run.status == RELEASED:
-        run = run._replace(phase=Phase.OVER)
-    if run.phase is Phase.OVER and not any(owns):
+    if run.phase is ProvisionPhase.CLOSING and run.status == RELEASED:
+        run = run._replace(phase=ProvisionPhase.OVER)
+    if run.phase is ProvisionPhase.OVER and not any(owns):
         return DONE
     return run._replace(at=0, known=0, owns=owns)
 
 
 def _check_fits(number: int) -> None:
     if number > _MASK:
-        raise OverflowError(f"more than {_MASK} lives or teams: raise _BITS")
+        raise OverflowError(f"more than {_MASK} instance states or teams: raise _BITS")
 
 
-def told(bounds: Bounds, limit: int | None = None) -> tuple[Search, str]:
-    """A search, and what to say of it."""
+def explore_and_describe(bounds: SearchBounds, limit: int | None = None) -> tuple[SearchResult, str]:
+    """Search, and describe the result in lines of text."""
     started = time.process_time()
     search = explore(bounds, limit=limit)
-    extent = "all" if search.complete else "the nearest"
-    size = f"{extent} {search.states:,} states, {search.actions:,} actions, {search.depth} deep"
+    extent = "all" if search.complete else "the first"
+    size = f"{extent} {search.states:,} states, {search.actions:,} actions, depth {search.depth}"
     verdict = search.violation or "no violation"
     lines = [f"{bounds}: {size}, {time.process_time() - started:.0f} s: {verdict}"]
     lines += [f"  {number}. {text}" for number, text in enumerate(search.path, start=1)]
@@ -453,12 +468,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation.exhaustive", description=__doc__)
     parser.add_argument("--instances", type=int, choices=(1, 2), default=2)
     parser.add_argument("--runs", type=int, choices=range(1, 5), default=3)
-    parser.add_argument("--states", type=int, help="the most states")
-    for bit, name in MISHAPS.items():
+    parser.add_argument("--states", type=int, help="maximum number of states")
+    for bit, name in INCIDENTS.items():
         flag = "--" + name.replace(" ", "-")
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=bit == CRASH, help=f"one {name}")
     given = parser.parse_args(arguments)
-    bounds = Bounds(
+    bounds = SearchBounds(
         instances=given.instances,
         runs=given.runs,
         crash=given.crash,
@@ -466,7 +481,7 @@ def main(arguments: Sequence[str]) -> int:
         lost_answer=given.lost_answer,
         operator=given.operator,
     )
-    search, text = told(bounds, given.states)
+    search, text = explore_and_describe(bounds, given.states)
     sys.stdout.write(f"{text}\n")
     return 1 if search.violation else 0
 

@@ -1,6 +1,6 @@
-"""A simulated machine: its disk, its runner, its dead-man timer, and whoever starts its agent again.
+"""A simulated machine: disk, runner, dead-man timer and supervisor of a real agent.
 
-Machine and RunnerSoftware in one, as the agent's ports ask. The agent on it is the real one.
+It implements both ports that an agent drives, `Machine` and `RunnerSoftware`.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
 
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Assignment
-from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
+from remuda.domain.signals import FailureKind
 from remuda.ports.github import Deletion
 from remuda.ports.machine import AgentState, Identity, StepResult
 from remuda.ports.runner import RemovalStatus, RunnerState
-from simulation.faults import Fault
+from simulation.faults import Fault, FaultInjector
 from simulation.loop import START
 from simulation.memory.compute import MemoryMachine
 from simulation.memory.github import MemoryJob
@@ -26,66 +28,140 @@ from simulation.memory.github import MemoryJob
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
 
-#: How long after its notice a spot machine is taken.
+#: Seconds between a spot notice and the end of the machine.
 NOTICE_S = 120.0
-#: How long whoever starts the agent again waits.
-RESTART_S = (1.0, 6.0)
-NEVER = timedelta(days=365)
+_NEVER = timedelta(days=365)
 
 
-class Host:
+class TimedAction(Enum):
+    """What takes time on a machine."""
+
+    BOOT = auto()
+    #: From the end of an agent to its restart by the supervisor.
+    RESTART = auto()
+    SCRIPT = auto()
+    CONFIGURE = auto()
+    #: From the registration to the answer of the runner's configuration.
+    CONFIGURED = auto()
+    REMOVE = auto()
+    STOP = auto()
+    RESET = auto()
+    #: From the assignment of a job by GitHub to its start.
+    JOB_START = auto()
+
+
+#: Least and most seconds of each action.
+_SECONDS = {
+    TimedAction.BOOT: (10.0, 70.0),
+    TimedAction.RESTART: (1.0, 6.0),
+    TimedAction.SCRIPT: (0.5, 5.0),
+    TimedAction.CONFIGURE: (0.5, 6.0),
+    TimedAction.CONFIGURED: (0.0, 1.0),
+    TimedAction.REMOVE: (0.3, 4.0),
+    TimedAction.STOP: (0.0, 1.0),
+    TimedAction.RESET: (0.5, 5.0),
+    TimedAction.JOB_START: (0.1, 4.0),
+}
+
+
+class MachineBehaviour(Protocol):
+    """How long the actions on a machine take and whether they succeed."""
+
+    def seconds(self, action: TimedAction) -> float: ...
+
+    def boots(self) -> bool:
+        """Whether anything starts on the machine at all."""
+        ...
+
+    def script(self) -> StepResult:
+        """Result of the pre-runner script."""
+        ...
+
+    def configure(self) -> StepResult: ...
+
+    def reset(self) -> StepResult: ...
+
+
+class RandomBehaviour:
+    """Durations at random, and failures by injected faults."""
+
+    def __init__(self, faults: FaultInjector, rng: random.Random, instance_id: str) -> None:
+        self._faults = faults
+        self._rng = rng
+        self._subjects = [instance_id]
+
+    def seconds(self, action: TimedAction) -> float:
+        return self._rng.uniform(*_SECONDS[action])
+
+    def boots(self) -> bool:
+        return not self._faults.inject(Fault.NEVER_BOOTS, 0.04, self._subjects)
+
+    def script(self) -> StepResult:
+        return self._unless(Fault.SCRIPT_FAILED, 0.03, "exit 1")
+
+    def configure(self) -> StepResult:
+        return self._unless(Fault.REGISTRATION_FAILED, 0.04, "config.sh: exit 1")
+
+    def reset(self) -> StepResult:
+        return self._unless(Fault.RESET_FAILED, 0.05, "a process of the job is still running")
+
+    def _unless(self, fault: Fault, probability: float, detail: str) -> StepResult:
+        failed = self._faults.inject(fault, probability, self._subjects)
+        return StepResult(ok=not failed, detail=detail if failed else "")
+
+
+class FakeMachine:
     def __init__(self, world: World, machine: MemoryMachine, number: int) -> None:
         self._world = world
         self._loop = world.loop
         self.instance_id = machine.instance_id
         self.number = number
         self._margin_s = machine.request.margin_s
-        self._chance = random.Random(f"{world.plan.seed} machine {number}")
-        #: Its wall clock, the same for every agent that runs on it.
-        self.skew_s = world.skew(self._chance)
+        rng = random.Random(f"{world.plan.seed} machine {number}")
+        #: Error of its wall clock, the same for every agent that runs on it.
+        self.skew_s = world.skew(rng)
+        self._rng = rng
+        self._behaviour = world.behaviour_of(machine.instance_id, rng)
         self.alive = True
-        #: Something of a job may be left on it.
+        #: Files or processes of a job may be left on it.
         self.dirty = False
         self.job: MemoryJob | None = None
-        self.memory = AgentState()
+        self.agent_state = AgentState()
         self.notice = ""
         self.agent: SimulatedProcess | None = None
-        #: When its agent was last disturbed by a fault.
+        #: When a fault last affected its agent.
         self.disturbed_at = -1e9
         self._agents = 0
         self._state = RunnerState()
-        self._changed: dict[asyncio.Future[None], None] = {}
+        self._waiters: dict[asyncio.Future[None], None] = {}
         self._runner_id = 0
-        #: It is registered for one job.
-        self._is_jit = False
+        self._is_ephemeral = False
         self._dead_man = self._later(machine.request.first_life_s, self._dead_man_fires)
-        sick = world.faults.strikes_now
-        about = [self.instance_id]
-        self._script = StepResult(ok=not sick(Fault.SCRIPT_FAILED, 0.03, about), detail="exit 1")
-        if sick(Fault.NEVER_BOOTS, 0.04, about):
-            # Its timer is set by what never ran.
-            self._dead_man.cancel()
-            world.cloud.arm(self.instance_id, machine.launched_at + NEVER)
+        self._script = self._behaviour.script()
+        if self._behaviour.boots():
+            self._later(self._behaviour.seconds(TimedAction.BOOT), self._start_agent)
         else:
-            self._later(self._chance.uniform(10.0, 70.0), self._start_agent)
+            # The timer is set during the boot.
+            self._dead_man.cancel()
+            world.cloud.arm(self.instance_id, machine.launched_at + _NEVER)
 
     # Power
 
-    def _later(self, seconds: float, call: object) -> asyncio.TimerHandle:
-        return self._loop.call_later(seconds, call, context=self._loop.outside)  # type: ignore[arg-type]
+    def _later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(seconds, call, context=self._loop.outside)
 
     def _start_agent(self) -> None:
         if not self.alive:
             return
         self._agents += 1
-        self.agent = self._world.agent(self, f"agent {self.number:04x}.{self._agents}")
+        self.agent = self._world.start_agent(self, f"agent {self.number:04x}.{self._agents}")
         self.agent.on_end = self._agent_ended
 
     def _agent_ended(self) -> None:
         self._world.agent_ended(self)
         if self.alive:
             self.disturbed_at = self._loop.time()
-            self._later(self._chance.uniform(*RESTART_S), self._start_agent)
+            self._later(self._behaviour.seconds(TimedAction.RESTART), self._start_agent)
 
     def _dead_man_fires(self) -> None:
         if self.alive:
@@ -93,7 +169,7 @@ class Host:
             self.power_off("its dead-man timer")
 
     def power_off(self, why: str) -> None:
-        """The end of the machine, whoever asked for it: nothing on it runs any more."""
+        """Stop everything on the machine."""
         if not self.alive:
             return
         self.alive = False
@@ -106,13 +182,12 @@ class Host:
             self._world.stats["jobs lost with their machine"] += 1
         self._state = RunnerState()
         if self.agent is not None:
-            self.agent.crash()
+            self._world.kill(self.agent)
 
-    def take_soon(self) -> None:
-        """A spot machine's end is announced."""
+    def give_spot_notice(self) -> None:
         if self.alive and not self.notice:
             self.notice = "terminate"
-            self._later(NOTICE_S, lambda: self._world.cut_power(self.instance_id, "taken by the spot market"))
+            self._later(NOTICE_S, lambda: self._world.cut_power(self.instance_id, "spot interruption"))
 
     # Machine
 
@@ -120,39 +195,37 @@ class Host:
         return Identity(instance_id=self.instance_id, pool=self._world.pool_name, margin_s=self._margin_s)
 
     def load(self) -> AgentState:
-        return self.memory
+        return self.agent_state
 
     def save(self, state: AgentState) -> None:
-        self.memory = state
+        self.agent_state = state
 
     def set_dead_man_timer(self, at: datetime) -> None:
         """By the machine's own clock."""
         if not self.alive:
             return
-        truly_at = at - timedelta(seconds=self.skew_s)
-        self._world.cloud.arm(self.instance_id, truly_at)
+        true_time = at - timedelta(seconds=self.skew_s)
+        self._world.cloud.arm(self.instance_id, true_time)
         self._dead_man.cancel()
-        left_s = (truly_at - START).total_seconds() - self._loop.time()
+        left_s = (true_time - START).total_seconds() - self._loop.time()
         self._dead_man = self._later(max(0.0, left_s), self._dead_man_fires)
 
     async def spot_notice(self) -> str:
         return self.notice
 
-    async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - none takes so long
-        await self._loop.rest(self._chance.uniform(0.5, 5.0))
-        if not self._script.ok:
-            self._world.faults.cover(Fault.SCRIPT_FAILED, self.instance_id)
+    async def run_script(self, timeout_s: float) -> StepResult:  # noqa: ARG002 - no simulated script takes that long
+        await self._loop.sleep(self._behaviour.seconds(TimedAction.SCRIPT))
         return self._script
 
     async def reset(self) -> StepResult:
         self._world.safety.job_cut_short(self, "reset")
-        await self._loop.rest(self._chance.uniform(0.5, 5.0))
+        await self._loop.sleep(self._behaviour.seconds(TimedAction.RESET))
         if self.agent is not None:
             await self._world.called(self.agent, "reset")
-        if self._world.faults.strikes_now(Fault.RESET_FAILED, 0.05, [self.instance_id]):
-            return StepResult(ok=False, detail="a process of the job is still there")
-        self.dirty = False
-        return StepResult(ok=True)
+        result = self._behaviour.reset()
+        if result.ok:
+            self.dirty = False
+        return result
 
     async def end(self, reason: str) -> None:
         self._world.safety.ends_itself(self, reason)
@@ -164,47 +237,45 @@ class Host:
         return self._state
 
     async def configure(self, assignment: Assignment) -> StepResult:
-        await self._loop.rest(self._chance.uniform(0.5, 6.0))
-        about = [self.instance_id]
-        faults = self._world.faults
-        if faults.strikes_now(Fault.REGISTRATION_FAILED, 0.04, about):
-            return StepResult(ok=False, detail="config.sh: exit 1")
-        self._is_jit = bool(assignment.jit_config)
-        if self._is_jit:
-            # The listener brings it with it: nobody is asked before its start.
+        await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURE))
+        result = self._behaviour.configure()
+        if not result.ok:
+            return result
+        self._is_ephemeral = bool(assignment.jit_config)
+        if self._is_ephemeral:
+            # The just-in-time configuration contains the registration: GitHub is not called before the start.
             self._runner_id = assignment.runner_id
             self._set(RunnerState(configured_as=assignment.runner_name))
-            return StepResult(ok=True)
+            return result
         if assignment.credential is None:
             return StepResult(ok=False, detail="there is no registration token in the assignment")
         try:
-            self._github_answers()
+            self._raise_github_error()
             runner = self._world.github.register(
                 scope_of(assignment), assignment.credential.token, assignment.runner_name, assignment.labels
             )
-            self._answer_comes()
+            self._lose_github_answer()
         except UserError as error:
-            return StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: {error.message}")
+            return StepResult(ok=False, detail=error.message, failure=FailureKind.CREDENTIAL_REFUSED)
         except Unavailable as error:
-            return StepResult(ok=False, detail=f"{FORGE_UNREACHABLE}: {error.message}")
+            return StepResult(ok=False, detail=error.message, failure=FailureKind.GITHUB_UNREACHABLE)
         self._runner_id = runner.runner_id
         self._set(RunnerState(configured_as=assignment.runner_name))
-        await self._loop.rest(self._chance.random())
-        return StepResult(ok=True)
+        await self._loop.sleep(self._behaviour.seconds(TimedAction.CONFIGURED))
+        return result
 
     async def start(self, _assignment: Assignment) -> None:
         if self._state.listening:
             return
         self._world.safety.listener_starts(self)
         self._set(replace(self._state, listening=True, exit_code=None))
-        if not self._world.github.connect(self._runner_id, self._take):
+        if not self._world.github.connect(self._runner_id, self._accept):
             self._set(replace(self._state, listening=False, exit_code=1))
-        elif self._world.faults.strikes_now(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
-            self._later(self._chance.uniform(0.5, 120.0), self._listener_dies)
+        elif self._world.faults.inject(Fault.LISTENER_DIES, 0.08, [self.instance_id]):
+            self._later(self._rng.uniform(0.5, 120.0), self._listener_dies)
 
     def _listener_dies(self) -> None:
         if self.alive and self._state.listening and self.job is None:
-            self._world.faults.cover(Fault.LISTENER_DIES, self.instance_id)
             self._world.github.disconnect(self._runner_id)
             self._set(replace(self._state, listening=False, busy=False, exit_code=2))
 
@@ -212,16 +283,16 @@ class Host:
         return ""
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
-        await self._loop.rest(self._chance.uniform(0.3, 4.0))
-        if self._is_jit:
-            return self._remove_jit(assignment)
+        await self._loop.sleep(self._behaviour.seconds(TimedAction.REMOVE))
+        if self._is_ephemeral:
+            return self._remove_ephemeral(assignment)
         if assignment.credential is None:
             return RemovalStatus.FAILED, "there is no removal token in the assignment"
         try:
-            self._github_answers()
+            self._raise_github_error()
             deletion = self._world.github.unregister(scope_of(assignment), assignment.credential.token, self._runner_id)
-            self._answer_comes()
-            if self._world.faults.strikes_now(Fault.GITHUB_422, 0.04, [self.instance_id]):
+            self._lose_github_answer()
+            if self._world.faults.inject(Fault.GITHUB_422, 0.04, [self.instance_id]):
                 return RemovalStatus.BUSY, "GitHub says that it runs a job"
         except UserError as error:
             return RemovalStatus.FAILED, error.message
@@ -232,7 +303,7 @@ class Host:
         self._set(replace(self._state, configured_as=""))
         return RemovalStatus.REMOVED, ""
 
-    def _remove_jit(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
+    def _remove_ephemeral(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
         if assignment.runner_id and not self._state.spent:
             return RemovalStatus.FAILED, "it was registered just in time: only the service can remove it"
         self._set(replace(self._state, configured_as=""))
@@ -240,7 +311,7 @@ class Host:
 
     async def stop(self) -> None:
         self._world.safety.job_cut_short(self, "stop")
-        await self._loop.rest(self._chance.random())
+        await self._loop.sleep(self._behaviour.seconds(TimedAction.STOP))
         self._world.github.disconnect(self._runner_id)
         self._set(RunnerState())
 
@@ -248,16 +319,16 @@ class Host:
         if self._state != since:
             return self._state
         changed: asyncio.Future[None] = self._loop.create_future()
-        self._changed[changed] = None
+        self._waiters[changed] = None
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await changed
         finally:
-            self._changed.pop(changed, None)
+            self._waiters.pop(changed, None)
         return self._state
 
-    def _github_answers(self) -> None:
+    def _raise_github_error(self) -> None:
         for fault, message in (
             (Fault.GITHUB_401, "401"),
             (Fault.GITHUB_403, "403"),
@@ -265,20 +336,20 @@ class Host:
             (Fault.GITHUB_429, "429"),
             (Fault.GITHUB_5XX, "502"),
         ):
-            if self._world.faults.strikes_now(fault, 0.015, [self.instance_id]):
+            if self._world.faults.inject(fault, 0.015, [self.instance_id]):
                 if fault in {Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_404}:
                     raise UserError(f"GitHub answered {message}", field="github-token")
                 raise Unavailable(f"GitHub answered {message}")
 
-    def _answer_comes(self) -> None:
-        if self._world.faults.strikes_now(Fault.GITHUB_UNSURE, 0.04, [self.instance_id]):
+    def _lose_github_answer(self) -> None:
+        if self._world.faults.inject(Fault.GITHUB_UNSURE, 0.04, [self.instance_id]):
             raise Unavailable("GitHub's answer was lost")
 
-    def _take(self, job: MemoryJob) -> None:
-        """GitHub has given a job; the runner begins a moment later."""
-        self._later(self._chance.uniform(0.1, 4.0), lambda: self._begin(job))
+    def _accept(self, job: MemoryJob) -> None:
+        """Called by GitHub with a job; the runner starts it a moment later."""
+        self._later(self._behaviour.seconds(TimedAction.JOB_START), lambda: self._start_job(job))
 
-    def _begin(self, job: MemoryJob) -> None:
+    def _start_job(self, job: MemoryJob) -> None:
         runner = self._world.github.runners.get(self._runner_id)
         if not self.alive or not self._state.listening or runner is None or runner.job is not job:
             return
@@ -292,14 +363,14 @@ class Host:
         if self.job is job:
             self.job = None
             self._world.github.finish(job)
-            if self._is_jit:
+            if self._is_ephemeral:
                 self._set(replace(self._state, busy=False, listening=False, exit_code=0, spent=True))
             else:
                 self._set(replace(self._state, busy=False))
 
     def _set(self, state: RunnerState) -> None:
         self._state = state
-        for changed in list(self._changed):
+        for changed in list(self._waiters):
             if not changed.done():
                 changed.set_result(None)
 

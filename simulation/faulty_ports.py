@@ -1,6 +1,6 @@
-"""Between a process and the services it calls: every call takes time, and any of them may go wrong.
+"""Ports between a process and the services in memory: calls take time, and faults are injected.
 
-The services are the memory adapters. A wire adds what real ones are like: answers that are lost, late, old or partial.
+The services are the memory adapters. Answers get lost, late, old or partial here.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Change
-from remuda.ports.compute import LaunchRequest, LaunchResult, MachineView
+from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.github import Deletion, GitHubRunner
 from remuda.ports.pool import BATCH, Delivery
 from simulation.faults import MAX_DESCRIBE_LAG_S, MAX_INDEX_LAG_S, MAX_LIST_LAG_S, Fault
-from simulation.names import runner_of
+from simulation.names import parse_runner
 
 if TYPE_CHECKING:
     from simulation.world import SimulatedProcess, World
 
 Call = Callable[..., Awaitable[Any]]
 
-#: By port and name: asked of millions of wires, and always the same.
+#: Whether an operation of a port is a coroutine function. Cached, because it is needed for every new port.
 _IS_CALL: dict[tuple[type, str], bool] = {}
 
-#: How likely each thing is at one call, in a world of middling harshness.
+#: Probabilities of a fault per call.
 RARE, SOME, OFTEN = 0.01, 0.04, 0.15
-#: How long a call takes, one way.
+#: Maximum seconds of a call in one direction, of a slow call, and of a period of throttling.
 LATENCY_S = 0.06
 SLOW_S = 25.0
 BURST_S = 20.0
-#: How many of the heartbeats take the way of other writes, with all that may happen to them there.
+#: Fraction of heartbeats that are subject to faults.
 BEATS_AT_RISK = 0.08
-#: So soon a message may be shown again although somebody has it.
+#: Maximum visibility timeout in seconds of a message that reappears too early.
 EARLY_S = 0.6
-#: How many of the writes whose answer is lost are applied later still, and how much later.
+#: Fraction of the writes with a lost answer that are applied with a delay, and its maximum in seconds.
 LATE, LATE_S = 0.3, 15.0
 
 
-class Wire:
-    """A port whose calls take time. What may go wrong with them, the subclasses know."""
+class FaultyPort:
+    """Base of the ports with faults. Subclasses wrap the calls of one port each."""
 
-    def __init__(self, port: Any, world: World, party: SimulatedProcess) -> None:
+    def __init__(self, port: Any, world: World, process: SimulatedProcess) -> None:
         self._port = port
         self._world = world
-        self._party = party
+        self._process = process
         self._faults = world.faults
-        self._chance = world.faults.chance
+        self._rng = world.faults.rng
 
     def __getattr__(self, operation: str) -> Any:
         inner = getattr(self._port, operation)
@@ -62,30 +62,30 @@ class Wire:
             _IS_CALL[kind] = inspect.iscoroutinefunction(inner)
         if not _IS_CALL[kind]:
             return inner
-        call = self._wire(operation, inner)
+        call = self._wrap(operation, inner)
         self.__dict__[operation] = call
         return call
 
-    def _wire(self, operation: str, inner: Call) -> Call:
+    def _wrap(self, operation: str, inner: Call) -> Call:
         raise NotImplementedError
 
-    async def _travel(self, subjects: Iterable[str] = ()) -> None:
-        """One way to the service, or back."""
-        if self._strikes(Fault.SLOW_CALL, RARE, subjects):
-            await self._world.loop.rest(self._chance.uniform(0.5, SLOW_S))
+    async def _transfer(self, subjects: Iterable[str] = ()) -> None:
+        """Wait for a request or an answer in transit."""
+        if self._inject(Fault.SLOW_CALL, RARE, subjects):
+            await self._world.loop.sleep(self._rng.uniform(0.5, SLOW_S))
         else:
-            await self._world.loop.rest(self._chance.random() * LATENCY_S)
+            await self._world.loop.sleep(self._rng.random() * LATENCY_S)
 
-    def _strikes(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
-        struck = self._faults.strikes_now(fault, probability, subjects)
-        if struck:
-            self._party.hits += 1
-            self._party.hit_at = self._world.loop.time()
-        return struck
+    def _inject(self, fault: Fault, probability: float, subjects: Iterable[str] = ()) -> bool:
+        injected = self._faults.inject(fault, probability, subjects)
+        if injected:
+            self._process.fault_count += 1
+            self._process.last_fault_at = self._world.loop.time()
+        return injected
 
-    def _tell(self, operation: str, subjects: Sequence[str] = ()) -> None:
-        self._party.touching = subjects
-        self._world.trace.add(self._party.name, f"{operation} {' '.join(subjects)}")
+    def _trace(self, operation: str, subjects: Sequence[str] = ()) -> None:
+        self._process.subjects = subjects
+        self._world.trace.add(self._process.name, f"{operation} {' '.join(subjects)}")
 
 
 _SEARCHES = frozenset(
@@ -96,8 +96,8 @@ _RECORD_WRITES = frozenset({"apply", "apply_all", "write_signal", "beat", "put_p
 _WRITES = _RECORD_WRITES | {"put_config", "put_sightings", "forget", "prepare"}
 
 
-class FaultyStore(Wire):
-    def _wire(self, operation: str, inner: Call) -> Call:
+class FaultyStore(FaultyPort):
+    def _wrap(self, operation: str, inner: Call) -> Call:
         if operation in _SEARCHES:
             return self._search(operation, inner)
         if operation in _WAITS:
@@ -111,79 +111,79 @@ class FaultyStore(Wire):
     def _write(self, operation: str, inner: Call, likely: float) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
             subjects = self._subjects(given)
-            await self._travel(subjects)
+            await self._transfer(subjects)
             self._throttle(subjects)
-            self._tell(operation, subjects)
-            if self._strikes(Fault.WRITE_LOST, likely, subjects):
+            self._trace(operation, subjects)
+            if self._inject(Fault.WRITE_LOST, likely, subjects):
                 raise Unavailable(f"the store did not answer {operation}")
-            if self._strikes(Fault.WRITE_UNSURE, likely, subjects):
-                if self._chance.random() < LATE:
+            if self._inject(Fault.WRITE_UNSURE, likely, subjects):
+                if self._rng.random() < LATE:
                     self._later(inner, given, named)
                 else:
                     await inner(*given, **named)
                 raise Unavailable(f"the store's answer to {operation} was lost")
             answer = await inner(*given, **named)
-            await self._world.called(self._party, operation)
-            if self._chance.random() < 0.5:
-                await self._travel(subjects)
+            await self._world.called(self._process, operation)
+            if self._rng.random() < 0.5:
+                await self._transfer(subjects)
             return answer
 
         return call
 
     def _beat(self, inner: Call) -> Call:
-        """There are so many beats that the usual rate would leave no agent alone, and a world little time for more."""
+        """Most heartbeats have no faults: there are so many that the usual rate would disturb every agent."""
         write = self._write("beat", inner, SOME)
-        name, world, chance = self._party.name, self._world, self._chance
+        name, world, rng = self._process.name, self._world, self._rng
 
         async def call(instance_id: str, **named: Any) -> None:
-            if chance.random() < BEATS_AT_RISK or world.loop.time() < world.throttled_until:
+            if rng.random() < BEATS_AT_RISK or world.loop.time() < world.throttled_until:
                 await write(instance_id, **named)
                 return
             await inner(instance_id, **named)
-            self._party.touching = (instance_id,)
+            self._process.subjects = (instance_id,)
             world.trace.add(name, "beat")
 
         return call
 
     def _signal(self, write: Call) -> Call:
-        """What is said is judged when it is said: it may land much later."""
+        """Check a signal when it is sent: the write may be applied much later."""
 
-        async def call(instance_id: str, *, epoch: int, signal: Signal, detail: str) -> Any:
+        async def call(instance_id: str, *, epoch: int, signal: Signal, **named: Any) -> Any:
             self._world.safety.signal_sent(instance_id, epoch, signal)
-            return await write(instance_id, epoch=epoch, signal=signal, detail=detail)
+            return await write(instance_id, epoch=epoch, signal=signal, **named)
 
         return call
 
     def _later(self, inner: Call, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """A request that its caller has given up is on its way all the same."""
+        """Apply a request after its caller has given up on it."""
 
-        async def land() -> None:
-            await self._world.loop.rest(self._chance.random() * LATE_S)
-            self._world.acting = self._party
+        async def apply() -> None:
+            await self._world.loop.sleep(self._rng.random() * LATE_S)
+            self._world.delayed_writer = self._process
             try:
                 await inner(*given, **named)
             except RemudaError:
-                self._tell("refused, late")
+                self._trace("delayed write rejected")
             finally:
-                self._world.acting = None
+                self._world.delayed_writer = None
 
         loop = self._world.loop
-        loop.keep_task(loop.create_task(land(), context=loop.outside))
+        loop.keep_task(loop.create_task(apply(), context=loop.outside))
 
     def _read(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
             subjects = self._subjects(given)
-            # What was read is old by the time it arrives, or the question was long on its way.
-            is_slow_back = self._chance.random() < 0.3
-            if not is_slow_back:
-                await self._travel(subjects)
+            # The delay is either before the read or after it; then the answer is old when it arrives.
+            delays_answer = self._rng.random() < 0.3
+            if not delays_answer:
+                await self._transfer(subjects)
             self._throttle(subjects)
-            self._tell(operation, subjects)
-            if self._strikes(Fault.READ_FAILED, RARE, subjects):
+            self._trace(operation, subjects)
+            if self._inject(Fault.READ_FAILED, RARE, subjects):
                 raise Unavailable(f"the store did not answer {operation}")
             answer = await inner(*given, **named)
-            if is_slow_back:
-                await self._travel(subjects)
+            if delays_answer:
+                await self._transfer(subjects)
             return answer
 
         return call
@@ -191,7 +191,7 @@ class FaultyStore(Wire):
     def _wait(self, inner: Call) -> Call:
         async def call(instance_id: str, since: Any, timeout_s: float, **named: Any) -> Any:
             self._throttle([instance_id])
-            if self._strikes(Fault.READ_FAILED, RARE / 2, [instance_id]):
+            if self._inject(Fault.READ_FAILED, RARE / 2, [instance_id]):
                 raise Unavailable("the store did not answer a read")
             return await inner(instance_id, since, timeout_s, **named)
 
@@ -199,64 +199,59 @@ class FaultyStore(Wire):
 
     def _search(self, operation: str, inner: Call) -> Call:
         async def call(*given: Any, **named: Any) -> Any:
-            await self._travel()
+            await self._transfer()
             self._throttle(())
-            self._tell(operation)
-            if self._strikes(Fault.READ_FAILED, RARE):
+            self._trace(operation)
+            if self._inject(Fault.READ_FAILED, RARE):
                 raise Unavailable(f"the store did not answer {operation}")
-            if operation == "find" and self._strikes(Fault.STALE_INDEX, OFTEN):
-                return self._as_it_was(lambda item: item.state in given[0], named.get("threshold_before"))
-            if operation == "find_by_provision" and self._strikes(Fault.STALE_INDEX, OFTEN):
-                return self._as_it_was(lambda item: item.provision_id == given[0])
+            if operation == "find" and self._inject(Fault.STALE_INDEX, OFTEN):
+                return self._stale_records(lambda item: item.state in given[0], named.get("threshold_before"))
+            if operation == "find_by_provision" and self._inject(Fault.STALE_INDEX, OFTEN):
+                return self._stale_records(lambda item: item.provision_id == given[0])
             answer = await inner(*given, **named)
-            if operation == "find" and len(answer) > 1 and self._strikes(Fault.SHORT_PAGES, OFTEN):
+            if operation == "find" and len(answer) > 1 and self._inject(Fault.SHORT_PAGES, OFTEN):
                 return await self._in_pages(answer, given[0])
             return answer
 
         return call
 
-    def _as_it_was(
+    def _stale_records(
         self, wanted: Callable[[Instance], bool], threshold_before: datetime | None = None
     ) -> list[Instance]:
-        """Each record as it was some seconds ago: an index lags behind for each item on its own."""
+        """Each record as it was some seconds ago. The lag differs per item, as in a real index."""
         found = []
-        for instance_id, versions in self._world.versions.items():
-            at = self._world.loop.time() - self._chance.random() * MAX_INDEX_LAG_S
+        for versions in self._world.versions.values():
+            at = self._world.loop.time() - self._rng.random() * MAX_INDEX_LAG_S
             seen = next((record for written_at, record in reversed(versions) if written_at <= at), None)
-            if seen != versions[-1][1]:
-                self._faults.cover(Fault.STALE_INDEX, instance_id)
             if seen is not None and wanted(seen) and (threshold_before is None or seen.threshold <= threshold_before):
                 found.append(seen)
         return found
 
     async def _in_pages(self, answer: Sequence[Instance], states: Collection[State]) -> list[Instance]:
-        """A page is read when its turn comes: the list is of no single moment."""
+        """Read the records page by page, with time between the pages."""
         found: list[Instance] = []
         left = [item.instance_id for item in answer]
         while left:
-            size = self._chance.randint(1, 5)
+            size = self._rng.randint(1, 5)
             page, left = left[:size], left[size:]
             for instance_id in page:
-                self._faults.cover(Fault.SHORT_PAGES, instance_id)
                 record = self._world.database.instances.get(instance_id)
                 if record is not None and record.state in states:
                     found.append(record)
-            await self._world.loop.rest(self._chance.random() * LATENCY_S)
+            await self._world.loop.sleep(self._rng.random() * LATENCY_S)
         return found
 
     def _throttle(self, subjects: Iterable[str]) -> None:
         now = self._world.loop.time()
-        if now >= self._world.throttled_until and self._strikes(Fault.THROTTLED, RARE / 10, subjects):
-            self._world.throttled_until = now + self._chance.uniform(1.0, BURST_S)
-        if now < self._world.throttled_until and self._faults.active and self._chance.random() < 0.7:
-            for subject in subjects:
-                self._faults.cover(Fault.THROTTLED, subject)
-            self._party.hits += 1
-            self._party.hit_at = now
-            raise Throttled("the store asks for fewer calls", retry_after_s=1.0)
+        if now >= self._world.throttled_until and self._inject(Fault.THROTTLED, RARE / 10, subjects):
+            self._world.throttled_until = now + self._rng.uniform(1.0, BURST_S)
+        if now < self._world.throttled_until and self._faults.active and self._rng.random() < 0.7:
+            self._process.fault_count += 1
+            self._process.last_fault_at = now
+            raise Throttled("the store throttles", retry_after_s=1.0)
 
     def _subjects(self, given: tuple[Any, ...]) -> list[str]:
-        """The instances that a call is about."""
+        """Instances that a call is about."""
         first = given[0] if given else None
         if isinstance(first, str):
             return [first] if first.startswith("i-") else []
@@ -273,8 +268,8 @@ class FaultyStore(Wire):
         return []
 
 
-class FaultyPool(Wire):
-    def _wire(self, operation: str, inner: Call) -> Call:
+class FaultyPool(FaultyPort):
+    def _wrap(self, operation: str, inner: Call) -> Call:
         if operation == "send":
             return self._send(inner)
         if operation == "receive":
@@ -283,9 +278,9 @@ class FaultyPool(Wire):
             return self._settle(operation, inner)
 
         async def call(*given: Any, **named: Any) -> Any:
-            await self._travel()
-            self._tell(operation)
-            if operation == "depth" and self._strikes(Fault.POOL_FAILED, SOME):
+            await self._transfer()
+            self._trace(operation)
+            if operation == "depth" and self._inject(Fault.POOL_FAILED, SOME):
                 raise Unavailable(f"the queue did not answer {operation}")
             return await inner(*given, **named)
 
@@ -294,168 +289,152 @@ class FaultyPool(Wire):
     def _send(self, inner: Call) -> Call:
         async def send(messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
             ids = [message.id for message in messages]
-            await self._travel(ids)
-            self._tell("send", ids)
-            self._party.sent.update((message.id, message.epoch) for message in messages)
-            fails = self._strikes(Fault.POOL_FAILED, SOME, ids)
+            await self._transfer(ids)
+            self._trace("send", ids)
+            self._process.sent.update((message.id, message.epoch) for message in messages)
+            fails = self._inject(Fault.POOL_FAILED, SOME, ids)
             for number, message in enumerate(messages):
                 if fails and number >= len(ids) // 2:
                     break
                 await self._put(inner, message, delay_s)
-            await self._world.called(self._party, "send")
+            await self._world.called(self._process, "send")
             if fails:
                 raise Unavailable("the queue did not take all messages")
 
         return send
 
     async def _put(self, inner: Call, message: PoolMessage, delay_s: float) -> None:
-        about = [message.id]
-        if self._strikes(Fault.MESSAGE_LOST, OFTEN, about):
+        subjects = [message.id]
+        if self._inject(Fault.MESSAGE_LOST, OFTEN, subjects):
             return
-        if self._strikes(Fault.MESSAGE_LATE, OFTEN, about):
-            delay_s += self._chance.uniform(1.0, 60.0)
-            loop = self._world.loop
-            loop.call_later(delay_s, self._faults.cover, Fault.MESSAGE_LATE, message.id, context=loop.outside)
+        if self._inject(Fault.MESSAGE_LATE, OFTEN, subjects):
+            delay_s += self._rng.uniform(1.0, 60.0)
         await inner([message], delay_s=delay_s)
-        if self._strikes(Fault.MESSAGE_TWICE, OFTEN, about):
-            await inner([message], delay_s=delay_s + self._chance.uniform(0.0, 90.0))
+        if self._inject(Fault.MESSAGE_TWICE, OFTEN, subjects):
+            await inner([message], delay_s=delay_s + self._rng.uniform(0.0, 90.0))
 
     def _receive(self, inner: Call) -> Call:
         async def receive(
             resource_class: str, *, limit: int = BATCH, visibility_s: float, wait_s: float = 0.0
         ) -> Sequence[Delivery]:
-            await self._travel()
-            if self._strikes(Fault.MESSAGE_MALFORMED, RARE):
-                self._world.queues.put(resource_class, None, shuffle=self._chance.random(), malformed="not JSON")
-            if self._strikes(Fault.POOL_FAILED, RARE):
+            await self._transfer()
+            if self._inject(Fault.MESSAGE_MALFORMED, RARE):
+                self._world.queues.put(resource_class, None, shuffle=self._rng.random(), malformed="not JSON")
+            if self._inject(Fault.POOL_FAILED, RARE):
                 raise Unavailable("the queue did not answer a receive")
-            if self._strikes(Fault.RECEIVE_SHORT, OFTEN):
-                limit = self._chance.randint(0, limit)
-                self._faults.cover_all(Fault.RECEIVE_SHORT, self._waiting_in(resource_class))
+            if self._inject(Fault.RECEIVE_SHORT, OFTEN):
+                limit = self._rng.randint(0, limit)
                 if not limit:
                     return []
-            # Now and then a message is shown again although somebody has it.
-            again = self._chance.random() < 0.1 and self._strikes(Fault.MESSAGE_TWICE, 1.0)
-            early_s = self._chance.random() * EARLY_S
+            # Sometimes a message reappears although it is being processed.
+            again = self._rng.random() < 0.1 and self._inject(Fault.MESSAGE_TWICE, 1.0)
+            early_s = self._rng.random() * EARLY_S
             taken: Sequence[Delivery] = await inner(
                 resource_class, limit=limit, visibility_s=early_s if again else visibility_s, wait_s=wait_s
             )
             ids = [item.message.id for item in taken if item.message]
-            self._tell("receive", ids)
+            self._trace("receive", ids)
             for instance_id in ids if again else ():
-                self._faults.cover(Fault.MESSAGE_TWICE, instance_id)
-                self._party.shown_early.add(instance_id)
-            if len(taken) > 1 and self._strikes(Fault.MESSAGE_REORDERED, OFTEN, ids):
+                self._process.received_early.add(instance_id)
+            if len(taken) > 1 and self._inject(Fault.MESSAGE_REORDERED, OFTEN, ids):
                 taken = taken[: len(taken) // 2]
-            await self._world.called(self._party, "receive")
-            if self._chance.random() < 0.5:
-                await self._travel(ids)
+            await self._world.called(self._process, "receive")
+            if self._rng.random() < 0.5:
+                await self._transfer(ids)
             return taken
 
         return receive
-
-    def _waiting_in(self, resource_class: str) -> list[str]:
-        """Whose hints could be received now."""
-        found = self._world.queues.named(resource_class).visible(self._world.clock.now(), BATCH)
-        return [item.message.id for item in found if item.message is not None]
 
     def _settle(self, operation: str, inner: Call) -> Call:
         async def settle(resource_class: str, receipts: Collection[str]) -> None:
             queue = self._world.queues.named(resource_class)
             held = [item.message for item in queue.messages if item.receipt in receipts and item.message is not None]
             ids = [message.id for message in held]
-            await self._travel(ids)
-            self._tell(operation, ids)
-            if self._strikes(Fault.POOL_FAILED, RARE, ids):
+            await self._transfer(ids)
+            self._trace(operation, ids)
+            if self._inject(Fault.POOL_FAILED, RARE, ids):
                 raise Unavailable(f"the queue did not answer {operation}")
-            if operation == "delete" and self._strikes(Fault.DELETE_LOST, OFTEN, ids):
+            if operation == "delete" and self._inject(Fault.DELETE_LOST, OFTEN, ids):
                 return
             await inner(resource_class, receipts)
             if operation == "delete":
-                # As SQS does: the latest receipt serves although its time is over, until the message is shown again.
+                # Like SQS: an expired receipt is valid until the message is received again.
                 queue.messages[:] = [item for item in queue.messages if item.receipt not in receipts]
-                self._world.safety.hints_deleted(resource_class, held)
-                await self._world.called(self._party, operation)
+                self._world.safety.messages_deleted(resource_class, held)
+                await self._world.called(self._process, operation)
 
         return settle
 
 
-class FaultyCompute(Wire):
-    def _wire(self, operation: str, inner: Call) -> Call:
+class FaultyCompute(FaultyPort):
+    def _wrap(self, operation: str, inner: Call) -> Call:
         if operation == "launch":
             return self._launch(inner)
         if operation in {"describe", "list_pool"}:
-            return self._look(operation, inner)
+            return self._describe(operation, inner)
         if operation == "terminate":
             return self._terminate(inner)
 
         async def call(*given: Any, **named: Any) -> Any:
-            await self._travel()
+            await self._transfer()
             return await inner(*given, **named)
 
         return call
 
     def _launch(self, inner: Call) -> Call:
         async def launch(request: LaunchRequest) -> LaunchResult:
-            await self._travel()
-            self._tell("launch")
-            if self._strikes(Fault.NO_CAPACITY, SOME):
+            await self._transfer()
+            self._trace("launch")
+            if self._inject(Fault.NO_CAPACITY, SOME):
                 raise CapacityError("m6i.large in eu-west-1a: no capacity")
-            short = request.count > 1 and self._strikes(Fault.FLEET_PARTIAL, 2 * OFTEN)
-            asked = replace(request, count=self._chance.randint(1, request.count - 1)) if short else request
-            result: LaunchResult = await inner(asked)
+            short = request.count > 1 and self._inject(Fault.FLEET_PARTIAL, 2 * OFTEN)
+            limited = replace(request, count=self._rng.randint(1, request.count - 1)) if short else request
+            result: LaunchResult = await inner(limited)
             ids = [item.instance_id for item in result.instances]
             if short:
-                self._faults.cover(Fault.FLEET_PARTIAL, ids[0])
                 result = replace(result, errors=(*result.errors, "eu-west-1a: no capacity for more"))
-            await self._world.called(self._party, "launch")
-            if self._strikes(Fault.LAUNCH_UNSURE, OFTEN, ids):
+            await self._world.called(self._process, "launch")
+            if self._inject(Fault.LAUNCH_UNSURE, OFTEN, ids):
                 raise Unavailable("EC2's answer to CreateFleet was lost")
-            await self._travel(ids)
+            await self._transfer(ids)
             return result
 
         return launch
 
-    def _look(self, operation: str, inner: Call) -> Call:
-        async def look(*given: Any) -> Any:
-            await self._travel()
-            self._tell(operation)
-            if self._strikes(Fault.COMPUTE_FAILED, SOME):
-                hosts = self._world.hosts.items()
-                self._faults.cover_all(Fault.COMPUTE_FAILED, [key for key, host in hosts if host.alive])
+    def _describe(self, operation: str, inner: Call) -> Call:
+        async def describe(*given: Any) -> Any:
+            await self._transfer()
+            self._trace(operation)
+            if self._inject(Fault.COMPUTE_FAILED, SOME):
                 raise Unavailable(f"EC2 did not answer {operation}")
-            lags = self._strikes(Fault.DESCRIBE_LAGS, 2 * OFTEN)
-            lag_s = self._chance.random() * MAX_DESCRIBE_LAG_S if lags else 0.0
+            lags = self._inject(Fault.DESCRIBE_LAGS, 2 * OFTEN)
+            lag_s = self._rng.random() * MAX_DESCRIBE_LAG_S if lags else 0.0
             if not lags:
                 return await inner(*given)
             with self._world.cloud_as_it_was(lag_s):
                 views = await inner(*given)
             since = self._world.clock.now() - timedelta(seconds=lag_s)
-            return self._without_new(views, since)
+            return self._launched_before(views, since)
 
-        return look
+        return describe
 
-    def _without_new(self, views: Any, since: datetime) -> Any:
-        def is_known(view: MachineView) -> bool:
-            if view.launched_at > since or self._world.cloud.view(view.instance_id) != view:
-                self._faults.cover(Fault.DESCRIBE_LAGS, view.instance_id)
-            return view.launched_at <= since
-
+    @staticmethod
+    def _launched_before(views: Any, since: datetime) -> Any:
         if isinstance(views, Mapping):
-            return {key: view for key, view in views.items() if is_known(view)}
-        return [view for view in views if is_known(view)]
+            return {key: view for key, view in views.items() if view.launched_at <= since}
+        return [view for view in views if view.launched_at <= since]
 
     def _terminate(self, inner: Call) -> Call:
         async def terminate(instance_ids: Collection[str]) -> Mapping[str, str]:
             ids = sorted(instance_ids)
-            await self._travel(ids)
-            self._tell("terminate", ids)
-            self._world.safety.termination_asked(ids)
-            fails = self._strikes(Fault.COMPUTE_FAILED, SOME, ids)
-            if fails and self._chance.random() < 0.5:
+            await self._transfer(ids)
+            self._trace("terminate", ids)
+            self._world.safety.termination_requested(ids)
+            fails = self._inject(Fault.COMPUTE_FAILED, SOME, ids)
+            if fails and self._rng.random() < 0.5:
                 raise Unavailable("EC2 did not answer TerminateInstances")
             answer: Mapping[str, str] = await inner(ids)
-            await self._world.called(self._party, "terminate")
+            await self._world.called(self._process, "terminate")
             if fails:
                 raise Unavailable("EC2's answer to TerminateInstances was lost")
             return answer
@@ -463,103 +442,90 @@ class FaultyCompute(Wire):
         return terminate
 
 
-_REFUSALS = (Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_429, Fault.GITHUB_5XX)
+_GITHUB_ERRORS = (Fault.GITHUB_401, Fault.GITHUB_403, Fault.GITHUB_429, Fault.GITHUB_5XX)
 
 
-class FaultyGitHub(Wire):
-    def _wire(self, operation: str, inner: Call) -> Call:
+class FaultyGitHub(FaultyPort):
+    def _wrap(self, operation: str, inner: Call) -> Call:
         if operation == "list_runners":
             return self._list(inner)
         if operation == "delete_runner":
             return self._delete(inner)
 
         async def call(*given: Any, **named: Any) -> Any:
-            await self._travel()
-            self._tell(operation)
-            self._refuse()
-            if self._strikes(Fault.GITHUB_404, RARE):
-                raise UserError("GitHub does not know the scope: 404", field="github-scope")
-            if self._strikes(Fault.GITHUB_422, RARE):
+            await self._transfer()
+            self._trace(operation)
+            self._raise_error()
+            if self._inject(Fault.GITHUB_404, RARE):
+                raise UserError("GitHub does not find the scope: 404", field="github-scope")
+            if self._inject(Fault.GITHUB_422, RARE):
                 raise Unavailable("GitHub answered 422")
             answer = await inner(*given, **named)
-            if self._strikes(Fault.GITHUB_UNSURE, RARE):
+            if self._inject(Fault.GITHUB_UNSURE, RARE):
                 raise Unavailable("GitHub's answer was lost")
             return answer
 
         return call
 
-    def _refuse(self, subjects: Iterable[str] = ()) -> None:
-        for fault in _REFUSALS:
-            if self._strikes(fault, RARE, subjects):
+    def _raise_error(self, subjects: Iterable[str] = ()) -> None:
+        for fault in _GITHUB_ERRORS:
+            if self._inject(fault, RARE, subjects):
                 number = fault.value.removeprefix("github-")
                 if fault is Fault.GITHUB_429:
                     raise Throttled("GitHub limits the rate: 429", retry_after_s=30.0)
                 if fault is Fault.GITHUB_5XX:
                     raise Unavailable("GitHub answered 502")
-                raise UserError(f"GitHub refuses the credential: {number}", field="github-token")
+                raise UserError(f"GitHub rejects the credential: {number}", field="github-token")
 
     def _list(self, inner: Call) -> Call:
         async def listed(scope: str) -> Sequence[GitHubRunner]:
-            await self._travel()
-            self._tell("list_runners")
+            await self._transfer()
+            self._trace("list_runners")
             listed = self._registered
-            self._refuse(listed)
-            if self._strikes(Fault.GITHUB_404, RARE, listed):
-                raise UserError("GitHub does not know the scope: 404", field="github-scope")
-            if self._strikes(Fault.GITHUB_422, RARE, listed):
+            self._raise_error(listed)
+            if self._inject(Fault.GITHUB_404, RARE, listed):
+                raise UserError("GitHub does not find the scope: 404", field="github-scope")
+            if self._inject(Fault.GITHUB_422, RARE, listed):
                 raise Unavailable("GitHub answered 422")
             found: Sequence[GitHubRunner] = await inner(scope)
-            if self._strikes(Fault.GITHUB_UNSURE, RARE, listed):
+            if self._inject(Fault.GITHUB_UNSURE, RARE, listed):
                 raise Unavailable("GitHub's answer was lost")
-            if self._strikes(Fault.LIST_OLD, 2 * OFTEN):
-                found = self._old(found)
-            if found and self._strikes(Fault.BUSY_WRONG, OFTEN):
-                for runner in found:
-                    self._cover(Fault.BUSY_WRONG, runner)
-                found = [replace(runner, busy=self._chance.random() < 0.5) for runner in found]
-            await self._travel()
+            if self._inject(Fault.LIST_OLD, 2 * OFTEN):
+                found = self._earlier_list()
+            if found and self._inject(Fault.BUSY_WRONG, OFTEN):
+                found = [replace(runner, busy=self._rng.random() < 0.5) for runner in found]
+            await self._transfer()
             return found
 
         return listed
 
     @property
     def _registered(self) -> list[str]:
-        """The instances whose runners are on the list."""
-        found = (runner_of(runner.name) for runner in self._world.github.runners.values())
+        """Instances whose runners GitHub lists."""
+        found = (parse_runner(runner.name) for runner in self._world.github.runners.values())
         return [parsed[1] for parsed in found if parsed is not None]
 
-    def _old(self, now: Sequence[GitHubRunner]) -> Sequence[GitHubRunner]:
-        at = self._world.loop.time() - self._chance.random() * MAX_LIST_LAG_S
-        seen = next((views for written_at, views in reversed(self._world.github.snapshots) if written_at <= at), ())
-        current = {runner.runner_id: runner for runner in now}
-        before = {runner.runner_id: runner for runner in seen}
-        for runner_id in sorted({**current, **before}):
-            if current.get(runner_id) != before.get(runner_id):
-                self._cover(Fault.LIST_OLD, current.get(runner_id) or before[runner_id])
-        return seen
+    def _earlier_list(self) -> Sequence[GitHubRunner]:
+        at = self._world.loop.time() - self._rng.random() * MAX_LIST_LAG_S
+        return next((views for written_at, views in reversed(self._world.github.snapshots) if written_at <= at), ())
 
     def _delete(self, inner: Call) -> Call:
         async def delete(scope: str, runner_id: int) -> Deletion:
             runner = self._world.github.runners.get(runner_id)
-            parsed = runner_of(runner.name) if runner else None
+            parsed = parse_runner(runner.name) if runner else None
             ids = [parsed[1]] if parsed else []
-            await self._travel(ids)
-            self._tell("delete_runner", ids)
-            self._refuse(ids)
-            if self._strikes(Fault.GITHUB_404, SOME, ids):
+            await self._transfer(ids)
+            self._trace("delete_runner", ids)
+            self._raise_error(ids)
+            if self._inject(Fault.GITHUB_404, SOME, ids):
                 return Deletion.GONE
-            if self._strikes(Fault.GITHUB_422, SOME, ids):
+            if self._inject(Fault.GITHUB_422, SOME, ids):
                 return Deletion.BUSY
-            self._world.safety.removal_asked(runner_id)
+            self._world.safety.removal_requested(runner_id)
             deletion: Deletion = await inner(scope, runner_id)
-            await self._world.called(self._party, "delete_runner")
-            if self._strikes(Fault.GITHUB_UNSURE, SOME, ids):
+            await self._world.called(self._process, "delete_runner")
+            if self._inject(Fault.GITHUB_UNSURE, SOME, ids):
                 raise Unavailable("GitHub's answer was lost")
             return deletion
 
         return delete
-
-    def _cover(self, fault: Fault, runner: GitHubRunner) -> None:
-        parsed = runner_of(runner.name)
-        if parsed is not None:
-            self._faults.cover(fault, parsed[1])

@@ -1,4 +1,4 @@
-"""The pool's machines as scale-down sees them: a fleet known by its tags, over the same cloud and the same wire."""
+"""The pool's machines as a tagged fleet, for scale-down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from remuda.domain.scale_down.fleet import (
 from remuda.ports.compute import MachineState, MachineView
 from simulation.names import POOL, SCOPE
 
-#: As they are on every machine that the pool launches.
+#: Tags of every machine that the pool launches.
 TAGS = {
     GHR_ENVIRONMENT_TAG: POOL,
     GHR_APPLICATION_TAG: GHR_APPLICATION,
@@ -35,7 +35,7 @@ class CloudFleet:
         self._compute = compute
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
         views: Sequence[MachineView] = await self._compute.list_pool()

@@ -1,9 +1,8 @@
-"""The life of one instance as a value, and every step that it can take.
+"""Model of one instance as a value, and every step that it can take.
 
-The real transition table, guards, verdicts and decisions of agents and sweeps make each step; this module only asks
-them, once for each question. Names are relative: a record belongs to `own`, whichever run that is, and any other run is
-`other`. Times are constants: what time allows at some time is allowed at any time, and a threshold that has passed is
-a flag.
+The real transition table, guards, verdicts and decisions of agents and sweeps make each step. Names are relative: a
+record belongs to `own`, and any other run is `other`. Times are constants, because what the clock allows at one time it
+allows at any time; a threshold that has passed is a flag.
 """
 
 from __future__ import annotations
@@ -15,7 +14,16 @@ from typing import Any, NamedTuple
 
 from remuda.agent.decide import MAX_REMOVALS, AgentAction, Observation, next_step
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Credential, Instance, State, retirement
+from remuda.domain.instance import (
+    ABSORBING,
+    ASSIGNED,
+    Assignment,
+    Credential,
+    Instance,
+    RetireReason,
+    State,
+    decide_retirement,
+)
 from remuda.domain.pool_config import parse_runner_name, runner_name
 from remuda.domain.release_policy import next_for_releasing
 from remuda.domain.resources import Tier, UsageClass
@@ -23,7 +31,6 @@ from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import (
     Actor,
-    Cause,
     Change,
     Confirm,
     End,
@@ -49,13 +56,13 @@ REGISTRATION = Credential(token="registration", expires_at=LATER)  # noqa: S106
 DEADLINE = NOW + timedelta(seconds=LIFETIMES.provision_timeout_s)
 HELD_UNTIL = NOW + timedelta(hours=12)
 
-#: What happens seldom, each by its own budget.
-CRASH, EXPIRY, LOST, OPERATOR = 1, 2, 4, 8
-MISHAPS = {CRASH: "crash", EXPIRY: "expiry", LOST: "lost answer", OPERATOR: "operator"}
+#: Incidents, each with a budget of one per search.
+CRASH, EXPIRY, LOST_ANSWER, OPERATOR = 1, 2, 4, 8
+INCIDENTS = {CRASH: "crash", EXPIRY: "expiry", LOST_ANSWER: "lost answer", OPERATOR: "operator"}
 
 OWN, OTHER = "own", "other"
 
-#: Within an epoch, states come in this order only.
+#: Order of the states within an epoch.
 _ORDER = {
     State.CREATED: 0,
     State.CLAIMED: 0,
@@ -71,8 +78,8 @@ _REMOVAL_SIGNALS = frozenset({Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_
 _SWEEP = (Actor.REFRESH,)
 _RELEASE_OR_SWEEP = (Actor.REFRESH, Actor.RELEASE)
 _OPERATOR = (Actor.OPERATOR,)
-#: What, by whom (the table must allow it to each of them), the event, when, and its cost.
-_Due = tuple[str, tuple[Actor, ...], Event, datetime, int]
+#: Text, actors (the table must allow the event to each of them), event, time and cost.
+_PossibleEvent = tuple[str, tuple[Actor, ...], Event, datetime, int]
 
 
 _UNTIL = {
@@ -81,56 +88,56 @@ _UNTIL = {
 }
 
 
-class Broken(Exception):
-    """A step led to what must not be."""
+class ModelViolation(Exception):
+    """A step violates an invariant."""
 
 
-class Doing(NamedTuple):
-    """A step that an agent has decided on."""
+class PendingAction(NamedTuple):
+    """A step that an agent has decided to take."""
 
     do: AgentAction
-    #: The assignment that it is for, and that of the name it registers.
+    #: Epoch of the record, and epoch in the runner name that is registered.
     epoch: int
-    named: int
+    owned_by: int
     signal: Signal | None
 
 
-_NOTHING = Doing(do=AgentAction.WAIT, epoch=0, named=0, signal=None)
+_NOTHING = PendingAction(do=AgentAction.WAIT, epoch=0, owned_by=0, signal=None)
 
 
-class Agent(NamedTuple):
-    """What is on a machine, and what its agent is about."""
+class AgentModel(NamedTuple):
+    """State of a machine and of its agent."""
 
-    #: The epoch that it is registered for, or 0.
+    #: Epoch that it is registered for, or 0.
     configured: int = 0
     listening: bool = False
-    #: The listener ended for good.
+    #: Whether the listener exited with a terminal exit code.
     ended: bool = False
     job: bool = False
     dirty: bool = False
-    #: What this process knows to have signalled: epoch and signal.
+    #: Epoch and signal that this agent process has sent last.
     memory: tuple[int, Signal] | None = None
-    #: Decided upon by a record that has changed since.
-    doing: Doing | None = None
+    #: Decided by a record that has changed since.
+    pending_action: PendingAction | None = None
     alive: bool = True
 
 
-DEAD = Agent(alive=False)
+DEAD = AgentModel(alive=False)
 
 
-class Write(NamedTuple):
-    """A write that somebody has decided on, with the evidence of that time. Equal where it would do the same."""
+class PendingWrite(NamedTuple):
+    """A write that a process has decided on, with its evidence. Equal if the effect is the same."""
 
     text: str
     by: Actor
-    guard: WriteCondition
+    condition: WriteCondition
     sets: tuple[tuple[str, Any], ...]
-    told: tuple[int, Signal | None]
+    last_signal: tuple[int, Signal | None]
     cost: int = 0
 
     @property
     def moves_time_only(self) -> bool:
-        """Late, it leads to nothing new: to what was before time ran out."""
+        """Whether it changes the threshold alone. A delayed one leads to no new state."""
         return all(name == "threshold" for name, _ in self.sets)
 
     def applied_to(self, record: Instance | None) -> Instance:
@@ -138,16 +145,16 @@ class Write(NamedTuple):
         return Instance(**sets) if record is None else replace(record, **sets)
 
 
-class Life(NamedTuple):
+class InstanceState(NamedTuple):
     record: Instance | None = None
-    #: EC2 has it.
+    #: Whether the machine was launched.
     launched: bool = False
-    told: tuple[int, Signal | None] = (0, None)
-    agent: Agent = Agent()
-    #: The threshold has passed for everybody.
+    last_signal: tuple[int, Signal | None] = (0, None)
+    agent: AgentModel = AgentModel()
+    #: Whether the threshold has passed by every clock.
     late: bool = False
-    #: Decided upon by what has changed since.
-    pending: Write | None = None
+    #: Decided by a state that has changed since.
+    pending: PendingWrite | None = None
 
     @property
     def state(self) -> State | None:
@@ -155,22 +162,22 @@ class Life(NamedTuple):
 
     @property
     def report(self) -> Report:
-        epoch, signal = self.told
+        epoch, signal = self.last_signal
         return Report(
             instance_id=ID, epoch=epoch, signal=signal, beat=1, beat_at=NOW, busy=self.agent.job, listening=False
         )
 
 
-UNBORN = Life()
+ABSENT = InstanceState()
 
 
-class Step(NamedTuple):
-    """One step of a life. `broken` says what must not be, where it is that."""
+class ModelStep(NamedTuple):
+    """One step of an instance. `violation` is empty if it violates nothing."""
 
     text: str
-    after: Life
+    after: InstanceState
     cost: int = 0
-    broken: str = ""
+    violation: str = ""
 
 
 def assignment(epoch: int) -> Assignment:
@@ -182,7 +189,7 @@ def assignment(epoch: int) -> Assignment:
     )
 
 
-def born(who: str) -> Instance:
+def new_record(who: str) -> Instance:
     return Instance(
         instance_id=ID,
         state=State.CREATED,
@@ -203,118 +210,129 @@ def born(who: str) -> Instance:
     )
 
 
-def named(record: Instance, who: str) -> Instance:
-    """The same record as one of `who`."""
+def owned_by(record: Instance, who: str) -> Instance:
+    """The same record with another owner."""
     _, _, worker = record.owner.partition("/")
     return replace(
         record, owner=f"{who}/{worker}", provision_id=who, run_id=who if record.run_id else "", last_run_id=""
     )
 
 
-def write_of(change: Change, text: str, by: Actor, told: tuple[int, Signal | None] = (0, None), cost: int = 0) -> Write:
-    return Write(text=text, by=by, guard=change.guard, sets=tuple(change.sets.items()), told=told, cost=cost)
+def write_of(
+    change: Change, text: str, by: Actor, last_signal: tuple[int, Signal | None] = (0, None), cost: int = 0
+) -> PendingWrite:
+    return PendingWrite(
+        text=text,
+        by=by,
+        condition=change.condition,
+        sets=tuple(change.sets.items()),
+        last_signal=last_signal,
+        cost=cost,
+    )
 
 
-class Lives:
-    """Asks the real code, and remembers its answers. One for each search: the code may have been patched meanwhile."""
+class InstanceModel:
+    """The steps of an instance by the real code, with cached answers."""
 
     def __init__(self, *, stale: bool = True) -> None:
         self._stale = stale
-        self._writes: dict[tuple[Life, bool], list[Write]] = {}
-        self._decisions: dict[Life, Doing] = {}
-        self._judged: set[Life] = set()
+        self._writes: dict[tuple[InstanceState, bool], list[PendingWrite]] = {}
+        self._decisions: dict[InstanceState, PendingAction] = {}
+        self._checked: set[InstanceState] = set()
         self._futures: dict[Instance, tuple[Instance, ...]] = {}
-        self._hopes: dict[tuple[WriteCondition, Instance], bool] = {}
+        self._applicable: dict[tuple[WriteCondition, Instance], bool] = {}
 
-    def steps(self, life: Life, *, released: bool) -> list[Step]:
-        """All but those of runs. `released`: the run that it belongs to was."""
+    def steps(self, state: InstanceState, *, released: bool) -> list[ModelStep]:
+        """All steps except those of runs. `released` says whether its run was released."""
         try:
-            self._decision(life)
-            self._fresh(life, released=released)
-        except Broken as broken:
-            return [Step("goes on", life, 0, str(broken))]
-        found: list[Step] = []
-        makers = (self._by_control_plane(life, released=released), self._by_agent(life), self._by_world(life))
+            self._decision(state)
+            self._decided_writes(state, released=released)
+        except ModelViolation as violation:
+            return [ModelStep("goes on", state, 0, str(violation))]
+        found: list[ModelStep] = []
+        makers = (self._by_control_plane(state, released=released), self._by_agent(state), self._by_world(state))
         for maker in makers:
-            for step in _caught(maker):
-                if step.broken:
+            for step in _catching(maker):
+                if step.violation:
                     found.append(step)
                 else:
-                    found += self.following(life, step, was_released=released, is_released=released)
-        return [step for step in found if step.broken or step.after != life]
+                    found += self.with_pending(state, step, was_released=released, is_released=released)
+        return [step for step in found if step.violation or step.after != state]
 
-    def following(self, life: Life, step: Step, *, was_released: bool, is_released: bool) -> list[Step]:
-        """A step as it is, and with what others had decided on just before it and will do all the same."""
+    def with_pending(
+        self, state: InstanceState, step: ModelStep, *, was_released: bool, is_released: bool
+    ) -> list[ModelStep]:
+        """A step, alone and combined with the writes and actions that were decided just before it."""
         text, raw, cost, _ = step
         try:
-            pending = raw.pending if raw.pending and self._hopeful(raw.pending, raw.record) else None
-            after = self.settled(raw._replace(pending=pending))
-            fresh = self._fresh(after, released=is_released)
+            pending = raw.pending if raw.pending and self._may_apply(raw.pending, raw.record) else None
+            after = self.normalized(raw._replace(pending=pending))
+            fresh = self._decided_writes(after, released=is_released)
             if pending in fresh:
                 after = after._replace(pending=None)
-            found = [Step(text, after, cost)]
+            found = [ModelStep(text, after, cost)]
             if not self._stale or after.record is None:
                 return found
-            for write in self._fresh(life, released=was_released):
+            for write in self._decided_writes(state, released=was_released):
                 if write.cost & cost or write in fresh or write == pending or write.moves_time_only:
                     continue
-                if self._hopeful(write, raw.record):
-                    late = f"{text}; {write.text} is under way"
-                    found.append(Step(late, after._replace(pending=write), cost | write.cost))
+                if self._may_apply(write, raw.record):
+                    late = f"{text}; {write.text} is pending"
+                    found.append(ModelStep(late, after._replace(pending=write), cost | write.cost))
             found += [
-                Step(f"{step.text}; the agent is about to {doing.do.value}", left, step.cost)
+                ModelStep(f"{step.text}; the agent is about to {pending_action.do.value}", left, step.cost)
                 for step in found
-                if (doing := self._left_behind(life, step.after)) is not None
-                for left in [step.after._replace(agent=step.after.agent._replace(doing=doing))]
+                if (pending_action := self._outdated_action(state, step.after)) is not None
+                for left in [step.after._replace(agent=step.after.agent._replace(pending_action=pending_action))]
             ]
-        except Broken as broken:
-            return [Step(text, life, cost, str(broken))]
+        except ModelViolation as violation:
+            return [ModelStep(text, state, cost, str(violation))]
         return found
 
     # Writes of the control plane and of operators
 
-    def _by_control_plane(self, life: Life, *, released: bool) -> Iterator[Step]:
-        writes = self._fresh(life, released=released)
-        pending = [life.pending._replace(cost=0)] if life.pending else []
+    def _by_control_plane(self, state: InstanceState, *, released: bool) -> Iterator[ModelStep]:
+        writes = self._decided_writes(state, released=released)
+        pending = [state.pending._replace(cost=0)] if state.pending else []
         for write in writes + pending:
-            if not write.guard.admits(life.record):
+            if not write.condition.is_met_by(state.record):
                 continue
             try:
-                after = self.written(life, write, released=released)
-            except Broken as broken:
-                yield Step(write.text, life, write.cost, str(broken))
+                after = self.written(state, write, released=released)
+            except ModelViolation as violation:
+                yield ModelStep(write.text, state, write.cost, str(violation))
                 continue
             if write in pending:
-                yield Step(f"{write.text}, late", after._replace(pending=None))
+                yield ModelStep(f"{write.text}, late", after._replace(pending=None))
             else:
-                yield Step(write.text, after, write.cost)
+                yield ModelStep(write.text, after, write.cost)
 
-    def _fresh(self, life: Life, *, released: bool) -> list[Write]:
-        """What a sweep, a release or an operator who reads it now would write."""
-        key = (life._replace(pending=None), released)
+    def _decided_writes(self, state: InstanceState, *, released: bool) -> list[PendingWrite]:
+        """Writes that a sweep, a release or an operator decides on by this state."""
+        key = (state._replace(pending=None), released)
         known = self._writes.get(key)
         if known is None:
-            known = self._writes[key] = list(self._decide(life, released=released))
+            known = self._writes[key] = list(self._decide(state, released=released))
         return known
 
-    def _decide(self, life: Life, *, released: bool) -> Iterator[Write]:
-        record = life.record
+    def _decide(self, state: InstanceState, *, released: bool) -> Iterator[PendingWrite]:
+        record = state.record
         if record is None:
-            if life.launched:
-                stone = replace(born(OWN), state=State.TERMINATING, threshold=NOW, run_id="", assignment=None)
+            if state.launched:
+                stone = replace(new_record(OWN), state=State.TERMINATING, threshold=NOW, run_id="", assignment=None)
                 change = tombstone(stone, by=Actor.REFRESH, now=NOW, why="")
-                yield write_of(change, "a sweep buries it", Actor.REFRESH)
+                yield write_of(change, "a sweep writes a tombstone", Actor.REFRESH)
             return
-        for text, actors, event, now, cost in self._events(life, record, released=released):
+        for text, actors, event, now, cost in self._events(state, record, released=released):
             try:
                 changes = [advance(record, event, by=by, now=now, why="") for by in actors]
             except IllegalTransition as illegal:
-                raise Broken(f"S10: {illegal}") from illegal
-            # Evidence is what tells one end from another; the other writes are the same whatever was reported.
-            told = life.told if isinstance(event, End) and event.report is not None else (0, None)
-            yield write_of(changes[0], text, actors[0], told, cost)
+                raise ModelViolation(f"S10: {illegal}") from illegal
+            # Only ends depend on the report; the other writes are the same for every report.
+            last_signal = state.last_signal if isinstance(event, End) and event.report is not None else (0, None)
+            yield write_of(changes[0], text, actors[0], last_signal, cost)
 
-    def _events(self, life: Life, record: Instance, *, released: bool) -> Iterator[_Due]:
+    def _events(self, state: InstanceState, record: Instance, *, released: bool) -> Iterator[_PossibleEvent]:
         if record.state is State.TERMINATING:
             yield "a sweep confirms its end", _SWEEP, Confirm(keep_records_s=1.0), NOW, 0
         if record.state in ABSORBING:
@@ -322,174 +340,191 @@ class Lives:
         if released and record.state in ASSIGNED:
             event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL)
             if record.state is State.CREATED:
-                event = End(cause=Cause.RELEASED)
-            yield "a release or a sweep takes it back", _RELEASE_OR_SWEEP, event, NOW, 0
+                event = End(reason=RetireReason.RELEASED)
+            yield "a release or a sweep releases it", _RELEASE_OR_SWEEP, event, NOW, 0
         if record.state is State.RELEASING:
-            upcoming = next_for_releasing(record, life.report, now=NOW, lifetimes=LIFETIMES)
+            upcoming = next_for_releasing(record, state.report, now=NOW, lifetimes=LIFETIMES)
             if upcoming is not None:
                 name = type(upcoming.event).__name__.lower()
-                yield f"a release or a sweep settles it ({name})", _RELEASE_OR_SWEEP, upcoming.event, NOW, 0
-        if record.state is State.RUNNING and registration_verdict(life.report, record.epoch) is Verdict.FAILED:
-            yield "a sweep ends it: its runner failed", _SWEEP, End(cause=Cause.FAILED, report=life.report), NOW, 0
+                yield f"a release or a sweep advances it ({name})", _RELEASE_OR_SWEEP, upcoming.event, NOW, 0
+        if record.state is State.RUNNING and registration_verdict(state.report, record.epoch) is Verdict.FAILED:
+            yield (
+                "a sweep ends it: its runner failed",
+                _SWEEP,
+                End(reason=RetireReason.FAILED, report=state.report),
+                NOW,
+                0,
+            )
         if record.state is State.IDLE:
             yield from self._events_of_idle(record)
-        if life.late:
-            end = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
+        if state.late:
+            end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
             yield "a sweep ends it: expired", _SWEEP, end, _late(record), 0
-        if not life.agent.alive:
-            yield "a sweep ends it: gone", _SWEEP, End(cause=Cause.GONE), NOW, 0
-        if not record.retire:
-            yield "an operator drains it", (Actor.OPERATOR, Actor.REFRESH), Retire(reason="drained"), NOW, OPERATOR
-        quarantine = Quarantine(reason="quarantined", until=HELD_UNTIL)
+        if not state.agent.alive:
+            yield "a sweep ends it: gone", _SWEEP, End(reason=RetireReason.GONE), NOW, 0
+        if record.retire_reason is None:
+            drain = Retire(reason=RetireReason.DRAINED)
+            yield "an operator drains it", (Actor.OPERATOR, Actor.REFRESH), drain, NOW, OPERATOR
+        quarantine = Quarantine(until=HELD_UNTIL)
         yield "an operator puts it into quarantine", _OPERATOR, quarantine, NOW, OPERATOR
-        yield "an operator ends it", _OPERATOR, End(cause=Cause.ORDERED, reason="ordered"), NOW, OPERATOR
+        termination = End(reason=RetireReason.TERMINATED_BY_OPERATOR)
+        yield "an operator ends it", _OPERATOR, termination, NOW, OPERATOR
 
     @staticmethod
-    def _events_of_idle(record: Instance) -> Iterator[_Due]:
-        reason = retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses + 1)
-        if reason:
-            yield "a sweep ends it: retired", _SWEEP, End(cause=Cause.RETIRED, reason=reason), NOW, 0
-        # If its time is up, then by a clock that is slow.
+    def _events_of_idle(record: Instance) -> Iterator[_PossibleEvent]:
+        due = decide_retirement(record, now=NOW, max_age_s=LIFETIMES.max_age_s, max_uses=LIFETIMES.max_uses + 1)
+        if due is not None:
+            yield "a sweep ends it: retired", _SWEEP, End(reason=due.reason, detail=due.detail), NOW, 0
+        # After its threshold, by a slow clock.
         at = record.threshold - timedelta(seconds=1)
         renewal = Renew(until=at + timedelta(seconds=LIFETIMES.idle_time_s))
-        yield "scale-down renews its time", (Actor.SCALE_DOWN,), renewal, at, 0
+        yield "scale-down renews it", (Actor.SCALE_DOWN,), renewal, at, 0
 
-    def written(self, life: Life, write: Write, *, released: bool, by_owner: bool = False) -> Life:
-        """Its record after a write that its guard admits; judged."""
-        after = write.applied_to(life.record)
-        _judge_write(life, write, after, released=released, by_owner=by_owner)
-        before = life.record
+    def written(
+        self, state: InstanceState, write: PendingWrite, *, released: bool, by_owner: bool = False
+    ) -> InstanceState:
+        """The state after a write that its guard admits, checked."""
+        after = write.applied_to(state.record)
+        _check_write(state, write, after, released=released, by_owner=by_owner)
+        before = state.record
         kept = before is not None and after.state is before.state and after.threshold <= before.threshold
-        return life._replace(record=after, launched=True, late=life.late and kept)
+        return state._replace(record=after, launched=True, late=state.late and kept)
 
-    def _hopeful(self, write: Write, record: Instance | None) -> bool:
-        """Whether the real guard may ever admit it: asked with all that the record can still become."""
+    def _may_apply(self, write: PendingWrite, record: Instance | None) -> bool:
+        """Whether the guard may admit the write now or for any later version of the record."""
         if record is None:
-            return write.guard.admits(None)
-        if write.guard.threshold_at_or_before is not None and not write.guard.admits(record):
-            # Its time was moved, and moves no further back.
+            return write.condition.is_met_by(None)
+        if write.condition.threshold_at_or_before is not None and not write.condition.is_met_by(record):
+            # The threshold was moved and never moves back.
             return False
-        key = (write.guard, record)
-        known = self._hopes.get(key)
+        key = (write.condition, record)
+        known = self._applicable.get(key)
         if known is None:
             futures = self._futures.get(record)
             if futures is None:
                 futures = self._futures[record] = tuple(_futures(record))
-            known = self._hopes[key] = any(map(write.guard.admits, futures))
+            known = self._applicable[key] = any(map(write.condition.is_met_by, futures))
         return known
 
     # Machines
 
-    def _by_agent(self, life: Life) -> Iterator[Step]:
-        agent, record = life.agent, life.record
+    def _by_agent(self, state: InstanceState) -> Iterator[ModelStep]:
+        agent, record = state.agent, state.record
         if not agent.alive or record is None or record.state in ABSORBING:
             return
-        if agent.doing is not None:
-            yield from _done(life._replace(agent=agent._replace(doing=None)), agent.doing)
+        if agent.pending_action is not None:
+            yield from _performed(state._replace(agent=agent._replace(pending_action=None)), agent.pending_action)
             return
-        yield from _done(life, self._decision(life))
-        if life.late:
-            step = next_step(_view(life, now=_late(record)))
+        yield from _performed(state, self._decision(state))
+        if state.late:
+            step = next_step(_observation(state, now=_late(record)))
             if step.action is AgentAction.END:
-                yield Step("its agent ends it: its time is up", life._replace(agent=DEAD))
-        if self._decision(life).do is AgentAction.REMOVE:
-            given_up = next_step(_view(life, removals=MAX_REMOVALS))
+                yield ModelStep("its agent ends it: expired", state._replace(agent=DEAD))
+        if self._decision(state).do is AgentAction.REMOVE:
+            given_up = next_step(_observation(state, removals=MAX_REMOVALS))
             if given_up.action is AgentAction.SIGNAL and given_up.signal is not None:
                 text = f"its agent cannot deregister: {given_up.signal}"
-                yield Step(text, _signalled(life, record.epoch, given_up.signal))
+                yield ModelStep(text, _signalled(state, record.epoch, given_up.signal))
 
-    def _decision(self, life: Life) -> Doing:
-        if life.record is None or life.state in ABSORBING or not life.agent.alive or life.agent.doing is not None:
+    def _decision(self, state: InstanceState) -> PendingAction:
+        if (
+            state.record is None
+            or state.state in ABSORBING
+            or not state.agent.alive
+            or state.agent.pending_action is not None
+        ):
             return _NOTHING
-        key = life._replace(pending=None)
+        key = state._replace(pending=None)
         known = self._decisions.get(key)
         if known is None:
-            known = self._decisions[key] = _decided(life)
+            known = self._decisions[key] = _decided(state)
         return known
 
-    def _left_behind(self, before: Life, after: Life) -> Doing | None:
-        """What its agent had decided on just before the record changed, where it would not decide so any more."""
+    def _outdated_action(self, before: InstanceState, after: InstanceState) -> PendingAction | None:
+        """The action that its agent decided on before the record changed, if it would decide otherwise now."""
         agent = before.agent
-        if before.record is None or agent.doing is not None or agent != after.agent or not agent.alive:
+        if before.record is None or agent.pending_action is not None or agent != after.agent or not agent.alive:
             return None
         if before.record == after.record or before.state in ABSORBING:
             return None
-        doing = self._decision(before)
-        if doing.do in {AgentAction.WAIT, AgentAction.END} or self._decision(after) == doing:
+        pending_action = self._decision(before)
+        if pending_action.do in {AgentAction.WAIT, AgentAction.END} or self._decision(after) == pending_action:
             return None
-        return doing
+        return pending_action
 
     @staticmethod
-    def _by_world(life: Life) -> Iterator[Step]:
-        agent, record = life.agent, life.record
+    def _by_world(state: InstanceState) -> Iterator[ModelStep]:
+        agent, record = state.agent, state.record
         if record is None or record.state in ABSORBING:
             return
-        if not life.late:
-            yield Step("its time runs out", life._replace(late=True), EXPIRY)
+        if not state.late:
+            yield ModelStep("its threshold passes", state._replace(late=True), EXPIRY)
         if not agent.alive:
             return
-        yield Step("its machine is gone", life._replace(agent=DEAD), CRASH)
-        yield Step("its agent is started again", life._replace(agent=agent._replace(memory=None, doing=None)), CRASH)
+        yield ModelStep("its machine disappears", state._replace(agent=DEAD), CRASH)
+        yield ModelStep(
+            "its agent restarts", state._replace(agent=agent._replace(memory=None, pending_action=None)), CRASH
+        )
         if agent.listening:
             gone = agent._replace(listening=False, job=False, ended=True)
-            yield Step("its runner ends for good", life._replace(agent=gone), CRASH)
+            yield ModelStep("its runner exits", state._replace(agent=gone), CRASH)
         if agent.job:
-            yield Step("its job ends", life._replace(agent=agent._replace(job=False)))
+            yield ModelStep("its job ends", state._replace(agent=agent._replace(job=False)))
         elif agent.listening and agent.configured:
             if record.epoch != agent.configured or record.state not in {State.RUNNING, State.RELEASING}:
-                raise Broken(f"S2: a job may start while it is {record.state} at epoch {record.epoch}, {agent}")
-            yield Step("a job starts on it", life._replace(agent=agent._replace(job=True, dirty=True)))
+                raise ModelViolation(f"S2: a job may start while it is {record.state} at epoch {record.epoch}, {agent}")
+            yield ModelStep("a job starts on it", state._replace(agent=agent._replace(job=True, dirty=True)))
 
-    # What is left of a life
+    # Normalization
 
-    def settled(self, life: Life) -> Life:
-        """Without what nobody reads any more; judged."""
-        record = life.record
+    def normalized(self, state: InstanceState) -> InstanceState:
+        """The state without fields that nothing reads, checked."""
+        record = state.record
         if record is None:
-            return life
+            return state
         if record.state in ABSORBING:
-            return self._ended(life, record)
+            return self._ended(state, record)
         record = replace(record, last_run_id="", announced_at=None, uses=0)
         if record.state in _UNTIL and record.quarantined_until is None:
-            # Renewals and extensions move it; time may run out at any time all the same.
+            # Renewals and extensions move it, but it may pass at any time anyway.
             record = replace(record, threshold=_UNTIL[record.state])
-        life = life._replace(record=record)
-        if life not in self._judged:
-            _judge(life, record)
-            self._judged.add(life)
-        return life
+        state = state._replace(record=record)
+        if state not in self._checked:
+            _check_state(state, record)
+            self._checked.add(state)
+        return state
 
     @staticmethod
-    def _ended(life: Life, record: Instance) -> Life:
-        """Nobody reads its report any more, and its agent does nothing but end it: that is asked here."""
-        agent = life.agent._replace(doing=None)
-        if agent.alive and next_step(_view(life._replace(agent=agent))).action is not AgentAction.END:
-            raise Broken(f"L1: its agent lives on while it is {record.state}")
+    def _ended(state: InstanceState, record: Instance) -> InstanceState:
+        """A terminating instance: nothing reads its report, and its agent must end it."""
+        agent = state.agent._replace(pending_action=None)
+        if agent.alive and next_step(_observation(state._replace(agent=agent))).action is not AgentAction.END:
+            raise ModelViolation(f"L1: its agent continues while it is {record.state}")
         if record.assignment is not None:
-            raise Broken(f"S12: {record.state}, and it has a credential")
+            raise ModelViolation(f"S12: {record.state} with a credential")
         if record.state is State.TERMINATING:
             change = advance(record, Confirm(keep_records_s=1.0), by=Actor.REFRESH, now=NOW, why="")
-            if not change.guard.admits(record):
-                raise Broken("L1: no sweep can confirm its end")
+            if not change.condition.is_met_by(record):
+                raise ModelViolation("L1: no sweep can confirm its end")
         plain = replace(
             record,
             threshold=NOW,
             last_run_id="",
-            retire="ended",
+            retire_reason=RetireReason.EXPIRED,
             quarantined_until=None,
             run_deadline=None,
             announced_at=None,
             forget_at=None,
             uses=0,
         )
-        return Life(record=plain, launched=True, agent=DEAD, pending=life.pending)
+        return InstanceState(record=plain, launched=True, agent=DEAD, pending=state.pending)
 
 
-def _caught(steps: Iterator[Step]) -> Iterator[Step]:
+def _catching(steps: Iterator[ModelStep]) -> Iterator[ModelStep]:
     try:
         yield from steps
-    except Broken as broken:
-        yield Step("goes on", UNBORN, 0, str(broken))
+    except ModelViolation as violation:
+        yield ModelStep("goes on", ABSENT, 0, str(violation))
 
 
 def _late(record: Instance) -> datetime:
@@ -497,7 +532,7 @@ def _late(record: Instance) -> datetime:
 
 
 def _futures(record: Instance) -> Iterator[Instance]:
-    """Every record that may follow this one, as far as a guard can tell."""
+    """Every later version of a record, as far as guards distinguish them."""
     here = _ORDER[record.state]
     for epoch in range(record.epoch, record.epoch + 3):
         for state, order in _ORDER.items():
@@ -511,8 +546,8 @@ def _futures(record: Instance) -> Iterator[Instance]:
                 yield replace(later, owner=f"{OTHER}/w{epoch}", provision_id=OTHER, threshold=LATER)
 
 
-def _view(life: Life, *, now: datetime = NOW, removals: int = 0) -> Observation:
-    agent, record = life.agent, life.record
+def _observation(state: InstanceState, *, now: datetime = NOW, removals: int = 0) -> Observation:
+    agent, record = state.agent, state.record
     memory = agent.memory
     return Observation(
         record=record,
@@ -530,135 +565,139 @@ def _view(life: Life, *, now: datetime = NOW, removals: int = 0) -> Observation:
     )
 
 
-def _decided(life: Life) -> Doing:
-    record, agent = life.record, life.agent
-    step = next_step(_view(life))
+def _decided(state: InstanceState) -> PendingAction:
+    record, agent = state.record, state.agent
+    step = next_step(_observation(state))
     if record is None:
         return _NOTHING
     if step.action is AgentAction.START and (record.state is not State.RUNNING or agent.configured != record.epoch):
-        raise Broken(f"S2: its runner starts at epoch {agent.configured} while it is {record.state} at {record.epoch}")
+        raise ModelViolation(
+            f"S2: its runner starts at epoch {agent.configured} while it is {record.state} at {record.epoch}"
+        )
     if step.action is AgentAction.END:
-        raise Broken(f"S6: its agent ends it while it is {record.state}, before its time")
+        raise ModelViolation(f"S6: its agent ends it while it is {record.state}, before its time")
     parsed = parse_runner_name(POOL, record.assignment.runner_name) if record.assignment else None
-    return Doing(do=step.action, epoch=record.epoch, named=parsed[0] if parsed else 0, signal=step.signal)
+    return PendingAction(do=step.action, epoch=record.epoch, owned_by=parsed[0] if parsed else 0, signal=step.signal)
 
 
-def _done(life: Life, doing: Doing) -> Iterator[Step]:
-    """What comes of a step that its agent has decided on."""
-    agent = life.agent
-    text = f"its agent: {doing.do.value}"
-    match doing.do:
+def _performed(state: InstanceState, pending_action: PendingAction) -> Iterator[ModelStep]:
+    """The results of an action that the agent has decided on."""
+    agent = state.agent
+    text = f"its agent: {pending_action.do.value}"
+    match pending_action.do:
         case AgentAction.CONFIGURE:
-            made = life._replace(agent=agent._replace(configured=doing.named))
-            yield Step(text, _signalled(made, doing.epoch, Signal.UD_REG_OK))
-            yield Step(f"{text}, in vain", _signalled(life, doing.epoch, Signal.UD_REG_FAILED))
-            yield Step(f"{text}, and dies", _forgetful(made), CRASH)
+            made = state._replace(agent=agent._replace(configured=pending_action.owned_by))
+            yield ModelStep(text, _signalled(made, pending_action.epoch, Signal.UD_REG_OK))
+            yield ModelStep(f"{text}, fails", _signalled(state, pending_action.epoch, Signal.UD_REG_FAILED))
+            yield ModelStep(f"{text}, then crashes", _without_memory(made), CRASH)
         case AgentAction.START:
-            yield Step(text, life._replace(agent=agent._replace(listening=True, ended=False)))
+            yield ModelStep(text, state._replace(agent=agent._replace(listening=True, ended=False)))
         case AgentAction.REMOVE:
-            yield Step(text, life if agent.job else life._replace(agent=agent._replace(configured=0)))
+            yield ModelStep(text, state if agent.job else state._replace(agent=agent._replace(configured=0)))
         case AgentAction.STOP:
             if agent.job:
-                raise Broken("S6: its runner is stopped while a job runs")
-            yield Step(text, life._replace(agent=agent._replace(listening=False)))
+                raise ModelViolation("S6: its runner is stopped while a job runs")
+            yield ModelStep(text, state._replace(agent=agent._replace(listening=False)))
         case AgentAction.RESET:
             if agent.job:
-                raise Broken("S6: it is reset while a job runs")
-            clean = life._replace(agent=agent._replace(dirty=False, ended=False))
-            yield Step(text, _signalled(clean, doing.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK))
-            failed = _signalled(life, doing.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED)
-            yield Step(f"{text}, in vain", failed)
-            yield Step(f"{text}, and dies", _forgetful(clean), CRASH)
-        case AgentAction.SIGNAL if doing.signal is not None:
-            yield Step(f"{text} {doing.signal}", _signalled(life, doing.epoch, doing.signal))
+                raise ModelViolation("S6: it is reset while a job runs")
+            clean = state._replace(agent=agent._replace(dirty=False, ended=False))
+            yield ModelStep(text, _signalled(clean, pending_action.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK))
+            failed = _signalled(state, pending_action.epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED)
+            yield ModelStep(f"{text}, fails", failed)
+            yield ModelStep(f"{text}, then crashes", _without_memory(clean), CRASH)
+        case AgentAction.SIGNAL if pending_action.signal is not None:
+            yield ModelStep(
+                f"{text} {pending_action.signal}", _signalled(state, pending_action.epoch, pending_action.signal)
+            )
         case _:
             return
 
 
-def _signalled(life: Life, epoch: int, signal: Signal) -> Life:
-    told = (epoch, signal) if life.report.may_become(epoch, signal) else life.told
-    return life._replace(told=told, agent=life.agent._replace(memory=(epoch, signal)))
+def _signalled(state: InstanceState, epoch: int, signal: Signal) -> InstanceState:
+    last_signal = (epoch, signal) if state.report.may_become(epoch, signal) else state.last_signal
+    return state._replace(last_signal=last_signal, agent=state.agent._replace(memory=(epoch, signal)))
 
 
-def _forgetful(life: Life) -> Life:
-    return life._replace(agent=life.agent._replace(memory=None))
+def _without_memory(state: InstanceState) -> InstanceState:
+    return state._replace(agent=state.agent._replace(memory=None))
 
 
-# The judge
+# Invariants
 
 
-def _judge(life: Life, record: Instance) -> None:
-    """What must hold of a life by itself."""
-    agent, held = life.agent, record.assignment
+def _check_state(state: InstanceState, record: Instance) -> None:
+    """Check a state."""
+    agent, held = state.agent, record.assignment
     if agent.alive and record.state is State.IDLE:
         if agent.listening or agent.configured or agent.dirty or agent.job:
-            raise Broken(f"S3: it is idle, and {agent}")
-        if agent.doing is not None and agent.doing.do in {AgentAction.CONFIGURE, AgentAction.START}:
-            raise Broken(f"S3: it is idle, and its agent is about to {agent.doing.do.value}")
+            raise ModelViolation(f"S3: idle with {agent}")
+        if agent.pending_action is not None and agent.pending_action.do in {AgentAction.CONFIGURE, AgentAction.START}:
+            raise ModelViolation(f"S3: idle while its agent is about to {agent.pending_action.do.value}")
     if agent.listening and record.state in {State.CREATED, State.CLAIMED}:
-        raise Broken(f"S2: it listens while it is {record.state}")
+        raise ModelViolation(f"S2: it listens while it is {record.state}")
     if record.state is State.RUNNING and held is not None and held.credential is not None:
-        raise Broken("S12: it runs, and has a credential")
+        raise ModelViolation("S12: running with a credential")
     if record.state is State.IDLE and held is not None:
-        raise Broken("S12: it is idle, and has an assignment")
-    end = End(cause=Cause.EXPIRED, margin_s=LIFETIMES.margin_s)
+        raise ModelViolation("S12: idle with an assignment")
+    end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
     try:
         change = advance(record, end, by=Actor.REFRESH, now=_late(record), why="")
     except IllegalTransition as illegal:
-        raise Broken(f"L1: no sweep can end it by its threshold: {illegal}") from illegal
-    if not change.guard.admits(record):
-        raise Broken(f"L1: no sweep can end it by its threshold: {record.state}")
+        raise ModelViolation(f"L1: no sweep can end it by its threshold: {illegal}") from illegal
+    if not change.condition.is_met_by(record):
+        raise ModelViolation(f"L1: no sweep can end it by its threshold: {record.state}")
 
 
-def _judge_write(life: Life, write: Write, after: Instance, *, released: bool, by_owner: bool) -> None:
-    """What must hold of a write, by what is true and not by what its writer thought."""
-    before = life.record
+def _check_write(state: InstanceState, write: PendingWrite, after: Instance, *, released: bool, by_owner: bool) -> None:
+    """Check a write against the true state, not against what its writer knew."""
+    before = state.record
     if before is None:
         return
     if before.state in ABSORBING and after.state not in ABSORBING:
-        raise Broken(f"S5: it was {before.state} and became {after.state}")
+        raise ModelViolation(f"S5: it was {before.state} and became {after.state}")
     if (after.epoch, _ORDER[after.state]) < (before.epoch, _ORDER[before.state]):
-        raise Broken(f"S5: it was {before.state} at {before.epoch} and became {after.state} at {after.epoch}")
+        raise ModelViolation(f"S5: it was {before.state} at {before.epoch} and became {after.state} at {after.epoch}")
     claimed = after.state is State.CLAIMED and before.state is not State.CLAIMED
     if claimed and before.state is not State.IDLE:
-        raise Broken(f"S1: it was claimed while it was {before.state}")
+        raise ModelViolation(f"S1: it was claimed while it was {before.state}")
     if after.epoch != before.epoch + claimed or (after.owner != before.owner and not claimed):
-        raise Broken(f"S1: at epoch {before.epoch} of {before.owner} it became {after.epoch} of {after.owner}")
-    if claimed and before.retire:
-        raise Broken(f"S2: it was claimed although it is {before.retire}")
+        raise ModelViolation(f"S1: at epoch {before.epoch} of {before.owner} it became {after.epoch} of {after.owner}")
+    if claimed and before.retire_reason:
+        raise ModelViolation(f"S2: it was claimed although it is {before.retire_text}")
     if after.tier is not before.tier:
-        raise Broken(f"S11: its tier was {before.tier} and became {after.tier}")
+        raise ModelViolation(f"S11: its tier was {before.tier} and became {after.tier}")
     if after.state is State.TERMINATED and before.state is not State.TERMINATING:
-        raise Broken(f"S9: it was {before.state} and became {after.state}")
+        raise ModelViolation(f"S9: it was {before.state} and became {after.state}")
     if after.state is State.RUNNING and before.state is not State.RUNNING:
-        _judge_commit(life, after, by_owner=by_owner)
+        _check_commit(state, after, by_owner=by_owner)
     if after.state is State.RELEASING and before.state in ASSIGNED and not (released or by_owner):
-        raise Broken("S6: it was taken from a run that nobody released")
+        raise ModelViolation("S6: released although its run was not")
     if after.state is State.TERMINATING and before.state is not State.TERMINATING:
-        _judge_end(life, write, before, released=released, by_owner=by_owner)
+        _check_end(state, write, before, released=released, by_owner=by_owner)
 
 
-def _judge_commit(life: Life, after: Instance, *, by_owner: bool) -> None:
+def _check_commit(state: InstanceState, after: Instance, *, by_owner: bool) -> None:
     if not by_owner:
-        raise Broken("S1: it was committed by a run that does not own it")
-    if life.told != (after.epoch, Signal.UD_REG_OK):
-        raise Broken(f"S4: it runs by {life.told}")
-    if life.agent.alive and life.agent.configured != after.epoch:
-        raise Broken(f"S4: it runs at epoch {after.epoch} and is registered for {life.agent.configured}")
+        raise ModelViolation("S1: it was committed by a run that does not own it")
+    if state.last_signal != (after.epoch, Signal.UD_REG_OK):
+        raise ModelViolation(f"S4: running on {state.last_signal}")
+    if state.agent.alive and state.agent.configured != after.epoch:
+        raise ModelViolation(f"S4: it runs at epoch {after.epoch} and is registered for {state.agent.configured}")
 
 
-def _judge_end(life: Life, write: Write, before: Instance, *, released: bool, by_owner: bool) -> None:
-    epoch, signal = write.told
-    told = signal if epoch == before.epoch else None
-    just = life.late or not life.agent.alive or write.by is Actor.OPERATOR
+def _check_end(state: InstanceState, write: PendingWrite, before: Instance, *, released: bool, by_owner: bool) -> None:
+    epoch, signal = write.last_signal
+    last_signal = signal if epoch == before.epoch else None
+    allowed = state.late or not state.agent.alive or write.by is Actor.OPERATOR
     if before.state in {State.CREATED, State.CLAIMED}:
-        just = just or by_owner or (released and before.state is State.CREATED)
+        allowed = allowed or by_owner or (released and before.state is State.CREATED)
     elif before.state is State.RUNNING:
-        just = just or told is Signal.UD_REG_FAILED
+        allowed = allowed or last_signal is Signal.UD_REG_FAILED
     elif before.state is State.RELEASING:
-        clean = told is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
-        just = just or told in _REMOVAL_SIGNALS or (clean and bool(before.retire))
+        clean = last_signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+        allowed = allowed or last_signal in _REMOVAL_SIGNALS or (clean and bool(before.retire_reason))
     else:
-        just = just or bool(before.retire)
-    if not just:
-        raise Broken(f"S6: it was ended while {before.state}, by {write.text} and {write.told}")
+        allowed = allowed or bool(before.retire_reason)
+    if not allowed:
+        raise ModelViolation(f"S6: it was ended while {before.state}, by {write.text} and {write.last_signal}")

@@ -1,4 +1,4 @@
-"""What must come to pass (L1 to L5): judged at each sweep once the faults have stopped."""
+"""Liveness invariants (L1 to L5), checked after each sweep once the faults have ended."""
 
 from __future__ import annotations
 
@@ -9,87 +9,95 @@ from typing import TYPE_CHECKING
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from remuda.ports.compute import POOL_TAG
-from simulation.invariants import ABSORBING, SKEW
+from simulation.invariants import ABSORBING
 from simulation.loop import START
-from simulation.names import runner_of
+from simulation.names import parse_runner
 
 if TYPE_CHECKING:
     from remuda.domain.instance import Instance
     from simulation.world import World
 
-#: How often sweeps come.
+#: Default seconds between two sweeps, and of a sweep itself.
 SWEEP_S = 65.0
-#: What a sweep itself takes.
-WORK_S = 15.0
+SWEEP_DURATION_S = 15.0
 HELD = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
 
 
-class Liveness:
-    def __init__(self, world: World) -> None:
+class LivenessInvariants:
+    def __init__(self, world: World, *, sweep_s: float = SWEEP_S, sweep_duration_s: float = SWEEP_DURATION_S) -> None:
         self._world = world
-        #: Since when there are no faults.
+        self._sweep_s = sweep_s
+        self._sweep_duration_s = sweep_duration_s
+        #: When faults ended and regular sweeps began.
         self._quiet_at = world.clock.now()
-        self._ghosts: dict[int, datetime] = {}
+        #: When each stale registration was first seen.
+        self._stale: dict[int, datetime] = {}
         self.checks = 0
 
     def swept(self) -> None:
-        """A sweep has ended: what is overdue now will never come."""
-        for invariant, what, instance_id in (
-            *self._lives(),
+        """Check everything after a sweep."""
+        for invariant, text, instance_id in (
+            *self._overdue(),
             *self._unrecorded(),
-            *self._lasting_ghosts(),
-            *self._hints(),
+            *self._stale_registrations(),
+            *self._messages(),
             *self._provisions(),
         ):
-            self._world.safety.violated(invariant, what, instance_id)
+            self._world.safety.violated(invariant, text, instance_id)
 
-    def is_over(self) -> bool:
-        """Nothing is left that could still go wrong."""
+    def is_at_rest(self) -> bool:
+        """Whether nothing of the world is left."""
         world = self._world
         return (
             all(record.state is State.TERMINATED for record in world.database.instances.values())
-            and not any(host.alive for host in world.hosts.values())
+            and not any(machine.alive for machine in world.machines.values())
             and not world.registrations()
             and all(item.settled for item in world.database.provisions.values())
-            and all(party.dead or party.ended.done() for party in world.parties.values() if party.kind != "agent")
+            and all(
+                process.dead or process.ended.done() for process in world.processes.values() if process.kind != "agent"
+            )
         )
 
-    def left_over(self) -> str:
+    def describe_rest(self) -> str:
         world = self._world
         records = [
             f"{key} {item.state}" for key, item in world.database.instances.items() if item.state not in ABSORBING
         ]
-        stuck = [party.name for party in world.parties.values() if party.kind != "agent" and not party.ended.done()]
+        stuck = [
+            process.name for process in world.processes.values() if process.kind != "agent" and not process.ended.done()
+        ]
         open_ones = [item.provision_id for item in world.database.provisions.values() if not item.settled]
         return (
             f"records {records}, commands {stuck}, provisions {open_ones}, {len(world.registrations())} registrations"
         )
 
-    def _lives(self) -> Iterable[tuple[str, str, str]]:
+    def _overdue(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
         now = world.clock.now()
-        # The first sweep past its time ends it, the second one confirms it.
-        first = timedelta(seconds=SWEEP_S + WORK_S + world.lifetimes.margin_s)
-        second = timedelta(seconds=2 * (SWEEP_S + WORK_S)) + SKEW + world.cloud.shutting_down
-        missing = timedelta(seconds=world.lifetimes.missing_after_s + SWEEP_S)
+        # The first sweep after the threshold ends the instance, the second one confirms it.
+        first = timedelta(seconds=self._sweep_s + self._sweep_duration_s + world.lifetimes.margin_s)
+        second = (
+            timedelta(seconds=2 * (self._sweep_s + self._sweep_duration_s)) + world.max_skew + world.cloud.shutting_down
+        )
+        missing = timedelta(seconds=world.lifetimes.missing_after_s + self._sweep_s)
         for record in world.database.instances.values():
             self.checks += 1
             if record.state is State.TERMINATED:
                 continue
             patience = second if record.state is State.TERMINATING else first
-            # What EC2 has forgotten must be missed twice.
+            # A machine that EC2 no longer lists must be missing twice.
             if world.cloud.state(record.instance_id) is None:
                 patience += missing
             since = record.threshold
             if record.state is State.CREATED:
-                # One who stood still past his time may launch all the same: that is born expired.
+                # A process that was paused past its deadline may still launch: that instance expires at its creation.
                 since = max(since, START + timedelta(seconds=world.safety.written_at(record.instance_id)))
             if now > self._since(since) + patience:
                 yield "L1", f"{record.instance_id} is {record.state} long after its threshold", record.instance_id
 
     def _unrecorded(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
-        grace = timedelta(seconds=world.lifetimes.unrecorded_grace_s + 2 * SWEEP_S)
+        grace = timedelta(seconds=world.lifetimes.unrecorded_grace_s + 2 * self._sweep_s)
         for instance_id, machine in world.cloud.machines.items():
             self.checks += 1
             if machine.tags.get(POOL_TAG) != world.pool_name or instance_id in world.database.instances:
@@ -97,42 +105,46 @@ class Liveness:
             if world.cloud.is_alive(instance_id) and world.clock.now() > self._since(machine.launched_at) + grace:
                 yield "L2", f"{instance_id} has no record", instance_id
 
-    def _lasting_ghosts(self) -> Iterable[tuple[str, str, str]]:
+    def _stale_registrations(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
         now = world.clock.now()
         for runner in world.registrations():
             self.checks += 1
-            parsed = runner_of(runner.name)
+            parsed = parse_runner(runner.name)
             record = world.database.instances.get(parsed[1]) if parsed else None
-            # Whose machine stands there without a record is not its own ghost before the machine is buried.
-            stands = parsed is not None and record is None and world.cloud.is_alive(parsed[1])
-            if parsed is None or stands or runner.job is not None or not _is_ghost(parsed[0], record):
-                self._ghosts.pop(runner.runner_id, None)
+            # The registration of an unrecorded machine is stale only once the machine has a tombstone.
+            is_unrecorded = parsed is not None and record is None and world.cloud.is_alive(parsed[1])
+            if parsed is None or is_unrecorded or runner.job is not None or not _is_stale(parsed[0], record):
+                self._stale.pop(runner.runner_id, None)
                 continue
-            since = self._ghosts.setdefault(runner.runner_id, now)
-            grace_s = world.most("ghost_after_s") + SKEW.total_seconds() if record is None else 0.0
-            if now > since + timedelta(seconds=2 * SWEEP_S + WORK_S + grace_s):
-                yield "L3", f"{runner.name} is nobody's and still registered", parsed[1]
+            since = self._stale.setdefault(runner.runner_id, now)
+            grace_s = world.most("ghost_after_s") + world.max_skew.total_seconds() if record is None else 0.0
+            if now > since + timedelta(seconds=2 * self._sweep_s + self._sweep_duration_s + grace_s):
+                yield "L3", f"{runner.name} is stale and still registered", parsed[1]
 
-    def _hints(self) -> Iterable[tuple[str, str, str]]:
+    def _messages(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
         now = world.clock.now()
-        patience = timedelta(seconds=world.lifetimes.reannounce_s + SWEEP_S + WORK_S) + SKEW
+        patience = (
+            timedelta(seconds=world.lifetimes.reannounce_s + self._sweep_s + self._sweep_duration_s) + world.max_skew
+        )
         for record in world.database.instances.values():
-            if record.state is not State.IDLE or record.retire:
+            if record.state is not State.IDLE or record.retire_reason:
                 continue
             if record.threshold < now + timedelta(seconds=world.lifetimes.margin_s):
                 continue
             self.checks += 1
-            hints = [item.message for item in world.queues.named(record.resource_class).messages]
+            queued = [item.message for item in world.queues.named(record.resource_class).messages]
             since = START + timedelta(seconds=world.safety.written_at(record.instance_id))
-            if record.message() not in hints and now > self._since(since) + patience:
-                yield "L4", f"{record.instance_id} is idle, and nobody is told", record.instance_id
+            if record.message() not in queued and now > self._since(since) + patience:
+                yield "L4", f"{record.instance_id} is idle without a pool message", record.instance_id
 
     def _provisions(self) -> Iterable[tuple[str, str, str]]:
         world = self._world
         now = world.clock.now()
-        sweeps = timedelta(seconds=2 * (SWEEP_S + WORK_S) + world.lifetimes.margin_s) + SKEW
+        sweeps = (
+            timedelta(seconds=2 * (self._sweep_s + self._sweep_duration_s) + world.lifetimes.margin_s) + world.max_skew
+        )
         for provision in world.database.provisions.values():
             self.checks += 1
             if provision.status is not ProvisionStatus.RELEASED:
@@ -155,7 +167,7 @@ class Liveness:
         return max(at, self._quiet_at)
 
 
-def _is_ghost(epoch: int, record: Instance | None) -> bool:
+def _is_stale(epoch: int, record: Instance | None) -> bool:
     if record is None or record.state in ABSORBING:
         return True
     return epoch < record.epoch or (epoch == record.epoch and record.state is State.IDLE)

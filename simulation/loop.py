@@ -1,8 +1,9 @@
-"""Virtual time: an event loop that never waits, and processes that can die or stop between any two steps.
+"""Virtual time: an event loop that never waits, processes that can crash or pause at any step, clock and ids.
 
-When nothing is ready, time jumps to the next timer. Of what is ready, chance with a seed picks the next, so that one
-seed is one history. Every callback belongs to the process in whose context it was made: a process that has crashed runs
-nothing more, not even its clean-up; one that is paused goes on later, where it was.
+When nothing is ready, time jumps to the next timer. With a random generator the loop picks the next callback at random,
+so that one seed gives one history; without one it runs callbacks in order. Every callback belongs to the process in
+whose context it was created: a crashed process runs nothing more, not even its clean-up, and a paused one continues
+later.
 """
 
 from __future__ import annotations
@@ -14,52 +15,52 @@ import heapq
 import random
 import sys
 import warnings
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
-#: When every simulated world begins.
-START = datetime(2026, 1, 5, 8, 0, tzinfo=UTC)
+#: Time at which every simulated world begins.
+START = datetime(2025, 5, 31, 12, 0, tzinfo=UTC)
 
 
-class Stuck(AssertionError):
-    """Nothing is ready and no timer is set: real code would wait for ever."""
+class Deadlock(AssertionError):
+    """Nothing is ready and no timer is set: real code would wait forever."""
 
 
 class _Callback(asyncio.TimerHandle):
-    """What will be called, and in whose context. Lighter than what asyncio has: there are millions of them."""
+    """A callback and its context. Lighter than asyncio's handle, because there are millions of them."""
 
-    __slots__ = ("call", "given", "of", "off", "process")
+    __slots__ = ("args", "context", "function", "is_cancelled", "process")
 
-    def __init__(self, call: Callable[..., object], given: tuple[Any, ...], of: Context) -> None:
-        self.call = call
-        self.given = given
-        self.of = of
-        self.off = False
-        self.process = of.get(_PROCESS)
+    def __init__(self, function: Callable[..., object], args: tuple[Any, ...], context: Context) -> None:
+        self.function = function
+        self.args = args
+        self.context = context
+        self.is_cancelled = False
+        self.process = context.get(_PROCESS)
 
     def cancel(self) -> None:
-        self.off = True
-        self.call = _nothing
-        self.given = ()
+        self.is_cancelled = True
+        self.function = _nothing
+        self.args = ()
 
     def cancelled(self) -> bool:
-        return self.off
+        return self.is_cancelled
 
     def __repr__(self) -> str:
-        return f"<{self.call} of {self.process}>"
+        return f"<{self.function} of {self.process}>"
 
 
 class _Task(asyncio.Task[T]):
-    """Hashes by its number: asyncio keeps tasks in sets, and cancels them in the order of those."""
+    """Hashes by its number: asyncio keeps tasks in sets and cancels them in the order of the set."""
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: VirtualLoop, name: str, context: Context | None) -> None:
-        # First: asyncio hashes it while it is being made.
+        # Set first: asyncio hashes the task in its constructor.
         self._number = loop.next_number()
         super().__init__(work, loop=loop, name=name, context=context)
 
@@ -71,38 +72,40 @@ class _Task(asyncio.Task[T]):
 
 
 def _nothing() -> None:
-    """In place of what was cancelled."""
+    """Replaces a cancelled callback."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """Before its n-th step a process crashes, or stands still for so long."""
+class Interruption:
+    """A crash or a pause of a process before its step of this number."""
 
     step: int
-    #: 0: it crashes.
+    #: Length of the pause in seconds; 0 for a crash.
     pause_s: float = 0.0
 
 
-class Process:
-    """What lives and dies together: one run of a command, or one agent. Its wall clock may be off."""
+class VirtualProcess:
+    """Tasks and timers that crash and pause together: one run of a command, or one agent. Its wall clock may be off."""
 
-    def __init__(self, loop: VirtualLoop, name: str, *, skew_s: float = 0.0, cuts: Sequence[Cut] = ()) -> None:
+    def __init__(
+        self, loop: VirtualLoop, name: str, *, skew_s: float = 0.0, interruptions: Sequence[Interruption] = ()
+    ) -> None:
         self.loop = loop
         self.name = name
         self.skew_s = skew_s
         self.dead = False
         self.paused = False
         self.steps = 0
-        #: Told when a cut happens, with what it is.
-        self.on_cut: Callable[[Cut], None] = lambda _cut: None
-        #: Told when it ends, however it does.
+        #: Called with each interruption when it happens.
+        self.on_interruption: Callable[[Interruption], None] = lambda _interruption: None
+        #: Called when the process ends or crashes.
         self.on_end: Callable[[], None] = lambda: None
         self.task: asyncio.Task[Any] | None = None
-        self._cuts = sorted(cuts, key=lambda cut: cut.step, reverse=True)
-        #: The loop looks at these two before each step.
-        self.next_cut = self._cuts[-1].step if self._cuts else 0
-        self.goes_on = True
-        self._parked: list[_Callback] = []
+        self._interruptions = sorted(interruptions, key=lambda item: item.step, reverse=True)
+        # The loop checks these two before each step.
+        self.next_interruption = self._interruptions[-1].step if self._interruptions else 0
+        self.runnable = True
+        self._held: list[_Callback] = []
         self._context = contextvars.copy_context()
         self._context.run(_PROCESS.set, self)
 
@@ -111,39 +114,39 @@ class Process:
         self.task.add_done_callback(lambda _: self.on_end(), context=self.loop.outside)
 
     def crash(self) -> None:
-        """As kill -9 does: no clean-up, no answer, whatever it was about to do."""
+        """Stop at once, like `kill -9`: no clean-up runs."""
         if self.dead or (self.task is not None and self.task.done()):
             return
-        self.dead, self.goes_on = True, False
-        self.loop.keep(self._parked)
+        self.dead, self.runnable = True, False
+        self.loop.keep_alive(self._held)
         self.loop.call_soon(self.on_end, context=self.loop.outside)
 
     def pause(self, seconds: float) -> None:
-        """As SIGSTOP does, or a starved machine: time goes on without it."""
+        """Stop for this time, like SIGSTOP or a starved machine."""
         if not self.paused:
-            self.paused, self.goes_on = True, False
+            self.paused, self.runnable = True, False
             self.loop.call_later(seconds, self._resume, context=self.loop.outside)
 
     def _resume(self) -> None:
-        self.paused, self.goes_on = False, not self.dead
-        parked, self._parked = self._parked, []
-        self.loop.take_up(parked)
+        self.paused, self.runnable = False, not self.dead
+        held, self._held = self._held, []
+        self.loop.resume(held)
 
     def hold(self, callback: _Callback) -> None:
-        """A step that it can't take now, or ever."""
+        """Take a callback that the process cannot run now, or ever."""
         if self.dead:
-            self.loop.keep([callback])
+            self.loop.keep_alive([callback])
         else:
-            self._parked.append(callback)
+            self._held.append(callback)
 
-    def cut(self, callback: _Callback) -> None:
-        """The step before which it was to crash or to pause."""
-        cut = self._cuts.pop()
-        self.next_cut = self._cuts[-1].step if self._cuts else 0
-        self._parked.append(callback)
-        self.on_cut(cut)
-        if cut.pause_s:
-            self.pause(cut.pause_s)
+    def interrupt(self, callback: _Callback) -> None:
+        """Crash or pause before the step `callback`."""
+        interruption = self._interruptions.pop()
+        self.next_interruption = self._interruptions[-1].step if self._interruptions else 0
+        self._held.append(callback)
+        self.on_interruption(interruption)
+        if interruption.pause_s:
+            self.pause(interruption.pause_s)
         else:
             self.crash()
 
@@ -151,107 +154,113 @@ class Process:
         return self.name
 
 
-_PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+_PROCESS: ContextVar[VirtualProcess | None] = ContextVar("process", default=None)
 
 
-def current_process() -> Process | None:
+def current_process() -> VirtualProcess | None:
     return _PROCESS.get()
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    def __init__(self, chance: random.Random) -> None:
-        self._random = chance.random
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._random = rng.random if rng is not None else None
         self._now = 0.0
         self._ready: list[_Callback] = []
-        #: Callbacks, and futures of those who only rest.
+        #: Callbacks, and the futures of `sleep`.
         self._timers: list[tuple[float, int, _Callback | asyncio.Future[None]]] = []
         self._count = 0
         self.steps = 0
-        #: The context of what belongs to no process: machines, GitHub, people.
+        #: Context of callbacks that belong to no process: machines, GitHub, users.
         self.outside = contextvars.copy_context()
         self.outside.run(_PROCESS.set, None)
-        #: What went wrong where nobody could catch it.
-        self.complaints: list[BaseException] = []
+        #: Exceptions of callbacks; the first one ends `run`.
+        self.errors: list[BaseException] = []
         self._kept: list[_Callback] = []
         self._tasks: list[asyncio.Task[Any]] = []
+        self._closed = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end of `work`. What still waits then never goes on."""
-        asyncio._set_running_loop(self)  # noqa: SLF001 - what every event loop calls
+        """Run until `work` ends. Other tasks never continue after that."""
+        return self._run(self.create_task(work, context=self.outside))
+
+    def _run(self, until: asyncio.Future[T]) -> T:
+        asyncio._set_running_loop(self)  # noqa: SLF001 - every event loop calls this
         try:
-            task = self.create_task(work, context=self.outside)
-            while not task.done():
-                self._run_some()
-                if self.complaints:
-                    raise self.complaints[0]
-            return task.result()
+            while not until.done():
+                self._run_ready()
+                if self.errors:
+                    raise self.errors[0]
+            return until.result()
         finally:
             asyncio._set_running_loop(None)  # noqa: SLF001
 
-    def _run_some(self) -> None:
-        """All that is ready at this time, and what becomes ready through it; then time moves."""
-        ready, chance = self._ready, self._random
+    def _run_ready(self) -> None:
+        """Run everything that is ready now or becomes ready through it; move time only if nothing is ready."""
+        ready, pick = self._ready, self._random
         if not ready:
             self._advance()
         while ready:
-            count = len(ready)
-            if count > 1:
-                chosen = int(chance() * count)
-                ready[chosen], ready[-1] = ready[-1], ready[chosen]
-            callback = ready.pop()
-            if callback.off:
+            if pick is None:
+                callback = ready.pop(0)
+            else:
+                count = len(ready)
+                if count > 1:
+                    chosen = int(pick() * count)
+                    ready[chosen], ready[-1] = ready[-1], ready[chosen]
+                callback = ready.pop()
+            if callback.is_cancelled:
                 continue
             process = callback.process
-            if process is not None and not process.goes_on:
+            if process is not None and not process.runnable:
                 process.hold(callback)
                 continue
             if process is not None:
                 process.steps += 1
-                if process.steps == process.next_cut:
-                    process.cut(callback)
+                if process.steps == process.next_interruption:
+                    process.interrupt(callback)
                     continue
             self.steps += 1
             try:
-                callback.of.run(callback.call, *callback.given)
+                callback.context.run(callback.function, *callback.args)
             except (SystemExit, KeyboardInterrupt):
                 raise
-            except BaseException as error:  # noqa: BLE001 - kept, and raised by `run`
-                self.complaints.append(error)
-            if self.complaints:
+            except BaseException as error:  # noqa: BLE001 - raised by `run`
+                self.errors.append(error)
+            if self.errors:
                 return
 
     def _advance(self) -> None:
         timers, ready = self._timers, self._ready
         if not timers:
-            raise Stuck
+            raise Deadlock
         now = self._now = timers[0][0]
         while timers and timers[0][0] <= now:
             due = heapq.heappop(timers)[2]
             if isinstance(due, _Callback):
-                if not due.off:
+                if not due.is_cancelled:
                     ready.append(due)
             elif not due.done():
                 due.set_result(None)
 
-    def rest(self, seconds: float) -> asyncio.Future[None]:
-        """To be awaited, as `asyncio.sleep` is; but waking up is one step of the sleeper, and not two."""
+    def sleep(self, seconds: float) -> asyncio.Future[None]:
+        """An awaitable like `asyncio.sleep`, but with one step to wake up instead of two."""
         over: asyncio.Future[None] = asyncio.Future(loop=self)
         self._count += 1
         heapq.heappush(self._timers, (self._now + seconds, self._count, over))
         return over
 
-    def take_up(self, callbacks: Sequence[_Callback]) -> None:
+    def resume(self, callbacks: Sequence[_Callback]) -> None:
         self._ready.extend(callbacks)
 
-    def keep(self, callbacks: Sequence[_Callback]) -> None:
-        """What a dead process would have run: kept, for what is let go of would run its clean-up."""
+    def keep_alive(self, callbacks: Sequence[_Callback]) -> None:
+        """Keep references to callbacks of a crashed process: if they were collected, their clean-up would run."""
         self._kept.extend(callbacks)
 
     def keep_task(self, task: asyncio.Task[Any]) -> None:
-        """A task of nobody: it lives until it is done."""
+        """Keep a reference to a task of no process until the loop ends."""
         self._tasks.append(task)
 
-    # What asyncio asks of a loop. It ties the arguments to the callback; here any will do.
+    # The interface of asyncio. Its types tie the arguments to the callback; here any arguments are accepted.
 
     def time(self) -> float:
         return self._now
@@ -292,45 +301,84 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return False
 
     def is_running(self) -> bool:
-        return True
+        return asyncio._get_running_loop() is self  # noqa: SLF001
 
     def is_closed(self) -> bool:
-        return False
+        return self._closed
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Nobody asks what became of a dead process's tasks."""
+        """Ignored: tasks of a crashed process are never awaited."""
+
+    # Used by `asyncio.Runner`, and so by tests.
+
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=self._close_generator)
+        try:
+            return self._run(cast("asyncio.Future[T]", asyncio.ensure_future(cast("Awaitable[T]", future), loop=self)))
+        finally:
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
+        self.keep_task(self.create_task(generator.aclose()))
+
+    async def shutdown_asyncgens(self) -> None:
+        """Nothing to do: generators are closed when they are collected."""
+
+    async def shutdown_default_executor(self) -> None:
+        """There is no executor."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, _executor: object, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Run at once: threads would bring real time back."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - raised where the future is awaited
+            done.set_exception(error)
+        return done
+
+    def set_debug(self, enabled: bool) -> None:  # noqa: FBT001 - of the interface
+        """Ignored."""
+
+    def close(self) -> None:
+        self._closed = True
 
 
-def new_loop(chance: random.Random) -> VirtualLoop:
-    # Of what asyncio calls abstract, nothing is asked of a loop without files, sockets and signals.
-    return VirtualLoop(chance)  # type: ignore[abstract]
+def new_loop(rng: random.Random | None = None) -> VirtualLoop:
+    # The other abstract methods concern files, sockets and signals.
+    return VirtualLoop(rng)  # type: ignore[abstract]
 
 
 class VirtualClock:
-    """The clock port over a loop's time. A process's skew moves its wall clock alone."""
+    """The clock port over the time of a loop, by default the running one. Skew moves the wall clock only."""
 
-    def __init__(self, loop: VirtualLoop, process: Process | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, process: VirtualProcess | None = None) -> None:
         self._loop = loop
         self._process = process
-        self._shown_at = 0.0
-        self._shown = START
+        self._cached_at = 0.0
+        self._cached = START
 
     def now(self) -> datetime:
-        at = self._loop.time() + (self._process.skew_s if self._process else 0.0)
-        if at != self._shown_at:
-            self._shown_at, self._shown = at, START + timedelta(seconds=at)
-        return self._shown
+        at = self.monotonic() + (self._process.skew_s if self._process else 0.0)
+        if at != self._cached_at:
+            self._cached_at, self._cached = at, START + timedelta(seconds=at)
+        return self._cached
 
     def monotonic(self) -> float:
-        return self._loop.time()
+        return (self._loop or asyncio.get_running_loop()).time()
 
     async def sleep(self, seconds: float) -> None:
-        await self._loop.rest(seconds)
+        loop = self._loop or asyncio.get_running_loop()
+        await (loop.sleep(seconds) if isinstance(loop, VirtualLoop) else asyncio.sleep(seconds))
 
 
 class SeededIds:
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
+    """The ids port: names count up, jitter comes from a seeded generator."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random(1)
         self._last = 0
 
     def new(self, prefix: str) -> str:
@@ -338,16 +386,16 @@ class SeededIds:
         return f"{prefix}{self._last:06d}"
 
     def jitter(self) -> float:
-        return self._chance.random()
+        return self._rng.random()
 
 
 @contextmanager
-def undisturbed() -> Generator[None]:
-    """Nothing is collected while a world lives; afterwards, what its dead processes left behind goes silently.
+def without_gc() -> Generator[None]:
+    """Disable garbage collection while a world runs, then collect what its crashed processes left, silently.
 
-    What is collected runs its clean-up, at a time that no seed decides.
+    Collected coroutines run their clean-up, at a time that no seed decides.
     """
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
@@ -356,23 +404,23 @@ def undisturbed() -> Generator[None]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                # Twice: what the first clean-ups began is still tied to the world.
+                # Twice: tasks that the first clean-ups started still refer to the world.
                 for _ in range(2):
-                    with _nobodys_loop():
+                    with _temporary_loop():
                         gc.collect()
         finally:
             sys.unraisablehook = hook
-            if was_on:
+            if was_enabled:
                 gc.enable()
 
 
 @contextmanager
-def _nobodys_loop() -> Generator[None]:
-    """For clean-ups that start tasks: without a loop of their own, asyncio would make one that lives as long as the
-    interpreter, and through its tasks every world that ever was would live on with it.
+def _temporary_loop() -> Generator[None]:
+    """A loop for clean-ups that start tasks. Without it asyncio would create one that lives as long as the interpreter,
+    and its tasks would keep every world alive.
     """
     before = asyncio._get_running_loop()  # noqa: SLF001 - as in `VirtualLoop.run`
-    asyncio._set_running_loop(new_loop(random.Random(0)))  # noqa: SLF001
+    asyncio._set_running_loop(new_loop())  # noqa: SLF001
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulation.campaign import Settings
+from simulation.campaign import CampaignSettings
 from simulation.faults import Fault
 from simulation.mutation import NodeKind, Replacement
 
@@ -19,12 +19,11 @@ class Mutant:
     #: The bug, in one sentence.
     bug: str
     replacements: tuple[Replacement, ...]
-    #: Settings to simulate it with, if the usual ones need too many seeds: a bug that needs a few faults in sequence is
-    #: rare among many faults.
-    settings: Settings | None = None
+    #: Settings to simulate it with, if the usual ones need too many seeds.
+    settings: CampaignSettings | None = None
 
 
-_TRANSITIONS = "remuda.domain.transitions"
+_TRANSITIONS = "remuda.domain.transitions.apply"
 _INSTANCE = "remuda.domain.instance"
 _SIGNALS = "remuda.domain.signals"
 _RESOURCES = "remuda.domain.resources"
@@ -49,7 +48,7 @@ _EXPIRY = "remuda.agent.expiry"
 _LOOP = "remuda.agent.loop"
 
 #: Operator commands while other commands are paused or slow.
-_OPERATED = Settings(
+_OPERATED = CampaignSettings(
     hours=0.25, instances=5, faults=frozenset({Fault.DRAIN, Fault.QUARANTINE, Fault.PAUSE, Fault.SLOW_CALL})
 )
 
@@ -70,7 +69,7 @@ def entry(module: str, function: str, old: str, new: str) -> Replacement:
     return Replacement(module=module, function=function, kind=NodeKind.ENTRY, old=old, new=new)
 
 
-def _mutant(name: str, bug: str, *replacements: Replacement, settings: Settings | None = None) -> Mutant:
+def _mutant(name: str, bug: str, *replacements: Replacement, settings: CampaignSettings | None = None) -> Mutant:
     return Mutant(name=name, bug=bug, replacements=replacements, settings=settings)
 
 
@@ -81,7 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a claim does not compare the epoch: a stale message claims",
         expression(
             _TRANSITIONS,
-            "Guard.admits",
+            "WriteCondition.is_met_by",
             "record.epoch == self.epoch",
             "record.epoch == self.epoch or self.state is State.IDLE",
         ),
@@ -112,12 +111,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "claim-across-repositories",
         "a claim ignores the repository that a machine has served",
         expression(_RESOURCES, "misfit", "request.reuse is Reuse.SAME_REPO", "request.reuse is None"),
-        expression(_TRANSITIONS, "_claim", "event.reuse is Reuse.SAME_REPO and not alone", "event.reuse is None"),
+        expression(
+            _TRANSITIONS, "_claim", "event.reuse is Reuse.SAME_REPO and not only_repository", "event.reuse is None"
+        ),
     ),
     _mutant(
         "repository-of-the-last-run",
         "a claim records the run's repository as the only one, whatever the machine served before",
-        entry(_TRANSITIONS, "_claim", "'repository': alone", "'repository': event.repository"),
+        entry(_TRANSITIONS, "_claim", "'repository': only_repository", "'repository': event.repository"),
     ),
     _mutant(
         "tier-that-rises",
@@ -134,7 +135,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "ephemeral-in-the-pool",
         "a machine for one job is not retired at creation, and is pooled",
-        statements(_PROVISION_PLAN, "ProvisionPlan.retire_reason", "return EPHEMERAL", "return ''"),
+        statements(_PROVISION_PLAN, "ProvisionPlan.retire_reason", "return RetireReason.EPHEMERAL", "return None"),
     ),
     _mutant(
         "jit-kept-on-the-record",
@@ -261,7 +262,9 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "create-over-a-tombstone",
         "a record is created although there is one",
-        expression(_TRANSITIONS, "Guard.admits", "record is None and self.state is None", "self.state is None"),
+        expression(
+            _TRANSITIONS, "WriteCondition.is_met_by", "record is None and self.state is None", "self.state is None"
+        ),
     ),
     # Signals
     _mutant(
@@ -377,15 +380,20 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "quarantined-and-retired",
         "a machine in quarantine is terminated before the quarantine ends",
-        statements(_INSTANCE, "retirement", "if instance.is_quarantined(now):\n    ...", ""),
+        statements(_INSTANCE, "decide_retirement", "if instance.is_quarantined(now):\n    ...", ""),
         # The condition of the write checks it once more.
         argument(_TRANSITIONS, "_end", "max_quarantined_until=...", ""),
     ),
     _mutant(
         "drained-and-pooled",
         "a drained instance goes back to the pool after its run",
-        statements(_INSTANCE, "retirement", "if instance.retire:\n    ...", ""),
-        expression(_TRANSITIONS, "_pool", "instance.retire and not instance.is_quarantined(now)", "not instance.epoch"),
+        statements(_INSTANCE, "decide_retirement", "if instance.retire_reason is not None:\n    ...", ""),
+        expression(
+            _TRANSITIONS,
+            "_pool",
+            "instance.retire_reason is not None and not instance.is_quarantined(now)",
+            "not instance.epoch",
+        ),
     ),
     # Sweeps
     _mutant(
@@ -411,8 +419,8 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(
             _SWEEP,
             "Sweep._end_overdue",
-            "End(cause=Cause.EXPIRED, margin_s=margin_s)",
-            "End(cause=Cause.EXPIRED)",
+            "End(reason=RetireReason.EXPIRED, margin_s=margin_s)",
+            "End(reason=RetireReason.EXPIRED)",
         ),
     ),
     _mutant(
@@ -490,7 +498,12 @@ MUTANTS: tuple[Mutant, ...] = (
             "early = {item.instance_id: item for item in await context.store.find(frozenset(State))}\n"
             "external = await self._list_external()",
         ),
-        expression(_SWEEP, "Sweep.run", "registrations.run(external.runners, not_retired)", "registrations.run(external.runners, early)"),
+        expression(
+            _SWEEP,
+            "Sweep.run",
+            "registrations.run(external.runners, not_retired)",
+            "registrations.run(external.runners, early)",
+        ),
         statements(
             _REGISTRATION_SWEEP,
             "StaleRegistrationSweep.run",
@@ -504,7 +517,9 @@ MUTANTS: tuple[Mutant, ...] = (
             "parsed is None or parsed[1] in self._existing",
             "parsed is None",
         ),
-        expression(_REGISTRATION_SWEEP, "StaleRegistrationSweep._stale_reason", "self._listed_at", "self._context.clock.now()"),
+        expression(
+            _REGISTRATION_SWEEP, "StaleRegistrationSweep._stale_reason", "self._listed_at", "self._context.clock.now()"
+        ),
         argument(
             _REGISTRATION_SWEEP,
             "StaleRegistrationSweep._stale_reason",
@@ -577,9 +592,9 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _LOOP,
             "Agent._act",
-            "outcome = await self._runner.configure(record.assignment)",
+            "result = await self._runner.configure(record.assignment)",
             "await self._signal(record, Signal.UD_REG_OK, 'soon')\n"
-            "outcome = await self._runner.configure(record.assignment)",
+            "result = await self._runner.configure(record.assignment)",
         ),
     ),
     _mutant(

@@ -47,7 +47,7 @@ class NodeKind(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
     module: str
-    #: Qualified name of a function or method in the module, for example `Guard.admits`.
+    #: Qualified name of a function or method in the module, for example `WriteCondition.is_met_by`.
     function: str
     kind: NodeKind
     old: str

@@ -1,4 +1,7 @@
-"""The simulated pool's names, read by the judge's own eyes: a bug in the product's reading must not blind it."""
+"""Names of the simulated pool, and its own parser of runner names.
+
+The invariants use this parser, not the product's, so that a bug there does not hide itself.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import re
 
 POOL = "sim"
 SCOPE = "octo/repo"
-#: Whose runs come.
+#: Repositories that workflow runs belong to.
 REPOSITORIES = ("octo/repo", "octo/other", "octo/third")
-#: Names that look like this pool's at first sight, and are not.
-STRANGERS = ("remuda-sim-2-1-i-00000000000000001", "remuda-simulation-1-i-00000000000000001")
+#: Runners of other pools whose names begin like this pool's.
+FOREIGN_RUNNERS = ("remuda-sim-2-1-i-00000000000000001", "remuda-simulation-1-i-00000000000000001")
 
 _OURS = re.compile(rf"remuda-{POOL}-([1-9][0-9]*)-(i-[0-9a-f]{{8,17}})")
 
 
-def runner_of(name: str) -> tuple[int, str] | None:
-    """(epoch, instance id) of one of this pool's runners, or None for anybody else's."""
+def parse_runner(name: str) -> tuple[int, str] | None:
+    """(epoch, instance id) of a runner of this pool, or None for any other runner."""
     found = _OURS.fullmatch(name)
     return (int(found.group(1)), found.group(2)) if found else None

@@ -1,4 +1,4 @@
-"""What will happen in one simulated world, as far as it is decided beforehand: drawn from a seed, to be cut from."""
+"""Plans of simulated worlds: user actions, machine losses and interruptions, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.resources import Reuse, Tier, UsageClass
-from simulation.faults import Chosen, Fault, InjectedFault, Swarm, draw_few, draw_half
+from simulation.faults import Fault, FaultChoice, InjectedFault, Swarm, draw_few, draw_half
 from simulation.names import REPOSITORIES
 
-#: How long a run holds its instances, about: sets how many runs a world of a size has.
+#: Approximate seconds that a run holds its instances. Determines the number of runs in a world.
 HOLDS_S = 150.0
 CLASSES = ("large", "xlarge")
-#: How many configurations a world's people switch between.
+#: Number of configurations that a world switches between.
 CONFIGURATIONS = 4
-#: What a pool's policy is at first, besides the rare `never`, which leaves no pool to speak of.
+#: Initial reuse policies. `never` is drawn separately and seldom, because it leaves the pool empty.
 POLICIES = (Reuse.SAME_TRUST, Reuse.SAME_TRUST, Reuse.ALWAYS, Reuse.SAME_REPO)
-#: After which calls a command may crash: those that change something.
+#: Calls after which a command may crash or pause: those that change something.
 CALLS = {
     "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
     "release": ("replace_provision", "apply", "apply", "send"),
@@ -26,16 +26,16 @@ CALLS = {
     "operator": ("apply", "terminate"),
     "scale-down": ("apply",),
 }
-#: Of these, calls that a command makes once, mostly.
+#: Calls of these that a command usually makes once.
 ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_sightings"})
-#: How often scale-down runs, about.
+#: Approximate seconds between two runs of scale-down.
 SCALE_DOWN_S = 300.0
 MAX_AGENT_PAUSE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A workflow's run: provision, jobs, release. With `attempts` 2 it is run again while the first is cleaned up."""
+class WorkflowRun:
+    """A workflow run: provision, jobs, release. With two attempts it is re-run while the first one is cleaned up."""
 
     at: float
     run_id: str
@@ -43,16 +43,16 @@ class Run:
     resource_class: str
     usage_class: UsageClass
     tier: Tier
-    #: How long its jobs take.
+    #: Seconds of each job.
     jobs: tuple[float, ...]
-    #: Its jobs wait at GitHub before any machine is there.
+    #: Whether its jobs are queued before the provision.
     eager: bool = False
-    #: Its commands have a GitHub credential of their own.
+    #: Whether its commands have a GitHub credential.
     credentialed: bool = False
     attempts: int = 1
     released: bool = True
     repository: str = REPOSITORIES[0]
-    #: Its machines are for one job each; its commands have a credential then.
+    #: Whether it wants ephemeral machines; then its commands have a credential.
     ephemeral: bool = False
 
     def __str__(self) -> str:
@@ -62,19 +62,20 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refresh:
+class PlannedRefresh:
     at: float
     twice: bool = False
-    #: Which of the world's configurations it applies; None: it only sweeps.
+    #: Number of the configuration that it applies; None for a sweep only.
     config: int | None = None
 
     def __str__(self) -> str:
-        return f"refresh{' twice at once' if self.twice else ''}{'' if self.config is None else ' with a change'}"
+        configures = "" if self.config is None else " with a new configuration"
+        return f"refresh{' twice at the same time' if self.twice else ''}{configures}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtraRelease:
-    """Somebody releases a run, whatever it does just then."""
+    """An additional release of a run, at any point of it."""
 
     at: float
     run_id: str
@@ -86,127 +87,134 @@ class ExtraRelease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessCut:
-    """A process, by its name, crashes before its n-th step, or stands still; with `call`, right after its n-th call
-    of that name was carried out.
-    """
+class PlannedInterruption:
+    """A crash or pause of a process before its n-th step or, with `call`, after its n-th call of that name."""
 
-    party: str
+    process: str
     step: int
     call: str = ""
     pause_s: float = 0.0
     at: float = 0.0
 
     def __str__(self) -> str:
-        what = f"stands still for {self.pause_s:.0f} s" if self.pause_s else "crashes"
-        return f"{self.party} {what} at its {self.call or 'step'} {self.step}"
+        what = f"pauses for {self.pause_s:.0f} s" if self.pause_s else "crashes"
+        return f"{self.process} {what} at its {self.call or 'step'} {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interrupt:
-    """Ctrl-C."""
+class PlannedCancel:
+    """A cancellation by Ctrl-C."""
 
-    party: str
+    process: str
     after_s: float
     at: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.party} is interrupted after {self.after_s:.1f} s"
+        return f"{self.process} is cancelled after {self.after_s:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """A machine is cut off, or announced to be taken; `pick` says which of those that live then."""
+class MachineLoss:
+    """A power cut or a spot notice. `pick` selects one of the live machines."""
 
     at: float
     pick: float
-    announced: bool = False
+    with_notice: bool = False
 
     def __str__(self) -> str:
-        return "a spot notice" if self.announced else "a power cut"
+        return "a spot notice" if self.with_notice else "a power cut"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pull:
-    """An operator pulls a lever; `pick` says for which of the instances that have a record then."""
+class OperatorCommand:
+    """A drain, quarantine or termination by an operator. `pick` selects one of the recorded instances."""
 
     at: float
     number: int
-    lever: OperatorAction
+    action: OperatorAction
     pick: float
-    #: How long a quarantine lasts.
+    #: Seconds of a quarantine.
     for_s: float = 0.0
 
     def __str__(self) -> str:
-        return f"an operator's {self.lever}"
+        return f"an operator's {self.action}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleDown:
+class PlannedScaleDown:
     at: float
     number: int
-    #: How many idle instances of each class it keeps.
+    #: Idle instances to keep per class.
     idle_count: int
 
     def __str__(self) -> str:
-        return f"scale-down to {self.idle_count} idle ones"
+        return f"scale-down to {self.idle_count} idle instances"
 
 
-Operation = Run | Refresh | ExtraRelease | ProcessCut | Interrupt | Loss | Pull | ScaleDown
+Operation = (
+    WorkflowRun
+    | PlannedRefresh
+    | ExtraRelease
+    | PlannedInterruption
+    | PlannedCancel
+    | MachineLoss
+    | OperatorCommand
+    | PlannedScaleDown
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class WorldPlan:
     seed: int
     hours: float
     instances: int
     faults: frozenset[Fault]
     operations: tuple[Operation, ...]
-    #: Whose machines runs may be given, with each of the world's configurations.
+    #: Reuse policy of each configuration.
     reuses: tuple[Reuse, ...] = (Reuse.SAME_TRUST,) * CONFIGURATIONS
-    #: Faults that a shrunk run leaves out.
-    spared: frozenset[InjectedFault] = frozenset()
+    #: Faults that the shrinker leaves out.
+    suppressed: frozenset[InjectedFault] = frozenset()
 
-    def without(self, operations: frozenset[Operation]) -> Plan:
+    def without(self, operations: frozenset[Operation]) -> WorldPlan:
         return replace(self, operations=tuple(item for item in self.operations if item not in operations))
 
 
-def draw(seed: int, *, hours: float, instances: int, faults: Chosen = Swarm.HALF) -> Plan:
-    chance = random.Random(f"{seed} plan")
-    # Drawn in any case: what people do in a seed does not hang on how its faults were chosen.
-    half = draw_half(chance)
+def draw_plan(seed: int, *, hours: float, instances: int, faults: FaultChoice = Swarm.HALF) -> WorldPlan:
+    rng = random.Random(f"{seed} plan")
+    # Always drawn, so that the operations of a seed do not depend on how its faults are chosen.
+    half = draw_half(rng)
     if isinstance(faults, Swarm):
         on = half if faults is Swarm.HALF else draw_few(random.Random(f"{seed} few"))
     else:
         on = faults
-    draft = _Draft(chance, on, hours * 3_600.0, instances)
-    # Drawn apart: what else happens in a seed does not hang on it.
-    trust = random.Random(f"{seed} reuse")
-    return Plan(
+    draft = _Draft(rng, on, hours * 3_600.0, instances)
+    # A generator of its own, so that the other draws do not depend on it.
+    reuse_rng = random.Random(f"{seed} reuse")
+    return WorldPlan(
         seed=seed,
         hours=hours,
         instances=instances,
         faults=on,
-        reuses=_reuses(trust),
-        operations=tuple(_with_owners(draft.operations(), trust)),
+        reuses=_reuses(reuse_rng),
+        operations=tuple(_with_repositories(draft.operations(), reuse_rng)),
     )
 
 
-def _reuses(chance: random.Random) -> tuple[Reuse, ...]:
-    """Most worlds have one policy, half of them the usual one; others change it with their configuration."""
-    first = Reuse.NEVER if chance.random() < 0.05 else chance.choice(POLICIES)
-    changes = chance.random() < 0.4
-    later = [chance.choice(tuple(Reuse)) for _ in range(CONFIGURATIONS - 1)]
+def _reuses(rng: random.Random) -> tuple[Reuse, ...]:
+    """One policy in most worlds, a policy per configuration in the others."""
+    first = Reuse.NEVER if rng.random() < 0.05 else rng.choice(POLICIES)
+    changes = rng.random() < 0.4
+    later = [rng.choice(tuple(Reuse)) for _ in range(CONFIGURATIONS - 1)]
     return (first, *(later if changes else [first] * len(later)))
 
 
-def _with_owners(operations: list[Operation], chance: random.Random) -> list[Operation]:
-    """Runs of several repositories; in some worlds some of them want machines for one job each."""
-    single = chance.random() < 0.35
+def _with_repositories(operations: list[Operation], rng: random.Random) -> list[Operation]:
+    """Assign repositories to runs; in some worlds make some of them ephemeral."""
+    single = rng.random() < 0.35
     made: list[Operation] = []
     for item in operations:
-        if isinstance(item, Run):
-            repository, drawn = chance.choice(REPOSITORIES), chance.random() < 0.25
+        if isinstance(item, WorkflowRun):
+            repository, drawn = rng.choice(REPOSITORIES), rng.random() < 0.25
             made.append(replace(item, repository=repository, ephemeral=single and drawn))
         else:
             made.append(item)
@@ -214,156 +222,156 @@ def _with_owners(operations: list[Operation], chance: random.Random) -> list[Ope
 
 
 class _Draft:
-    def __init__(self, chance: random.Random, on: frozenset[Fault], seconds: float, instances: int) -> None:
-        self._chance = chance
+    def __init__(self, rng: random.Random, on: frozenset[Fault], seconds: float, instances: int) -> None:
+        self._rng = rng
         self._on = on
         self._seconds = seconds
         self._instances = instances
 
     def _sometimes(self, fault: Fault, probability: float) -> bool:
-        # The draw is made either way, so that a switch changes as little else as can be.
-        return self._chance.random() < probability and fault in self._on
+        # Always drawn, so that enabling a fault changes no other draw.
+        return self._rng.random() < probability and fault in self._on
 
     def operations(self) -> list[Operation]:
         made: list[Operation] = []
         runs = max(1, round(self._seconds / HOLDS_S * self._instances * 0.4))
         for number in range(1, runs + 1):
-            made += self._run(str(number), self._chance.random() ** 1.1 * self._seconds)
+            made += self._run(str(number), self._rng.random() ** 1.1 * self._seconds)
         made += self._losses()
         made += self._refreshes()
-        made += self._agent_cuts()
-        made += self._pulls()
+        made += self._agent_interruptions()
+        made += self._operator_commands()
         made += self._scale_downs()
         return made
 
     def _run(self, run_id: str, at: float) -> list[Operation]:
-        chance = self._chance
-        count = chance.choice((1, 1, 1, 2, 2, 3))
-        run = Run(
+        rng = self._rng
+        count = rng.choice((1, 1, 1, 2, 2, 3))
+        run = WorkflowRun(
             at=at,
             run_id=run_id,
             count=min(count, self._instances),
-            resource_class=CLASSES[chance.random() < 0.2],
-            usage_class=UsageClass.SPOT if chance.random() < 0.2 else UsageClass.ON_DEMAND,
-            tier=Tier.UNTRUSTED if chance.random() < 0.15 else Tier.TRUSTED,
-            jobs=tuple(self._job_s() for _ in range(chance.randint(1, count + 1))),
-            eager=chance.random() < 0.3,
-            credentialed=chance.random() < 0.3,
+            resource_class=CLASSES[rng.random() < 0.2],
+            usage_class=UsageClass.SPOT if rng.random() < 0.2 else UsageClass.ON_DEMAND,
+            tier=Tier.UNTRUSTED if rng.random() < 0.15 else Tier.TRUSTED,
+            jobs=tuple(self._job_s() for _ in range(rng.randint(1, count + 1))),
+            eager=rng.random() < 0.3,
+            credentialed=rng.random() < 0.3,
             attempts=2 if self._sometimes(Fault.RERUN, 0.35) else 1,
             released=not self._sometimes(Fault.RELEASE_NEVER, 0.15),
         )
         made: list[Operation] = [run]
         if self._sometimes(Fault.CANCEL, 0.2):
-            made.append(Interrupt(party=f"provision {run_id}.{chance.randint(1, run.attempts)}", after_s=self._soon()))
+            made.append(
+                PlannedCancel(process=f"provision {run_id}.{rng.randint(1, run.attempts)}", after_s=self._soon())
+            )
         if self._sometimes(Fault.RELEASE_EARLY, 0.25):
-            attempt = chance.randint(1, run.attempts)
+            attempt = rng.randint(1, run.attempts)
             made.append(ExtraRelease(at=at + 2 * self._soon(), run_id=run_id, attempt=attempt, early=True))
         if self._sometimes(Fault.RELEASE_TWICE, 0.3):
             made += [
                 ExtraRelease(at=at + after_s, run_id=run_id, attempt=1, early=False)
-                for after_s in (chance.uniform(60, 400), chance.uniform(60, 400))
+                for after_s in (rng.uniform(60, 400), rng.uniform(60, 400))
             ]
         for kind in ("provision", "release"):
-            made += self._cuts(f"{kind} {run_id}.{chance.randint(1, run.attempts)}", 110)
+            made += self._interruptions(f"{kind} {run_id}.{rng.randint(1, run.attempts)}", 110)
         return made
 
     def _job_s(self) -> float:
-        """Most are short; some outlive every patience."""
-        if self._chance.random() < 0.07:
+        """Most jobs are short; some exceed every timeout."""
+        if self._rng.random() < 0.07:
             return 600.0
-        return self._chance.uniform(2, 30) if self._chance.random() < 0.6 else self._chance.uniform(20, 150)
+        return self._rng.uniform(2, 30) if self._rng.random() < 0.6 else self._rng.uniform(20, 150)
 
     def _soon(self) -> float:
-        return self._chance.choice(
-            (self._chance.uniform(0, 2), self._chance.uniform(0, 20), self._chance.uniform(0, 90))
-        )
+        return self._rng.choice((self._rng.uniform(0, 2), self._rng.uniform(0, 20), self._rng.uniform(0, 90)))
 
-    def _cuts(self, party: str, steps: int) -> list[Operation]:
+    def _interruptions(self, process: str, steps: int) -> list[Operation]:
         made: list[Operation] = []
         if self._sometimes(Fault.CRASH, 0.25):
-            made.append(ProcessCut(party=party, step=1 + int(self._chance.random() ** 1.5 * steps)))
+            made.append(PlannedInterruption(process=process, step=1 + int(self._rng.random() ** 1.5 * steps)))
         if self._sometimes(Fault.PAUSE, 0.2):
-            step = 1 + int(self._chance.random() ** 1.5 * steps)
-            made.append(ProcessCut(party=party, step=step, pause_s=self._pause_s()))
-        call = self._chance.choice(CALLS[party.split(maxsplit=1)[0]])
-        nth = 1 if call in ONCE else self._chance.randint(1, 4)
+            step = 1 + int(self._rng.random() ** 1.5 * steps)
+            made.append(PlannedInterruption(process=process, step=step, pause_s=self._pause_s()))
+        call = self._rng.choice(CALLS[process.split(maxsplit=1)[0]])
+        nth = 1 if call in ONCE else self._rng.randint(1, 4)
         if self._sometimes(Fault.CRASH, 0.2):
-            made.append(ProcessCut(party=party, call=call, step=nth))
+            made.append(PlannedInterruption(process=process, call=call, step=nth))
         if self._sometimes(Fault.PAUSE, 0.1):
-            made.append(ProcessCut(party=party, call=call, step=nth, pause_s=self._pause_s()))
+            made.append(PlannedInterruption(process=process, call=call, step=nth, pause_s=self._pause_s()))
         return made
 
     def _pause_s(self) -> float:
-        return self._chance.choice(
+        return self._rng.choice(
             (
-                self._chance.uniform(1, 30),
-                self._chance.uniform(1, 30),
-                self._chance.uniform(20, 120),
-                self._chance.uniform(20, 120),
-                self._chance.uniform(60, 300),
-                # As a laptop that sleeps: longer than a provision has, and than any grace.
-                self._chance.uniform(240, 600),
+                self._rng.uniform(1, 30),
+                self._rng.uniform(1, 30),
+                self._rng.uniform(20, 120),
+                self._rng.uniform(20, 120),
+                self._rng.uniform(60, 300),
+                # Longer than the provision timeout and every grace period.
+                self._rng.uniform(240, 600),
             )
         )
 
     def _losses(self) -> list[Operation]:
         made: list[Operation] = []
-        for fault, announced in ((Fault.POWER_CUT, False), (Fault.SPOT_NOTICE, True)):
-            for _ in range(self._chance.randint(1, 2 + self._instances // 2)):
-                at, pick = self._chance.random() * self._seconds, self._chance.random()
+        for fault, with_notice in ((Fault.POWER_CUT, False), (Fault.SPOT_NOTICE, True)):
+            for _ in range(self._rng.randint(1, 2 + self._instances // 2)):
+                at, pick = self._rng.random() * self._seconds, self._rng.random()
                 if fault in self._on:
-                    made.append(Loss(at=at, pick=pick, announced=announced))
+                    made.append(MachineLoss(at=at, pick=pick, with_notice=with_notice))
         return made
 
     def _refreshes(self) -> list[Operation]:
-        """Besides those that come by the clock."""
+        """Refreshes besides the scheduled sweeps."""
         made: list[Operation] = []
         for number in range(max(1, round(self._seconds / 300))):
-            at = self._chance.random() * self._seconds
+            at = self._rng.random() * self._seconds
             twice = self._sometimes(Fault.REFRESH_TWICE, 0.7)
-            config = self._chance.randrange(CONFIGURATIONS) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
+            config = self._rng.randrange(CONFIGURATIONS) if self._sometimes(Fault.CONFIG_CHANGE, 0.5) else None
             if twice or config is not None:
-                made.append(Refresh(at=at, twice=twice, config=config))
-            made += self._cuts(f"sweep {number * 3 + self._chance.randint(1, 3)}", 90)
+                made.append(PlannedRefresh(at=at, twice=twice, config=config))
+            made += self._interruptions(f"sweep {number * 3 + self._rng.randint(1, 3)}", 90)
         return made
 
-    def _agent_cuts(self) -> list[Operation]:
+    def _agent_interruptions(self) -> list[Operation]:
         made: list[Operation] = []
         machines = max(4, round(self._seconds / HOLDS_S * self._instances * 0.3))
-        pick: Callable[[], int] = lambda: 1 + int(self._chance.random() ** 2.5 * 600)  # noqa: E731
+        pick: Callable[[], int] = lambda: 1 + int(self._rng.random() ** 2.5 * 600)  # noqa: E731
         for machine in range(1, machines + 1):
             for agent in (1, 2):
-                party = f"agent {machine:04x}.{agent}"
+                process = f"agent {machine:04x}.{agent}"
                 if self._sometimes(Fault.AGENT_CRASH, 0.6):
-                    made.append(ProcessCut(party=party, step=pick()))
+                    made.append(PlannedInterruption(process=process, step=pick()))
                 if self._sometimes(Fault.AGENT_PAUSE, 0.3):
                     pause_s = min(MAX_AGENT_PAUSE_S, self._pause_s())
-                    made.append(ProcessCut(party=party, step=pick(), pause_s=pause_s))
+                    made.append(PlannedInterruption(process=process, step=pick(), pause_s=pause_s))
                 if self._sometimes(Fault.AGENT_CRASH, 0.5):
-                    made.append(ProcessCut(party=party, call="write_signal", step=self._chance.randint(1, 8)))
+                    made.append(PlannedInterruption(process=process, call="write_signal", step=self._rng.randint(1, 8)))
         return made
 
-    def _pulls(self) -> list[Operation]:
+    def _operator_commands(self) -> list[Operation]:
         made: list[Operation] = []
         for number in range(1, 2 + self._instances // 2):
-            at, pick = self._chance.random() * self._seconds, self._chance.random()
-            for_s = self._chance.choice((self._chance.uniform(5, 60), self._chance.uniform(60, 400)))
-            lever = self._chance.choice(tuple(OperatorAction))
-            if Fault(lever.value) not in self._on:
+            at, pick = self._rng.random() * self._seconds, self._rng.random()
+            for_s = self._rng.choice((self._rng.uniform(5, 60), self._rng.uniform(60, 400)))
+            action = self._rng.choice(tuple(OperatorAction))
+            if Fault(action.value) not in self._on:
                 continue
-            made.append(Pull(at=at, number=number, lever=lever, pick=pick, for_s=for_s))
-            made += self._cuts(f"operator {number}", 30)
+            made.append(OperatorCommand(at=at, number=number, action=action, pick=pick, for_s=for_s))
+            made += self._interruptions(f"operator {number}", 30)
         return made
 
     def _scale_downs(self) -> list[Operation]:
         made: list[Operation] = []
         for turn in range(max(1, round(self._seconds / SCALE_DOWN_S))):
-            at = (turn + self._chance.random()) * SCALE_DOWN_S
-            # Whoever starts it by the clock does so at least once.
-            times = 2 if self._chance.random() < 0.3 else 1
+            at = (turn + self._rng.random()) * SCALE_DOWN_S
+            # A scheduler starts it at least once.
+            times = 2 if self._rng.random() < 0.3 else 1
             for _ in range(times):
-                number = 1 + sum(isinstance(item, ScaleDown) for item in made)
-                made.append(ScaleDown(at=at, number=number, idle_count=self._chance.choice((0, 1, 2, 4))))
-                made += self._cuts(f"scale-down {number}", 30)
-                at += self._chance.uniform(0, 40)
+                number = 1 + sum(isinstance(item, PlannedScaleDown) for item in made)
+                made.append(PlannedScaleDown(at=at, number=number, idle_count=self._rng.choice((0, 1, 2, 4))))
+                made += self._interruptions(f"scale-down {number}", 30)
+                at += self._rng.uniform(0, 40)
         return made

@@ -1,7 +1,7 @@
-"""What a provision does with one instance, as steps of a run: launch, claim, commit, give back.
+"""Model of a provision's work on one instance: launch, claim, commit, roll back.
 
-As in the control plane: every write is guarded, an answer may be lost, and what a run knows of an instance is what its
-own last write made of it. A process that dies is one that takes no further step, so each of its steps may be its last.
+As in the control plane, every write is conditional, answers may be lost, and a run knows only the result of its own
+last write. A crashed process is one that takes no further step.
 """
 
 from __future__ import annotations
@@ -18,273 +18,321 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal, Verdict, registration_verdict
 from remuda.domain.transitions import (
     Actor,
-    Cause,
     Change,
     Claim,
     Commit,
     End,
     Event,
     Release,
+    RetireReason,
     advance,
     create,
-    presumed,
+    presumed_idle,
     tombstone,
 )
 from simulation.instance_model import (
     DEADLINE,
     ID,
     LIFETIMES,
-    LOST,
+    LOST_ANSWER,
     NOW,
     OTHER,
     OWN,
     REMOVAL,
-    Broken,
-    Life,
-    Lives,
-    Step,
+    InstanceModel,
+    InstanceState,
+    ModelStep,
+    ModelViolation,
     assignment,
-    born,
-    named,
+    new_record,
+    owned_by,
     write_of,
 )
 
-GIVE_BACK_TRIES = 4
+ROLLBACK_TRIES = 4
 
 
-class Phase(IntEnum):
-    """What a run's process is about."""
+class ProvisionPhase(IntEnum):
+    """Phases of a run's process."""
 
     FREE = 0
     LAUNCHED = 1
-    #: A write whose answer was lost.
+    #: The answer to a write was lost.
     UNSURE_CREATE = 2
     UNSURE_CLAIM = 3
     UNSURE_COMMIT = 4
     HOLDS = 5
-    #: It lost what it held, or a write, and gives up.
+    #: It lost the instance or a write and rolls back.
     BACK = 6
-    BURY = 7
-    #: It has given everything back, and its provision is to be closed.
+    TOMBSTONE = 7
+    #: Everything is rolled back; the provision is still open.
     CLOSING = 8
     OVER = 9
 
 
-#: These know of no instance.
-EMPTY_HANDED = frozenset({Phase.FREE, Phase.CLOSING, Phase.OVER})
+#: Phases without an instance.
+WITHOUT_INSTANCE = frozenset({ProvisionPhase.FREE, ProvisionPhase.CLOSING, ProvisionPhase.OVER})
 
 
-class Move(NamedTuple):
-    """A step of a run at an instance: what becomes of the life, and of what the run is about."""
+class ProvisionStep(NamedTuple):
+    """A step of a run at an instance: the instance state and the phase after it."""
 
     text: str
-    after: Life
-    phase: Phase
-    #: What it knows of the instance.
+    after: InstanceState
+    phase: ProvisionPhase
+    #: The record that the run knows.
     known: Instance | None = None
     cost: int = 0
-    #: The instance is its own from now on.
+    #: Whether the instance belongs to the run from now on.
     takes: bool = False
-    broken: str = ""
+    violation: str = ""
 
 
-class Claims:
-    def __init__(self, lives: Lives) -> None:
-        self._lives = lives
+class ProvisionModel:
+    def __init__(self, states: InstanceModel) -> None:
+        self._instance_model = states
 
-    def moves(
-        self, life: Life, phase: Phase, known: Instance | None, *, owns: bool, released: bool, own_released: bool
-    ) -> Iterator[Move]:
-        """`released`: the run that the instance belongs to was; `own_released`: this run was."""
+    def steps(
+        self,
+        state: InstanceState,
+        phase: ProvisionPhase,
+        known: Instance | None,
+        *,
+        owns: bool,
+        released: bool,
+        own_released: bool,
+    ) -> Iterator[ProvisionStep]:
+        """`released` concerns the run that the instance belongs to, `own_released` this run."""
         who = OWN if owns else OTHER
-        mine = named(known, who) if known is not None else None
+        mine = owned_by(known, who) if known is not None else None
         try:
-            for move in self._moves(life, phase, mine, who):
-                if own_released and move.phase is Phase.FREE and phase is not Phase.FREE:
-                    # Before it claims another, it reads its provision.
-                    move = move._replace(phase=Phase.CLOSING)  # noqa: PLW2901 - the same move, seen by a closed run
-                yield from self._following(life, move, released=released, own_released=own_released)
-        except Broken as broken:
-            yield Move("goes on", life, phase, broken=str(broken))
+            for step in self._steps(state, phase, mine, who):
+                if own_released and step.phase is ProvisionPhase.FREE and phase is not ProvisionPhase.FREE:
+                    # A run reads its provision before it claims another instance.
+                    step = step._replace(phase=ProvisionPhase.CLOSING)  # noqa: PLW2901 - the same step of a released run
+                yield from self._with_pending(state, step, released=released, own_released=own_released)
+        except ModelViolation as violation:
+            yield ProvisionStep("goes on", state, phase, violation=str(violation))
 
-    def _following(self, life: Life, move: Move, *, released: bool, own_released: bool) -> Iterator[Move]:
-        known = named(move.known, OWN) if move.known is not None else None
-        if move.broken or move.after == life:
-            yield move._replace(known=known)
+    def _with_pending(
+        self, state: InstanceState, step: ProvisionStep, *, released: bool, own_released: bool
+    ) -> Iterator[ProvisionStep]:
+        known = owned_by(step.known, OWN) if step.known is not None else None
+        if step.violation or step.after == state:
+            yield step._replace(known=known)
             return
-        after = move.after
-        if move.takes and after.record is not None:
-            after = after._replace(record=named(after.record, OWN))
-        step = Step(move.text, after, move.cost)
-        is_released = own_released if move.takes else released
-        for text, settled, cost, broken in self._lives.following(
-            life, step, was_released=released, is_released=is_released
+        after = step.after
+        if step.takes and after.record is not None:
+            after = after._replace(record=owned_by(after.record, OWN))
+        plain = ModelStep(step.text, after, step.cost)
+        is_released = own_released if step.takes else released
+        for text, normalized, cost, violation in self._instance_model.with_pending(
+            state, plain, was_released=released, is_released=is_released
         ):
-            yield move._replace(text=text, after=settled, cost=cost, broken=broken, known=known)
+            yield step._replace(text=text, after=normalized, cost=cost, violation=violation, known=known)
 
-    def _moves(self, life: Life, phase: Phase, mine: Instance | None, who: str) -> Iterator[Move]:
+    def _steps(
+        self, state: InstanceState, phase: ProvisionPhase, mine: Instance | None, who: str
+    ) -> Iterator[ProvisionStep]:
         match phase:
-            case Phase.FREE:
-                yield from self._take(life, who)
-            case Phase.LAUNCHED:
-                yield from self._record(life, who)
-                yield self._bury(life, who)
-            case Phase.UNSURE_CREATE:
-                yield from self._record(life, who, again=True)
-                yield self._bury(life, who)
-            case Phase.BURY:
-                yield self._bury(life, who)
-            case Phase.UNSURE_CLAIM if mine is not None:
-                yield from self._claim_again(life, mine, who)
-                yield self._give_back(life, mine)
-            case Phase.UNSURE_COMMIT if mine is not None:
-                yield from self._commit_again(life, mine, who)
-                yield self._give_back(life, mine)
-            case Phase.HOLDS if mine is not None:
-                yield from self._go_on(life, mine)
-                yield self._give_back(life, mine)
-            case Phase.BACK if mine is not None:
-                yield self._give_back(life, mine)
+            case ProvisionPhase.FREE:
+                yield from self._acquire(state, who)
+            case ProvisionPhase.LAUNCHED:
+                yield from self._record(state, who)
+                yield self._tombstone(state, who)
+            case ProvisionPhase.UNSURE_CREATE:
+                yield from self._record(state, who, again=True)
+                yield self._tombstone(state, who)
+            case ProvisionPhase.TOMBSTONE:
+                yield self._tombstone(state, who)
+            case ProvisionPhase.UNSURE_CLAIM if mine is not None:
+                yield from self._claim_again(state, mine, who)
+                yield self._roll_back(state, mine)
+            case ProvisionPhase.UNSURE_COMMIT if mine is not None:
+                yield from self._commit_again(state, mine, who)
+                yield self._roll_back(state, mine)
+            case ProvisionPhase.HOLDS if mine is not None:
+                yield from self._continue(state, mine)
+                yield self._roll_back(state, mine)
+            case ProvisionPhase.BACK if mine is not None:
+                yield self._roll_back(state, mine)
             case _:
                 return
 
-    # Taking one
+    # Launch and claim
 
-    def _take(self, life: Life, who: str) -> Iterator[Move]:
-        if life.record is None:
-            if not life.launched:
-                yield Move("launches", life._replace(launched=True), Phase.LAUNCHED, takes=True)
+    def _acquire(self, state: InstanceState, who: str) -> Iterator[ProvisionStep]:
+        if state.record is None:
+            if not state.launched:
+                yield ProvisionStep("launches", state._replace(launched=True), ProvisionPhase.LAUNCHED, takes=True)
             return
-        for epoch in _announced(life.record):
+        for epoch in _announced_epochs(state.record):
             change = _claim(epoch, who)
-            if change.guard.admits(life.record):
-                yield from self._claimed(life, change, "claims", Tier.TRUSTED, epoch)
-            elif is_applied(change, life.record):
-                yield Move("claims", life, Phase.FREE, broken="S1: it takes another's claim for its own")
-            hoped_for = change.applied_to(_hinted(epoch))
-            yield Move("claims in vain, answer lost", life, Phase.UNSURE_CLAIM, known=hoped_for, cost=LOST)
-            lie = _claim(epoch, who, Tier.UNTRUSTED)
-            if lie.guard.admits(life.record):
-                yield from self._claimed(life, lie, "claims, untrusted,", Tier.UNTRUSTED, epoch)
+            if change.condition.is_met_by(state.record):
+                yield from self._claimed(state, change, "claims", Tier.TRUSTED, epoch)
+            elif is_applied(change, state.record):
+                yield ProvisionStep(
+                    "claims", state, ProvisionPhase.FREE, violation="S1: it takes another run's claim for its own"
+                )
+            expected = change.applied_to(_presumed(epoch))
+            yield ProvisionStep(
+                "claims without effect, answer lost",
+                state,
+                ProvisionPhase.UNSURE_CLAIM,
+                known=expected,
+                cost=LOST_ANSWER,
+            )
+            mismatched = _claim(epoch, who, Tier.UNTRUSTED)
+            if mismatched.condition.is_met_by(state.record):
+                yield from self._claimed(state, mismatched, "claims, untrusted,", Tier.UNTRUSTED, epoch)
 
-    def _claimed(self, life: Life, change: Change, text: str, tier: Tier, epoch: int) -> Iterator[Move]:
-        if life.record is not None and life.record.tier is not tier:
-            yield Move(text, life, Phase.FREE, broken=f"S11: a run of tier {tier} claims one of {life.record.tier}")
+    def _claimed(
+        self, state: InstanceState, change: Change, text: str, tier: Tier, epoch: int
+    ) -> Iterator[ProvisionStep]:
+        if state.record is not None and state.record.tier is not tier:
+            yield ProvisionStep(
+                text,
+                state,
+                ProvisionPhase.FREE,
+                violation=f"S11: a run of tier {tier} claims one of {state.record.tier}",
+            )
             return
         try:
-            after = self._lives.written(life, write_of(change, text, Actor.PROVISION), released=False)
-        except Broken as broken:
-            yield Move(f"{text} by the hint of epoch {epoch}", life, Phase.FREE, broken=str(broken))
+            after = self._instance_model.written(state, write_of(change, text, Actor.PROVISION), released=False)
+        except ModelViolation as violation:
+            yield ProvisionStep(
+                f"{text} by the message of epoch {epoch}", state, ProvisionPhase.FREE, violation=str(violation)
+            )
             return
-        yield Move(text, after, Phase.HOLDS, known=after.record, takes=True)
-        hoped_for = change.applied_to(_hinted(epoch, tier))
-        yield Move(f"{text}, answer lost", after, Phase.UNSURE_CLAIM, known=hoped_for, cost=LOST, takes=True)
+        yield ProvisionStep(text, after, ProvisionPhase.HOLDS, known=after.record, takes=True)
+        expected = change.applied_to(_presumed(epoch, tier))
+        yield ProvisionStep(
+            f"{text}, answer lost", after, ProvisionPhase.UNSURE_CLAIM, known=expected, cost=LOST_ANSWER, takes=True
+        )
 
-    def _claim_again(self, life: Life, mine: Instance, who: str) -> Iterator[Move]:
+    def _claim_again(self, state: InstanceState, mine: Instance, who: str) -> Iterator[ProvisionStep]:
         change = _claim(mine.epoch - 1, who)
-        if change.guard.admits(life.record):
-            yield from self._claimed(life, change, "claims again", Tier.TRUSTED, mine.epoch - 1)
-        elif life.record is not None and is_applied(change, life.record):
+        if change.condition.is_met_by(state.record):
+            yield from self._claimed(state, change, "claims again", Tier.TRUSTED, mine.epoch - 1)
+        elif state.record is not None and is_applied(change, state.record):
             if who is not OWN:
-                yield Move("finds its claim", life, Phase.HOLDS, broken="S1: it adopts another's claim")
-            yield Move("finds its claim", life, Phase.HOLDS, known=life.record)
+                yield ProvisionStep(
+                    "finds its claim", state, ProvisionPhase.HOLDS, violation="S1: it adopts another run's claim"
+                )
+            yield ProvisionStep("finds its claim", state, ProvisionPhase.HOLDS, known=state.record)
         else:
-            yield Move("has lost its claim", life, Phase.FREE)
+            yield ProvisionStep("has lost its claim", state, ProvisionPhase.FREE)
 
-    def _record(self, life: Life, who: str, *, again: bool = False) -> Iterator[Move]:
-        """The record of a machine that it has launched."""
-        first = born(who)
+    def _record(self, state: InstanceState, who: str, *, again: bool = False) -> Iterator[ProvisionStep]:
+        """Record a launched machine."""
+        first = new_record(who)
         change = create(first, by=Actor.PROVISION, why="")
-        if change.guard.admits(life.record):
-            after = self._written(life, change, "records its launch", first.owner)
-            yield Move("records its launch", after, Phase.HOLDS, known=first)
-            yield Move("records its launch, answer lost", after, Phase.UNSURE_CREATE, cost=LOST)
-        elif again and life.record is not None and is_applied(change, life.record):
-            yield Move("finds its record", life, Phase.HOLDS, known=life.record)
+        if change.condition.is_met_by(state.record):
+            after = self._written(state, change, "records its launch", first.owner)
+            yield ProvisionStep("records its launch", after, ProvisionPhase.HOLDS, known=first)
+            yield ProvisionStep(
+                "records its launch, answer lost", after, ProvisionPhase.UNSURE_CREATE, cost=LOST_ANSWER
+            )
+        elif again and state.record is not None and is_applied(change, state.record):
+            yield ProvisionStep("finds its record", state, ProvisionPhase.HOLDS, known=state.record)
         else:
-            yield Move("finds its machine buried", life, Phase.BURY)
+            yield ProvisionStep("finds a tombstone", state, ProvisionPhase.TOMBSTONE)
 
-    # Going on
+    # Commit
 
-    def _go_on(self, life: Life, mine: Instance) -> Iterator[Move]:
+    def _continue(self, state: InstanceState, mine: Instance) -> Iterator[ProvisionStep]:
         if mine.state not in {State.CREATED, State.CLAIMED}:
             return
-        verdict = registration_verdict(life.report, mine.epoch)
+        verdict = registration_verdict(state.report, mine.epoch)
         if verdict is Verdict.OK:
-            change = _advance(mine, Commit(owner=mine.owner, report=life.report, max_runtime_s=1_800.0))
-            if change.guard.admits(life.record):
-                after = self._written(life, change, "commits", mine.owner)
-                yield Move("commits", after, Phase.HOLDS, known=after.record)
-                yield Move("commits, answer lost", after, Phase.UNSURE_COMMIT, known=mine, cost=LOST)
+            change = _advance(mine, Commit(owner=mine.owner, report=state.report, max_runtime_s=1_800.0))
+            if change.condition.is_met_by(state.record):
+                after = self._written(state, change, "commits", mine.owner)
+                yield ProvisionStep("commits", after, ProvisionPhase.HOLDS, known=after.record)
+                yield ProvisionStep(
+                    "commits, answer lost", after, ProvisionPhase.UNSURE_COMMIT, known=mine, cost=LOST_ANSWER
+                )
             else:
-                yield Move("cannot commit", life, Phase.BACK, known=mine)
+                yield ProvisionStep("cannot commit", state, ProvisionPhase.BACK, known=mine)
         elif mine.state is State.CLAIMED:
-            cause = Cause.FAILED if verdict is Verdict.FAILED else Cause.TIMED_OUT
-            change = _advance(mine, End(cause=cause, report=life.report, owner=mine.owner))
-            admitted = change.guard.admits(life.record)
-            yield Move(
-                "gives up", self._written(life, change, "gives up", mine.owner) if admitted else life, Phase.FREE
+            cause = RetireReason.FAILED if verdict is Verdict.FAILED else RetireReason.TIMED_OUT
+            change = _advance(mine, End(reason=cause, report=state.report, owner=mine.owner))
+            admitted = change.condition.is_met_by(state.record)
+            yield ProvisionStep(
+                "gives up",
+                self._written(state, change, "gives up", mine.owner) if admitted else state,
+                ProvisionPhase.FREE,
             )
 
-    def _commit_again(self, life: Life, mine: Instance, who: str) -> Iterator[Move]:
+    def _commit_again(self, state: InstanceState, mine: Instance, who: str) -> Iterator[ProvisionStep]:
         seen = Report(instance_id=ID, epoch=mine.epoch, signal=Signal.UD_REG_OK)
         change = _advance(mine, Commit(owner=mine.owner, report=seen, max_runtime_s=1_800.0))
-        if change.guard.admits(life.record):
-            after = self._written(life, change, "commits again", mine.owner)
-            yield Move("commits again", after, Phase.HOLDS, known=after.record)
-        elif life.record is not None and is_applied(change, life.record):
+        if change.condition.is_met_by(state.record):
+            after = self._written(state, change, "commits again", mine.owner)
+            yield ProvisionStep("commits again", after, ProvisionPhase.HOLDS, known=after.record)
+        elif state.record is not None and is_applied(change, state.record):
             if who is not OWN:
-                yield Move("finds it committed", life, Phase.HOLDS, broken="S1: it adopts another's commit")
-            yield Move("finds it committed", life, Phase.HOLDS, known=life.record)
+                yield ProvisionStep(
+                    "finds it committed", state, ProvisionPhase.HOLDS, violation="S1: it adopts another run's commit"
+                )
+            yield ProvisionStep("finds it committed", state, ProvisionPhase.HOLDS, known=state.record)
         else:
-            yield Move("cannot commit", life, Phase.BACK, known=mine)
+            yield ProvisionStep("cannot commit", state, ProvisionPhase.BACK, known=mine)
 
-    # Giving back
+    # Rollback
 
-    def _give_back(self, life: Life, mine: Instance) -> Move:
-        """As a rollback does: again from what the record says, while it is still its own."""
+    def _roll_back(self, state: InstanceState, mine: Instance) -> ProvisionStep:
+        """Roll back like the control plane: repeat with the current record while it belongs to the run."""
         instance = mine
-        for _ in range(GIVE_BACK_TRIES):
+        for _ in range(ROLLBACK_TRIES):
             event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL, owner=mine.owner)
             if instance.state is State.CREATED:
-                event = End(cause=Cause.RELEASED, owner=mine.owner)
+                event = End(reason=RetireReason.RELEASED, owner=mine.owner)
             elif instance.state not in ASSIGNED:
                 break
             change = _advance(instance, event)
-            if change.guard.admits(life.record):
-                return Move("rolls back", self._written(life, change, "rolls back", mine.owner), Phase.CLOSING)
-            if life.record is None or life.record.owner != mine.owner or life.record == instance:
+            if change.condition.is_met_by(state.record):
+                return ProvisionStep(
+                    "rolls back", self._written(state, change, "rolls back", mine.owner), ProvisionPhase.CLOSING
+                )
+            if state.record is None or state.record.owner != mine.owner or state.record == instance:
                 break
-            instance = life.record
-        return Move("has nothing to roll back", life, Phase.CLOSING)
+            instance = state.record
+        return ProvisionStep("has nothing to roll back", state, ProvisionPhase.CLOSING)
 
-    def _bury(self, life: Life, who: str) -> Move:
-        first = born(who)
+    def _tombstone(self, state: InstanceState, who: str) -> ProvisionStep:
+        first = new_record(who)
         stone = replace(first, state=State.TERMINATING, threshold=NOW, run_id="", last_run_id=who, assignment=None)
         change = tombstone(stone, by=Actor.PROVISION, now=NOW, why="")
-        current = life.record
-        if change.guard.admits(current):
-            return Move("buries its launch", self._written(life, change, "buries", first.owner), Phase.CLOSING)
+        current = state.record
+        if change.condition.is_met_by(current):
+            return ProvisionStep(
+                "writes a tombstone",
+                self._written(state, change, "writes a tombstone", first.owner),
+                ProvisionPhase.CLOSING,
+            )
         if current is not None and current.owner == first.owner and current.state is State.CREATED:
-            end = _advance(current, End(cause=Cause.RELEASED, owner=first.owner))
-            if end.guard.admits(current):
-                return Move("ends its launch", self._written(life, end, "ends its launch", first.owner), Phase.CLOSING)
-        return Move("finds its launch ended", life, Phase.CLOSING)
+            end = _advance(current, End(reason=RetireReason.RELEASED, owner=first.owner))
+            if end.condition.is_met_by(current):
+                return ProvisionStep(
+                    "ends its launch", self._written(state, end, "ends its launch", first.owner), ProvisionPhase.CLOSING
+                )
+        return ProvisionStep("finds its launch ended", state, ProvisionPhase.CLOSING)
 
-    def _written(self, life: Life, change: Change, text: str, owner: str) -> Life:
-        """A write by somebody who takes the instance for its own; judged by whose it is."""
-        write = write_of(change, text, Actor.PROVISION, life.told)
-        return self._lives.written(life, write, released=False, by_owner=owner.startswith(f"{OWN}/"))
+    def _written(self, state: InstanceState, change: Change, text: str, owner: str) -> InstanceState:
+        """The state after a write by the presumed owner, checked against the true owner."""
+        write = write_of(change, text, Actor.PROVISION, state.last_signal)
+        return self._instance_model.written(state, write, released=False, by_owner=owner.startswith(f"{OWN}/"))
 
 
-def _announced(record: Instance) -> range:
-    """Whatever was idle once was announced, and each hint may come at any time, any number of times."""
+def _announced_epochs(record: Instance) -> range:
+    """Epochs with a pool message: each message may arrive at any time, any number of times."""
     return range(1, (record.epoch if record.state is State.IDLE else record.epoch - 1) + 1)
 
 
-def _hinted(epoch: int, tier: Tier = Tier.TRUSTED) -> Instance:
-    message = replace(born(OWN), state=State.IDLE, epoch=epoch, tier=tier).message()
-    return presumed(message, now=NOW)
+def _presumed(epoch: int, tier: Tier = Tier.TRUSTED) -> Instance:
+    message = replace(new_record(OWN), state=State.IDLE, epoch=epoch, tier=tier).message()
+    return presumed_idle(message, now=NOW)
 
 
 def _claim(epoch: int, who: str, tier: Tier = Tier.TRUSTED) -> Change:
@@ -298,11 +346,11 @@ def _claim(epoch: int, who: str, tier: Tier = Tier.TRUSTED) -> Change:
         assignment=assignment(epoch + 1),
         margin_s=LIFETIMES.margin_s,
     )
-    return advance(_hinted(epoch, tier), event, by=Actor.PROVISION, now=NOW, why="")
+    return advance(_presumed(epoch, tier), event, by=Actor.PROVISION, now=NOW, why="")
 
 
 def _advance(known: Instance, event: Event) -> Change:
     try:
         return advance(known, event, by=Actor.PROVISION, now=NOW, why="")
     except IllegalTransition as illegal:
-        raise Broken(f"S10: {illegal}") from illegal
+        raise ModelViolation(f"S10: {illegal}") from illegal

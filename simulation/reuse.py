@@ -1,7 +1,7 @@
-"""Whom a machine may serve, judged by whom it has served in truth.
+"""The reuse invariants (S11, S14): which runs a machine may serve, given the runs that it has served.
 
-The judge keeps its own book: the runs that machines were given to, as those who asked know them, and the policies that
-a provision may have read. It believes no record's tier and no record's repository.
+The checks keep their own record of served runs and of the policies that a provision may have read. They do not rely on
+the tier and repository of a record.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Instance
+from remuda.domain.instance import Instance, RetireReason
 from remuda.domain.resources import Reuse, Tier
 
 if TYPE_CHECKING:
@@ -20,84 +20,84 @@ Found = Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """A run that a machine was given to."""
+class ServedRun:
+    """A run that a machine has served."""
 
     tier: Tier
     repository: str
 
 
-class ReuseJudge:
+class ReuseInvariant:
     def __init__(self) -> None:
-        #: Since when each policy was in force.
+        #: Each policy with the time from which it applied.
         self._policies: list[tuple[float, Reuse]] = []
-        self._served: dict[str, list[Served]] = {}
+        self._served: dict[str, list[ServedRun]] = {}
         self._ephemeral: set[str] = set()
 
     def configured(self, reuse: Reuse, at: float) -> None:
         if not self._policies or self._policies[-1][1] is not reuse:
             self._policies.append((at, reuse))
 
-    def may_have_read(self, party: SimulatedProcess) -> list[Reuse]:
-        """What was in force when a process began, or since."""
-        since = [reuse for at, reuse in self._policies if at > party.started_at]
-        before = [reuse for at, reuse in self._policies if at <= party.started_at]
+    def may_have_read(self, process: SimulatedProcess) -> list[Reuse]:
+        """Policies that applied when a process began or later."""
+        since = [reuse for at, reuse in self._policies if at > process.started_at]
+        before = [reuse for at, reuse in self._policies if at <= process.started_at]
         return [*before[-1:], *since]
 
-    def born(self, record: Instance, party: SimulatedProcess) -> Found:
-        order = party.order
-        if order is None:
+    def created(self, record: Instance, process: SimulatedProcess) -> Found:
+        request = process.request
+        if request is None:
             return
-        self._served[record.instance_id] = [_run(party)]
-        if order.ephemeral:
+        self._served[record.instance_id] = [_run(process)]
+        if request.ephemeral:
             self._ephemeral.add(record.instance_id)
-        allowed = {EPHEMERAL} if order.ephemeral else _births(self.may_have_read(party))
-        if record.retire not in allowed:
-            yield "S14", f"born with {record.retire!r} for {party}"
-        yield from self._believed(record)
+        allowed = {RetireReason.EPHEMERAL} if request.ephemeral else _initial_reasons(self.may_have_read(process))
+        if record.retire_reason not in allowed:
+            yield "S14", f"created with {record.retire_text!r} for {process}"
+        yield from self._repository(record)
 
-    def claimed(self, record: Instance, party: SimulatedProcess) -> Found:
-        if party.order is None:
+    def claimed(self, record: Instance, process: SimulatedProcess) -> Found:
+        if process.request is None:
             return
-        run = _run(party)
+        run = _run(process)
         before = self._served.setdefault(record.instance_id, [])
         if run.tier is Tier.TRUSTED and any(item.tier is Tier.UNTRUSTED for item in before):
-            yield "S11", "a trusted run is given a machine that an untrusted one had"
-        policies = self.may_have_read(party)
-        if party.order.ephemeral or not any(_admits(reuse, run, before) for reuse in policies):
-            told = ", ".join(sorted({f"{item.tier} {item.repository}" for item in before}))
-            yield "S14", f"given to a {run.tier} run of {run.repository} after {told}; the policy is {policies}"
+            yield "S11", "a trusted run gets a machine that served an untrusted one"
+        policies = self.may_have_read(process)
+        if process.request.ephemeral or not any(_admits(reuse, run, before) for reuse in policies):
+            served = ", ".join(sorted({f"{item.tier} {item.repository}" for item in before}))
+            yield "S14", f"given to a {run.tier} run of {run.repository} after {served}; the policy is {policies}"
         before.append(run)
         if record.tier is not run.tier:
-            yield "S11", f"it is {record.tier} after it was given to a {run.tier} run"
-        yield from self._believed(record)
+            yield "S11", f"its tier is {record.tier} while it serves a {run.tier} run"
+        yield from self._repository(record)
 
     def pooled(self, record: Instance) -> Found:
-        # In quarantine it lies idle as well, and nobody is given it.
-        if record.instance_id in self._ephemeral and not record.retire:
-            yield "S14", "pooled although it was for one job"
+        # In quarantine it may be idle, but it is not claimed.
+        if record.instance_id in self._ephemeral and not record.retire_reason:
+            yield "S14", "pooled although it is ephemeral"
 
-    def _believed(self, record: Instance) -> Found:
-        """What a record says of repositories may be less than the truth, never more."""
+    def _repository(self, record: Instance) -> Found:
+        """A record may name a repository only if the machine served no other."""
         repositories = {item.repository for item in self._served[record.instance_id]}
         if record.repository and repositories != {record.repository}:
-            yield "S14", f"it names {record.repository} as the only one, and served {sorted(repositories)}"
+            yield "S14", f"its only repository is {record.repository}, but it served {sorted(repositories)}"
 
 
-def _run(party: SimulatedProcess) -> Served:
-    order = party.order
-    assert order is not None  # noqa: S101 - the callers looked
-    return Served(tier=order.tier, repository=order.repository)
+def _run(process: SimulatedProcess) -> ServedRun:
+    request = process.request
+    assert request is not None  # noqa: S101 - checked by the callers
+    return ServedRun(tier=request.tier, repository=request.repository)
 
 
-def _births(policies: Sequence[Reuse]) -> set[str]:
-    return {NEVER_REUSED if reuse is Reuse.NEVER else "" for reuse in policies}
+def _initial_reasons(policies: Sequence[Reuse]) -> set[RetireReason | None]:
+    return {RetireReason.NEVER_REUSED if reuse is Reuse.NEVER else None for reuse in policies}
 
 
-def _admits(reuse: Reuse, run: Served, before: Sequence[Served]) -> bool:
-    # What `always` has mixed before is of the lower tier, and stays there.
-    fallen = any(item.tier is Tier.UNTRUSTED for item in before)
-    same_tier = fallen is (run.tier is Tier.UNTRUSTED)
+def _admits(reuse: Reuse, run: ServedRun, before: Sequence[ServedRun]) -> bool:
+    # A machine that `always` gave to both tiers keeps the lower one.
+    is_untrusted = any(item.tier is Tier.UNTRUSTED for item in before)
+    same_tier = is_untrusted is (run.tier is Tier.UNTRUSTED)
     match reuse:
         case Reuse.ALWAYS:
             return True

@@ -1,4 +1,4 @@
-"""One seed, from its plan to its outcome."""
+"""One simulated world, from its plan to its result."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from dataclasses import dataclass, field
 from remuda.domain.instance import HistoryEntry
 from simulation.faults import Fault, InjectedFault
 from simulation.invariants import Violation
-from simulation.loop import new_loop, undisturbed
-from simulation.plan import Plan
-from simulation.trace import Line
+from simulation.loop import new_loop, without_gc
+from simulation.plan import WorldPlan
+from simulation.trace import TraceLine
 from simulation.workload import Workload
 from simulation.world import Halted, World
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
-    plan: Plan
+class SimulationResult:
+    plan: WorldPlan
     violation: Violation | None
     digest: str
-    #: How long the world lived, its rest included.
+    #: Simulated seconds, including the time after the faults ended.
     seconds: float
     steps: int
     checks: int
     stats: Counter[str]
     faults: Counter[Fault]
-    coverage: Counter[tuple[Fault, str]]
-    strikes: tuple[InjectedFault, ...] = ()
-    lines: Sequence[Line] = ()
-    #: Of the instance that the violation is about.
+    injected: tuple[InjectedFault, ...] = ()
+    lines: Sequence[TraceLine] = ()
+    #: History of the instance that the violation is about.
     history: Sequence[HistoryEntry] = field(default_factory=tuple)
 
 
-def simulate(plan: Plan, *, keep_trace: bool = False) -> Outcome:
-    """Live through a plan. What a violation leaves running never goes on."""
-    with undisturbed():
-        return _live(plan, keep_trace=keep_trace)
+def simulate(plan: WorldPlan, *, keep_trace: bool = False) -> SimulationResult:
+    """Run a plan to its end or to the first violation."""
+    with without_gc():
+        return _simulate(plan, keep_trace=keep_trace)
 
 
-def _live(plan: Plan, *, keep_trace: bool) -> Outcome:
+def _simulate(plan: WorldPlan, *, keep_trace: bool) -> SimulationResult:
     loop = new_loop(random.Random(f"{plan.seed} order"))
     worlds: list[World] = []
     loads: list[Workload] = []
@@ -57,8 +56,8 @@ def _live(plan: Plan, *, keep_trace: bool) -> Outcome:
     with contextlib.suppress(Halted):
         loop.run(live())
     world, load = worlds[0], loads[0]
-    about = world.violation.instance_id if world.violation else ""
-    return Outcome(
+    instance_id = world.violation.instance_id if world.violation else ""
+    return SimulationResult(
         plan=plan,
         violation=world.violation,
         digest=world.trace.digest,
@@ -67,8 +66,7 @@ def _live(plan: Plan, *, keep_trace: bool) -> Outcome:
         checks=world.safety.checks + (load.liveness.checks if load.liveness else 0),
         stats=world.stats,
         faults=world.faults.counts,
-        coverage=world.faults.coverage,
-        strikes=tuple(world.faults.strikes),
+        injected=tuple(world.faults.injected),
         lines=world.trace.lines,
-        history=world.database.histories.get(about, ()),
+        history=world.database.histories.get(instance_id, ()),
     )

@@ -9,8 +9,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from simulation.campaign import Settings
-from simulation.faults import parse_faults, spelled
+from simulation.campaign import CampaignSettings
+from simulation.faults import format_faults, parse_faults
 from simulation.mutants import Mutant
 from simulation.mutation import command
 from simulation.run import simulate
@@ -27,10 +27,10 @@ class MutantResult:
     invariant: str
 
 
-def run_mutant(mutant: Mutant, *, first: int, seeds: int, settings: Settings) -> MutantResult:
+def run_mutant(mutant: Mutant, *, first: int, seeds: int, settings: CampaignSettings) -> MutantResult:
     """Simulate seeds from `first` on, with the mutant's own settings if it has any, until one violates an invariant."""
     world = mutant.settings or settings
-    arguments = [str(first), str(seeds), str(world.hours), str(world.instances), spelled(world.faults)]
+    arguments = [str(first), str(seeds), str(world.hours), str(world.instances), format_faults(world.faults)]
     done = run_mutated(mutant, "simulation.run_mutant", *arguments)
     if done.returncode:
         raise RuntimeError(f"mutant {mutant.name} does not run:\n{done.stderr}")
@@ -46,7 +46,7 @@ def run_mutated(mutant: Mutant, module: str, *arguments: str) -> subprocess.Comp
 def main(arguments: list[str]) -> None:
     """In the mutant's process."""
     first, seeds, hours, instances, faults = arguments
-    settings = Settings(hours=float(hours), instances=int(instances), faults=parse_faults(faults))
+    settings = CampaignSettings(hours=float(hours), instances=int(instances), faults=parse_faults(faults))
     gc.freeze()
     result = MutantResult(tried=int(seeds), seed=None, violation="", invariant="")
     for number in range(int(seeds)):

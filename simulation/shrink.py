@@ -1,4 +1,4 @@
-"""From a seed that violates an invariant to the least that still does: fewer faults, fewer operations, a short tale."""
+"""Shrinking of a plan that violates an invariant, and the report of the smallest one."""
 
 from __future__ import annotations
 
@@ -7,92 +7,91 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from simulation.faults import Fault, InjectedFault
-from simulation.plan import Operation, Plan
-from simulation.run import Outcome, simulate
+from simulation.plan import Operation, WorldPlan
+from simulation.run import SimulationResult, simulate
 
 T = TypeVar("T")
 
-#: How often a plan is tried while it is cut down.
+#: Maximum number of plans that a shrinking simulates.
 MAX_TRIES = 400
-#: How many lines a tale has at most.
+#: Maximum number of trace lines in a report.
 MAX_LINES = 120
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shrunk:
-    #: As it was found, and as it is now.
-    found: Outcome
-    least: Outcome
+class ShrunkViolation:
+    found: SimulationResult
+    smallest: SimulationResult
     tries: int
 
 
 class _Shrinker:
-    def __init__(self, found: Outcome, *, tries: int) -> None:
+    def __init__(self, found: SimulationResult, *, tries: int) -> None:
         assert found.violation is not None  # noqa: S101 - there is nothing to shrink without one
         self._invariant = found.violation.invariant
-        self._left = tries
+        self.tries_left = tries
         self.best = found
 
-    def still(self, plan: Plan) -> bool:
-        """Whether a smaller plan violates the same invariant."""
-        if self._left <= 0:
+    def still_fails(self, plan: WorldPlan) -> bool:
+        """Return whether a smaller plan violates the same invariant, and keep it if so."""
+        if self.tries_left <= 0:
             return False
-        self._left -= 1
-        outcome = simulate(plan)
-        if outcome.violation is None or outcome.violation.invariant != self._invariant:
+        self.tries_left -= 1
+        result = simulate(plan)
+        if result.violation is None or result.violation.invariant != self._invariant:
             return False
-        self.best = outcome
+        self.best = result
         return True
 
     def run(self) -> None:
         before = 0
         while before != self._size():
             before = self._size()
-            self._end_sooner()
-            self._fewer_operations()
-            self._fewer_faults()
-            self._fewer_strikes()
+            self._shorten()
+            self._remove_operations()
+            self._disable_faults()
+            self._suppress_injected_faults()
 
     def _size(self) -> int:
         plan = self.best.plan
-        return len(plan.operations) + len(plan.faults) + len(self.best.strikes)
+        return len(plan.operations) + len(plan.faults) + len(self.best.injected)
 
-    def _end_sooner(self) -> None:
+    def _shorten(self) -> None:
         violation = self.best.violation
         if violation is not None and violation.at < self.best.plan.hours * 3_600:
-            self.still(replace(self.best.plan, hours=(violation.at + 1) / 3_600))
+            self.still_fails(replace(self.best.plan, hours=(violation.at + 1) / 3_600))
 
-    def _fewer_operations(self) -> None:
-        def still(operations: Sequence[Operation]) -> bool:
-            return self.still(replace(self.best.plan, operations=tuple(operations)))
+    def _remove_operations(self) -> None:
+        def still_fails(operations: Sequence[Operation]) -> bool:
+            return self.still_fails(replace(self.best.plan, operations=tuple(operations)))
 
-        fewest(list(self.best.plan.operations), still)
+        minimize(list(self.best.plan.operations), still_fails)
 
-    def _fewer_faults(self) -> None:
-        def still(faults: Sequence[Fault]) -> bool:
-            return self.still(replace(self.best.plan, faults=frozenset(faults)))
+    def _disable_faults(self) -> None:
+        def still_fails(faults: Sequence[Fault]) -> bool:
+            return self.still_fails(replace(self.best.plan, faults=frozenset(faults)))
 
-        fewest(sorted(self.best.plan.faults), still)
+        minimize(sorted(self.best.plan.faults), still_fails)
 
-    def _fewer_strikes(self) -> None:
-        spared = self.best.plan.spared
-        every = list(self.best.strikes)
+    def _suppress_injected_faults(self) -> None:
+        suppressed = self.best.plan.suppressed
+        injected = list(self.best.injected)
 
-        def still(strikes: Sequence[InjectedFault]) -> bool:
-            kept = set(strikes)
-            return self.still(replace(self.best.plan, spared=spared | {item for item in every if item not in kept}))
+        def still_fails(kept: Sequence[InjectedFault]) -> bool:
+            removed = set(injected) - set(kept)
+            return self.still_fails(replace(self.best.plan, suppressed=suppressed | removed))
 
-        fewest(every, still)
+        minimize(injected, still_fails)
 
 
-def fewest(items: list[T], still: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Leave out halves, then quarters, then single ones, as long as it still holds."""
+def minimize(items: list[T], still_fails: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Remove halves, then quarters, then single items, as long as `still_fails` holds for the rest."""
     size = max(1, len(items) // 2)
     while items:
         at = 0
         while at < len(items):
             fewer = items[:at] + items[at + size :]
-            if still(fewer):
+            if still_fails(fewer):
                 items = fewer
             else:
                 at += size
@@ -102,44 +101,44 @@ def fewest(items: list[T], still: Callable[[Sequence[T]], bool]) -> list[T]:
     return items
 
 
-def shrink(found: Outcome, *, tries: int = MAX_TRIES) -> Shrunk:
+def shrink(found: SimulationResult, *, tries: int = MAX_TRIES) -> ShrunkViolation:
     shrinker = _Shrinker(found, tries=tries)
     shrinker.run()
-    least = simulate(shrinker.best.plan, keep_trace=True)
-    return Shrunk(found=found, least=least, tries=tries - max(0, shrinker._left))  # noqa: SLF001 - its own
+    smallest = simulate(shrinker.best.plan, keep_trace=True)
+    return ShrunkViolation(found=found, smallest=smallest, tries=tries - max(0, shrinker.tries_left))
 
 
-def tell(shrunk: Shrunk) -> Iterator[str]:
-    """The tale of a violation, for people."""
-    found, least = shrunk.found, shrunk.least
+def describe(shrunk: ShrunkViolation) -> Iterator[str]:
+    """The lines of a report: operations, trace and instance history of the smallest violating plan."""
+    found, smallest = shrunk.found, shrunk.smallest
     yield f"seed {found.plan.seed}: {found.violation}"
-    if least.violation is None:
+    if smallest.violation is None:
         return
-    yield f"the least that does it ({shrunk.tries} tries): {least.violation}"
-    yield f"faults: {', '.join(sorted(least.faults)) or 'none'}"
+    yield f"smallest plan that violates it ({shrunk.tries} tries): {smallest.violation}"
+    yield f"faults: {', '.join(sorted(smallest.faults)) or 'none'}"
     yield "operations:"
-    for operation in sorted(least.plan.operations, key=lambda item: item.at):
+    for operation in sorted(smallest.plan.operations, key=lambda item: item.at):
         yield f"  {operation.at:9.3f}  {operation}"
     yield "timeline:"
-    yield from (f"  {line}" for line in _lines_of(least))
-    if least.history:
-        yield f"history of {least.violation.instance_id}:"
-        for entry in least.history:
+    yield from (f"  {line}" for line in _relevant_lines(smallest))
+    if smallest.history:
+        yield f"history of {smallest.violation.instance_id}:"
+        for entry in smallest.history:
             step = f"{entry.transition:<12} {entry.source:>11} to {entry.target:<11}"
-            who = f"epoch {entry.epoch}, run {entry.run_id}, by {entry.by}"
-            yield f"  {entry.at:%H:%M:%S} {step} {who}: {entry.why}"
+            actor = f"epoch {entry.epoch}, run {entry.run_id}, by {entry.by}"
+            yield f"  {entry.at:%H:%M:%S} {step} {actor}: {entry.why}"
 
 
-def _lines_of(outcome: Outcome) -> list[str]:
-    """What concerns the instance, and what went wrong."""
-    about = outcome.violation.instance_id if outcome.violation else ""
+def _relevant_lines(result: SimulationResult) -> list[str]:
+    """Trace lines about the instance of the violation, about faults and about interrupted processes."""
+    instance_id = result.violation.instance_id if result.violation else ""
     chosen = [
         str(line)
-        for line in outcome.lines
-        if not line.who
-        or line.what.startswith(("cut", "ended", "off"))
-        or (about and about in line.what and not line.what.startswith("beat"))
-        or (not about and line.who in {"record", "provision", "ec2", "github"})
+        for line in result.lines
+        if not line.source
+        or line.text.startswith(("interrupted", "ended", "off"))
+        or (instance_id and instance_id in line.text and not line.text.startswith("beat"))
+        or (not instance_id and line.source in {"record", "provision", "ec2", "github"})
     ]
-    left_out = len(chosen) - MAX_LINES
-    return chosen if left_out <= 0 else [f"({left_out} lines before)", *chosen[-MAX_LINES:]]
+    omitted = len(chosen) - MAX_LINES
+    return chosen if omitted <= 0 else [f"({omitted} earlier lines omitted)", *chosen[-MAX_LINES:]]

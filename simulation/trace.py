@@ -1,4 +1,4 @@
-"""What happened, line by line: a hash of all of it, and the lines themselves where somebody wants to read them."""
+"""The trace of one simulated world: a hash of all events, and the events themselves on request."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: So many lines are hashed at a time.
+#: Number of lines that are hashed together.
 CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class TraceLine:
     at: float
-    who: str
-    what: str
+    source: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.at:9.3f}  {self.who:<18} {self.what}"
+        return f"{self.at:9.3f}  {self.source:<18} {self.text}"
 
 
 class Trace:
     def __init__(self, now: Callable[[], float], *, keep: bool = False) -> None:
         self._now = now
         self._hash = hashlib.blake2b(digest_size=16)
-        self._said: list[str] = []
+        self._unhashed: list[str] = []
         self._keep = keep
-        self.lines: list[Line] = []
+        self.lines: list[TraceLine] = []
 
-    def add(self, who: str, what: str) -> None:
+    def add(self, source: str, text: str) -> None:
         at = self._now()
-        self._said.append(f"{at!r} {who} {what}\n")
-        if len(self._said) >= CHUNK:
-            self._digest_said()
+        self._unhashed.append(f"{at!r} {source} {text}\n")
+        if len(self._unhashed) >= CHUNK:
+            self._update_hash()
         if self._keep:
-            self.lines.append(Line(at=at, who=who, what=what))
+            self.lines.append(TraceLine(at=at, source=source, text=text))
 
     @property
     def digest(self) -> str:
-        self._digest_said()
+        self._update_hash()
         return self._hash.hexdigest()
 
-    def _digest_said(self) -> None:
-        self._hash.update("".join(self._said).encode())
-        self._said.clear()
+    def _update_hash(self) -> None:
+        self._hash.update("".join(self._unhashed).encode())
+        self._unhashed.clear()

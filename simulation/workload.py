@@ -1,4 +1,4 @@
-"""What people, workflows and the clock do to a world: runs, releases, sweeps; then peace until all is over."""
+"""The workload of a simulated world: workflow runs, user actions and sweeps, then sweeps until nothing is left."""
 
 from __future__ import annotations
 
@@ -23,118 +23,118 @@ from remuda.ports.compute import LaunchRequest
 from simulation.faults import Fault
 from simulation.fleet import CloudFleet
 from simulation.invariants import ABSORBING, BOOT_MIN
-from simulation.liveness import SWEEP_S, Liveness
+from simulation.liveness import SWEEP_S, LivenessInvariants
 from simulation.memory.github import MemoryJob
-from simulation.names import POOL, SCOPE, STRANGERS
-from simulation.plan import ExtraRelease, Loss, Pull, Refresh, Run, ScaleDown
+from simulation.names import FOREIGN_RUNNERS, POOL, SCOPE
+from simulation.plan import ExtraRelease, MachineLoss, OperatorCommand, PlannedRefresh, PlannedScaleDown, WorkflowRun
 from simulation.world import LIFETIMES, SimulatedProcess, World
 
-#: The longest that a world may take to come to rest.
-REST_S = 3_600.0
-#: How often a workflow looks whether its jobs are over.
-LOOK_S = 12.0
-#: How many of an operator's orders are about an instance that is not ending already.
-LIVE_PULLS = 0.8
+#: Maximum seconds from the end of the faults until nothing is left.
+MAX_REST_S = 3_600.0
+#: Approximate seconds between two checks of a workflow for the end of its jobs.
+JOB_CHECK_S = 12.0
+#: Fraction of operator commands that concern a live instance.
+LIVE_COMMANDS = 0.8
 _ALWAYS = parse_cron("* * * * *")
 
 
 class Workload:
     def __init__(self, world: World) -> None:
         self._world = world
-        self._chance = random.Random(f"{world.plan.seed} people")
+        self._rng = random.Random(f"{world.plan.seed} people")
         self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._sweeps = 0
-        self._others = 0
-        self.liveness: Liveness | None = None
+        self._extra_commands = 0
+        self.liveness: LivenessInvariants | None = None
 
     async def run(self) -> None:
         await self._prepare()
         for item in self._world.plan.operations:
             match item:
-                case Run():
+                case WorkflowRun():
                     self._spawn(self._run(item))
-                case Refresh():
+                case PlannedRefresh():
                     self._spawn(self._refresh(item))
                 case ExtraRelease():
                     self._spawn(self._extra_release(item))
-                case Loss():
+                case MachineLoss():
                     self._spawn(self._lose(item))
-                case Pull():
-                    self._spawn(self._pull(item))
-                case ScaleDown():
+                case OperatorCommand():
+                    self._spawn(self._operate(item))
+                case PlannedScaleDown():
                     self._spawn(self._scale_down(item))
                 case _:
-                    # Cuts and interrupts belong to their processes.
+                    # Interruptions and cancellations belong to their processes.
                     continue
         self._spawn(self._sweep_regularly())
-        await self._world.loop.rest(self._world.plan.hours * 3_600.0)
+        await self._world.loop.sleep(self._world.plan.hours * 3_600.0)
         await self._come_to_rest()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
-        task.add_done_callback(self._complain)
+        task.add_done_callback(self._collect_error)
 
-    def _complain(self, task: asyncio.Task[None]) -> None:
+    def _collect_error(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._world.loop.complaints.append(error)
+            self._world.loop.errors.append(error)
 
     async def _prepare(self) -> None:
-        """A configured pool in a world that others use too."""
+        """Configure the pool, in a cloud and a GitHub that other pools use, too."""
         world = self._world
         world.faults.active = False
-        for name in STRANGERS:
+        for name in FOREIGN_RUNNERS:
             world.github.add(SCOPE, name)
-        anything = RunnerRequest(
+        any_machine = RunnerRequest(
             resource_class=DEFAULT_CLASSES[0],
             usage_class=UsageClass.ON_DEMAND,
             patterns=TypePatterns(("*",)),
             tier=Tier.TRUSTED,
         )
-        theirs = LaunchRequest(
-            provision_id="p-theirs",
+        foreign = LaunchRequest(
+            provision_id="p-foreign",
             scope=SCOPE,
-            client_token="p-theirs-1",  # noqa: S106 - makes a call idempotent, and is no secret
+            client_token="p-foreign-1",  # noqa: S106 - not a secret
             count=2,
-            request=anything,
+            request=any_machine,
             first_life_s=1e8,
             margin_s=1.0,
         )
-        world.cloud.launch(theirs, pool="sim-2")
-        party = self._start_refresh("refresh 0", 0)
-        await party.ended
+        world.cloud.launch(foreign, pool="sim-2")
+        process = self._start_refresh("refresh 0", 0)
+        await process.ended
         world.faults.active = True
 
     # Workflows
 
-    async def _run(self, run: Run) -> None:
+    async def _run(self, run: WorkflowRun) -> None:
         await self._until(run.at)
         for attempt in range(1, run.attempts + 1):
             if self._ending.is_set():
                 return
             if attempt > 1:
-                self._world.faults.happens(Fault.RERUN, self._of_run(run.run_id))
+                self._world.faults.record(Fault.RERUN, self._of_run(run.run_id))
             jobs = self._queue(run) if run.eager else []
-            party = self._provision(run, attempt)
-            await party.ended
-            task = party.task
-            if not party.dead and task is not None and task.done() and not task.cancelled() and not task.exception():
+            process = self._provision(run, attempt)
+            await process.ended
+            task = process.task
+            if not process.dead and task is not None and task.done() and not task.cancelled() and not task.exception():
                 self._world.stats["provisions that succeeded"] += 1
                 jobs = jobs or self._queue(run)
                 await self._until_over(jobs)
             if not run.released:
-                self._world.faults.happens(Fault.RELEASE_NEVER, self._of_run(run.run_id))
+                self._world.faults.record(Fault.RELEASE_NEVER, self._of_run(run.run_id))
                 return
             self._release(run.run_id, attempt, f"release {run.run_id}.{attempt}")
             for job in jobs:
                 if not job.started and not job.conclusion and not job.runner_name:
                     job.conclusion = "cancelled"
-            pause_s = self._chance.choice((0.0, self._chance.uniform(0, 5), self._chance.uniform(0, 40)))
-            await self._world.loop.rest(pause_s)
+            pause_s = self._rng.choice((0.0, self._rng.uniform(0, 5), self._rng.uniform(0, 40)))
+            await self._world.loop.sleep(pause_s)
 
-    def _provision(self, run: Run, attempt: int) -> SimulatedProcess:
-        order = ProvisionRequest(
+    def _provision(self, run: WorkflowRun, attempt: int) -> SimulatedProcess:
+        request = ProvisionRequest(
             run_id=run.run_id,
             attempt=attempt,
             count=run.count,
@@ -148,30 +148,30 @@ class Workload:
         )
 
         async def work(context: Context) -> Any:
-            return await provision(context, order)
+            return await provision(context, request)
 
         name = f"provision {run.run_id}.{attempt}"
         credentialed = run.credentialed or run.ephemeral
-        return self._world.command(name, "provision", work, credentialed=credentialed, order=order)
+        return self._world.command(name, "provision", work, credentialed=credentialed, request=request)
 
     def _release(self, run_id: str, attempt: int, name: str) -> SimulatedProcess:
         async def work(context: Context) -> Any:
             return await release(context, run_id=run_id, attempt=attempt)
 
-        credentialed = self._chance.random() < 0.3
+        credentialed = self._rng.random() < 0.3
         return self._world.command(name, "release", work, credentialed=credentialed, run_id=run_id, attempt=attempt)
 
-    def _queue(self, run: Run) -> list[MemoryJob]:
+    def _queue(self, run: WorkflowRun) -> list[MemoryJob]:
         github = self._world.github
         return [github.queue(run_id=run.run_id, labels=(run.run_id,), seconds=seconds) for seconds in run.jobs]
 
     async def _until_over(self, jobs: list[MemoryJob]) -> None:
-        """As long as a workflow waits for its jobs; some are cancelled by a person before."""
+        """Wait until the jobs have ended, at most the maximum runtime."""
         limit = self._world.loop.time() + LIFETIMES.max_runtime_s
         while not self._ending.is_set() and self._world.loop.time() < limit:
             if all(job.conclusion for job in jobs):
                 return
-            await self._world.loop.rest(LOOK_S * (0.5 + self._chance.random()))
+            await self._world.loop.sleep(JOB_CHECK_S * (0.5 + self._rng.random()))
 
     # Operators
 
@@ -179,62 +179,64 @@ class Workload:
         await self._until(item.at)
         if self._ending.is_set():
             return
-        self._others += 1
+        self._extra_commands += 1
         fault = Fault.RELEASE_EARLY if item.early else Fault.RELEASE_TWICE
-        self._world.faults.happens(fault, self._of_run(item.run_id))
-        self._release(item.run_id, item.attempt, f"release {item.run_id}.{item.attempt} again {self._others}")
+        self._world.faults.record(fault, self._of_run(item.run_id))
+        self._release(item.run_id, item.attempt, f"release {item.run_id}.{item.attempt} again {self._extra_commands}")
 
-    async def _refresh(self, item: Refresh) -> None:
+    async def _refresh(self, item: PlannedRefresh) -> None:
         await self._until(item.at)
         if self._ending.is_set():
             return
-        self._others += 1
-        running = [key for key, host in self._world.hosts.items() if host.alive]
+        self._extra_commands += 1
+        running = [key for key, machine in self._world.machines.items() if machine.alive]
         every = list(dict.fromkeys([*self._world.database.instances, *running]))
         if item.config is not None:
-            self._world.faults.happens(Fault.CONFIG_CHANGE, every)
-        self._start_refresh(f"refresh {self._others}a", item.config)
+            self._world.faults.record(Fault.CONFIG_CHANGE, every)
+        self._start_refresh(f"refresh {self._extra_commands}a", item.config)
         if item.twice:
-            self._world.faults.happens(Fault.REFRESH_TWICE, every)
-            self._start_refresh(f"refresh {self._others}b", item.config)
+            self._world.faults.record(Fault.REFRESH_TWICE, every)
+            self._start_refresh(f"refresh {self._extra_commands}b", item.config)
 
-    async def _lose(self, item: Loss) -> None:
+    async def _lose(self, item: MachineLoss) -> None:
         await self._until(item.at)
-        alive = [host for host in self._world.hosts.values() if host.alive]
+        alive = [machine for machine in self._world.machines.values() if machine.alive]
         if not alive or self._ending.is_set():
             return
-        host = alive[int(item.pick * len(alive))]
-        if item.announced:
-            self._world.faults.happens(Fault.SPOT_NOTICE, [host.instance_id])
-            host.take_soon()
+        machine = alive[int(item.pick * len(alive))]
+        if item.with_notice:
+            self._world.faults.record(Fault.SPOT_NOTICE, [machine.instance_id])
+            machine.give_spot_notice()
         else:
-            self._world.faults.happens(Fault.POWER_CUT, [host.instance_id])
-            self._world.cut_power(host.instance_id, "power cut")
+            self._world.faults.record(Fault.POWER_CUT, [machine.instance_id])
+            self._world.cut_power(machine.instance_id, "power cut")
 
-    async def _pull(self, item: Pull) -> None:
+    async def _operate(self, item: OperatorCommand) -> None:
         await self._until(item.at)
         records = self._world.database.instances
         live = [key for key, record in records.items() if record.state not in ABSORBING]
-        # Some come too late.
-        among = live if item.pick < LIVE_PULLS else list(records)
+        # Some concern an instance that is already terminating.
+        among = live if item.pick < LIVE_COMMANDS else list(records)
         if not among or self._ending.is_set():
             return
         instance_id = among[int(item.pick * 1_000) % len(among)]
-        self._world.faults.happens(Fault(item.lever.value), [instance_id])
+        self._world.faults.record(Fault(item.action.value), [instance_id])
 
         async def work(context: Context) -> operator.OperatorResult:
             chosen = await operator.select_instances(context, operator.InstanceSelector(instance_ids=(instance_id,)))
-            match item.lever:
+            match item.action:
                 case operator.OperatorAction.DRAIN:
-                    return await operator.drain(context, chosen, reason="to be renewed", dry_run=False)
+                    return await operator.drain(context, chosen, reason="replacement", dry_run=False)
                 case operator.OperatorAction.QUARANTINE:
-                    return await operator.quarantine(context, chosen, for_s=item.for_s, reason="odd", dry_run=False)
+                    return await operator.quarantine(
+                        context, chosen, for_s=item.for_s, reason="inspection", dry_run=False
+                    )
                 case operator.OperatorAction.TERMINATE:
-                    return await operator.terminate(context, chosen, reason="in the way", dry_run=False)
+                    return await operator.terminate(context, chosen, reason="not needed", dry_run=False)
 
-        self._world.command(f"operator {item.number}", "operator", work, lever=item.lever)
+        self._world.command(f"operator {item.number}", "operator", work, action=item.action)
 
-    async def _scale_down(self, item: ScaleDown) -> None:
+    async def _scale_down(self, item: PlannedScaleDown) -> None:
         await self._until(item.at)
         if self._ending.is_set():
             return
@@ -256,42 +258,42 @@ class Workload:
 
     async def _sweep_regularly(self) -> None:
         while not self._ending.is_set():
-            await self._world.loop.rest(SWEEP_S * (0.8 + 0.4 * self._chance.random()))
+            await self._world.loop.sleep(SWEEP_S * (0.8 + 0.4 * self._rng.random()))
             self._sweeps += 1
             self._start_refresh(f"sweep {self._sweeps}", None)
 
-    # Peace
+    # After the faults
 
     async def _come_to_rest(self) -> None:
-        """Faults stop, nothing new begins; sweeps go on until nothing is left."""
+        """End the faults and start nothing new; sweep until nothing is left."""
         world = self._world
         self._ending.set()
         world.faults.active = False
         for job in world.github.jobs:
             if not job.conclusion and not job.runner_name:
                 job.conclusion = "cancelled"
-        self.liveness = Liveness(world)
-        until = world.loop.time() + REST_S
+        self.liveness = LivenessInvariants(world)
+        until = world.loop.time() + MAX_REST_S
         while world.loop.time() < until:
-            await self._world.loop.rest(SWEEP_S)
+            await self._world.loop.sleep(SWEEP_S)
             self._sweeps += 1
-            party = self._start_refresh(f"sweep {self._sweeps}", None)
-            await party.ended
-            self._judge_sweep(party)
+            process = self._start_refresh(f"sweep {self._sweeps}", None)
+            await process.ended
+            self._check_sweep(process)
             self.liveness.swept()
-            if self.liveness.is_over():
+            if self.liveness.is_at_rest():
                 return
-        world.safety.violated("L1", f"the world does not come to rest: {self.liveness.left_over()}")
+        world.safety.violated("L1", f"the world does not come to rest: {self.liveness.describe_rest()}")
 
-    def _judge_sweep(self, party: SimulatedProcess) -> None:
-        """Without faults a sweep has nothing to complain about."""
-        task = party.task
+    def _check_sweep(self, process: SimulatedProcess) -> None:
+        """A sweep without faults reports no errors."""
+        task = process.task
         result = task.result() if task is not None and task.done() and not task.exception() else None
         if isinstance(result, RefreshResult) and result.errors:
-            self._world.safety.violated("S10", f"{party} reports without any fault: {result.errors[0]}")
+            self._world.safety.violated("S10", f"{process} reports an error without faults: {result.errors[0]}")
 
     async def _until(self, at: float) -> None:
-        await self._world.loop.rest(max(0.0, at - self._world.loop.time()))
+        await self._world.loop.sleep(max(0.0, at - self._world.loop.time()))
 
     def _of_run(self, run_id: str) -> list[str]:
         provisions = self._world.database.provisions.values()

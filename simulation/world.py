@@ -1,6 +1,6 @@
 """One simulated world: store, queues, cloud and GitHub in memory, real agents on its machines, real commands.
 
-Everything that is written, launched, registered or started is shown to the judge (`Safety`) as it happens.
+The invariants are checked at every write, launch, registration and start.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.github import Deletion, GitHubRunner
-from simulation.fake_machine import Host
-from simulation.faults import MAX_SKEW_S, NO_RECORD, Fault, Faults
+from simulation.fake_machine import FakeMachine, MachineBehaviour, RandomBehaviour
+from simulation.faults import MAX_SKEW_S, Fault, FaultInjector
 from simulation.faulty_ports import FaultyCompute, FaultyGitHub, FaultyPool, FaultyStore
-from simulation.invariants import Safety, Violation
-from simulation.loop import Cut, Process, SeededIds, VirtualClock, VirtualLoop, current_process
+from simulation.invariants import SafetyInvariants, Violation
+from simulation.loop import Interruption, SeededIds, VirtualClock, VirtualLoop, VirtualProcess
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob, MemoryRunner
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
-from simulation.memory.store import Changes, MemoryDatabase, MemoryInstanceStore
-from simulation.names import POOL, SCOPE, runner_of
-from simulation.plan import Interrupt, Plan, ProcessCut
+from simulation.memory.store import ChangeNotifier, MemoryDatabase, MemoryInstanceStore
+from simulation.names import POOL, SCOPE, parse_runner
+from simulation.plan import PlannedCancel, PlannedInterruption, WorldPlan
 from simulation.trace import Trace
 
-#: Short enough that half an hour holds several lives, with the margin and graces of a real pool.
+#: Short enough for several uses of an instance in half an hour, with the clock margin and grace periods of a real pool.
 LIFETIMES = Lifetimes(
     provision_timeout_s=240.0,
     max_runtime_s=420.0,
@@ -51,31 +51,31 @@ LIFETIMES = Lifetimes(
     max_uses=6,
     margin_s=60.0,
     unrecorded_grace_s=300.0,
-    # The grace of a ghost is for people's peace of mind: nothing may hang on it, but that EC2's list has caught up.
+    # Zero, because nothing may depend on this grace period.
     ghost_grace_s=0.0,
     gone_after_s=60.0,
     reannounce_s=120.0,
     keep_records_s=300.0,
 )
-#: As the lifetimes, shorter than real ones: some credentials run out while they are held.
+#: Seconds that a registration token is valid: short, so that some tokens expire while they are in use.
 TOKEN_LIFE_S = 400.0
-#: What people change the configuration to, in flight.
+#: Lifetimes of the configurations that a world switches between; the first one applies at the start.
 CONFIGURATIONS = (
     LIFETIMES,
     replace(LIFETIMES, idle_time_s=120.0, max_uses=2, ghost_grace_s=300.0, keep_records_s=60.0),
     replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, reannounce_s=60.0),
     replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0, keep_records_s=60.0),
 )
-#: How many versions of a record a lagging index can show.
+#: Number of versions of a record that a lagging index can return.
 VERSIONS = 12
 
 
 class Halted(BaseException):
-    """An invariant is violated: the world stops."""
+    """Raised to end a world when an invariant is violated."""
 
 
-class SimulatedProcess(Process):
-    """A process of a world, and who it is."""
+class SimulatedProcess(VirtualProcess):
+    """A command or an agent in a world, with what the invariants need to know about it."""
 
     def __init__(
         self,
@@ -84,34 +84,34 @@ class SimulatedProcess(Process):
         *,
         kind: str,
         skew_s: float = 0.0,
-        cuts: Sequence[Cut] = (),
-        order: ProvisionRequest | None = None,
+        interruptions: Sequence[Interruption] = (),
+        request: ProvisionRequest | None = None,
         run_id: str = "",
         attempt: int = 0,
-        lever: OperatorAction | None = None,
+        action: OperatorAction | None = None,
     ) -> None:
-        super().__init__(loop, name, skew_s=skew_s, cuts=cuts)
+        super().__init__(loop, name, skew_s=skew_s, interruptions=interruptions)
         self.kind = kind
-        self.order = order
+        self.request = request
         self.run_id = run_id
         self.attempt = attempt
-        #: What an operator pulls.
-        self.lever = lever
+        #: The command of an operator.
+        self.action = action
         self.started_at = loop.time()
-        #: Those whose intent it wrote.
+        #: Provisions whose intent it recorded.
         self.provisions: set[str] = set()
-        #: Faults that it met, and when the last.
-        self.hits = 0
-        self.hit_at = -1e9
+        #: Number of faults that affected it, and the time of the last.
+        self.fault_count = 0
+        self.last_fault_at = -1e9
         self.calls: Counter[str] = Counter()
-        self.paused_once = False
+        #: Seconds that it was paused in all.
         self.pause_s = 0.0
-        #: Hints that it sent: instance and epoch.
+        #: Pool messages that it sent: instance and epoch.
         self.sent: set[tuple[str, int]] = set()
-        #: Instances whose hint was shown to it, and might be shown again at once.
-        self.shown_early: set[str] = set()
-        #: The instances that its last call was about.
-        self.touching: Sequence[str] = ()
+        #: Instances whose message it received with a short visibility timeout.
+        self.received_early: set[str] = set()
+        #: Instances that its last call was about.
+        self.subjects: Sequence[str] = ()
         #: Set when it ends.
         self.ended: asyncio.Future[None] = loop.create_future()
 
@@ -119,21 +119,21 @@ class SimulatedProcess(Process):
         return provision.run_id == self.run_id and provision.attempt <= self.attempt
 
 
-class _Watched(Changes):
+class _CheckedChanges(ChangeNotifier):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
 
-    def tell(self, key: tuple[type, str]) -> None:
+    def notify(self, key: tuple[type, str]) -> None:
         kind, instance_id = key
         if kind is Instance:
             self._world.record_written(instance_id)
         elif kind is Report:
             self._world.safety.report_written(instance_id)
-        super().tell(key)
+        super().notify(key)
 
 
-class _Provisions(dict[tuple[str, str], Provision]):
+class _CheckedProvisions(dict[tuple[str, str], Provision]):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
@@ -152,13 +152,13 @@ class _Provisions(dict[tuple[str, str], Provision]):
         return self.get(self._by_id.get(provision_id, ("", "")))
 
 
-class _Database(MemoryDatabase):
-    provisions: _Provisions
+class _CheckedDatabase(MemoryDatabase):
+    provisions: _CheckedProvisions
 
     def __init__(self, world: World) -> None:
         self._world = world
-        super().__init__(changes=_Watched(world))
-        self.provisions = _Provisions(world)
+        super().__init__(changes=_CheckedChanges(world))
+        self.provisions = _CheckedProvisions(world)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -166,11 +166,11 @@ class _Database(MemoryDatabase):
             self._world.safety.configured(value)
 
 
-class WatchedGithub(MemoryGitHubServer):
-    """GitHub, which remembers what its list looked like, and shows what happens to the judge."""
+class CheckedGitHub(MemoryGitHubServer):
+    """GitHub with checked invariants and with earlier lists of runners."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(clock=world.clock, token_life_s=TOKEN_LIFE_S)
+    def __init__(self, world: World, token_life_s: float) -> None:
+        super().__init__(clock=world.clock, token_life_s=token_life_s)
         self._world = world
         self.snapshots: deque[tuple[float, tuple[GitHubRunner, ...]]] = deque(maxlen=400)
 
@@ -205,7 +205,7 @@ class WatchedGithub(MemoryGitHubServer):
         self._changed(f"delete {runner_id}: {deletion.value}")
         return deletion
 
-    def _changed(self, what: str) -> None:
+    def _changed(self, text: str) -> None:
         views = tuple(
             GitHubRunner(
                 runner_id=runner.runner_id,
@@ -217,11 +217,11 @@ class WatchedGithub(MemoryGitHubServer):
             for runner in self.runners.values()
         )
         self.snapshots.append((self._world.loop.time(), views))
-        self._world.trace.add("github", what)
+        self._world.trace.add("github", text)
 
 
-class _Lagging:
-    """A clock that is behind: what a service shows that has not caught up."""
+class _LaggingClock:
+    """A clock that is behind, for a service whose answers are old."""
 
     def __init__(self, clock: VirtualClock, lag_s: float) -> None:
         self._clock = clock
@@ -237,88 +237,109 @@ class _Lagging:
         await self._clock.sleep(seconds)
 
 
-class _EventLog:
-    """Tells the trace, and the judge looks for credentials."""
+class _TracedEventLog:
+    """Adds events to the trace and checks them for credentials."""
 
-    def __init__(self, world: World, party: SimulatedProcess) -> None:
+    def __init__(self, world: World, process: SimulatedProcess) -> None:
         self._world = world
-        self._party = party
+        self._process = process
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
-        about = facts.get("instance_id") or facts.get("run_id") or ""
-        self._world.trace.add(self._party.name, f"{action} {about}: {why}")
+        subject = facts.get("instance_id") or facts.get("run_id") or ""
+        self._world.trace.add(self._process.name, f"{action} {subject}: {why}")
         self._world.stats[action] += 1
-        self._world.safety.noted(action, why, facts)
+        self._world.safety.event_recorded(action, why, facts)
 
 
 class World:
     pool_name = POOL
 
-    def __init__(self, plan: Plan, loop: VirtualLoop, *, keep_trace: bool = False) -> None:
+    #: Maximum error of a process's wall clock. Invariants allow for it.
+    max_skew = timedelta(seconds=MAX_SKEW_S)
+    #: Time that a write may take to arrive. Invariants allow for it, too.
+    max_latency = timedelta(seconds=1)
+
+    def __init__(
+        self,
+        plan: WorldPlan,
+        loop: VirtualLoop,
+        *,
+        configurations: Sequence[Lifetimes] = CONFIGURATIONS,
+        ending_s: float = 20.0,
+        token_life_s: float = TOKEN_LIFE_S,
+        keep_trace: bool = False,
+    ) -> None:
         self.plan = plan
         self.loop = loop
         self.clock = VirtualClock(loop)
         self.trace = Trace(loop.time, keep=keep_trace)
         self.stats: Counter[str] = Counter()
         self.violation: Violation | None = None
-        self.faults = Faults(
-            on=plan.faults,
-            chance=random.Random(f"{plan.seed} faults"),
-            spared=plan.spared,
-            state_of=self._state_of,
-            tell=lambda what: self.trace.add("", what),
+        self.faults = FaultInjector(
+            enabled=plan.faults,
+            rng=random.Random(f"{plan.seed} faults"),
+            suppressed=plan.suppressed,
+            trace=lambda text: self.trace.add("", text),
         )
         self.ids = SeededIds(random.Random(f"{plan.seed} ids"))
         self._skews = random.Random(f"{plan.seed} skews")
-        self.lifetimes = LIFETIMES
+        self.configurations = configurations
+        self.lifetimes = configurations[0]
         self.throttled_until = -1.0
-        #: Whose late write is applied just now.
-        self.acting: SimulatedProcess | None = None
-        self.safety = Safety(self)
-        self.database = _Database(self)
-        #: What records looked like, for indexes that lag.
+        #: The process whose delayed write is being applied.
+        self.delayed_writer: SimulatedProcess | None = None
+        self.safety = SafetyInvariants(self)
+        self.database = _CheckedDatabase(self)
+        #: Earlier versions of records, for lagging indexes.
         self.versions: dict[str, deque[tuple[float, Instance | None]]] = {}
         self.queues = MemoryQueues(clock=self.clock)
-        self.cloud = MemoryCloud(clock=self.clock, ending_s=20.0, remembers_s=600.0)
+        self.cloud = MemoryCloud(clock=self.clock, ending_s=ending_s, remembers_s=600.0)
         self.cloud.watchers.append(self)
-        self.github = WatchedGithub(self)
+        self.github = CheckedGitHub(self, token_life_s)
         self._token = self.github.grant()
-        self.hosts: dict[str, Host] = {}
-        self.parties: dict[str, SimulatedProcess] = {}
-        self.nobody = SimulatedProcess(loop, "nobody", kind="nobody")
+        self.machines: dict[str, FakeMachine] = {}
+        self.processes: dict[str, SimulatedProcess] = {}
+        #: Stands for writes by no process of the world.
+        self.outsider = SimulatedProcess(loop, "outsider", kind="outsider")
         self._tiers: dict[str, Tier] = {}
-        self._cuts: dict[str, list[ProcessCut]] = {}
-        self._interrupts: dict[str, float] = {}
+        self._interruptions: dict[str, list[PlannedInterruption]] = {}
+        self._cancels: dict[str, float] = {}
         for item in plan.operations:
-            if isinstance(item, ProcessCut):
-                self._cuts.setdefault(item.party, []).append(item)
-            elif isinstance(item, Interrupt):
-                self._interrupts[item.party] = item.after_s
+            if isinstance(item, PlannedInterruption):
+                self._interruptions.setdefault(item.process, []).append(item)
+            elif isinstance(item, PlannedCancel):
+                self._cancels[item.process] = item.after_s
 
     def stop(self, violation: Violation) -> None:
-        """The first violation ends the world: what follows from it tells nothing more."""
+        """End the world at its first violation; later ones may only be consequences."""
         if self.violation is None:
             self.violation = violation
             self.trace.add("", f"VIOLATED {violation}")
-            self.loop.complaints.append(Halted())
+            self.loop.errors.append(Halted())
 
     # Machines
+
+    def behaviour_of(self, instance_id: str, rng: random.Random) -> MachineBehaviour:
+        return RandomBehaviour(self.faults, rng, instance_id)
+
+    def kill(self, process: SimulatedProcess) -> None:
+        process.crash()
 
     def launched(self, machine: MemoryMachine) -> None:
         if machine.tags.get(POOL_TAG) != POOL:
             return
-        self.stats["lives"] += 1
-        number = self.stats["lives"]
+        self.stats["machines"] += 1
+        number = self.stats["machines"]
         self.trace.add("ec2", f"launched {machine.instance_id}")
         self.safety.launched(machine)
-        self.hosts[machine.instance_id] = Host(self, machine, number)
+        self.machines[machine.instance_id] = FakeMachine(self, machine, number)
 
     def ending(self, machine: MemoryMachine) -> None:
-        host = self.hosts.get(machine.instance_id)
-        if host is None:
-            self.safety.violated("S7", f"{machine.instance_id} of another pool was ended")
+        fake = self.machines.get(machine.instance_id)
+        if fake is None:
+            self.safety.violated("S7", f"{machine.instance_id} of another pool was terminated")
             return
-        host.power_off(machine.reason)
+        fake.power_off(machine.reason)
 
     def cut_power(self, instance_id: str, why: str) -> None:
         if self.cloud.is_alive(instance_id):
@@ -326,37 +347,37 @@ class World:
 
     @contextmanager
     def cloud_as_it_was(self, lag_s: float) -> Generator[None]:
-        self.cloud.clock = _Lagging(self.clock, lag_s)
+        self.cloud.clock = _LaggingClock(self.clock, lag_s)
         try:
             yield
         finally:
             self.cloud.clock = self.clock
 
-    def agent(self, host: Host, name: str) -> SimulatedProcess:
-        party = self._party(name, kind="agent", skew_s=host.skew_s)
+    def start_agent(self, machine: FakeMachine, name: str) -> SimulatedProcess:
+        process = self._new_process(name, kind="agent", skew_s=machine.skew_s)
         store = MemoryInstanceStore(clock=self.clock, calls=CallCounter(), database=self.database)
         agent = Agent(
-            store=cast("Any", FaultyStore(store, self, party)),
-            machine=host,
-            runner=host,
-            clock=VirtualClock(self.loop, party),
+            store=cast("Any", FaultyStore(store, self, process)),
+            machine=machine,
+            runner=machine,
+            clock=VirtualClock(self.loop, process),
             ids=self.ids,
-            event_log=_EventLog(self, party),
+            event_log=_TracedEventLog(self, process),
             version="simulated",
         )
-        party.touching = (host.instance_id,)
-        party.start(agent.run())
-        return party
+        process.subjects = (machine.instance_id,)
+        process.start(agent.run())
+        return process
 
-    def agent_ended(self, host: Host) -> None:
-        party = host.agent
-        if party is not None and host.alive:
-            self.safety.process_ended(party)
+    def agent_ended(self, machine: FakeMachine) -> None:
+        process = machine.agent
+        if process is not None and machine.alive:
+            self.safety.process_ended(process)
 
-    def disturbed_at(self, host: Host) -> float:
-        """When something last kept its agent from doing its work."""
-        party = host.agent
-        return max(host.disturbed_at, party.hit_at if party is not None else host.disturbed_at)
+    def disturbed_at(self, machine: FakeMachine) -> float:
+        """When a fault last affected the machine's agent."""
+        process = machine.agent
+        return max(machine.disturbed_at, process.last_fault_at if process is not None else machine.disturbed_at)
 
     # Commands
 
@@ -367,152 +388,153 @@ class World:
         work: Callable[[Context], Coroutine[Any, Any, Any]],
         *,
         credentialed: bool = False,
-        order: ProvisionRequest | None = None,
+        request: ProvisionRequest | None = None,
         run_id: str = "",
         attempt: int = 0,
-        lever: OperatorAction | None = None,
+        action: OperatorAction | None = None,
     ) -> SimulatedProcess:
-        """Start one; it is told when it has ended."""
-        who = {"order": order, "run_id": run_id, "attempt": attempt, "lever": lever}
-        party = self._party(name, kind=kind, skew_s=self.skew(self._skews), **who)
-        if order is not None:
-            self._tiers[order.run_id] = order.tier
-        party.on_end = lambda: self._ended(party)
+        """Start a command as a process."""
+        details = {"request": request, "run_id": run_id, "attempt": attempt, "action": action}
+        process = self._new_process(name, kind=kind, skew_s=self.skew(self._skews), **details)
+        if request is not None:
+            self._tiers[request.run_id] = request.tier
+        process.on_end = lambda: self._ended(process)
         self.stats[f"{kind}s"] += 1
-        party.start(work(self._context(party, credentialed=credentialed)))
-        if (after_s := self._interrupts.get(name)) is not None:
-            self.loop.call_later(after_s, self._interrupt, party, context=self.loop.outside)
-        return party
+        process.start(work(self._context(process, credentialed=credentialed)))
+        if (after_s := self._cancels.get(name)) is not None:
+            self.loop.call_later(after_s, self._cancel, process, context=self.loop.outside)
+        return process
 
-    def _context(self, party: SimulatedProcess, *, credentialed: bool) -> Context:
+    def _context(self, process: SimulatedProcess, *, credentialed: bool) -> Context:
         calls = CallCounter()
-        clock = VirtualClock(self.loop, party)
+        clock = VirtualClock(self.loop, process)
         github = MemoryGitHub(github=self.github, token=self._token, calls=calls) if credentialed else None
         store = MemoryInstanceStore(clock=clock, calls=calls, database=self.database)
         pool = MemoryResourcePool(clock=clock, ids=self.ids, calls=calls, queues=self.queues)
         compute = MemoryCompute(cloud=self.cloud, pool=POOL, calls=calls)
         return Context(
             pool_name=POOL,
-            store=cast("Any", FaultyStore(store, self, party)),
-            pool=cast("Any", FaultyPool(pool, self, party)),
-            compute=cast("Any", FaultyCompute(compute, self, party)),
-            github=cast("Any", FaultyGitHub(github, self, party)) if github else None,
+            store=cast("Any", FaultyStore(store, self, process)),
+            pool=cast("Any", FaultyPool(pool, self, process)),
+            compute=cast("Any", FaultyCompute(compute, self, process)),
+            github=cast("Any", FaultyGitHub(github, self, process)) if github else None,
             clock=clock,
             ids=self.ids,
-            event_log=_EventLog(self, party),
+            event_log=_TracedEventLog(self, process),
             calls=calls,
         )
 
-    def _party(self, name: str, *, kind: str, skew_s: float, **who: Any) -> SimulatedProcess:
-        cuts = [Cut(step=item.step, pause_s=item.pause_s) for item in self._cuts.get(name, ()) if not item.call]
-        party = SimulatedProcess(
-            self.loop, name, kind=kind, skew_s=skew_s, cuts=cuts if self.faults.active else (), **who
+    def _new_process(self, name: str, *, kind: str, skew_s: float, **details: Any) -> SimulatedProcess:
+        interruptions = [
+            Interruption(step=item.step, pause_s=item.pause_s)
+            for item in self._interruptions.get(name, ())
+            if not item.call
+        ]
+        process = SimulatedProcess(
+            self.loop,
+            name,
+            kind=kind,
+            skew_s=skew_s,
+            interruptions=interruptions if self.faults.active else (),
+            **details,
         )
-        party.on_cut = lambda cut: self._cut(party, cut)
-        self.parties[name] = party
-        return party
+        process.on_interruption = lambda interruption: self._interrupted(process, interruption)
+        self.processes[name] = process
+        return process
 
-    async def called(self, party: SimulatedProcess, operation: str) -> None:
-        """A call was carried out, and its answer is on the way: the time for a crash that was planned for it."""
-        party.calls[operation] += 1
-        for item in self._cuts.get(party.name, ()):
-            if item.call == operation and item.step == party.calls[operation] and self.faults.active:
-                cut = Cut(step=item.step, pause_s=item.pause_s)
-                self._cut(party, cut)
-                if cut.pause_s:
-                    party.pause(cut.pause_s)
+    async def called(self, process: SimulatedProcess, operation: str) -> None:
+        """Crash or pause after a call was applied and before its answer arrives, if the plan says so."""
+        process.calls[operation] += 1
+        for item in self._interruptions.get(process.name, ()):
+            if item.call == operation and item.step == process.calls[operation] and self.faults.active:
+                interruption = Interruption(step=item.step, pause_s=item.pause_s)
+                self._interrupted(process, interruption)
+                if interruption.pause_s:
+                    process.pause(interruption.pause_s)
                 else:
-                    party.crash()
-                # A dead process does not come back from here, a paused one later.
+                    process.crash()
+                # A crashed process does not return from here, a paused one returns later.
                 await asyncio.sleep(0)
 
-    def _cut(self, party: SimulatedProcess, cut: Cut) -> None:
-        is_agent = party.kind == "agent"
-        if cut.pause_s:
-            party.paused_once = True
-            party.pause_s += cut.pause_s
-            party.hit_at = self.loop.time() + cut.pause_s
-            self.faults.happens(Fault.AGENT_PAUSE if is_agent else Fault.PAUSE, party.touching)
+    def _interrupted(self, process: SimulatedProcess, interruption: Interruption) -> None:
+        is_agent = process.kind == "agent"
+        if interruption.pause_s:
+            process.pause_s += interruption.pause_s
+            process.last_fault_at = self.loop.time() + interruption.pause_s
+            self.faults.record(Fault.AGENT_PAUSE if is_agent else Fault.PAUSE, process.subjects)
         else:
             self.stats["crashes"] += 1
-            self.faults.happens(Fault.AGENT_CRASH if is_agent else Fault.CRASH, party.touching)
-        self.trace.add(party.name, f"cut: {cut}")
+            self.faults.record(Fault.AGENT_CRASH if is_agent else Fault.CRASH, process.subjects)
+        self.trace.add(process.name, f"interruption: {interruption}")
 
-    def _interrupt(self, party: SimulatedProcess) -> None:
-        if self.faults.active and party.task is not None and not party.task.done():
-            self.faults.happens(Fault.CANCEL, self.held_by(party))
-            party.task.cancel()
+    def _cancel(self, process: SimulatedProcess) -> None:
+        if self.faults.active and process.task is not None and not process.task.done():
+            self.faults.record(Fault.CANCEL, self.held_by(process))
+            process.task.cancel()
 
-    def _ended(self, party: SimulatedProcess) -> None:
-        task = party.task
-        how = "killed" if party.dead else "interrupted" if task is not None and task.cancelled() else "done"
-        if how == "done" and task is not None and task.exception() is not None:
-            how = repr(task.exception())
-        self.trace.add(party.name, f"ended: {how}")
-        self.safety.process_ended(party)
-        if not party.ended.done():
-            party.ended.set_result(None)
+    def _ended(self, process: SimulatedProcess) -> None:
+        task = process.task
+        end = "killed" if process.dead else "cancelled" if task is not None and task.cancelled() else "done"
+        if end == "done" and task is not None and task.exception() is not None:
+            end = repr(task.exception())
+        self.trace.add(process.name, f"ended: {end}")
+        self.safety.process_ended(process)
+        if not process.ended.done():
+            process.ended.set_result(None)
 
     def desired(self, config: int) -> DesiredConfig:
         return DesiredConfig(
             pool=POOL,
             classes=DEFAULT_CLASSES,
-            lifetimes=CONFIGURATIONS[config],
+            lifetimes=self.configurations[config],
             reuse=self.plan.reuses[config],
             max_instances=self.plan.instances,
             github_url="https://github.com",
             scope=SCOPE,
         )
 
-    # What is there
+    # State of the world
 
     def record_written(self, instance_id: str) -> None:
         record = self.database.instances.get(instance_id)
         self.versions.setdefault(instance_id, deque(maxlen=VERSIONS)).append((self.loop.time(), record))
         if record is None:
-            self.trace.add("record", f"{instance_id} is forgotten")
+            self.trace.add("record", f"{instance_id} was deleted")
         else:
-            said = f"{instance_id} {record.state} epoch {record.epoch} run {record.run_id or record.last_run_id}"
-            self.trace.add("record", f"{said} until {record.threshold:%H:%M:%S}")
+            text = f"{instance_id} {record.state} epoch {record.epoch} run {record.run_id or record.last_run_id}"
+            self.trace.add("record", f"{text} until {record.threshold:%H:%M:%S}")
         self.safety.record_written(instance_id)
-        writer = self.acting or current_process()
-        if writer is not None and writer.skew_s:
-            self.faults.cover(Fault.CLOCK_SKEW, instance_id)
 
-    def skew(self, chance: random.Random) -> float:
-        drawn = chance.uniform(-MAX_SKEW_S, MAX_SKEW_S)
+    def skew(self, rng: random.Random) -> float:
+        drawn = rng.uniform(-MAX_SKEW_S, MAX_SKEW_S)
         if Fault.CLOCK_SKEW not in self.plan.faults or not self.faults.active:
             return 0.0
-        self.faults.happens(Fault.CLOCK_SKEW)
+        self.faults.record(Fault.CLOCK_SKEW)
         return drawn
 
     def least(self, name: str) -> float:
-        return min(float(getattr(item, name)) for item in CONFIGURATIONS)
+        return min(float(getattr(item, name)) for item in self.configurations)
 
     def most(self, name: str) -> float:
-        return max(float(getattr(item, name)) for item in CONFIGURATIONS)
+        return max(float(getattr(item, name)) for item in self.configurations)
 
     def tier_of(self, run_id: str) -> Tier | None:
         return self._tiers.get(run_id)
 
-    def held_by(self, party: SimulatedProcess) -> list[str]:
-        return self.of_provisions(party.provisions)
+    def held_by(self, process: SimulatedProcess) -> list[str]:
+        return self.of_provisions(process.provisions)
 
     def of_provisions(self, provision_ids: Collection[str]) -> list[str]:
-        """Their instances, and the machines that were launched for them and have no record yet."""
+        """Instances of these provisions, including launched machines without a record yet."""
         recorded = self.database.instances
         held = [item.instance_id for item in recorded.values() if item.provision_id in provision_ids]
         launched = [
             key
-            for key, host in self.hosts.items()
-            if host.alive and key not in recorded and self.cloud.machines[key].request.provision_id in provision_ids
+            for key, machine in self.machines.items()
+            if machine.alive and key not in recorded and self.cloud.machines[key].request.provision_id in provision_ids
         ]
         return [*held, *launched]
 
     def registrations(self, instance_id: str | None = None) -> list[MemoryRunner]:
-        found = [(runner, runner_of(runner.name)) for runner in self.github.runners.values()]
+        found = [(runner, parse_runner(runner.name)) for runner in self.github.runners.values()]
         return [runner for runner, name in found if name and instance_id in {None, name[1]}]
-
-    def _state_of(self, instance_id: str) -> str:
-        record = self.database.instances.get(instance_id)
-        return record.state.value if record is not None else NO_RECORD

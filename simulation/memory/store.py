@@ -17,7 +17,7 @@ from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.signals import Report, Signal
+from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
@@ -28,8 +28,8 @@ T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
 
 
-class Changes:
-    """Who waits for a change of which key. All are woken, in the order in which they came."""
+class ChangeNotifier:
+    """Waiters for changes by key. A change wakes all of them, in the order in which they came."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[type, str], dict[asyncio.Future[None], None]] = {}
@@ -45,7 +45,7 @@ class Changes:
             if not waiting:
                 self._waiting.pop(key, None)
 
-    def tell(self, key: tuple[type, str]) -> None:
+    def notify(self, key: tuple[type, str]) -> None:
         for woken in self._waiting.pop(key, {}):
             if not woken.done():
                 woken.set_result(None)
@@ -63,7 +63,7 @@ class MemoryDatabase:
     config: PoolConfig | None = None
     sightings: dict[str, datetime] = field(default_factory=dict)
     prepared: bool = False
-    changes: Changes = field(default_factory=Changes)
+    changes: ChangeNotifier = field(default_factory=ChangeNotifier)
 
 
 class MemoryInstanceStore:
@@ -95,13 +95,13 @@ class MemoryInstanceStore:
     async def apply(self, change: Change) -> Instance:
         self._count("apply")
         current = self._database.instances.get(change.instance_id)
-        if not change.guard.admits(current):
+        if not change.condition.is_met_by(current):
             raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
         record = _kept(change.applied_to(current))
         entries = (*self._database.histories.get(change.instance_id, ()), _kept(change.entry))
         self._database.instances[change.instance_id] = record
         self._database.histories[change.instance_id] = entries[-HISTORY_LIMIT:]
-        self._database.changes.tell((Instance, change.instance_id))
+        self._database.changes.notify((Instance, change.instance_id))
         return record
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
@@ -169,8 +169,8 @@ class MemoryInstanceStore:
             del database.instances[instance_id]
             database.histories.pop(instance_id, None)
             database.reports.pop(instance_id, None)
-            database.changes.tell((Instance, instance_id))
-            database.changes.tell((Report, instance_id))
+            database.changes.notify((Instance, instance_id))
+            database.changes.notify((Report, instance_id))
         old = [
             key
             for key, provision in database.provisions.items()
@@ -194,13 +194,24 @@ class MemoryInstanceStore:
         self._count("troubled_reports")
         return [report for report in self._database.reports.values() if report.troubled]
 
-    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+    async def write_signal(
+        self,
+        instance_id: str,
+        *,
+        epoch: int,
+        signal: Signal,
+        detail: str = "",
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> None:
         self._count("write_signal")
         current = self._database.reports.get(instance_id)
         report = current or Report(instance_id=instance_id)
         if not report.may_become(epoch, signal):
             raise Conflict(f"{instance_id} has signalled {report.signal} of epoch {report.epoch}", current=current)
-        self._keep_report(report.signalled(epoch=epoch, signal=signal, detail=detail))
+        self._keep_report(
+            report.with_signal(epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure)
+        )
 
     async def beat(
         self, instance_id: str, *, at: datetime, busy: bool, listening: bool, notice: str, version: str
@@ -208,7 +219,7 @@ class MemoryInstanceStore:
         self._count("beat")
         report = self._database.reports.get(instance_id) or Report(instance_id=instance_id)
         at = to_milliseconds(at)
-        self._keep_report(report.beaten(at=at, busy=busy, listening=listening, notice=notice, version=version))
+        self._keep_report(report.with_heartbeat(at=at, busy=busy, listening=listening, notice=notice, version=version))
 
     async def wait_for_report(self, instance_id: str, since: Report | None, timeout_s: float) -> Report | None:
         return await self._wait(Report, self._database.reports, instance_id, since, timeout_s)
@@ -277,7 +288,7 @@ class MemoryInstanceStore:
 
     def _keep_report(self, report: Report) -> None:
         self._database.reports[report.instance_id] = report
-        self._database.changes.tell((Report, report.instance_id))
+        self._database.changes.notify((Report, report.instance_id))
 
     async def _wait(
         self, kind: type[R], records: Mapping[str, R], instance_id: str, since: R | None, timeout_s: float

@@ -191,7 +191,7 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
     check_secrets(github, done)
     back = github.use("release", run_id="150", github_token=github.token)
     assert back.code == 0, back.log
-    assert "ephemeral: for one job" in back.summary
+    assert "ephemeral" in back.summary
     assert github.agents.states()[name] == "terminating"
 
 

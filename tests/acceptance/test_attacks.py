@@ -75,7 +75,7 @@ def names(codes: Mapping[str, int], among: tuple[Attack, ...], *, succeeded: boo
 
 
 async def test_next_run_sees_no_attack_or_gets_another_machine(stack: MachineStack) -> None:
-    await stack.refresh("--margin-sec", "0.5")
+    await stack.refresh(REMUDA_MARGIN_SEC="0.5")
     async with stack.booting():
         assert (await stack.provision("1"))["created"] == 1
         ((name, machine),) = stack.machines.items()

@@ -17,12 +17,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsStack]:
 
 
 def test_provision_whose_machines_never_boot_leaves_nothing(stack: AwsStack):
-    code, first = stack.refresh(*SHORT_TIMES)
+    code, first = stack.refresh(**SHORT_TIMES)
     assert code == 0, first
     assert any("table" in line for line in first["applied"])
     assert sum("queue" in line for line in first["applied"]) == 7
     assert f"tokens for {SCOPE}" in first["applied"]
-    code, again = stack.refresh(*SHORT_TIMES)
+    code, again = stack.refresh(**SHORT_TIMES)
     assert (code, again["applied"]) == (0, [])
 
     assert stack.remuda("status")[1]["instances"] == []
@@ -34,23 +34,23 @@ def test_provision_whose_machines_never_boot_leaves_nothing(stack: AwsStack):
     assert (code, failed["error"]["type"]) == (4, "TimedOut"), failed
     states = [item["state"] for item in stack.remuda("status")[1]["instances"]]
     assert states == ["terminating"] * 2
-    code, swept = stack.refresh(*SHORT_TIMES, "--sweep-only")
+    code, swept = stack.refresh("--sweep-only", **SHORT_TIMES)
     assert (code, len(swept["terminated"])) == (0, 2), swept
     assert stack.remuda("status")[1]["instances"] == []
     assert {item["state"] for item in stack.remuda("status", "--all")[1]["instances"]} == {"terminated"}
     assert stack.remuda("release", "--run-id", "7")[0] == 0
 
     code, explanation = stack.remuda("explain", "7")
-    events = [line["what"] for line in explanation["lines"]]
+    events = [line["what"] for line in explanation["events"]]
     assert (code, events.count("terminated"), "launched 2" in events) == (0, 2, True), explanation
-    assert any(what.startswith("gave up after") for what in events)
+    assert any(what.startswith("failed after") for what in events)
     code, report = stack.remuda("report", "--since", "1h")
     assert (code, report["provisions"]["kinds"]) == (0, {"failed": 1}), report
     assert report["instance_hours"]["booting"] > 0
 
 
 def test_provision_without_capacity_fails_and_leaves_nothing(stack: AwsStack):
-    stack.refresh(*SHORT_TIMES)
+    stack.refresh(**SHORT_TIMES)
     code, answer = stack.remuda(
         "provision", "--run-id", "8", "--github-scope", SCOPE, "--allowed-instance-types", "zz*"
     )
@@ -68,7 +68,7 @@ def test_unknown_instance_profile_is_rejected_before_anything_is_created(stack: 
 
 
 def test_installed_command_and_forked_command_give_the_same_answers(stack: AwsStack):
-    stack.refresh(*SHORT_TIMES)
+    stack.refresh(**SHORT_TIMES)
     for arguments in (("status",), ("release", "--run-id", "9"), ("explain", "no-such-run")):
         code, answer = stack.remuda(*arguments)
         installed = run_installed([*arguments, "--pool", POOL, "--json"], environment=stack.environment())

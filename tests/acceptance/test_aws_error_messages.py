@@ -41,7 +41,7 @@ class ProxiedStack:
     def run(self, command: str, **changed: str) -> tuple[int, Any]:
         environment = {**self.environment(), **changed}
         if command == "refresh":
-            return self.stack.refresh(*SHORT_TIMES, **environment)
+            return self.stack.refresh(**SHORT_TIMES, **environment)
         arguments = {"provision": PROVISION, "release": RELEASE, "status": STATUS}[command]
         return self.stack.remuda(*arguments, **environment)
 

@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
+from remuda.config.declaration import variable
 from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.context import Context, read_config
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
 from remuda.controlplane.refresh import refresh
@@ -71,9 +72,9 @@ TIMES: dict[str, float] = {
     "release_time_sec": 60,
     "margin_sec": 0.5,
     "unrecorded_grace_sec": 1,
-    "ghost_grace_sec": 1,
+    "stale_registration_grace_sec": 1,
     "gone_after_sec": 1,
-    "reannounce_sec": 1,
+    "republish_sec": 1,
 }
 CLASSES = ("--resource-class-config", '{"large": {"cpu": 2, "mmem": 4096}}')
 LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
@@ -116,10 +117,10 @@ class FaultyPool:
     def name(self) -> str:
         return self.settings.pool
 
-    async def run_with_faults(self, schedules: Schedules, *arguments: str) -> CommandResult:
+    async def run_with_faults(self, schedules: Schedules, *arguments: str, **variables: str) -> CommandResult:
         """Run a command while faults are injected by service."""
         urls = {f"AWS_ENDPOINT_URL_{service.upper()}": proxy.url for service, proxy in self.proxies.items()}
-        environment = self.stack.environment(**urls)
+        environment = self.stack.environment(**urls, **variables)
         command = partial(run_cli, [*arguments, "--pool", self.name, "--json"], environment=environment)
         for service, schedule in schedules.items():
             self.proxies[service].always[ANY] = schedule
@@ -153,8 +154,7 @@ class FaultyPool:
 
     def flags(self) -> list[str]:
         """The configuration of the pool as flags of `refresh`."""
-        times = [word for name, value in TIMES.items() for word in (f"--{name.replace('_', '-')}", f"{value:g}")]
-        return ["--github-scope", self.settings.github_scope, *self.stack.flags(), *times, *CLASSES]
+        return ["--github-scope", self.settings.github_scope, *self.stack.flags(), *CLASSES]
 
     async def settle(self) -> None:
         """Sweep until all records agree with EC2 and GitHub."""
@@ -207,20 +207,20 @@ class FaultyPool:
 async def new_pool(stack: AwsStack, agents: InProcessAgents) -> AsyncIterator[FaultyPool]:
     name = secrets.token_hex(5)
     given: dict[str, Any] = {**{key.replace("-", "_"): value for key, value in stack.launch.items()}, **TIMES}
-    settings = Settings(
-        backend="aws",
-        pool=name,
-        github_scope=f"octo/{name}",
-        github_api_url=stack.github.url,
-        github_token=SecretStr(stack.github.token),
+    given |= {
+        "backend": "aws",
+        "pool": name,
+        "github_scope": f"octo/{name}",
+        "github_api_url": stack.github.url,
+        "github_token": stack.github.token,
         # A single class, so that refresh creates a single queue.
-        resource_class_config=(LARGE,),
-        **given,
-    )
+        "resource_class_config": {LARGE.name: {"cpu": LARGE.cpu, "mmem": LARGE.memory_mib}},
+    }
+    settings = load(given, environ={})
     urls = {"dynamodb": os.environ["AWS_ENDPOINT_URL_DYNAMODB"], "sqs": stack.store.url, "ec2": stack.ec2.url}
     async with AsyncExitStack() as exits:
         proxies = {service: await exits.enter_async_context(fault_proxy(url)) for service, url in urls.items()}
-        context = await exits.enter_async_context(open_context(settings, SilentEventLog(), credentialed=True))
+        context = await exits.enter_async_context(open_context(settings, SilentEventLog(), needs_github=True))
         await refresh(context, desired(settings, pool=name))
         pool_agents = await exits.enter_async_context(agents.of_pool(name, context.store))
         yield FaultyPool(stack=stack, settings=settings, context=context, agents=pool_agents, proxies=proxies)
@@ -270,7 +270,8 @@ async def refresh_with_faults(pool: FaultyPool, schedules: Schedules, timeout_s:
     await abandon_provision(pool)
     # Wait for the grace periods to end.
     await asyncio.sleep(TIMES["gone_after_sec"] + TIMES["margin_sec"])
-    result = await pool.run_with_faults(schedules, "refresh", *pool.flags())
+    times = {variable(name): f"{value:g}" for name, value in TIMES.items()}
+    result = await pool.run_with_faults(schedules, "refresh", *pool.flags(), **times)
     if result.code == 0:
         assert result.document["errors"] == [], result
     await pool.check("before")

@@ -134,8 +134,7 @@ async def _play(story: Story, marks: Path) -> None:
     points = (*PROVISION, *RELEASE, *AGENT)
     names = [point.name for point in points] + ["old"]
     classes = {name: {"cpu": 2, "mmem": 4096} for name in names}
-    lives = ("--idle-time-sec", "1800", "--release-time-sec", "600")
-    await story.backend.up(*lives, "--resource-class-config", json.dumps(classes))
+    await story.backend.up(idle_time_sec=1800, release_time_sec=600, resource_class_config=json.dumps(classes))
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def play(point: Point) -> None:

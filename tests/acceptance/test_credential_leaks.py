@@ -304,9 +304,13 @@ async def test_no_credential_leaks(stack: MachineStack, tmp_path: Path) -> None:
 
     with observe_processes() as processes:
         # In every supported way, with both log formats.
-        refresh = ("refresh", *scope, *stack.stack.flags(), "--margin-sec", "0.5")
-        await leak_test.remuda(*refresh, REMUDA_GITHUB_APP_ID=APP_ID, REMUDA_GITHUB_APP_KEY=private)
-        await leak_test.remuda(*refresh, "--log-format", "json", "--json", REMUDA_GITHUB_TOKEN=arn)
+        refresh = ("refresh", *scope, *stack.stack.flags())
+        await leak_test.remuda(
+            *refresh, REMUDA_MARGIN_SEC="0.5", REMUDA_GITHUB_APP_ID=APP_ID, REMUDA_GITHUB_APP_KEY=private
+        )
+        await leak_test.remuda(
+            *refresh, "--log-format", "json", "--json", REMUDA_MARGIN_SEC="0.5", REMUDA_GITHUB_TOKEN=arn
+        )
         app = {"REMUDA_GITHUB_APP_ID": APP_ID, "REMUDA_GITHUB_APP_KEY": str(key_file)}
         settings = (sys.executable, "-m", "remuda", "config", "--json")
         await asyncio.gather(

@@ -112,7 +112,7 @@ def test_snapshot_agrees_with_the_commands(
     assert set(shown["runs"]) == {entry.run_id for entry in entries}
     assert "credential" not in json.dumps(document)
     explanation = client.get("/api/explanation", params={"subject": record.instance_id}).json()
-    assert explanation["lines"] == remuda(store.folder, "explain", record.instance_id)["lines"]
+    assert explanation["events"] == remuda(store.folder, "explain", record.instance_id)["events"]
     for subject, code in (("i-00000000000000000", 404), ("", 404), ("<b>", 404), ("9999", 404)):
         response = client.get("/api/explanation", params={"subject": subject})
         assert (response.status_code, bool(response.json()["error"]["message"])) == (code, True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from remuda.domain.instance import HistoryEntry, State
+from remuda.domain.instance import HistoryEntry, RetireReason, State
 from tests.support import sample_records
 from tests.support.dashboard import LIMIT_S, Dashboard, SampleStore, chromium, live_instances, remuda, requires_browser
 from tests.support.sample_records import SampleInstance
@@ -134,8 +134,8 @@ def test_the_page_follows_a_real_pool(browser: Browser, tmp_path: Path) -> None:
             page.press("#subject", "Enter")
             wait(page, "document.querySelectorAll('#explanation-lines li').length > 6")
             text = page.inner_text("#explanation")
-            assert "attempt 1 asks for 2 large runners" in text
-            assert "the run gives its runners back" in text
+            assert "attempt 1 requests 2 large runners" in text
+            assert "the run releases its runners" in text
             assert text.count("idle, clean, in the pool") == 2
             page.reload()
             wait(page, "document.getElementById('explanation').open")
@@ -313,7 +313,8 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
         last_run_id=SCRIPT,
         resource_class=SCRIPT,
         instance_type=IMAGE,
-        retire=IMAGE + SCRIPT,
+        retire_reason=RetireReason.DRAINED,
+        retire_detail=IMAGE + SCRIPT,
     )
     store.write((hostile, [*entries, _retirement(last)]))
     # A run chooses its class label, and a job's output can appear in reasons.
@@ -329,7 +330,7 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
         values = page.eval_on_selector_all(f"{row} td", "all => all.map(e => e.textContent)")
         assert values[2] == IMAGE
         assert (values[3], values[4]) == (SCRIPT, IMAGE)
-        assert values[8] == IMAGE + SCRIPT
+        assert values[8] == f"drained: {IMAGE}{SCRIPT}"
         # Histories are read after the records.
         wait(page, f"document.getElementById('decisions').textContent.includes({json.dumps(SCRIPT)})")
         assert SCRIPT in page.eval_on_selector_all("#class option", "all => all.map(e => e.value)")

@@ -15,10 +15,11 @@ from unittest.mock import patch
 import pytest
 
 from remuda.cli.doctor import document
-from remuda.config.settings import Loaded, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.ports.doctor import CheckResult
-from remuda.wiring_doctor import open_doctor
+from remuda.wiring.doctor import open_doctor
 from tests.support.aws.ec2 import ARM_AMI, LINUX_AMI, WINDOWS_AMI
 from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
 from tests.support.cli import run_cli
@@ -42,8 +43,8 @@ class Patient:
         """As the command does it, in this process: a new one for each of these would take the most of their time."""
         with patch.dict(os.environ, {**self.servers.environment(), **changed}, clear=True):
             given = {name.replace("-", "_"): value for name, value in (flags or {}).items()}
-            loaded = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
-            results = asyncio.run(_run_checks(loaded))
+            settings = load({"backend": "aws", "pool": pool, **given}, environ=os.environ)
+            results = asyncio.run(_run_checks(settings))
         return exit_code(results.values()), self.judged([document(name, result) for name, result in results.items()])
 
     def judged(self, lines: list[dict[str, Any]]) -> Lines:
@@ -54,8 +55,8 @@ class Patient:
         return {line["name"]: line for line in lines}
 
 
-async def _run_checks(loaded: Loaded) -> Mapping[str, CheckResult]:
-    async with open_doctor(loaded, {}) as checks:
+async def _run_checks(settings: Settings) -> Mapping[str, CheckResult]:
+    async with open_doctor(settings, {}) as checks:
         return await run_checks(checks)
 
 

@@ -69,7 +69,7 @@ def sleepers(machine: NamespaceMachine) -> int:
 
 @pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(stack: MachineStack) -> None:
-    await stack.refresh("--margin-sec", "0.5")
+    await stack.refresh(REMUDA_MARGIN_SEC="0.5")
     async with stack.booting():
         assert (await stack.provision("1"))["created"] == 1
         ((name, machine),) = stack.machines.items()
@@ -98,7 +98,7 @@ async def test_machine_boots_runs_jobs_is_reset_and_terminates_itself(stack: Mac
         # The next agent takes over the listener of a killed agent.
         assert (await stack.provision("2"))["reused"] == 1
         terminations = stack.stack.ec2.requests().get("TerminateInstances", 0)
-        await stack.refresh("--idle-time-sec", "2", "--margin-sec", "0.5")
+        await stack.refresh("--idle-time-sec", "2", REMUDA_MARGIN_SEC="0.5")
         # While the agent starts a process, the child has the same command line.
         await until(lambda: len(agents(machine)) == 1, "one agent")
         (agent,) = agents(machine)

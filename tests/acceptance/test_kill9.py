@@ -17,7 +17,7 @@ from tests.support.local_backend import LIMIT_S, REPO, LocalBackend
 @pytest.fixture
 async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
     backend = LocalBackend(tmp_path / "state")
-    await backend.up("--idle-time-sec", "600", "--release-time-sec", "60")
+    await backend.up(idle_time_sec=600, release_time_sec=60)
     try:
         yield backend
     finally:
@@ -111,7 +111,7 @@ async def test_a_provision_on_its_way(backend: LocalBackend) -> None:
     """One warm machine is claimed, one cold is launched: both are nobody's, and end or come back."""
     await backend.provision("0", 1)
     await backend.release("0")
-    await backend.run("refresh", "--idle-time-sec", "600", "--boot-delay-sec", "20", "--gone-after-sec", "1")
+    await backend.refresh(idle_time_sec=600, boot_delay_sec=20, gone_after_sec=1)
     arguments = ("--run-id", "1", "--instance-count", "2", "--provision-timeout-sec", "15")
     provisioning = await backend.start("provision", *arguments)
     await backend.until(lambda: backend.states() == ["claimed", "created"], "one is claimed, one is launched")

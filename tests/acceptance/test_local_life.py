@@ -19,7 +19,7 @@ INTERRUPTED = 130
 @pytest.fixture
 async def backend(tmp_path: Path) -> AsyncIterator[LocalBackend]:
     backend = LocalBackend(tmp_path / "state")
-    await backend.up("--idle-time-sec", "600", "--release-time-sec", "60")
+    await backend.up(idle_time_sec=600, release_time_sec=60)
     try:
         yield backend
     finally:
@@ -134,7 +134,7 @@ async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path
 
 
 async def test_interrupted_while_machines_boot(backend: LocalBackend) -> None:
-    await backend.run("refresh", "--idle-time-sec", "600", "--boot-delay-sec", "30", "--gone-after-sec", "1")
+    await backend.refresh(idle_time_sec=600, boot_delay_sec=30, gone_after_sec=1)
     provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
     await backend.until(lambda: backend.states() == ["created", "created"], "both are launched")
     provisioning.send_signal(signal.SIGINT)
@@ -207,7 +207,7 @@ async def test_a_job_that_outlives_its_run_is_ended_with_it(backend: LocalBacken
 
 
 async def test_a_failing_script_is_told_and_leaves_nothing(backend: LocalBackend) -> None:
-    await backend.run("refresh", "--pre-runner-script", "echo no such package >&2; exit 3", "--gone-after-sec", "1")
+    await backend.refresh(pre_runner_script="echo no such package >&2; exit 3", gone_after_sec=1)
     failed = await backend.provision("1", 2, code=2)
     assert failed.document["error"]["field"] == "pre-runner-script"
     assert "no such package" in failed.document["error"]["message"]
@@ -216,7 +216,7 @@ async def test_a_failing_script_is_told_and_leaves_nothing(backend: LocalBackend
 
 
 async def test_no_capacity_is_told_and_leaves_nothing(backend: LocalBackend) -> None:
-    await backend.run("refresh", "--fault", "partial=1", "--gone-after-sec", "1")
+    await backend.refresh(fault="partial=1", gone_after_sec=1)
     failed = await backend.provision("1", 3, code=3)
     assert "1 of 3" in failed.document["error"]["message"]
     async with backend.sweeping():
@@ -248,7 +248,7 @@ async def test_ephemeral_machines_serve_one_job_each(backend: LocalBackend) -> N
     assert {backend.records()[key]["assignment"]["jitConfig"] for key in ids} == {""}
     released = (await backend.release("1")).document
     assert set(released["retired"]) == ids
-    assert set(released["reasons"].values()) == {"ephemeral: for one job"}
+    assert set(released["reasons"].values()) == {"ephemeral"}
     async with backend.sweeping():
         await backend.until(lambda: backend.states() == ["idle", "terminated", "terminated"], "they end")
     assert len(backend.machines()) == 1
@@ -264,7 +264,7 @@ async def test_ephemeral_machines_without_a_job_leave_no_registration(backend: L
     await backend.provision("2", 1, "--ephemeral")
     assert len(await backend.registrations()) == 1
     released = (await backend.release("2")).document
-    assert list(released["reasons"].values()) == ["ephemeral: for one job"]
+    assert list(released["reasons"].values()) == ["ephemeral"]
     assert await backend.registrations() == []
 
     endpoint = read_endpoint(backend.folder / "github")
@@ -272,7 +272,7 @@ async def test_ephemeral_machines_without_a_job_leave_no_registration(backend: L
     backend.environment["REMUDA_GITHUB_TOKEN"] = endpoint.token
     await backend.provision("3", 1, "--ephemeral")
     released = (await backend.release("3")).document
-    assert list(released["reasons"].values()) == ["ephemeral: for one job"]
+    assert list(released["reasons"].values()) == ["ephemeral"]
     assert await backend.registrations() == []
     assert any(name.startswith("DELETE") for name in released["calls"]["github"]), released["calls"]
     async with backend.sweeping():

@@ -31,7 +31,7 @@ async def stdout_of(backend: LocalBackend, *arguments: str) -> str:
 
 
 async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES, "--margin-sec", "10", sweeper=True)
+    await backend.up(**LONG_LIFETIMES, margin_sec=10, sweeper=True)
     first = (await backend.provision("41", 2, "--log-format", "json")).document
     await backend.release("41")
     log = backend.folder / "instances" / first["instances"][0]["instance_id"] / "logs" / "agent.log"
@@ -59,12 +59,12 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
     assert status["runs"][0]["outcome"]["reused"] == 1
 
     explanation = (await backend.run("explain", "42")).document
-    texts = [line["what"] for line in explanation["lines"] if line["instance_id"] in {reused, ""}]
+    texts = [line["what"] for line in explanation["events"] if line["instance_id"] in {reused, ""}]
     assert texts == [
-        "attempt 1 asks for 1 large runner",
+        "attempt 1 requests 1 large runner",
         "claimed from the pool",
         "registered",
-        "running, takes jobs",
+        "running, accepts jobs",
         texts[-1],
     ]
     assert texts[-1].startswith("complete after ")
@@ -74,8 +74,8 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
 
     explanation = (await backend.run("explain", f"remuda-default-2-{reused}")).document
     assert (explanation["kind"], explanation["subject"]) == ("instance", reused)
-    assert ("boots", "launched for run 41 (provision)") in [
-        (line["what"], line["why"]) for line in explanation["lines"]
+    assert ("boots for run 41", "launched (provision)") in [
+        (line["what"], line["why"]) for line in explanation["events"]
     ]
 
     report = (await backend.run("report", "--since", "1h")).document
@@ -99,7 +99,7 @@ async def test_status_explain_and_report_of_a_pool(backend: LocalBackend) -> Non
 
 
 async def test_watch_prints_changes_and_stops_on_sigterm(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES)
+    await backend.up(**LONG_LIFETIMES)
     lines = await backend.start("status", "--watch", "--every", "0.2")
     documents = await backend.start("status", "--watch", "--every", "0.2", "--json")
     assert lines.stdout is not None
@@ -124,7 +124,7 @@ async def test_watch_prints_changes_and_stops_on_sigterm(backend: LocalBackend) 
 
 
 async def test_status_warns_of_an_expired_instance(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES, "--idle-time-sec", "2", "--margin-sec", "1")
+    await backend.up(**{**LONG_LIFETIMES, "idle_time_sec": 2, "margin_sec": 1})
     (instance,) = (await backend.provision("41")).document["instances"]
     await backend.release("41")
     await backend.until(lambda: not backend.machines(), "the idle instance to terminate itself")
@@ -163,13 +163,13 @@ async def test_every_requires_watch(backend: LocalBackend) -> None:
 
 
 async def test_drain_quarantine_and_terminate(backend: LocalBackend) -> None:
-    await backend.up(*LONG_LIFETIMES)
+    await backend.up(**LONG_LIFETIMES)
     first = (await backend.provision("41", 3)).document
     odd, old, last = sorted(item["instance_id"] for item in first["instances"])
     await backend.release("41")
 
     plan = (await backend.run("drain", old, "--reason", "old image", "--dry-run")).document
-    assert (plan["done"], backend.records()[old]["retire"]) == ([old], "")
+    assert (plan["done"], backend.records()[old]["retireReason"]) == ([old], None)
     assert (await backend.run("drain", old, "--reason", "old image")).document["done"] == [old]
     assert (await backend.run("drain", old)).document["unchanged"] == [old]
     assert (await backend.run("quarantine", odd, "--for", "30m", "--reason", "looks odd")).document["done"] == [odd]
@@ -189,8 +189,8 @@ async def test_drain_quarantine_and_terminate(backend: LocalBackend) -> None:
         while set(backend.states()) != {"terminated"}:
             await backend.sweep()
     explanation = (await backend.run("explain", odd)).document
-    reasons = " ".join(line["why"] for line in explanation["lines"])
+    reasons = " ".join(line["why"] for line in explanation["events"])
     assert "quarantined: looks odd" in reasons
-    assert "terminated by an operator: enough" in reasons
+    assert "terminated by operator: enough" in reasons
     unknown = (await backend.run("terminate", "i-0123456789abcdef0", "--yes", code=2)).document["error"]
     assert unknown["field"] == "INSTANCE"

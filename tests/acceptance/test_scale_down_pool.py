@@ -52,7 +52,7 @@ def put_idle_record(stack: AwsStack, instance_id: str) -> None:
 
 
 def test_scale_down_keeps_an_idle_recorded_instance_and_terminates_an_unrecorded_orphan(stack: AwsStack):
-    stack.refresh(*SHORT_TIMES)
+    stack.refresh(**SHORT_TIMES)
     idle, unrecorded = asyncio.run(launch_tagged(stack))
     put_idle_record(stack, idle)
     keep = json.dumps([{"cron": "* * * * * *", "idleCount": 1}])

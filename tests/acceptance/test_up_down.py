@@ -104,8 +104,12 @@ def test_a_folder_belongs_to_one_pool(folder: Path):
     code, answer = remuda(folder, "down")
     assert len(answer["terminated"]) == 1
     (ended,) = remuda(folder, "status", "--all")[1]["instances"]
-    assert (ended["state"], ended["retire"]) == ("terminated", "terminated by an operator: remuda down")
-    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its machine has ended"
+    assert (ended["state"], ended["retireReason"], ended["retireDetail"]) == (
+        "terminated",
+        "terminated-by-operator",
+        "remuda down",
+    )
+    assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its instance is terminated"
 
 
 def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder: Path):

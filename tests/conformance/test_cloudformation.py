@@ -20,7 +20,7 @@ from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.aws_lambda.handler import parse_event
-from remuda.config.settings import load
+from remuda.config.sources import load
 from remuda.ports.calls import CallCounter
 from statements import filled
 from template import ALARMS, FUNCTION_TIME_S, HANDLER, LOG_DAYS, template
@@ -235,7 +235,7 @@ async def test_the_functions_settings_are_what_the_stack_was_given(stack, app, n
     for who in SCHEDULED:
         found = (await functions.get_function(FunctionName=f"{stack.name}-{who}"))["Configuration"]
         variables = found["Environment"]["Variables"]
-        settings = load({}, environ=variables).settings
+        settings = load({}, environ=variables)
         assert (settings.backend, settings.pool, settings.github_scope) == ("aws", stack.pool, "acme/app")
         assert (settings.ami, settings.iam_instance_profile) == ("ami-12c6146b", f"{stack.name}-agent")
         keys = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "REMUDA_GITHUB_APP_ID")

@@ -22,7 +22,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import map_concurrently
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
-from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.instance import LIVE, Instance, RetireReason, State
 from remuda.domain.resources import Tier
 from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
@@ -136,7 +136,7 @@ TIMES = (None, at(9.9995), at(10), at(10.0005), at(11))
 
 
 async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) -> None:
-    """Every condition of the table against `Guard.admits`, on records that differ in what guards look at."""
+    """Every condition of the table against `WriteCondition.is_met_by`, on records that differ in its fields."""
     chance = random.Random(3)  # noqa: S311
     records = [
         instance(
@@ -145,7 +145,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             epoch=chance.choice([1, 2]),
             owner=chance.choice(OWNERS),
             threshold=at(10),
-            retire=chance.choice(["", "", "old"]),
+            retire_reason=chance.choice([None, None, RetireReason.TOO_OLD]),
             quarantined_until=chance.choice([None, None, at(10)]),
             tier=chance.choice(list(Tier)),
             repository=chance.choice(REPOSITORIES),
@@ -176,7 +176,7 @@ async def test_the_table_judges_as_the_guard_does(store: DynamoInstanceStore) ->
             return bool(conflict.current != record)
 
     verdicts = await map_concurrently(zip(records, guards, strict=True), admitted)
-    assert verdicts == [guard.admits(record) for record, guard in zip(records, guards, strict=True)]
+    assert verdicts == [guard.is_met_by(record) for record, guard in zip(records, guards, strict=True)]
     assert {True, False} <= set(verdicts)
 
 

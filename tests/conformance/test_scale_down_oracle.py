@@ -17,7 +17,8 @@ from aiobotocore.session import AioSession, get_session
 from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
 from remuda.adapters.github import client as github_client
 from remuda.adapters.system.clock import SystemIds
-from remuda.config.settings import Settings, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.scale_down import FleetContext, ScaleDownResult, scale_down
 from remuda.domain.errors import UserError
 from remuda.domain.scale_down.decisions import Action
@@ -119,7 +120,7 @@ async def test_does_as_the_verdict_says(scenario: Mapping[str, Any], monkeypatch
         with pytest.raises(UserError):
             load({}, environ=variables(scenario))
         return
-    settings = load({}, environ=variables(scenario)).settings
+    settings = load({}, environ=variables(scenario))
     with serve(world) as served:
         for cycle in scenario["cycles"]:
             world.begin(changes=cycle["changes"], faults=cycle["faults"])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from aiobotocore.session import AioSession
-from pydantic import SecretStr
 
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.secrets import TITLE, read_secret
+from remuda.config.kinds import Secret
 from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
-from remuda.wiring import GithubCredential, github_credential
+from remuda.wiring.github import GithubCredential, github_credential
 from tests.support.aws.fault_proxy import fail, fault_proxy
 from tests.support.aws.servers import Ministack
 
@@ -84,16 +84,16 @@ async def test_one_that_is_marked_for_deletion(clients: AwsClients):
 
 async def test_it_is_read_where_it_is_needed_only(clients: AwsClients):
     nowhere = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
-    settings = Settings(github_token=SecretStr(nowhere))
-    assert await github_credential(settings, clients, needed=False) is None
+    settings = Settings(github_token=Secret(nowhere))
+    assert await github_credential(settings, clients, required=False) is None
     with pytest.raises(UserError, match="there is no secret"):
-        await github_credential(settings, clients, needed=True)
+        await github_credential(settings, clients, required=True)
 
 
 async def test_an_apps_key_comes_from_a_secret_too(clients: AwsClients):
     arn = await put(clients, SecretString=json.dumps({"private_key": "-----BEGIN …"}))
-    settings = Settings(github_app_id="7", github_app_key=SecretStr(arn))
-    found = await github_credential(settings, clients, needed=True)
+    settings = Settings(github_app_id="7", github_app_key=Secret(arn))
+    found = await github_credential(settings, clients, required=True)
     assert found == GithubCredential(text="-----BEGIN …", app_id="7")
     assert "BEGIN" not in repr(found)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remuda.domain.errors import Conflict
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Tier
 from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.store import InstanceStore
@@ -41,7 +41,8 @@ SETS = st.fixed_dictionaries(
         "threshold": TIMES,
         "tier": TIERS,
         "repository": REPOSITORIES,
-        "retire": st.sampled_from(["", "spot"]) | st.text(max_size=5),
+        "retire_reason": st.none() | st.sampled_from(RetireReason),
+        "retire_detail": st.text(max_size=5),
         "quarantined_until": st.sampled_from([None, at(1), at(2)]),
         "assignment": st.sampled_from([None, assignment()]),
         "uses": st.integers(0, 9),
@@ -91,7 +92,7 @@ STEPS = st.lists(
 
 def model(stored: Instance | None, step: Change) -> Instance | None:
     """The record after the step, or None where it is refused."""
-    if not step.guard.admits(stored):
+    if not step.condition.is_met_by(stored):
         return None
     after = step.applied_to(stored)
     # A store keeps milliseconds.
@@ -147,7 +148,7 @@ async def play_at_once(stores: Stores, steps: list[Step]) -> None:
     assert admitted == {name for name, (applied, _) in answers.items() if applied}
     # What was refused was refused by the record that it was shown.
     for name, (applied, shown) in answers.items():
-        assert applied or not changes[name].guard.admits(shown)
+        assert applied or not changes[name].condition.is_met_by(shown)
     await asyncio.gather(*(process.close() for process in processes))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Unreadable
-from remuda.domain.instance import LIVE, State
+from remuda.domain.instance import LIVE, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.provision_outcome import (
     AcquiredRunner,
@@ -75,7 +75,8 @@ async def test_a_record_comes_back_as_it_was_written(store: InstanceStore, other
         repository="octo/repo",
         uses=3,
         run_deadline=at(9),
-        retire="spot notice: Ünïcode",
+        retire_reason=RetireReason.SPOT_NOTICE,
+        retire_detail="Ünïcode",
         quarantined_until=at(8),
         announced_at=at(5),
         assignment=assignment(),
@@ -149,7 +150,7 @@ async def test_guards(store: InstanceStore, guard: dict[str, Any], admitted: boo
 
 
 async def test_a_retired_record_is_refused_where_the_guard_says_so(store: InstanceStore) -> None:
-    retired = await store.apply(birth(instance(retire="spot notice")))
+    retired = await store.apply(birth(instance(retire_reason=RetireReason.SPOT_NOTICE)))
     guard = WriteCondition(state=State.IDLE, epoch=1, not_retired=True)
     assert await conflict(store.apply(change(retired, guard, uses=1))) == retired
     assert (await store.apply(change(retired, uses=1))).uses == 1
@@ -168,9 +169,9 @@ async def test_a_quarantine_that_a_writer_does_not_know_of_is_spared(store: Inst
 
 async def test_only_what_the_change_sets_is_written(store: InstanceStore, other: InstanceStore) -> None:
     seen = await store.apply(birth(instance()))
-    await other.apply(change(seen, retire="spot notice"))
+    await other.apply(change(seen, retire_reason=RetireReason.SPOT_NOTICE))
     written = await store.apply(change(seen, threshold=at(900), assignment=assignment()))
-    assert written == replace(seen, retire="spot notice", threshold=at(900), assignment=assignment())
+    assert written == replace(seen, retire_reason=RetireReason.SPOT_NOTICE, threshold=at(900), assignment=assignment())
     cleared = await store.apply(change(seen, assignment=None))
     assert cleared == replace(written, assignment=None)
     assert await other.get(ID) == cleared

@@ -1,4 +1,4 @@
-"""The long campaign first: it has two workers of its own, and the rest is done beside it."""
+"""The long campaign first: it has two workers of its own, and the sleep is done beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The installed command."""
+"""`python -m simulation`."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from simulation.faults import FEW
+from simulation.faults import FEW, Fault
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--hours", "0.1", "--instances", "4")
 
 
-def remuda(*arguments: str) -> subprocess.CompletedProcess[str]:
+def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "simulation", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_many_seeds_are_summed_up():
-    done = remuda("--seeds", "6", "--first-seed", "3", *SMALL, "--json")
+def test_campaign_prints_a_summary_as_json():
+    done = simulation("--seeds", "6", "--first-seed", "3", *SMALL, "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert (document["seeds"], document["violations"], document["first_seed"]) == (6, [], 3)
-    assert document["lives"] > 0
+    assert document["machines"] > 0
     assert document["checks"] > 100
-    assert set(document["coverage"]) == set(document["faults"])
+    assert set(document["faults"]) == {fault.value for fault in Fault}
     assert document["seeds_per_s"] > 0
 
 
-def test_one_seed_can_be_looked_into_and_is_the_same_again():
-    first, again = (remuda("--seed", "5", "--trace", *SMALL, "--json") for _ in range(2))
+def test_one_seed_with_trace_is_reproducible():
+    first, again = (simulation("--seed", "5", "--trace", *SMALL, "--json") for _ in range(2))
     assert first.returncode == 0, first.stderr
     document = json.loads(first.stdout)
     assert document["trace_hash"] == json.loads(again.stdout)["trace_hash"]
     assert any("record" in line for line in document["trace"])
 
 
-def test_a_summary_for_people():
-    done = remuda("--seeds", "2", "--faults", "crash, write-lost", *SMALL)
+def test_campaign_prints_a_summary_as_text():
+    done = simulation("--seeds", "2", "--faults", "crash, write-lost", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "seeds/s" in done.stdout
     assert "0 violations" in done.stdout
 
 
 def test_few_faults():
-    done = remuda("--seeds", "2", "--first-seed", "0", "--faults", "few", *SMALL, "--json")
+    done = simulation("--seeds", "2", "--first-seed", "0", "--faults", "few", *SMALL, "--json")
     assert done.returncode == 0, done.stderr
     assert 0 < sum(1 for count in json.loads(done.stdout)["faults"].values() if count) <= 2 * FEW
 
@@ -62,8 +62,8 @@ def test_few_faults():
         (("--hours", "never"), "hours"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: tuple[str, ...], word: str):
-    done = remuda(*arguments)
+def test_bad_input_prints_one_line(arguments: tuple[str, ...], word: str):
+    done = simulation(*arguments)
     assert done.returncode == 2
     assert word in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

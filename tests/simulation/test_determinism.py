@@ -1,4 +1,4 @@
-"""One seed is one history, whatever Python's hashes are salted with."""
+"""Determinism: one seed gives one trace, under any PYTHONHASHSEED."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from simulation.plan import draw
+from simulation.plan import draw_plan
 from simulation.run import simulate
 from simulation.world import World
 
 PROGRAM = """
 import sys
-from simulation.plan import draw
+from simulation.plan import draw_plan
 from simulation.run import simulate
 for seed in sys.argv[1:]:
-    outcome = simulate(draw(int(seed), hours=0.5, instances=10))
-    print(outcome.digest, outcome.steps, outcome.violation)
+    result = simulate(draw_plan(int(seed), hours=0.5, instances=10))
+    print(result.digest, result.steps, result.violation)
 """
 SEEDS = ("203", "12", "13")
 
@@ -37,32 +37,32 @@ def test_a_seed_gives_the_same_trace_under_another_hash_seed():
     assert history("1", SEEDS) == history("4242", SEEDS)
 
 
-def test_what_was_simulated_before_does_not_matter():
-    """Tasks lie elsewhere in memory then."""
+def test_an_earlier_simulation_does_not_change_the_trace():
+    """Memory addresses of tasks differ then."""
     *_, last = history("1", ("5", "6", "203")).splitlines()
     assert [last] == history("1", ("203",)).splitlines()
 
 
 def test_a_seed_gives_the_same_trace_again_and_another_seed_another():
-    first, again, other = (simulate(draw(seed, hours=0.25, instances=6)) for seed in (21, 21, 22))
+    first, again, other = (simulate(draw_plan(seed, hours=0.25, instances=6)) for seed in (21, 21, 22))
     assert first.digest == again.digest
     assert first.digest != other.digest
 
 
-def test_nothing_of_a_world_is_left_when_it_is_over():
-    """Not even of one whose processes crashed in the middle of their work: a long campaign would fill the memory."""
-    outcomes = [simulate(draw(seed, hours=0.25, instances=6)) for seed in (1, 2, 3)]
-    assert any(outcome.stats["crashes"] for outcome in outcomes)
+def test_a_finished_world_is_freed():
+    """Even if its processes crashed; otherwise a long campaign would fill the memory."""
+    outcomes = [simulate(draw_plan(seed, hours=0.25, instances=6)) for seed in (1, 2, 3)]
+    assert any(result.stats["crashes"] for result in outcomes)
     assert not [item for item in gc.get_objects() if isinstance(item, World)]
 
 
-def test_what_a_trace_keeps_does_not_change_it():
-    plan = draw(23, hours=0.1, instances=4)
+def test_keeping_the_trace_does_not_change_it():
+    plan = draw_plan(23, hours=0.1, instances=4)
     assert simulate(plan).digest == simulate(plan, keep_trace=True).digest
 
 
 @pytest.mark.parametrize("seed", range(30, 34))
-def test_faults_switched_off_leave_no_trace(seed: int):
-    outcome = simulate(draw(seed, hours=0.25, instances=6, faults=frozenset()))
-    assert not outcome.violation
-    assert not outcome.faults
+def test_no_faults_are_injected_if_none_are_enabled(seed: int):
+    result = simulate(draw_plan(seed, hours=0.25, instances=6, faults=frozenset()))
+    assert not result.violation
+    assert not result.faults

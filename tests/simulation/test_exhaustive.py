@@ -1,10 +1,10 @@
-"""Every order of events in small worlds; and who searches the search: bugs planted in the table must be found."""
+"""Exhaustive search of small worlds, and mutants that it must catch."""
 
 from __future__ import annotations
 
 import pytest
 
-from simulation.exhaustive import _BITS, _BUDGETS, Bounds, _Explorer, explore
+from simulation.exhaustive import _BITS, _BUDGETS, SearchBounds, _Explorer, explore
 from simulation.mutants import MUTANTS, Mutant, expression
 from simulation.run_mutant import run_mutated
 
@@ -12,55 +12,55 @@ from simulation.run_mutant import run_mutated
 @pytest.mark.parametrize(
     ("bounds", "least"),
     [
-        (Bounds(instances=2, runs=3), 300_000),
-        (Bounds(instances=1, runs=2, crash=True, expiry=True, lost_answer=True), 20_000),
-        (Bounds(instances=1, runs=2, crash=False, operator=True), 1_900),
+        (SearchBounds(instances=2, runs=3), 300_000),
+        (SearchBounds(instances=1, runs=2, crash=True, expiry=True, lost_answer=True), 20_000),
+        (SearchBounds(instances=1, runs=2, crash=False, operator=True), 1_900),
     ],
     ids=str,
 )
-def test_no_order_of_events_violates_anything(bounds: Bounds, least: int):
+def test_no_order_of_events_violates_an_invariant(bounds: SearchBounds, least: int):
     search = explore(bounds)
     assert not search.violation, "\n".join([search.violation, *search.path])
     assert search.complete
-    # A search that lost half of its steps would find nothing either.
+    # A search that misses steps would find no violation, either.
     assert search.states > least
 
 
-class _WithPlaces(_Explorer):
-    """Tells the first instance from the second, and keeps each state that it is asked for."""
+class _WithoutSymmetry(_Explorer):
+    """Distinguishes the two instances, and collects all states."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: SearchBounds) -> None:
         super().__init__(bounds)
-        self.asked: set[tuple[int, int, int, int]] = set()
+        self.packed: set[tuple[int, int, int, int]] = set()
 
     def _pack(self, zero: int, one: int, team: int, budget: int) -> int:
-        self.asked.add((zero, one, team, budget))
+        self.packed.add((zero, one, team, budget))
         return ((zero << _BITS | one) << _BITS | team) << _BUDGETS | budget
 
 
-def test_names_alone_make_no_difference():
-    """The states without names are those with names, less the names: none is lost, and none is seen twice."""
-    bounds = Bounds(instances=2, runs=2, crash=False)
-    with_places = _WithPlaces(bounds)
-    many = with_places.explore(None)
+def test_states_that_differ_only_by_names_count_once():
+    """No state is lost and none is counted twice."""
+    bounds = SearchBounds(instances=2, runs=2, crash=False)
+    explorer = _WithoutSymmetry(bounds)
+    many = explorer.explore(None)
     few = explore(bounds)
-    assert len({_Explorer._pack(with_places, *state) for state in with_places.asked}) == few.states
-    assert few.states < many.states == len(with_places.asked)
+    assert len({_Explorer._pack(explorer, *state) for state in explorer.packed}) == few.states
+    assert few.states < many.states == len(explorer.packed)
     assert (few.depth, few.violation) == (many.depth, many.violation)
 
 
-def test_a_limit_is_told():
-    search = explore(Bounds(instances=2, runs=3), limit=1_000)
+def test_a_limited_search_is_incomplete():
+    search = explore(SearchBounds(instances=2, runs=3), limit=1_000)
     assert not search.complete
     assert search.states >= 1_000
 
 
-def _planted(name: str) -> Mutant:
+def _mutant(name: str) -> Mutant:
     return next(mutant for mutant in MUTANTS if mutant.name == name)
 
 
 def _without_condition(name: str, condition: str) -> Mutant:
-    removal = expression("remuda.domain.transitions", "Guard.admits", condition, "True")
+    removal = expression("remuda.domain.transitions.apply", "WriteCondition.is_met_by", condition, "True")
     return Mutant(name=name, bug=name, replacements=(removal,))
 
 
@@ -74,18 +74,18 @@ _ANY_OWNER = _without_condition("any-owner", "self.owner is None or record.owner
     [
         (_ANY_EPOCH, "S", ()),
         (_ANY_STATE, "S", ()),
-        (_planted("claim-without-epoch"), "S", ("--runs=3",)),
-        (_planted("claim-across-tiers"), "S11", ()),
-        (_planted("claim-of-the-retired"), "S2", ("--operator",)),
-        (_planted("adopt-a-sibling"), "S1", ("--runs=3",)),
+        (_mutant("claim-without-epoch"), "S", ("--runs=3",)),
+        (_mutant("claim-across-tiers"), "S11", ()),
+        (_mutant("claim-of-the-retired"), "S2", ("--operator",)),
+        (_mutant("adopt-a-sibling"), "S1", ("--runs=3",)),
         (_ANY_OWNER, "S", ("--runs=3", "--lost-answer")),
-        (_planted("create-over-a-tombstone"), "S5", ()),
-        (_planted("start-before-running"), "S2", ("--instances=2",)),
-        (_planted("stop-before-removal"), "S6", ("--instances=2",)),
+        (_mutant("create-over-a-tombstone"), "S5", ()),
+        (_mutant("start-before-running"), "S2", ("--instances=2",)),
+        (_mutant("stop-before-removal"), "S6", ("--instances=2",)),
     ],
     ids=lambda value: value.name if isinstance(value, Mutant) else "",
 )
-def test_a_planted_bug_is_found(mutant: Mutant, found: str, options: tuple[str, ...]):
+def test_a_mutant_is_caught(mutant: Mutant, found: str, options: tuple[str, ...]):
     done = run_mutated(mutant, "simulation.exhaustive", "--instances=1", "--runs=2", *options)
     summary, *path = done.stdout.splitlines() or [done.stderr]
     assert done.returncode == 1, done.stderr

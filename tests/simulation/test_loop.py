@@ -1,24 +1,33 @@
-"""The event loop of simulations: time that jumps, chance with a seed, processes that die and stand still."""
+"""The virtual event loop: time, order of callbacks, crashes and pauses of processes."""
 
 from __future__ import annotations
 
 import asyncio
-import random  # noqa: TID251 - chance with a seed
+import random  # noqa: TID251 - seeded
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from simulation.loop import START, Cut, Process, Stuck, VirtualClock, VirtualLoop, new_loop, undisturbed
+from simulation.loop import (
+    START,
+    Deadlock,
+    Interruption,
+    VirtualClock,
+    VirtualLoop,
+    VirtualProcess,
+    new_loop,
+    without_gc,
+)
 
 
 def run(work: Any, seed: int = 1) -> Any:
-    with undisturbed():
-        return live(work, seed)
+    with without_gc():
+        return run_with_gc(work, seed)
 
 
-def live(work: Any, seed: int) -> Any:
-    loop = new_loop(random.Random(seed))  # noqa: S311 - chance with a seed
+def run_with_gc(work: Any, seed: int) -> Any:
+    loop = new_loop(random.Random(seed))  # noqa: S311 - seeded
     return loop.run(work(loop))
 
 
@@ -42,11 +51,11 @@ def test_a_cancelled_timer_does_not_move_time():
     assert run(work) == 1
 
 
-def test_waiting_for_nothing_is_told():
+def test_waiting_forever_is_an_error():
     async def work(_: VirtualLoop) -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(Stuck):
+    with pytest.raises(Deadlock):
         run(work)
 
 
@@ -65,40 +74,40 @@ def order_of(seed: int) -> list[int]:
     return found
 
 
-def test_what_is_ready_comes_in_an_order_that_the_seed_decides():
+def test_the_seed_decides_the_order_of_ready_callbacks():
     assert order_of(1) == order_of(1)
     assert len({tuple(order_of(seed)) for seed in range(10)}) > 5
 
 
-def process(loop: VirtualLoop, work: Coroutine[Any, Any, Any], **given: Any) -> Process:
-    made = Process(loop, "one", **given)
+def process(loop: VirtualLoop, work: Coroutine[Any, Any, Any], **given: Any) -> VirtualProcess:
+    made = VirtualProcess(loop, "one", **given)
     made.start(work)
     return made
 
 
 def test_a_crash_runs_no_clean_up():
     async def work(loop: VirtualLoop) -> list[str]:
-        told: list[str] = []
+        events: list[str] = []
 
         async def victim() -> None:
             try:
                 while True:
                     await asyncio.sleep(1)
-                    told.append("alive")
+                    events.append("alive")
             finally:
-                told.append("cleaned up")
+                events.append("cleaned up")
 
         one = process(loop, victim())
         await asyncio.sleep(2.5)
         one.crash()
         await asyncio.sleep(100)
-        return [*told]
+        return [*events]
 
     assert run(work) == ["alive", "alive"]
 
 
 @pytest.mark.parametrize("step", range(1, 8))
-def test_a_process_can_be_cut_at_each_step(step: int):
+def test_a_process_can_crash_before_each_step(step: int):
     async def work(loop: VirtualLoop) -> tuple[int, bool]:
         done: list[int] = []
 
@@ -107,7 +116,7 @@ def test_a_process_can_be_cut_at_each_step(step: int):
                 await asyncio.sleep(1)
                 done.append(number)
 
-        one = process(loop, victim(), cuts=[Cut(step=step)])
+        one = process(loop, victim(), interruptions=[Interruption(step=step)])
         await asyncio.sleep(100)
         return len(done), one.dead
 
@@ -116,7 +125,7 @@ def test_a_process_can_be_cut_at_each_step(step: int):
     assert done < step
 
 
-def test_a_paused_process_goes_on_where_it_was():
+def test_a_paused_process_continues_where_it_was():
     async def work(loop: VirtualLoop) -> list[float]:
         at: list[float] = []
 
@@ -125,7 +134,7 @@ def test_a_paused_process_goes_on_where_it_was():
                 await asyncio.sleep(1)
                 at.append(loop.time())
 
-        process(loop, victim(), cuts=[Cut(step=4, pause_s=50.0)])
+        process(loop, victim(), interruptions=[Interruption(step=4, pause_s=50.0)])
         await asyncio.sleep(200)
         return [*at]
 
@@ -135,38 +144,38 @@ def test_a_paused_process_goes_on_where_it_was():
     assert len(late) == 2
 
 
-def test_what_a_process_starts_belongs_to_it():
+def test_tasks_and_timers_of_a_process_crash_with_it():
     async def work(loop: VirtualLoop) -> list[str]:
-        told: list[str] = []
+        events: list[str] = []
 
         async def child() -> None:
             await asyncio.sleep(5)
-            told.append("child")
+            events.append("child")
 
         async def parent() -> None:
             task = asyncio.create_task(child())
-            loop.call_later(5, told.append, "timer")
+            loop.call_later(5, events.append, "timer")
             await task
 
         one = process(loop, parent())
         await asyncio.sleep(1)
         one.crash()
         await asyncio.sleep(100)
-        return [*told]
+        return [*events]
 
     assert run(work) == []
 
 
-def test_a_skewed_clock_is_off_and_its_monotonic_is_not():
+def test_skew_moves_the_wall_clock_only():
     async def work(loop: VirtualLoop) -> tuple[float, float]:
-        skewed = VirtualClock(loop, Process(loop, "one", skew_s=-30.0))
+        skewed = VirtualClock(loop, VirtualProcess(loop, "one", skew_s=-30.0))
         await asyncio.sleep(10)
         return (skewed.now() - START).total_seconds(), skewed.monotonic()
 
     assert run(work) == (-20.0, 10.0)
 
 
-def test_an_error_that_nobody_catches_ends_the_run():
+def test_an_unhandled_error_ends_the_run():
     async def work(loop: VirtualLoop) -> None:
         loop.call_later(1, lambda: 1 // 0)
         await asyncio.sleep(10)

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from simulation.campaign import Settings
+from simulation.campaign import CampaignSettings
 from simulation.mutants import MUTANTS
 from simulation.run_mutant import run_mutant
 
-SETTINGS = Settings(hours=0.5, instances=10)
+SETTINGS = CampaignSettings(hours=0.5, instances=10)
 #: Some of each kind that need few seeds.
 QUICK = (
     "claim-without-epoch",

@@ -1,4 +1,4 @@
-"""From a violation to the least that shows it."""
+"""Shrinking of violations, and their reports."""
 
 from __future__ import annotations
 
@@ -9,71 +9,73 @@ import pytest
 
 from remuda.cli.output import Output
 from remuda.domain.errors import InvariantViolated
-from simulation.cli import Request, run_simulate
-from simulation.invariants import Safety, Violation
-from simulation.plan import draw
+from simulation.__main__ import run_one
+from simulation.campaign import CampaignSettings
+from simulation.faults import Swarm
+from simulation.invariants import SafetyInvariants, Violation
+from simulation.plan import draw_plan
 from simulation.run import simulate
-from simulation.shrink import fewest, shrink, tell
+from simulation.shrink import describe, minimize, shrink
 from simulation.world import World
 
 
-def test_fewest_leaves_what_is_needed():
+def test_minimize_keeps_the_needed_items():
     needed = {3, 17}
-    assert fewest(list(range(40)), lambda items: needed <= set(items)) == [3, 17]
+    assert minimize(list(range(40)), lambda items: needed <= set(items)) == [3, 17]
 
 
-def test_fewest_of_what_needs_nothing_is_nothing():
-    assert fewest(list(range(10)), lambda _: True) == []
+def test_minimize_of_an_always_failing_check_is_empty():
+    assert minimize(list(range(10)), lambda _: True) == []
 
 
-def test_a_violation_is_cut_down_and_told(monkeypatch: pytest.MonkeyPatch):
-    """A rule that is wrong on purpose: no instance may ever be claimed."""
-    judge = Safety.record_written
+def test_a_violation_is_shrunk_and_described(monkeypatch: pytest.MonkeyPatch):
+    """With a wrong rule: no instance may ever be claimed."""
+    check = SafetyInvariants.record_written
 
-    def strict(self: Safety, instance_id: str) -> None:
-        judge(self, instance_id)
+    def strict(self: SafetyInvariants, instance_id: str) -> None:
+        check(self, instance_id)
         record = self._world.database.instances.get(instance_id)
         if record is not None and record.epoch > 1:
             self.violated("S1", f"{instance_id} was claimed", instance_id)
 
-    monkeypatch.setattr(Safety, "record_written", strict)
-    worlds = (simulate(draw(seed, hours=0.3, instances=6)) for seed in range(40))
+    monkeypatch.setattr(SafetyInvariants, "record_written", strict)
+    worlds = (simulate(draw_plan(seed, hours=0.3, instances=6)) for seed in range(40))
     found = next(world for world in worlds if world.violation is not None)
     shrunk = shrink(found, tries=60)
-    assert shrunk.least.violation is not None
-    assert shrunk.least.violation.invariant == "S1"
-    assert len(shrunk.least.plan.operations) < len(found.plan.operations) / 2
-    lines = list(tell(shrunk))
+    assert shrunk.smallest.violation is not None
+    assert shrunk.smallest.violation.invariant == "S1"
+    assert len(shrunk.smallest.plan.operations) < len(found.plan.operations) / 2
+    lines = list(describe(shrunk))
     assert lines[0].startswith(f"seed {found.plan.seed}: S1 at ")
     assert "operations:" in lines
     assert "timeline:" in lines
-    assert f"history of {shrunk.least.violation.instance_id}:" in lines
+    assert f"history of {shrunk.smallest.violation.instance_id}:" in lines
     assert " claim " in lines[-1]
 
 
-def test_a_violation_says_how_to_see_its_world_again(
+def test_a_report_ends_with_the_command_for_the_full_trace(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(Safety, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
-    asked = Request(seeds=1, hours=0.1, instances=4, faults="few", seed=1, trace=False, first=None, workers=None)
-    assert run_simulate(asked, Output(as_json=True, quiet=True)) == InvariantViolated.exit_code
-    (tale,) = json.loads(capsys.readouterr().out)["tales"]
-    assert tale[-1] == "see all of it: python -m simulation --seed 1 --hours 0.1 --instances 4 --faults few --trace"
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    settings = CampaignSettings(hours=0.1, instances=4, faults=Swarm.FEW)
+    assert run_one(1, settings, Output(as_json=True, quiet=True)) == InvariantViolated.exit_code
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    assert report[-1] == "full trace: python -m simulation --seed 1 --hours 0.1 --instances 4 --faults few --trace"
 
 
 def test_a_world_stops_at_its_first_violation(monkeypatch: pytest.MonkeyPatch):
-    told: list[float] = []
-    monkeypatch.setattr(World, "stop", _noting(World.stop, told))
-    monkeypatch.setattr(Safety, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
-    outcome = simulate(draw(1, hours=0.1, instances=4))
-    assert outcome.violation is not None
-    assert outcome.violation.invariant == "S8"
-    assert len(set(told)) == 1
+    times: list[float] = []
+    monkeypatch.setattr(World, "stop", _recording(World.stop, times))
+    monkeypatch.setattr(SafetyInvariants, "launched", lambda self, machine: self.violated("S8", machine.instance_id))
+    result = simulate(draw_plan(1, hours=0.1, instances=4))
+    assert result.violation is not None
+    assert result.violation.invariant == "S8"
+    assert len(set(times)) == 1
 
 
-def _noting(stop: Callable[[World, Violation], None], told: list[float]) -> Callable[[World, Violation], None]:
-    def noted(self: World, violation: Violation) -> None:
-        told.append(violation.at)
+def _recording(stop: Callable[[World, Violation], None], times: list[float]) -> Callable[[World, Violation], None]:
+    def recorded(self: World, violation: Violation) -> None:
+        times.append(violation.at)
         stop(self, violation)
 
-    return noted
+    return recorded

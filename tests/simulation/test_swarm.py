@@ -1,4 +1,4 @@
-"""The short campaign: half an hour with ten instances, each seed under its own half of the faults."""
+"""The short campaign: half an hour with ten instances, each seed with its own half of the faults."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from operator import itemgetter
 import pytest
 
 from remuda.domain.transitions import TRANSITIONS
-from simulation.campaign import Settings, run_many
-from simulation.coverage import IMPOSSIBLE, wonders
+from simulation.campaign import CampaignSettings, run_many
 from simulation.faults import Fault, Swarm, parse_faults
 from simulation.mutants import MUTANTS
 from simulation.run import simulate
-from simulation.shrink import shrink, tell
+from simulation.shrink import describe, shrink
 
 SEEDS = 500
-SETTINGS = Settings(hours=0.5, instances=10)
-SMALL = Settings(hours=0.25, instances=5)
+SETTINGS = CampaignSettings(hours=0.5, instances=10)
+SMALL = CampaignSettings(hours=0.25, instances=5)
 FEW_FAULTS = replace(SMALL, faults=Swarm.FEW)
 FEW_SEEDS = 100
-#: Bugs that were found, and the seeds that find them where they are planted again (see `mutants.py`).
-ONCE_BROKEN = {
+#: Bugs that the simulation found, and the seeds that find their mutants.
+FOUND_BUGS = {
     "duplicates-of-the-unclaimed": 248,
     "gone-by-an-old-list": 68,
     "messages-that-came-back": 24,
@@ -31,44 +30,42 @@ ONCE_BROKEN = {
     "renewal-that-comes-late": 30,
     "renewal-that-lasts-longer": 364,
 }
-#: In which worlds each of them is hunted.
-WORLDS = {mutant.name: mutant.settings or SETTINGS for mutant in MUTANTS}
-#: A new machine's registration was taken for a ghost while its provision stood still: found where these faults are on.
-GHOST_BEFORE_ITS_RECORD = 620_239
-WITH = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"
-#: Of the small worlds of the long campaign.
-BROKEN_WHILE_SMALL = {"quarantine-unseen": 422, "born expired": 7260, "a drain over a quarantine": 13_866}
+#: Settings that each mutant is simulated with.
+MUTANT_SETTINGS = {mutant.name: mutant.settings or SETTINGS for mutant in MUTANTS}
+#: The registration of a new machine was removed as stale while its provision was paused.
+REMOVED_BEFORE_ITS_RECORD = 620_239
+REMOVED_FAULTS = "reset-failed,listener-dies,write-unsure,slow-call,agent-pause,terminate,pause,throttled"
+#: Bugs that the small worlds of the long campaign found.
+FOUND_IN_SMALL_WORLDS = {"quarantine-unseen": 422, "expired at creation": 7260, "a drain over a quarantine": 13_866}
 
 
-def story(seed: int, settings: Settings = SETTINGS) -> str:
-    return "\n".join(tell(shrink(simulate(settings.plan(seed)), tries=60)))
+def report(seed: int, settings: CampaignSettings = SETTINGS) -> str:
+    return "\n".join(describe(shrink(simulate(settings.plan(seed)), tries=60)))
 
 
 @pytest.mark.timeout(1_200)
 def test_no_invariant_is_violated_in_the_short_campaign():
     summary = run_many(range(SEEDS), SETTINGS, workers=2)
     assert summary.seeds == SEEDS
-    assert not summary.violations, story(min(summary.violations))
+    assert not summary.violations, report(min(summary.violations))
     missing = [fault.value for fault in Fault if not summary.faults[fault]]
     assert not missing, f"these faults never happened: {missing}"
-    unused = [row.name for row in TRANSITIONS if not summary.stats[f"row {row.name}"]]
+    unused = [row.name for row in TRANSITIONS if not summary.stats[f"transition {row.name}"]]
     assert not unused, f"these transitions never happened: {unused}"
-    seen = [f"{fault} while {state}: {IMPOSSIBLE[fault, state]}" for fault, state in wonders(summary.coverage)]
-    assert not seen, f"these cannot happen, and did: {seen}"
 
 
 def test_no_invariant_is_violated_with_few_faults():
     summary = run_many(range(FEW_SEEDS), FEW_FAULTS, workers=2)
-    assert not summary.violations, story(min(summary.violations), FEW_FAULTS)
+    assert not summary.violations, report(min(summary.violations), FEW_FAULTS)
 
 
 @pytest.mark.parametrize(
     ("seed", "settings"),
     [
-        *sorted({(seed, WORLDS[name]) for name, seed in ONCE_BROKEN.items()}, key=itemgetter(0)),
-        *((seed, SMALL) for seed in BROKEN_WHILE_SMALL.values()),
-        (GHOST_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(WITH))),
+        *sorted({(seed, MUTANT_SETTINGS[name]) for name, seed in FOUND_BUGS.items()}, key=itemgetter(0)),
+        *((seed, SMALL) for seed in FOUND_IN_SMALL_WORLDS.values()),
+        (REMOVED_BEFORE_ITS_RECORD, replace(SMALL, faults=parse_faults(REMOVED_FAULTS))),
     ],
 )
-def test_what_was_broken_once_holds(seed: int, settings: Settings):
+def test_seeds_of_found_bugs_violate_nothing(seed: int, settings: CampaignSettings):
     assert not simulate(settings.plan(seed)).violation

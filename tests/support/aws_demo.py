@@ -36,10 +36,10 @@ from remuda.cli.demo.report import (
     show_report,
 )
 from remuda.cli.output import Output
-from remuda.config.settings import load
+from remuda.config.sources import load
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError, Unavailable
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView
 from remuda.ports.event_log import SilentEventLog
@@ -72,7 +72,7 @@ TIMES = {
     "provision-timeout-sec": 200,
     "margin-sec": 1,
     "unrecorded-grace-sec": 5,
-    "ghost-grace-sec": 5,
+    "stale-registration-grace-sec": 5,
     "gone-after-sec": 2,
 }
 #: Each job leaves a file, and fails if it finds that of another job.
@@ -364,7 +364,8 @@ async def _started(github: FakeGitHubClient, job: JobView) -> bool:
 
 
 def _is_retired_by_spot(record: Instance | None) -> bool:
-    return record is not None and record.state in {State.TERMINATING, State.TERMINATED} and "spot" in record.retire
+    ended = record is not None and record.state in {State.TERMINATING, State.TERMINATED}
+    return ended and record is not None and record.retire_reason is RetireReason.SPOT_NOTICE
 
 
 def _instances(jobs: Sequence[JobView]) -> set[str]:
@@ -391,12 +392,12 @@ async def _run_demo(output: Output, stack: AwsStack, results: DemoResults, *, sh
     environment = stack.environment(REMUDA_CONFIG=str(_configure(stack)))
     # This process uses the same servers as the commands.
     os.environ.update({name: value for name, value in environment.items() if name.startswith("AWS_")})
-    settings = load({}, environ=environment).settings
+    settings = load({}, environ=environment)
     async with (
         ec2_machines_in_new_folder(
             ec2_url=stack.ec2.url, folder=stack.folder / "machines", log=lambda line: output.say(f"    {line}")
         ) as machines,
-        open_context(settings, SilentEventLog(), credentialed=False) as context,
+        open_context(settings, SilentEventLog(), needs_github=False) as context,
     ):
         demo = AwsDemo(
             output=output,

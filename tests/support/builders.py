@@ -10,7 +10,6 @@ from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import (
     Announce,
-    Cause,
     Claim,
     Commit,
     Confirm,
@@ -22,6 +21,7 @@ from remuda.domain.transitions import (
     Renew,
     RenewCredential,
     Retire,
+    RetireReason,
     ReturnToPool,
 )
 from tests.support.records import assignment, at, instance, instance_id
@@ -46,8 +46,13 @@ def in_state(state: State, **changed: Any) -> Instance:
             "run_deadline": at(1_800),
         },
         State.IDLE: {"last_run_id": "1234", "announced_at": at(-5)},
-        State.TERMINATING: {"last_run_id": "1234", "retire": "expired", "threshold": at(0)},
-        State.TERMINATED: {"last_run_id": "1234", "retire": "expired", "threshold": at(0), "forget_at": at(600)},
+        State.TERMINATING: {"last_run_id": "1234", "retire_reason": RetireReason.EXPIRED, "threshold": at(0)},
+        State.TERMINATED: {
+            "last_run_id": "1234",
+            "retire_reason": RetireReason.EXPIRED,
+            "threshold": at(0),
+            "forget_at": at(600),
+        },
     }
     return replace(base, **{**values[state], **changed})
 
@@ -83,21 +88,16 @@ def evidence(record: Instance) -> dict[type, Event]:
         ReturnToPool(report=clean, idle_time_s=420.0),
         Announce(),
         Renew(until=at(420)),
-        Retire(reason="spot notice: soon"),
-        Quarantine(reason="quarantined: odd", until=at(3_600)),
+        Retire(reason=RetireReason.SPOT_NOTICE, detail="soon"),
+        Quarantine(detail="odd", until=at(3_600)),
         Confirm(keep_records_s=600.0),
     )
     return {type(event): event for event in events}
 
 
-def end(record: Instance, cause: Cause, **changed: Any) -> End:
-    """An end with all the evidence that its cause could need."""
+def end(record: Instance, reason: RetireReason, **changed: Any) -> End:
+    """Return an end with all the evidence that its reason may require."""
     failed = Signal.UD_REMOVE_REG_FAILED if record.state is State.RELEASING else Signal.UD_REG_FAILED
-    signal = failed if cause is Cause.FAILED else Signal.UD_REMOVE_REG_REMOVE_RUN_OK
-    values: dict[str, Any] = {
-        "cause": cause,
-        "report": report(signal, record.epoch),
-        "reason": "too old" if cause is Cause.RETIRED else "",
-        "owner": OWNER,
-    }
+    signal = failed if reason is RetireReason.FAILED else Signal.UD_REMOVE_REG_REMOVE_RUN_OK
+    values: dict[str, Any] = {"reason": reason, "report": report(signal, record.epoch), "owner": OWNER}
     return End(**{**values, **changed})

@@ -12,16 +12,16 @@ import remuda.adapters.aws.secrets
 import remuda.adapters.aws.sqs
 import remuda.adapters.github.auth
 import remuda.adapters.github.client
-import remuda.cli.commands
 import remuda.cli.doctor
 import remuda.cli.local_backend
 import remuda.cli.main
+import remuda.cli.maintenance
 import remuda.cli.operator
 import remuda.cli.report
 import remuda.cli.run_workflow
-import remuda.cli.scale_down
+import remuda.cli.runs
+import remuda.cli.status
 import remuda.cli.terminal
-import remuda.cli.watch
 import tests.support.cli
 from remuda.adapters.aws.clients import open_session
 

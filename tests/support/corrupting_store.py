@@ -11,7 +11,7 @@ from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.serialization import from_document, parse
-from remuda.domain.signals import Report, Signal
+from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -144,9 +144,20 @@ class SpoiledStore(MemoryInstanceStore):
         found = await super().wait_for_report(instance_id, since, timeout_s)
         return self._spoil.read(Report, instance_id, found)
 
-    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+    async def write_signal(
+        self,
+        instance_id: str,
+        *,
+        epoch: int,
+        signal: Signal,
+        detail: str = "",
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> None:
         self._spoil.documents.pop((Report, instance_id), None)
-        await super().write_signal(instance_id, epoch=epoch, signal=signal, detail=detail)
+        await super().write_signal(
+            instance_id, epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure
+        )
 
     # Provisions, configuration, sightings
 

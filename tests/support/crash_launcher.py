@@ -93,8 +93,9 @@ class _Port:
 
 
 def run_cli(crash: Crash | None, agent_crash: str, once: str, arguments: Sequence[str]) -> int:
-    commands = _module("remuda.cli.commands")
-    original = commands.open_context
+    # Replaced before the commands import it.
+    wiring = _module("remuda.wiring")
+    original = wiring.open_context
 
     @asynccontextmanager
     async def open_context(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -105,7 +106,7 @@ def run_cli(crash: Crash | None, agent_crash: str, once: str, arguments: Sequenc
             ports = {name: crash.wrap(getattr(context, name), name) for name in ("store", "pool", "compute", "github")}
             yield replace(context, **ports)
 
-    commands.open_context = open_context
+    wiring.open_context = open_context
     if agent_crash:
         _change_agents(agent_crash, once)
     return int(_module("remuda.cli.main").main(list(arguments)))
@@ -118,15 +119,15 @@ def _module(name: str) -> Any:
 
 def _change_agents(agent_crash: str, once: str) -> None:
     """Machines get this program in place of `remuda agent`."""
-    bootstrap = _module("remuda.wiring")
-    original = bootstrap.LocalCompute
+    wiring = _module("remuda.wiring.local")
+    original = wiring.LocalCompute
 
     def local_compute(**ports: Any) -> Any:
         _python, _m, _remuda, *agent = ports["agent_command"]
         this = [sys.executable, __file__, "--crash", agent_crash, "--once", once, "--"]
         return original(**{**ports, "agent_command": [*this, *agent]})
 
-    bootstrap.LocalCompute = local_compute
+    wiring.LocalCompute = local_compute
 
 
 def run_agent(crash: Crash, arguments: Sequence[str]) -> int:

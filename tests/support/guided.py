@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["remuda", "yaml", "tomllib"]):
     from remuda.adapters.github import answers
     from remuda.adapters.sqlite import documents
     from remuda.cli.workflow_file import load_workflow, parse_workflow
-    from remuda.config.settings import load
+    from remuda.config.sources import load
     from remuda.domain.errors import RemudaError
     from remuda.domain.instance import Instance
     from remuda.domain.resources import PoolMessage, TypePatterns

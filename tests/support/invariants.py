@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from remuda.domain.instance import ABSORBING, Instance, State
+from remuda.domain.instance import ABSORBING, Instance, RetireReason, State
 from remuda.domain.signals import Verdict, registration_verdict, removal_verdict
 from remuda.domain.thresholds import expired
 from remuda.ports.compute import MachineState
 from simulation.memory.github import MemoryJob
-from simulation.memory.store import Changes
+from simulation.memory.store import ChangeNotifier
 
 if TYPE_CHECKING:
     from tests.support.world import World
 
 
-class Law(Changes):
+class Law(ChangeNotifier):
     """Sees every write of a record as it happens, and notes what must not be (lifecycle, section 6)."""
 
     def __init__(self, world: World) -> None:
@@ -25,14 +25,14 @@ class Law(Changes):
         self._known: dict[str, Instance] = {}
         self.broken: list[str] = []
 
-    def tell(self, key: tuple[type, str]) -> None:
+    def notify(self, key: tuple[type, str]) -> None:
         if key[0] is Instance:
             after = self._world.database.instances.get(key[1])
             before = self._known.get(key[1])
             if after is not None:
                 self._known[key[1]] = after
                 self.broken += [f"{key[1]}: {what}" for what in self._judge(before, after)]
-        super().tell(key)
+        super().notify(key)
 
     def job_starts(self, job: MemoryJob, instance_id: str) -> None:
         record = self._world.database.instances[instance_id]
@@ -53,7 +53,7 @@ class Law(Changes):
             yield f"S1: epoch {before.epoch} to {after.epoch}, owner {before.owner} to {after.owner}"
         if after.state is State.IDLE and before.state is State.RELEASING:
             yield from self._judge_clean(after)
-        ordered = after.retire.startswith("terminated by an operator")
+        ordered = after.retire_reason is RetireReason.TERMINATED_BY_OPERATOR
         if after.state is State.TERMINATING and before.state in {State.RUNNING, State.RELEASING} and not ordered:
             yield from self._judge_end(before)
         if after.state is State.TERMINATED and world.cloud.state(after.instance_id) not in {

@@ -16,6 +16,7 @@ from typing import Any
 
 from remuda import procfs
 from remuda.adapters.system.clock import SystemClock
+from remuda.config.declaration import variable
 from remuda.fake_github import read_endpoint
 from remuda.fake_github.client import FakeGitHubClient, RunnerView
 from tests.support.cli import CLI, CommandResult, ForkedProcess, run_cli, start_cli
@@ -26,15 +27,22 @@ POLL_S = 0.05
 REPO = "remuda/demo"
 CRASH_LAUNCHER = "tests.support.crash_launcher"
 #: Settings with which instances expire within a test.
-SHORT_LIFETIMES = (
-    *("--release-time-sec", "8", "--unrecorded-grace-sec", "3", "--gone-after-sec", "1"),
-    *("--ghost-grace-sec", "3", "--reannounce-sec", "5", "--margin-sec", "1"),
-)
+SHORT_LIFETIMES: dict[str, Any] = {
+    "release_time_sec": 8,
+    "unrecorded_grace_sec": 3,
+    "gone_after_sec": 1,
+    "stale_registration_grace_sec": 3,
+    "republish_sec": 5,
+    "margin_sec": 1,
+}
 #: Settings with which no instance expires during a test, even on a busy computer.
-LONG_LIFETIMES = (
-    *("--idle-time-sec", "600", "--release-time-sec", "90", "--unrecorded-grace-sec", "90"),
-    *("--ghost-grace-sec", "90", "--reannounce-sec", "600"),
-)
+LONG_LIFETIMES: dict[str, Any] = {
+    "idle_time_sec": 600,
+    "release_time_sec": 90,
+    "unrecorded_grace_sec": 90,
+    "stale_registration_grace_sec": 90,
+    "republish_sec": 600,
+}
 
 
 def run_local(folder: Path, *arguments: str, environment: Mapping[str, str] = os.environ) -> CommandResult:
@@ -51,14 +59,23 @@ class LocalBackend:
     # Commands
 
     async def start(
-        self, *arguments: str, crash: str = "", agent_crash: str = "", once: Path | None = None
+        self,
+        *arguments: str,
+        crash: str = "",
+        agent_crash: str = "",
+        once: Path | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> ForkedProcess:
+        """Start a command. `settings` are given as environment variables."""
+        variables = {variable(name): str(value) for name, value in (settings or {}).items()}
         words = [arguments[0], "--dir", str(self.folder), *arguments[1:]]
         program = CLI
         if crash or agent_crash:
             words = ["--crash", crash, "--agent-crash", agent_crash, "--once", str(once or ""), "--", *words]
             program = CRASH_LAUNCHER
-        process = await start_cli(words, environment=self.environment, cwd=self.folder.parent, program=program)
+        process = await start_cli(
+            words, environment={**self.environment, **variables}, cwd=self.folder.parent, program=program
+        )
         self._started.append(process)
         return process
 
@@ -69,11 +86,14 @@ class LocalBackend:
         assert code is None or result.code == code, f"{arguments} ended with {result}"
         return result
 
-    async def up(self, *settings: str, sweeper: bool = False) -> None:
+    async def refresh(self, **settings: object) -> CommandResult:
+        return await self.run("refresh", settings=settings)
+
+    async def up(self, *, sweeper: bool = False, **settings: object) -> None:
         await self.run("up")
         if not sweeper:
             self.kill_sweeper()
-        await self.run("refresh", *SHORT_LIFETIMES, *settings)
+        await self.refresh(**{**SHORT_LIFETIMES, **settings})
 
     async def provision(self, run_id: str, count: int = 1, *more: str, **crash: Any) -> CommandResult:
         timeout = () if "--provision-timeout-sec" in more else ("--provision-timeout-sec", "100")
@@ -212,5 +232,5 @@ class LocalBackend:
         return record is None or record["state"] not in {"created", "claimed", "running", "releasing"}
 
     def summary(self) -> str:
-        shown = ("instanceId", "state", "epoch", "runId", "lastRunId", "threshold", "retire", "resourceClass")
+        shown = ("instanceId", "state", "epoch", "runId", "lastRunId", "threshold", "retireReason", "resourceClass")
         return "\n".join(str({key: item[key] for key in shown}) for item in self.records().values())

@@ -50,11 +50,11 @@ def entry(transition: str = "test", **changed: Any) -> HistoryEntry:
     values: dict[str, Any] = {
         "at": NOW,
         "transition": transition,
-        "source": "idle",
-        "target": "idle",
+        "source": State.IDLE,
+        "target": State.IDLE,
         "epoch": 1,
         "run_id": "",
-        "by": "refresh",
+        "by": Actor.REFRESH,
         "why": "a test",
     }
     return HistoryEntry(**{**values, **changed})
@@ -64,9 +64,9 @@ def birth(record: Instance) -> Change:
     """Any record at all, put where there is none."""
     return Change(
         instance_id=record.instance_id,
-        guard=WriteCondition(state=None, epoch=record.epoch),
+        condition=WriteCondition(state=None, epoch=record.epoch),
         sets={item.name: getattr(record, item.name) for item in fields(Instance)},
-        entry=entry("birth", source="", target=record.state.value),
+        entry=entry("birth", source=None, target=record.state),
     )
 
 
@@ -74,7 +74,7 @@ def change(record: Instance, guard: WriteCondition | None = None, transition: st
     """Guarded by the record's state and epoch, unless told otherwise."""
     return Change(
         instance_id=record.instance_id,
-        guard=guard or WriteCondition(state=record.state, epoch=record.epoch),
+        condition=guard or WriteCondition(state=record.state, epoch=record.epoch),
         sets=sets,
         entry=entry(transition),
     )

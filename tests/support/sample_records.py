@@ -15,7 +15,7 @@ from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import transaction
 from remuda.adapters.sqlite.documents import encode
 from remuda.adapters.sqlite.schema import connect, create
-from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
@@ -30,20 +30,15 @@ from tests.support.records import NOW
 SampleInstance = tuple[Instance, list[HistoryEntry]]
 
 _TYPES = {"medium": "c6i.large", "large": "c6i.xlarge", "xlarge": "m6i.2xlarge"}
-#: Transition, reason and actor of a termination.
-_ENDS = (
-    ("end-idle", "its time as idle is up", "refresh"),
-    ("end-idle", "beyond the idle quota of 40", "scale-down"),
-    ("end-releasing", "no heartbeat for 95 s: its agent or its machine is dead", "refresh"),
-    ("end-running", "spot notice: terminate", "refresh"),
-)
+#: Reasons of terminations.
+_ENDS = (RetireReason.EXPIRED, RetireReason.TOO_OLD, RetireReason.FAILED, RetireReason.SPOT_NOTICE)
 #: By state: next transition, its target state, actor and reason.
 _NEXT = {
-    State.CREATED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
-    State.CLAIMED: ("commit", State.RUNNING, "provision", "all instances of the run registered"),
-    State.RUNNING: ("release", State.RELEASING, "release", "the run is over"),
-    State.RELEASING: ("pool", State.IDLE, "release", "deregistered and reset"),
-    State.IDLE: ("claim", State.CLAIMED, "provision", "fits"),
+    State.CREATED: ("commit", State.RUNNING, Actor.PROVISION, "all instances of the run registered"),
+    State.CLAIMED: ("commit", State.RUNNING, Actor.PROVISION, "all instances of the run registered"),
+    State.RUNNING: ("release", State.RELEASING, Actor.RELEASE, "the run is over"),
+    State.RELEASING: ("pool", State.IDLE, Actor.RELEASE, "deregistered and reset"),
+    State.IDLE: ("claim", State.CLAIMED, Actor.PROVISION, "fits"),
 }
 #: Minimum and maximum seconds in each state.
 _DURATION_S = {
@@ -95,7 +90,7 @@ def write(
                     "INSERT OR REPLACE INTO history VALUES (?, ?, ?)", (record.instance_id, number + 1, encode(entry))
                 )
             tables.write_instance(connection, record, last)
-            report = Report(instance_id=record.instance_id).beaten(
+            report = Report(instance_id=record.instance_id).with_heartbeat(
                 at=to_milliseconds(now), busy=record.state is State.RUNNING, listening=True, notice="", version="1"
             )
             tables.write_report(connection, report)
@@ -135,21 +130,29 @@ def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> S
     age_s = sum(waits) + last_s + (rng.uniform(0, 1_800) if ends else 0)
     at = created_at = to_milliseconds(now - timedelta(seconds=age_s))
     epoch, run = 1, str(rng.randrange(4_000_000, 4_009_999))
-    entries = [_entry(at, "create", "", State.CREATED, epoch, run, "provision", "the pool had none that fits")]
+    entries = [_entry(at, "create", None, State.CREATED, epoch, run, Actor.PROVISION, "the pool had none that fits")]
     for wait, (state, after) in zip(waits, pairwise(states), strict=True):
         at = to_milliseconds(at + timedelta(seconds=wait))
         transition, _, by, why = _NEXT[state]
         if transition == "claim":
             epoch, run = epoch + 1, str(rng.randrange(4_000_000, 4_009_999))
-        entries.append(_entry(at, transition, state.value, after, epoch, run, by, why))
-    state, retire = states[-1], ""
+        entries.append(_entry(at, transition, state, after, epoch, run, by, why))
+    state = states[-1]
+    reason = rng.choice(_ENDS) if ends else None
     if ends:
         at = to_milliseconds(at + timedelta(seconds=last_s))
-        _, retire, by = rng.choice(_ENDS)
-        entries.append(_entry(at, f"end-{state}", state.value, State.TERMINATING, epoch, run, by, retire))
+        ended = _entry(at, f"end-{state}", state, State.TERMINATING, epoch, run, Actor.REFRESH, "no longer needed")
+        entries.append(replace(ended, retire_reason=reason))
         entries.append(
             _entry(
-                at + timedelta(seconds=20), "confirm", "terminating", State.TERMINATED, epoch, run, "refresh", "gone"
+                at + timedelta(seconds=20),
+                "confirm",
+                State.TERMINATING,
+                State.TERMINATED,
+                epoch,
+                run,
+                Actor.REFRESH,
+                "gone",
             )
         )
         state = State.TERMINATED
@@ -168,20 +171,20 @@ def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> S
         run_id=run if assigned else "",
         last_run_id="" if assigned else run,
         uses=epoch - 1,
-        retire=retire,
+        retire_reason=reason,
         forget_at=now + timedelta(days=7) if ends else None,
     )
     return record, entries
 
 
 def _entry(
-    at: datetime, name: str, source: str, target: State, epoch: int, run: str, by: str, why: str
+    at: datetime, name: str, source: State | None, target: State, epoch: int, run: str, by: Actor, why: str
 ) -> HistoryEntry:
     return HistoryEntry(
         at=to_milliseconds(at),
         transition=name,
         source=source,
-        target=target.value,
+        target=target,
         epoch=epoch,
         run_id=run,
         by=by,
@@ -236,7 +239,7 @@ def next_transition(record: Instance, *, now: datetime) -> SampleInstance:
     epoch = record.epoch + (transition == "claim")
     run = str(5_000_000 + epoch) if transition == "claim" else record.run_id or record.last_run_id
     assigned = target in {State.CLAIMED, State.RUNNING}
-    entry = _entry(now, transition, record.state.value, target, epoch, run, by, why)
+    entry = _entry(now, transition, record.state, target, epoch, run, by, why)
     changed = replace(
         record,
         state=target,

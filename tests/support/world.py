@@ -22,7 +22,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.instance import ASSIGNED, Assignment, Instance, State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.domain.resources import DEFAULT_CLASSES, Tier, TypePatterns, UsageClass
-from remuda.domain.signals import CREDENTIAL_REFUSED
+from remuda.domain.signals import FailureKind
 from remuda.domain.thresholds import Lifetimes
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import POOL_TAG
@@ -162,7 +162,7 @@ class Host:
                 _scope(assignment), assignment.credential.token, assignment.runner_name, assignment.labels
             )
         except UserError as error:
-            return StepResult(ok=False, detail=f"{CREDENTIAL_REFUSED}: {error.message}")
+            return StepResult(ok=False, detail=error.message, failure=FailureKind.CREDENTIAL_REFUSED)
         self._runner_id = runner.runner_id
         self._set(RunnerState(configured_as=assignment.runner_name))
         return outcome

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from remuda.config.settings import is_secret_arn, load, read_key
+from remuda.config.kinds import is_secret_arn
+from remuda.config.sources import load, read_private_key
 from remuda.domain.errors import UserError
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\n"
@@ -14,21 +15,21 @@ ARN = "arn:aws:secretsmanager:eu-central-1:123456789012:secret:remuda/ci/github-
 
 
 def test_text_stays_as_it_is():
-    assert read_key(PEM) == PEM
-    assert read_key("") == ""
+    assert read_private_key(PEM) == PEM
+    assert read_private_key("") == ""
 
 
 def test_a_file_is_read(tmp_path: Path):
     file = tmp_path / "app.pem"
     file.write_text(PEM)
-    assert read_key(str(file)) == PEM
+    assert read_private_key(str(file)) == PEM
 
 
 @pytest.mark.parametrize("value", ["/nowhere/app.pem", "s3cret-that-is-no-key", "x" * 5_000, "a\0b"])
 def test_what_cannot_be_read_is_one_sentence_without_the_value(value: str):
     with pytest.raises(UserError) as refused:
-        read_key(value)
-    assert "no file that can be read" in refused.value.message
+        read_private_key(value)
+    assert "neither PEM text nor the path of a readable file" in refused.value.message
     assert value not in refused.value.message
 
 
@@ -36,19 +37,19 @@ def test_a_file_that_is_no_key_is_told(tmp_path: Path):
     file = tmp_path / "notes.txt"
     file.write_text("hello")
     with pytest.raises(UserError, match="not PEM"):
-        read_key(str(file))
+        read_private_key(str(file))
 
 
 def test_an_arn_names_a_secret():
     assert is_secret_arn(ARN)
-    settings = load({}, environ={"REMUDA_GITHUB_TOKEN": ARN, "REMUDA_GITHUB_APP_KEY": ARN}).settings
+    settings = load({}, environ={"REMUDA_GITHUB_TOKEN": ARN, "REMUDA_GITHUB_APP_KEY": ARN})
     assert settings.github_token is not None
-    assert settings.github_token.get_secret_value() == ARN
+    assert settings.github_token.text == ARN
 
 
 @pytest.mark.parametrize("name", ["REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY"])
 def test_an_arn_of_something_else_is_refused(name: str):
     with pytest.raises(UserError) as refused:
         load({}, environ={name: "arn:aws:s3:::bucket"})
-    assert "something else than a secret" in refused.value.message
+    assert "a secret's ARN has the form" in refused.value.message
     assert refused.value.field == name

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one sentence or one document whatever went wrong."""
+"""Exit codes, errors and logs of a command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from remuda.cli.agent import main as run_agent
 from remuda.cli.main import app
 from remuda.cli.output import ConsoleEventLog, Output, early_log_format, set_log_format
 from remuda.cli.rendering.results import instance_document
-from remuda.cli.run import command
+from remuda.cli.run import run_command
 from remuda.config.settings import Settings
 from remuda.domain.errors import (
     CapacityError,
@@ -34,7 +33,7 @@ from remuda.domain.errors import (
 )
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
-from remuda.wiring import agent_logs
+from remuda.wiring.aws import agent_log_environment
 from tests.support.builders import in_state, report
 
 #: The documented exit codes.
@@ -63,7 +62,7 @@ def failing(error: BaseException) -> Any:
 def test_each_error_has_its_exit_code_and_its_document(
     error: RemudaError, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(Output(as_json=True), failing(error)) == code
+    assert run_command(Output(as_json=True), failing(error)) == code
     shown = capsys.readouterr()
     assert json.loads(shown.out)["error"]["type"] == type(error).__name__
     assert shown.err == "remuda: x\n"
@@ -71,12 +70,12 @@ def test_each_error_has_its_exit_code_and_its_document(
 
 def test_an_error_for_people_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     error = UserError("dir 'a\nb' [bold]is[/bold] wrong", field="--dir", fix="name another")
-    assert command(Output(as_json=False, quiet=True), failing(error)) == 2
+    assert run_command(Output(as_json=False, quiet=True), failing(error)) == 2
     assert capsys.readouterr() == ("", "remuda: dir 'a b' [bold]is[/bold] wrong; name another\n")
 
 
 def test_a_bug_is_one_sentence_with_its_place_and_exits_70(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Output(as_json=True), failing(KeyError("lost"))) == 70
+    assert run_command(Output(as_json=True), failing(KeyError("lost"))) == 70
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err
     assert len(shown.err.splitlines()) == 1
@@ -85,7 +84,7 @@ def test_a_bug_is_one_sentence_with_its_place_and_exits_70(capsys: pytest.Captur
 
 
 def test_an_interrupt_before_there_is_anything_to_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Output(as_json=False), failing(KeyboardInterrupt())) == 130
+    assert run_command(Output(as_json=False), failing(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == ""
 
 
@@ -97,7 +96,7 @@ def test_a_result_is_one_document_on_stdout(capsys: pytest.CaptureFixture[str]) 
         output.result({"run_id": "1"})
         return 0
 
-    assert command(output, work) == 0
+    assert run_command(output, work) == 0
     shown = capsys.readouterr()
     assert (json.loads(shown.out), shown.err) == ({"run_id": "1"}, "")
 
@@ -143,8 +142,8 @@ def test_an_agent_logs_one_line_an_event_in_either_format(why: str, capsys: pyte
 
 def test_agents_on_ec2_are_told_only_what_is_not_the_default() -> None:
     """Else every pool's launch template would change once more."""
-    assert agent_logs(Settings()) == {}
-    assert agent_logs(Settings(log_format="json")) == {"REMUDA_LOG_FORMAT": "json"}
+    assert agent_log_environment(Settings()) == {}
+    assert agent_log_environment(Settings(log_format="json")) == {"REMUDA_LOG_FORMAT": "json"}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_an_error_is_an_event_too_and_quiet_hides_the_rest(capsys: pytest.Captur
     output = Output(as_json=False, quiet=True)
     ConsoleEventLog(output, SystemClock()).record("launch", "why")
     output.say("x")
-    assert command(output, failing(UserError("dir is wrong", field="--dir", fix="name another"))) == 2
+    assert run_command(output, failing(UserError("dir is wrong", field="--dir", fix="name another"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     found = json.loads(line)
     assert (found["event"], found["level"], found["type"]) == ("error", "error", "UserError")
@@ -223,11 +222,9 @@ def test_the_format_is_known_before_the_settings_are(arguments: list[str], envir
     assert early_log_format(arguments, environ) == found
 
 
-def test_every_command_can_log_so() -> None:
-    for registered in app.registered_commands:
-        if not registered.hidden:
-            assert registered.callback is not None
-            assert "log_format" in signature(registered.callback).parameters, registered.callback.__name__
+def test_every_command_has_a_log_format() -> None:
+    for name, registered in app.commands.items():
+        assert "log_format" in {param.name for param in registered.params}, name
 
 
 SIGNALLED = """

@@ -1,4 +1,4 @@
-"""Where settings come from, and what is refused with which words."""
+"""Sources of settings, and the errors for invalid values."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 
 from remuda.cli.rendering.results import config_rows
-from remuda.config.settings import Loaded, Settings, flag, key, load, variable
+from remuda.config.declaration import flag, key, variable
+from remuda.config.settings import SETTINGS, Settings
+from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.resources import DEFAULT_CLASSES, ResourceClass, UsageClass
 
 SECRET = "ghp_s3cret"
 
 
-class File:
-    """A settings file in a folder of its own; what a test does not write does not exist."""
+class SettingsFile:
+    """A settings file in an empty directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def load(self, text: str, flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> Loaded:
+    def load(self, text: str, flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> Settings:
         self.path.write_text(text, encoding="utf-8")
         return load(flags or {}, environ=environ or {}, file=self.path)
 
@@ -32,9 +34,9 @@ class File:
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> File:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SettingsFile:
     monkeypatch.chdir(tmp_path)
-    return File(tmp_path / "settings.toml")
+    return SettingsFile(tmp_path / "settings.toml")
 
 
 @pytest.fixture(autouse=True)
@@ -53,21 +55,21 @@ def refuse(flags: dict[str, Any] | None = None, environ: dict[str, str] | None =
 
 def test_without_anything_every_setting_has_its_default() -> None:
     loaded = load({}, environ={})
-    assert loaded.settings == Settings()
-    assert set(loaded.origins.values()) == {"default"}
+    assert loaded == Settings()
+    assert loaded.origins == {}
     assert not loaded.given("idle_time_sec")
 
 
-def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file: File) -> None:
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file: SettingsFile) -> None:
     in_file = "idle-time-sec = 10\nmax-uses = 10\nmax-age-sec = 10\n"
     environ = {"REMUDA_IDLE_TIME_SEC": "20", "REMUDA_MAX_USES": "20"}
     loaded = file.load(in_file, {"idle_time_sec": "30"}, environ)
     names = ("idle_time_sec", "max_uses", "max_age_sec", "release_time_sec")
-    assert [(getattr(loaded.settings, name), loaded.origins[name]) for name in names] == [
+    assert [(getattr(loaded, name), loaded.origins.get(name)) for name in names] == [
         (30, "--idle-time-sec"),
         (20, "REMUDA_MAX_USES"),
         (10, "file: max-age-sec"),
-        (300, "default"),
+        (300, None),
     ]
     assert [loaded.given(name) for name in names] == [True, True, True, False]
 
@@ -83,17 +85,17 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file: Fil
 )
 def test_what_github_sets_is_used_unless_remudas_own_variable_is_set(name: str, source: str, value: Any) -> None:
     loaded = load({}, environ={source: str(value)})
-    assert (getattr(loaded.settings, name), loaded.origins[name]) == (value, source)
+    assert (getattr(loaded, name), loaded.origins[name]) == (value, source)
     other = {"github_scope": "octo/other", "github_api_url": "http://localhost:8080/api"}.get(name, "7")
     both = load({}, environ={source: str(value), variable(name): other})
-    assert (str(getattr(both.settings, name)), both.origins[name]) == (other, variable(name))
+    assert (str(getattr(both, name)), both.origins[name]) == (other, variable(name))
 
 
 @pytest.mark.parametrize(
     "address", ["nonsense", "http://h:port", "http://h:999999", "http://[", "ftp://h", "http:///x", "http://h/\0"]
 )
 def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(UserError, match="github-api-url is") as caught:
+    with pytest.raises(UserError, match="--github-api-url must be a URL") as caught:
         load({"github_api_url": address}, environ={})
     assert caught.value.field == "--github-api-url"
 
@@ -106,11 +108,11 @@ def test_a_token_that_is_none_is_refused_and_not_shown(token: str) -> None:
 
 
 def test_a_token_of_the_workflow_is_not_picked_up_unasked() -> None:
-    assert load({}, environ={"GITHUB_TOKEN": SECRET}).settings.github_token is None
+    assert load({}, environ={"GITHUB_TOKEN": SECRET}).github_token is None
 
 
-def test_an_empty_variable_counts_as_unset(file: File) -> None:
-    assert file.load("max-uses = 10", environ={"REMUDA_MAX_USES": ""}).settings.max_uses == 10
+def test_an_empty_variable_counts_as_unset(file: SettingsFile) -> None:
+    assert file.load("max-uses = 10", environ={"REMUDA_MAX_USES": ""}).max_uses == 10
 
 
 def test_an_empty_flag_is_a_value() -> None:
@@ -125,7 +127,7 @@ def test_one_name_in_three_spellings() -> None:
     )
 
 
-def test_an_error_names_the_source_that_the_value_came_from(file: File) -> None:
+def test_an_error_names_the_source_that_the_value_came_from(file: SettingsFile) -> None:
     assert refuse({"max_uses": "0"}).field == "--max-uses"
     assert refuse(environ={"REMUDA_MAX_USES": "0"}).field == "REMUDA_MAX_USES"
     assert refuse(environ={"GITHUB_RUN_ID": "1 2"}).field == "GITHUB_RUN_ID"
@@ -138,10 +140,10 @@ def test_an_error_names_the_source_that_the_value_came_from(file: File) -> None:
 def test_the_file_is_found_where_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "remuda.toml").write_text("max-uses = 1")
     (tmp_path / "other.toml").write_text("max-uses = 2")
-    assert load({}, environ={}).settings.max_uses == 1
-    assert load({}, environ={"REMUDA_CONFIG": "other.toml"}).settings.max_uses == 2
+    assert load({}, environ={}).max_uses == 1
+    assert load({}, environ={"REMUDA_CONFIG": "other.toml"}).max_uses == 2
     named = load({}, environ={"REMUDA_CONFIG": "missing.toml"}, file=tmp_path / "other.toml")
-    assert named.settings.max_uses == 2
+    assert named.max_uses == 2
 
 
 @pytest.mark.parametrize("name", ["missing.toml", "."], ids=["missing", "a folder"])
@@ -166,13 +168,13 @@ def test_a_named_file_that_cannot_be_read_is_an_error(name: str) -> None:
     ],
     ids=lambda text: text[:20],
 )
-def test_what_is_not_toml_is_told_with_the_file(file: File, text: str) -> None:
+def test_what_is_not_toml_is_told_with_the_file(file: SettingsFile, text: str) -> None:
     error = file.refuse(text)
     assert "settings.toml is not TOML" in error.message
     assert (error.field, "\n" in error.message) == ("config", False)
 
 
-def test_bytes_that_are_no_text_are_not_toml(file: File) -> None:
+def test_bytes_that_are_no_text_are_not_toml(file: SettingsFile) -> None:
     file.path.write_bytes(b"pool = '\xff\xfe'")
     with pytest.raises(UserError, match="is not TOML"):
         load({}, environ={}, file=file.path)
@@ -183,36 +185,36 @@ def test_bytes_that_are_no_text_are_not_toml(file: File) -> None:
     [
         ("idle-time = 5", "did you mean idle-time-sec?"),
         ("instance_count = 5", "did you mean instance-count?"),
-        ("zzz = 5", "remuda config lists the settings"),
-        ("[nested]\npool = 'x'", "remuda config lists the settings"),
+        ("zzz = 5", "'remuda config' lists the settings"),
+        ("[nested]\npool = 'x'", "'remuda config' lists the settings"),
     ],
 )
-def test_an_unknown_key_is_told_with_the_nearest_one(file: File, text: str, fix: str) -> None:
+def test_an_unknown_key_is_told_with_the_nearest_one(file: SettingsFile, text: str, fix: str) -> None:
     assert fix in file.refuse(text).fix
 
 
-def test_an_unknown_key_as_long_as_a_page_is_cut(file: File) -> None:
+def test_an_unknown_key_as_long_as_a_page_is_cut(file: SettingsFile) -> None:
     assert len(file.refuse(f"{'x' * 10_000} = 5").message) < 300
 
 
-@pytest.mark.parametrize("field", [name for name in Settings.model_fields if name != "run_id"])
+@pytest.mark.parametrize("field", list(SETTINGS))
 @pytest.mark.parametrize("value", ["true", "[[1]]", "1979-05-27", '{a = "s3cret"}'])
-def test_a_value_of_the_wrong_kind_is_refused_wherever_it_stands(file: File, field: str, value: str) -> None:
+def test_a_value_of_the_wrong_kind_is_refused_wherever_it_stands(file: SettingsFile, field: str, value: str) -> None:
     if (field, value) == ("ephemeral", "true"):
-        assert file.load("ephemeral = true").settings.ephemeral
+        assert file.load("ephemeral = true").ephemeral
         return
     error = file.refuse(f"{key(field)} = {value}")
     assert error.field == key(field)
-    assert error.fix
+    assert error.fix or "must be" in error.message
     assert len(error.message) < 300
 
 
-def test_classes_may_be_a_table_or_json(file: File) -> None:
+def test_classes_may_be_a_table_or_json(file: SettingsFile) -> None:
     wanted = (ResourceClass(name="small", cpu=1, memory_mib=512),)
     table = file.load("[resource-class-config.small]\ncpu = 1\nmmem = 512")
     json_text = load({"resource_class_config": '{"small": {"cpu": 1, "mmem": 512}}'}, environ={})
-    assert table.settings.resource_class_config == json_text.settings.resource_class_config == wanted
-    assert load({}, environ={}).settings.resource_class_config == DEFAULT_CLASSES
+    assert table.resource_class_config == json_text.resource_class_config == wanted
+    assert load({}, environ={}).resource_class_config == DEFAULT_CLASSES
 
 
 @pytest.mark.parametrize(
@@ -225,14 +227,12 @@ def test_malformed_classes_are_refused(text: str) -> None:
     assert len(error.message) < 300
 
 
-def test_types_may_be_a_list_in_the_file(file: File) -> None:
-    assert str(file.load('allowed-instance-types = ["c*", "m6i.large"]').settings.allowed_instance_types) == (
-        "c* m6i.large"
-    )
+def test_types_may_be_a_list_in_the_file(file: SettingsFile) -> None:
+    assert str(file.load('allowed-instance-types = ["c*", "m6i.large"]').allowed_instance_types) == ("c* m6i.large")
 
 
-def test_a_run_id_may_be_a_number_in_the_file(file: File) -> None:
-    assert file.load("run-id = 123").settings.run_id == "123"
+def test_a_run_id_may_be_a_number_in_the_file(file: SettingsFile) -> None:
+    assert file.load("run-id = 123").run_id == "123"
 
 
 # Paths and scripts ------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ def test_a_folder_that_cannot_be_one_is_refused(text: str) -> None:
 
 def test_a_script_may_be_text_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "boot.sh").write_text("echo hello")
-    assert load({"pre_runner_script": "echo hi"}, environ={}).settings.pre_runner_script == "echo hi"
-    assert load({"pre_runner_script": "@boot.sh"}, environ={}).settings.pre_runner_script == "echo hello"
+    assert load({"pre_runner_script": "echo hi"}, environ={}).pre_runner_script == "echo hi"
+    assert load({"pre_runner_script": "@boot.sh"}, environ={}).pre_runner_script == "echo hello"
 
 
 @pytest.mark.parametrize("text", ["@missing.sh", "@.", "@" + "x" * 9_999, "@a\0b", "x" * 10_001])
@@ -262,29 +262,29 @@ def test_a_script_that_cannot_be_used_is_refused(text: str) -> None:
 # Secrets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_secret_shows_nowhere(file: File) -> None:
+def test_a_secret_shows_nowhere(file: SettingsFile) -> None:
     loaded = file.load(f'github-token = "{SECRET}"')
-    assert loaded.settings.github_token is not None
-    assert loaded.settings.github_token.get_secret_value() == SECRET
-    shown = [repr(loaded), str(loaded.settings), loaded.settings.model_dump_json(), repr(config_rows(loaded))]
+    assert loaded.github_token is not None
+    assert loaded.github_token.text == SECRET
+    shown = [repr(loaded), str(loaded), repr(config_rows(loaded))]
     assert not any(SECRET in text for text in shown)
     assert config_rows(loaded)["github-token"] == {"value": "(hidden)", "source": "file: github-token"}
 
 
 @pytest.mark.parametrize("text", [f'["{SECRET}"]', f'{{a = "{SECRET}"}}'])
-def test_a_secret_of_the_wrong_kind_shows_in_no_error(file: File, text: str) -> None:
+def test_a_secret_of_the_wrong_kind_shows_in_no_error(file: SettingsFile, text: str) -> None:
     error = file.refuse(f"github-token = {text}")
     assert SECRET not in error.message + error.fix + repr(error) + repr(error.__cause__)
 
 
-def test_a_secret_shows_in_no_error_about_another_setting(file: File) -> None:
+def test_a_secret_shows_in_no_error_about_another_setting(file: SettingsFile) -> None:
     error = file.refuse(f'github-token = "{SECRET}"\nmax-uses = 0')
     assert SECRET not in error.message + error.fix + repr(error)
 
 
 def test_config_shows_each_setting_with_its_source() -> None:
     rows = config_rows(load({"usage_class": "spot"}, environ={}))
-    assert set(rows) == {key(name) for name in Settings.model_fields}
+    assert set(rows) == {key(name) for name in SETTINGS}
     assert rows["usage-class"] == {"value": UsageClass.SPOT.value, "source": "--usage-class"}
     assert rows["github-token"]["value"] is None
     assert rows["allowed-instance-types"]["value"] == "*"
@@ -301,7 +301,7 @@ def test_the_variables_of_terraform_aws_github_runner_work_as_they_are() -> None
         "MINIMUM_RUNNING_TIME_IN_MINUTES": "1.5",
         "RUNNER_BOOT_TIME_IN_MINUTES": "7",
     }
-    settings = load({}, environ=environ).settings
+    settings = load({}, environ=environ)
     policy = settings.scale_down_policy
     assert (settings.environment, policy.minimum_min, policy.boot_min) == ("ci", 1.5, 7)
     assert [(window.idle_count, window.eviction) for window in policy.windows] == [(2, "oldest_first")]
@@ -309,11 +309,11 @@ def test_the_variables_of_terraform_aws_github_runner_work_as_they_are() -> None
 
 def test_remudas_own_variables_come_before_them() -> None:
     loaded = load({}, environ={"ENVIRONMENT": "theirs", "REMUDA_ENVIRONMENT": "ours"})
-    assert loaded.settings.environment == "ours"
+    assert loaded.environment == "ours"
     assert loaded.origins["environment"] == "REMUDA_ENVIRONMENT"
 
 
-def test_the_file_has_a_table_for_scale_down(file: File) -> None:
+def test_the_file_has_a_table_for_scale_down(file: SettingsFile) -> None:
     text = """
     [scale_down]
     environment = "ci"
@@ -326,15 +326,15 @@ def test_the_file_has_a_table_for_scale_down(file: File) -> None:
     evictionStrategy = "newest_first"
     """
     loaded = file.load(text)
-    policy = loaded.settings.scale_down_policy
-    assert loaded.settings.environment == "ci"
+    policy = loaded.scale_down_policy
+    assert loaded.environment == "ci"
     assert (policy.idle_scope, policy.max_removals, policy.windows[0].idle_count) == ("owner", 20, 3)
     assert config_rows(loaded)["idle-config"]["value"] == [
         {"cron": "* 9-17 * * 1-5", "timeZone": "Asia/Kolkata", "idleCount": 3, "evictionStrategy": "newest_first"}
     ]
 
 
-def test_an_unknown_key_in_that_table_is_named(file: File) -> None:
+def test_an_unknown_key_in_that_table_is_named(file: SettingsFile) -> None:
     error = file.refuse("[scale_down]\nidle_confg = []")
     assert "idle_confg" in error.message
     assert error.fix == "did you mean idle_config?"

@@ -11,77 +11,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from remuda.config.declaration import ACTION_MODES
+from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 
-ALL_MODES = frozenset({"pool"})
-RUN = frozenset({"run-id", "run-attempt"})
-REQUEST = frozenset(
-    {
-        "github-scope",
-        "instance-count",
-        "resource-class",
-        "usage-class",
-        "allowed-instance-types",
-        "max-runtime-min",
-        "provision-timeout-sec",
-        "tier",
-        "repository",
-        "ephemeral",
-    }
-)
-POOL = frozenset(
-    {
-        "github-scope",
-        "idle-time-sec",
-        "max-runtime-min",
-        "release-time-sec",
-        "provision-timeout-sec",
-        "max-age-sec",
-        "max-uses",
-        "reuse",
-        "max-instances",
-        "resource-class-config",
-        "pre-runner-script",
-        "ami",
-        "subnet-ids",
-        "security-group-ids",
-        "iam-instance-profile",
-        "key-name",
-        "spot-fallback",
-        "actions-runner-version",
-        "actions-runner-sha256",
-        "actions-runner-url",
-        "agent-url",
-        "agent-sha256",
-        "python-url",
-        "python-sha256",
-        "github-environment",
-    }
-)
-SCALE_DOWN = frozenset(
-    {
-        "environment",
-        "idle-config",
-        "minimum-running-time-in-minutes",
-        "runner-boot-time-in-minutes",
-        "idle-scope",
-        "max-removals-per-cycle",
-    }
-)
-#: Credentials have no flag; commands read them from the environment.
-CREDENTIALS = frozenset({"github-token", "github-app-id", "github-app-key"})
-SECRETS = frozenset({"github-token", "github-app-key"})
-#: Settings by mode.
-USED_BY: Mapping[str, frozenset[str]] = {
-    "provision": ALL_MODES | RUN | REQUEST,
-    "release": ALL_MODES | RUN,
-    "refresh": ALL_MODES | POOL,
-    "scale-down": ALL_MODES | SCALE_DOWN,
+#: Inputs that are settings, by mode.
+SETTINGS_BY_MODE: Mapping[str, frozenset[str]] = {
+    mode: frozenset(item.key for item in SETTINGS.values() if mode in item.modes) for mode in ACTION_MODES
 }
-SETTINGS = frozenset().union(*USED_BY.values()) | CREDENTIALS
+SETTING_INPUTS = frozenset().union(*SETTINGS_BY_MODE.values())
+SECRETS = frozenset(item.key for item in SETTINGS.values() if item.is_input and item.kind.is_secret)
 #: Boolean inputs and the mode that uses them.
 SWITCHES = {"sweep-only": "refresh", "dry-run": "scale-down"}
-#: ActionInputs that are not settings of a command.
+#: Inputs that are no settings.
 STEP_INPUTS = frozenset({"mode", "aws-region", "config", *SWITCHES})
 #: Environment variables that contain secrets and are masked.
 SECRET_VARIABLES = ("REMUDA_GITHUB_TOKEN", "REMUDA_GITHUB_APP_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -98,10 +40,10 @@ class ActionInputs:
     @property
     def mode(self) -> str:
         mode = self.given.get("mode", "")
-        if mode in USED_BY:
+        if mode in SETTINGS_BY_MODE:
             return mode
-        near = difflib.get_close_matches(mode, USED_BY, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"use {', '.join(USED_BY)}"
+        near = difflib.get_close_matches(mode, SETTINGS_BY_MODE, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"use {', '.join(SETTINGS_BY_MODE)}"
         raise UserError(f"mode is {mode[:80]!r}", field="mode", fix=fix)
 
     @property
@@ -128,18 +70,18 @@ class ActionInputs:
 
     def flags(self) -> dict[str, str]:
         """Return the settings that the mode's command accepts."""
-        used = USED_BY[self.mode] | CREDENTIALS
+        used = SETTINGS_BY_MODE[self.mode]
         return {name.replace("-", "_"): value for name, value in self.given.items() if name in used}
 
     def unused(self) -> list[str]:
         """Return the inputs that are set but have no effect in this mode."""
         other_modes = {name for name, mode in SWITCHES.items() if mode != self.mode}
-        used = USED_BY[self.mode] | CREDENTIALS | STEP_INPUTS - other_modes
+        used = SETTINGS_BY_MODE[self.mode] | STEP_INPUTS - other_modes
         return sorted(name for name in self.given if name not in used)
 
 
 def read_inputs(environ: Mapping[str, str]) -> ActionInputs:
-    found = {name: environ.get(input_variable(name), "") for name in SETTINGS | STEP_INPUTS}
+    found = {name: environ.get(input_variable(name), "") for name in SETTING_INPUTS | STEP_INPUTS}
     # YAML block scalars end with a newline.
     return ActionInputs(given={name: value.strip() for name, value in found.items() if value.strip()})
 
@@ -152,7 +94,7 @@ def as_inputs(text: str) -> str:
     """Replace flags and variables in a message by the names of the inputs."""
 
     def input_name(name: str, original: str) -> str:
-        return name if name in SETTINGS | STEP_INPUTS else original
+        return name if name in SETTING_INPUTS | STEP_INPUTS else original
 
     text = _FLAG.sub(lambda found: input_name(found[1], found[0]), text)
     return _VARIABLE.sub(lambda found: input_name(found[1].lower().replace("_", "-"), found[0]), text)

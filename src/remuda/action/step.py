@@ -15,7 +15,7 @@ from remuda.action.channel import StepLog, write_outputs
 from remuda.action.inputs import SECRET_VARIABLES, SWITCHES, ActionInputs, as_inputs, read_inputs
 from remuda.action.summary import RolledBackInstance, StepFailure, summary
 from remuda.cli.output import ConsoleEventLog, Output
-from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, command
+from remuda.cli.run import EXIT_INTERRUPTED, EXIT_OK, EXIT_PARTIAL, load_settings, run_command
 from remuda.domain.errors import Interrupted, RemudaError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def main(stream: TextIO | None = None) -> int:
         channel.mask(secret)
     logging.basicConfig(handlers=[_StepLogHandler(channel)])
     output = StepOutput(channel)
-    code = command(output, lambda: _run(inputs, output))
+    code = run_command(output, lambda: _run(inputs, output))
     return _finish(inputs, output, code)
 
 
@@ -195,15 +195,16 @@ def _run(inputs: ActionInputs, output: StepOutput) -> int:
     config = inputs.config or os.environ.get("REMUDA_CONFIG") or os.devnull
     flags = {**inputs.flags(), "backend": "aws"}
     with output.channel.grouped(f"remuda {mode}"):
-        from remuda.cli import commands  # noqa: PLC0415 - slow to import; invalid inputs fail before
+        from remuda.cli import maintenance, runs  # noqa: PLC0415 - slow to import; invalid inputs fail before
 
+        settings = load_settings(flags, config)
         if mode == "provision":
-            return commands.run_provision(flags, config, output)
+            return runs.run_provision(settings, output)
         if mode == "release":
-            return commands.run_release(flags, config, output)
+            return runs.run_release(settings, output)
         if mode == "refresh":
-            return commands.run_refresh(flags, config, output, sweep_only=switches["sweep-only"], every=None)
-        return commands.run_scale_down_command(flags, config, output, dry_run=switches["dry-run"], every=None)
+            return maintenance.run_refresh(settings, output, sweep_only=switches["sweep-only"], every=None)
+        return maintenance.run_scale_down(settings, output, dry_run=switches["dry-run"], every=None)
 
 
 def _finish(inputs: ActionInputs, output: StepOutput, code: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.cli.applied import applied_lines
+from remuda.cli.rendering.results import applied_lines
 
 #: Maximum rows of a table. GitHub limits a summary to 1 MiB.
 MAX_ROWS = 100

@@ -57,7 +57,7 @@ class Poller(ABC, Generic[W]):
                 await poll_task
 
     async def _wait_for_answer(self, waiter: W, timeout_s: float) -> Any:
-        """Wait for the answer. Raises `TimeoutError` if there is none in time."""
+        """Wait for the answer. Raises `TimeoutError` at the timeout."""
         self._waiters.append(waiter)
         if self._poll_task is None:
             self._poll_task = asyncio.create_task(self._poll())

@@ -12,7 +12,7 @@ from remuda.agent.expiry import Expiry
 from remuda.agent.heartbeat import Heartbeat, Watchdog
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
-from remuda.domain.signals import Signal, with_took
+from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.clock import Clock, Ids
 from remuda.ports.event_log import BoundEventLog, EventLog
 from remuda.ports.machine import Identity, Machine, ScriptStatus
@@ -218,9 +218,10 @@ class Agent:
             await self._signal(record, step.signal, script_detail or step.reason)
         elif step.action is AgentAction.CONFIGURE and record.assignment is not None:
             started = self._clock.monotonic()
-            outcome = await self._runner.configure(record.assignment)
-            signal = Signal.UD_REG_OK if outcome.ok else Signal.UD_REG_FAILED
-            await self._signal(record, signal, outcome.detail, took_s=self._clock.monotonic() - started)
+            result = await self._runner.configure(record.assignment)
+            duration_s = self._clock.monotonic() - started
+            signal = Signal.UD_REG_OK if result.ok else Signal.UD_REG_FAILED
+            await self._signal(record, signal, result.detail, duration_s=duration_s, failure=result.failure)
         elif step.action is AgentAction.START and record.assignment is not None:
             if self._starts:
                 await self._back_off(self._starts)
@@ -240,7 +241,7 @@ class Agent:
             self._event_log.record("reset", outcome.detail or step.reason, ok=outcome.ok, **_facts(outcome.found))
             failed = Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED
             signal = Signal.UD_REMOVE_REG_REMOVE_RUN_OK if outcome.ok else failed
-            await self._signal(record, signal, f"{refused}{outcome.detail}", took_s=self._release_s)
+            await self._signal(record, signal, f"{refused}{outcome.detail}", duration_s=self._release_s)
 
     async def _timed_release(self, work: Awaitable[T]) -> T:
         """Add the duration of one step of a release to the total."""
@@ -271,11 +272,24 @@ class Agent:
             self._removals += removal is RemovalStatus.FAILED
             await self._back_off(self._removal_attempts)
 
-    async def _signal(self, record: Instance, signal: Signal, detail: str, took_s: float | None = None) -> None:
-        if took_s is not None:
-            detail = with_took(took_s, detail)
+    async def _signal(
+        self,
+        record: Instance,
+        signal: Signal,
+        detail: str,
+        *,
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> None:
         try:
-            await self._store.write_signal(record.instance_id, epoch=record.epoch, signal=signal, detail=detail)
+            await self._store.write_signal(
+                record.instance_id,
+                epoch=record.epoch,
+                signal=signal,
+                detail=detail,
+                duration_s=None if duration_s is None else round(duration_s, 3),
+                failure=failure,
+            )
         except Conflict as conflict:
             # A later signal was written before a restart of the agent; it stays.
             self._event_log.record("signal-rejected", conflict.message, signal=signal.value)

@@ -22,7 +22,7 @@ from remuda.agent.job_user import JobUser
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Assignment
 from remuda.domain.serialization import from_document, to_document
-from remuda.domain.signals import CREDENTIAL_REFUSED, FORGE_UNREACHABLE
+from remuda.domain.signals import FailureKind
 from remuda.ports.clock import Clock
 from remuda.ports.machine import StepResult
 from remuda.ports.runner import RemovalStatus, RunnerState
@@ -154,12 +154,12 @@ class ActionsRunner:
         ok = code == 0 and self._configured_as() == assignment.runner_name
         if ok:
             self._copy_registration()
-        detail = _describe_result(code, output)
+        failure: FailureKind | None = None
         if not ok and _REFUSED.search(output):
-            detail = f"{CREDENTIAL_REFUSED}: {detail}"
+            failure = FailureKind.CREDENTIAL_REFUSED
         elif not ok and _UNREACHABLE.search(output):
-            detail = f"{FORGE_UNREACHABLE}: {detail}"
-        return StepResult(ok=ok, detail=detail)
+            failure = FailureKind.GITHUB_UNREACHABLE
+        return StepResult(ok=ok, detail=_describe_result(code, output), failure=failure)
 
     async def start(self, assignment: Assignment) -> None:
         if self._is_listening():

@@ -18,20 +18,21 @@ from typing import Any, Protocol
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.aws_lambda.emf import Measurement, MetricUnit, emf_line, pascal_case
-from remuda.cli.output import note_line
+from remuda.cli.output import record_line
 from remuda.cli.rendering import results
-from remuda.cli.run import bug
-from remuda.cli.scale_down import run_scale_down
-from remuda.config.settings import Loaded, load
+from remuda.cli.run import bug_error
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.controlplane.refresh import refresh
+from remuda.controlplane.scale_down import scale_down
 from remuda.domain.errors import Partial, RemudaError, TimedOut, UserError
+from remuda.domain.instance import RetireReason
 from remuda.domain.scale_down.decisions import Action
 from remuda.domain.text import quote
-from remuda.domain.transitions import ENDINGS
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
 from remuda.ports.event_log import EventLog
-from remuda.wiring import desired, open_context
+from remuda.wiring import desired, open_context, open_fleet
 
 #: Seconds before the function's timeout at which its work is cancelled, to close connections and write pending data.
 RESERVE_S = 5.0
@@ -72,13 +73,13 @@ class LambdaEventLog:
     def __init__(self, clock: Clock, request_id: str) -> None:
         self._clock = clock
         self.facts = {"request": request_id}
-        #: Number of retirements, by cause.
+        #: Number of retirements per reason.
         self.retirements: Counter[str] = Counter()
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
-        if cause := facts.get("cause"):
-            self.retirements[cause if cause in ENDINGS else "other"] += 1
-        _write(note_line(self._clock.now(), action, why, {**facts, **self.facts}))
+        if reason := facts.get("retire_reason"):
+            self.retirements[reason if isinstance(reason, RetireReason) else "other"] += 1
+        _write(record_line(self._clock.now(), action, why, {**facts, **self.facts}))
 
 
 def _write(line: str) -> None:
@@ -86,9 +87,10 @@ def _write(line: str) -> None:
     sys.stdout.flush()
 
 
-async def _refresh(loaded: Loaded, event_log: EventLog, command: LambdaCommand, calls: CallCounter) -> LambdaOutcome:
-    settings = loaded.settings
-    async with open_context(settings, event_log, credentialed=True, calls=calls) as context:
+async def _refresh(
+    settings: Settings, event_log: EventLog, command: LambdaCommand, calls: CallCounter
+) -> LambdaOutcome:
+    async with open_context(settings, event_log, needs_github=True, calls=calls) as context:
         wanted = None if command.sweep_only else desired(settings, pool=context.pool_name)
         result = await refresh(context, wanted)
     counts = {f"Instances{pascal_case(state)}": count for state, count in (result.live_instances or {}).items()}
@@ -96,8 +98,11 @@ async def _refresh(loaded: Loaded, event_log: EventLog, command: LambdaCommand, 
     return LambdaOutcome(document=results.refresh_document(result), errors=result.errors, counts=counts)
 
 
-async def _scale_down(loaded: Loaded, event_log: EventLog, command: LambdaCommand, calls: CallCounter) -> LambdaOutcome:
-    result = await run_scale_down(loaded, event_log, dry_run=command.dry_run, calls=calls)
+async def _scale_down(
+    settings: Settings, event_log: EventLog, command: LambdaCommand, calls: CallCounter
+) -> LambdaOutcome:
+    async with open_fleet(settings, event_log, calls=calls) as context:
+        result = await scale_down(context, settings.scale_down_policy, dry_run=command.dry_run)
     done = {action: sum(item.done for item in result.of(action)) for action in Action}
     counts = {
         "InstancesExamined": len({item.decision.instance_id for item in result.outcomes}),
@@ -108,7 +113,7 @@ async def _scale_down(loaded: Loaded, event_log: EventLog, command: LambdaComman
 
 
 #: Commands that an event may name.
-COMMANDS: Mapping[str, Callable[[Loaded, EventLog, LambdaCommand, CallCounter], Awaitable[LambdaOutcome]]] = {
+COMMANDS: Mapping[str, Callable[[Settings, EventLog, LambdaCommand, CallCounter], Awaitable[LambdaOutcome]]] = {
     "refresh": _refresh,
     "scale-down": _scale_down,
 }
@@ -141,15 +146,15 @@ def _run(
     try:
         command = parse_event(event)
         metrics.command = command.name
-        loaded = load({"backend": "aws"}, environ=os.environ)
-        metrics.pool = loaded.settings.pool
+        settings = load({"backend": "aws"}, environ=os.environ)
+        metrics.pool = settings.pool
         limit_s = context.get_remaining_time_in_millis() / 1000 - RESERVE_S
-        work = COMMANDS[command.name](loaded, event_log, command, metrics.calls)
+        work = COMMANDS[command.name](settings, event_log, command, metrics.calls)
         metrics.outcome = asyncio.run(_run_with_timeout(limit_s, command, work))
     except RemudaError as error:
         raise _log_failure(event_log, error) from None
     except Exception as error:  # noqa: BLE001 - a bug, logged as one message
-        raise _log_failure(event_log, bug(error)) from None
+        raise _log_failure(event_log, bug_error(error)) from None
     return command, metrics.outcome
 
 
@@ -176,7 +181,7 @@ class InvocationMetrics:
             "GithubCallErrors": sum(failed for _, failed in github),
             **(outcome.counts if outcome is not None else {}),
             **({"Retired": retirements.total()} if retirements else {}),
-            **{f"Retired{pascal_case(cause)}": count for cause, count in sorted(retirements.items())},
+            **{f"Retired{pascal_case(reason)}": count for reason, count in sorted(retirements.items())},
         }
         measures = {"Duration": Measurement(round(self._clock.monotonic() - self._started, 3), MetricUnit.SECONDS)}
         measures |= {name: Measurement(count) for name, count in counts.items()}

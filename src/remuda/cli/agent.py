@@ -18,7 +18,7 @@ from remuda.agent.job_hook import REFUSED, JobHook
 from remuda.agent.loop import Agent
 from remuda.agent.reset import Reset
 from remuda.agent.runner import ActionsRunner
-from remuda.cli.output import JSON_LOGS, error_line, note_line
+from remuda.cli.output import JSON_LOGS, error_line, record_line
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.timestamps import to_text
 from remuda.ports.calls import CallCounter
@@ -39,7 +39,7 @@ class LineEventLog:
         # Whatever a job or another program said: an event is one line.
         why = " ".join(why.splitlines())
         if self._as_json:
-            line = note_line(self._clock.now(), action, why, facts)
+            line = record_line(self._clock.now(), action, why, facts)
         else:
             told = " ".join(f"{key}={value}" for key, value in facts.items() if value not in {None, ""})
             line = f"{to_text(self._clock.now())} {action} {told} {why}".rstrip()

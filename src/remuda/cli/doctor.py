@@ -1,4 +1,4 @@
-"""`remuda doctor`: every check with what was found and what to fix."""
+"""`remuda doctor` and `remuda config`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from remuda.cli.local_backend import running
+from remuda.cli.local_backend import background_processes
 from remuda.cli.output import Output
-from remuda.config.settings import Loaded
+from remuda.cli.rendering.results import config_rows, config_table
+from remuda.cli.run import EXIT_OK, run_async
+from remuda.config.settings import Settings
 from remuda.controlplane.doctor import exit_code, run_checks
 from remuda.ports.doctor import CheckResult, CheckStatus
-from remuda.wiring_doctor import open_doctor
+from remuda.wiring.doctor import open_doctor
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,16 +21,27 @@ if TYPE_CHECKING:
 _STYLES = {CheckStatus.OK: "green", CheckStatus.WARNING: "yellow", CheckStatus.PROBLEM: "bold red"}
 
 
-async def run_doctor(loaded: Loaded, output: Output) -> int:
-    async with open_doctor(loaded, running(loaded.settings)) as checks:
-        results = await run_checks(checks)
+def run_doctor(settings: Settings, output: Output) -> int:
+    async def work() -> Mapping[str, CheckResult]:
+        async with open_doctor(settings, background_processes(settings)) as checks:
+            return await run_checks(checks)
+
+    results = run_async(work)
     if sys.stdout.isatty():
         output.answer(_table(results))
     elif not output.as_json:
-        # Never wrapped: whoever reads a log takes it by lines.
+        # One line per check, never wrapped, for logs and grep.
         sys.stdout.write(_lines(results))
     output.result({"checks": [document(name, result) for name, result in results.items()]})
     return exit_code(results.values())
+
+
+def run_config(settings: Settings, output: Output) -> int:
+    rows = config_rows(settings)
+    if not output.as_json:
+        output.answer(config_table(rows))
+    output.result({"settings": rows})
+    return EXIT_OK
 
 
 def document(name: str, result: CheckResult) -> dict[str, Any]:
@@ -36,7 +49,7 @@ def document(name: str, result: CheckResult) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> str:
-    """Whatever another program's message brings along."""
+    """Remove line breaks, which messages of other programs may contain."""
     return " ".join(text.splitlines())
 
 
@@ -49,7 +62,7 @@ def _lines(results: Mapping[str, CheckResult]) -> str:
 
 
 def _table(results: Mapping[str, CheckResult]) -> Table:
-    from rich import box  # noqa: PLC0415 - only where a table is shown
+    from rich import box  # noqa: PLC0415 - rich is slow to import
     from rich.table import Table  # noqa: PLC0415 - as above
     from rich.text import Text  # noqa: PLC0415 - as above
 

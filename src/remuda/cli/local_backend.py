@@ -1,4 +1,4 @@
-"""The local backend's background processes: a local GitHub and the sweeps. `up` starts them, `down` leaves none."""
+"""`remuda up` and `remuda down`: the background processes of the local backend, a local GitHub and a sweeper."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from remuda.adapters.local.layout import LocalLayout
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent.processes import command
+from remuda.cli.output import Output
+from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane.operator import InstanceSelector, select_instances, terminate
 from remuda.controlplane.refresh import refresh
@@ -27,14 +29,17 @@ from remuda.fake_github.package import install
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineState
 from remuda.ports.event_log import EventLog
-from remuda.wiring import check_local, layout, local_compute, open_context, passed_on, with_pool
+from remuda.wiring import open_context
+from remuda.wiring.local import check_local, child_environment, layout, local_compute, with_stored_pool
 
-#: How long a background process may take to be ready, and to end.
-READY_S = 60.0
-END_S = 20.0
-PAUSE_S = 0.02
-SWEEP_EVERY_S = 5.0
-PRIVATE = 0o700
+#: Seconds that a background process may take to become ready, and to exit.
+READY_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 20.0
+#: Seconds between two checks for these.
+POLL_S = 0.02
+#: Seconds between two sweeps.
+SWEEP_INTERVAL_S = 5.0
+PRIVATE_MODE = 0o700
 
 GITHUB = "github"
 SWEEPER = "sweeper"
@@ -43,7 +48,7 @@ SWEEPER = "sweeper"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpResult:
     url: str
-    #: Names of the processes that had to be started.
+    #: Names of the processes that this call started.
     started: tuple[str, ...]
 
 
@@ -51,25 +56,21 @@ class UpResult:
 class DownResult:
     stopped: tuple[str, ...]
     terminated: tuple[str, ...]
-    #: Processes that could not be ended.
+    #: Ids of processes that are still running.
     left: tuple[int, ...]
 
 
-class Background:
-    """One background process, known by pid and start time so that a reused pid is never hit."""
+class BackgroundProcess:
+    """A background process, identified by pid and start time so that a signal never hits a reused pid."""
 
     def __init__(self, places: LocalLayout, name: str) -> None:
         self._file = places.root / f"{name}.json"
         self._log = places.logs / f"{name}.log"
         self.name = name
 
-    def alive(self) -> int | None:
-        """Its pid, where it runs."""
+    def is_running(self) -> bool:
         known = self._known()
-        return known[0] if known and procfs.is_alive(*known) else None
-
-    def runs(self) -> bool:
-        return self.alive() is not None
+        return known is not None and procfs.is_alive(*known)
 
     def start(self, command: Sequence[str]) -> int:
         with self._log.open("ab") as log:
@@ -79,7 +80,7 @@ class Background:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=passed_on(os.environ) | {"PYTHONUNBUFFERED": "1"},
+                env=child_environment(os.environ) | {"PYTHONUNBUFFERED": "1"},
             )
         seen = procfs.read_process(process.pid)
         draft = self._file.with_suffix(".new")
@@ -88,19 +89,19 @@ class Background:
         return process.pid
 
     async def stop(self, clock: SystemClock) -> bool:
-        """Whether there was one to stop."""
+        """Stop the process. Return False if it was not running."""
         known = self._known()
         if known is None or not procfs.is_alive(*known):
             self._file.unlink(missing_ok=True)
             return False
         for number in (signal.SIGTERM, signal.SIGKILL):
             procfs.send_signal(*known, number)
-            if await _wait_until(clock, END_S, lambda: not _runs(*known)):
+            if await _wait_until(clock, EXIT_TIMEOUT_S, lambda: not _is_running_child(*known)):
                 break
         self._file.unlink(missing_ok=True)
         return True
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         try:
             lines = self._log.read_text(errors="replace").strip().splitlines()
         except OSError:
@@ -115,38 +116,69 @@ class Background:
             return None
 
 
-def _runs(pid: int, started: int) -> bool:
-    """A child of ours that has ended stays in the table until it is reaped."""
+def _is_running_child(pid: int, started: int) -> bool:
+    """Reap the process first if it is a child: a zombie would count as running."""
     with contextlib.suppress(OSError):
         os.waitpid(pid, os.WNOHANG)
     return procfs.is_alive(pid, started)
 
 
-async def _wait_until(clock: SystemClock, limit_s: float, holds: Callable[[], bool]) -> bool:
-    until = clock.monotonic() + limit_s
-    while not holds():
+async def _wait_until(clock: SystemClock, timeout_s: float, condition: Callable[[], bool]) -> bool:
+    until = clock.monotonic() + timeout_s
+    while not condition():
         if clock.monotonic() >= until:
             return False
-        await clock.sleep(PAUSE_S)
+        await clock.sleep(POLL_S)
     return True
 
 
-def running(settings: Settings) -> dict[str, Callable[[], bool]]:
-    """The background processes in people's words, and whether each runs."""
-    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeps' process"}
-    return {told: Background(layout(settings), name).runs for name, told in names.items()}
+def background_processes(settings: Settings) -> dict[str, Callable[[], bool]]:
+    """The background processes by description, each with a check whether it is running."""
+    names = {GITHUB: "the local GitHub", SWEEPER: "the sweeper"}
+    return {shown: BackgroundProcess(layout(settings), name).is_running for name, shown in names.items()}
 
 
-def missing(settings: Settings) -> list[str]:
-    """Which of the background processes do not run."""
-    return [told for told, runs in running(settings).items() if not runs()]
+def stopped_processes(settings: Settings) -> list[str]:
+    """The background processes that are not running; none on AWS."""
+    if settings.backend != "local":
+        return []
+    return [shown for shown, is_running in background_processes(settings).items() if not is_running()]
+
+
+def can_list_registrations(settings: Settings) -> bool:
+    """Whether read commands need no credential of the user to list registrations: the local GitHub is running."""
+    return settings.backend == "local" and not stopped_processes(settings)
+
+
+def run_up(settings: Settings, output: Output) -> int:
+    result = run_async(lambda: start(settings, output.event_log(SystemClock())))
+    already = "" if result.started else " (was already running)"
+    output.say(f"local backend in {settings.dir}: GitHub at {result.url}{already}")
+    output.result({"dir": str(settings.dir), "github_url": result.url, "started": list(result.started)})
+    return EXIT_OK
+
+
+def run_down(settings: Settings, output: Output, *, purge: bool) -> int:
+    result = run_async(lambda: stop(settings, output.event_log(SystemClock()), purge=purge))
+    pids = f": {', '.join(map(str, result.left))}" if result.left else ""
+    terminated, left = plural(len(result.terminated), "instance"), plural(len(result.left), "process")
+    output.say(f"down: {terminated} terminated, {left} left{pids}")
+    output.result(
+        {
+            "dir": str(settings.dir),
+            "stopped": list(result.stopped),
+            "terminated": list(result.terminated),
+            "left": list(result.left),
+        }
+    )
+    return EXIT_PARTIAL if result.left else EXIT_OK
 
 
 async def start(settings: Settings, event_log: EventLog) -> UpResult:
     check_local(settings)
     clock, places = SystemClock(), layout(settings)
     _make_folders(places)
-    with _alone(places):
+    with _locked(places):
         return await _start(event_log, clock, places, settings.log_format)
 
 
@@ -159,11 +191,11 @@ async def _start(event_log: EventLog, clock: SystemClock, places: LocalLayout, l
         await store.close()
     started: list[str] = []
     url = await _start_github(places, clock, started)
-    sweeper = Background(places, SWEEPER)
-    if sweeper.alive() is None:
+    sweeper = BackgroundProcess(places, SWEEPER)
+    if not sweeper.is_running():
         sweeper.start(
             [
-                *(sys.executable, "-m", "remuda", "refresh", "--sweep-only", "--every", f"{SWEEP_EVERY_S:g}"),
+                *(sys.executable, "-m", "remuda", "refresh", "--sweep-only", "--every", f"{SWEEP_INTERVAL_S:g}"),
                 *("--dir", str(places.root), "--log-format", log_format),
             ]
         )
@@ -174,8 +206,8 @@ async def _start(event_log: EventLog, clock: SystemClock, places: LocalLayout, l
 
 
 @contextlib.contextmanager
-def _alone(places: LocalLayout) -> Iterator[None]:
-    """One `up` or `down` at a time: the others wait."""
+def _locked(places: LocalLayout) -> Iterator[None]:
+    """Serialize `up` and `down`: others wait for the lock."""
     with (places.root / "up.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -184,41 +216,41 @@ def _alone(places: LocalLayout) -> Iterator[None]:
 def _make_folders(places: LocalLayout) -> None:
     try:
         for folder in (places.root, places.logs, places.github, places.instances):
-            folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"--dir {places.root} cannot be used: {error.strerror}",
             field="--dir",
-            fix="name a folder that you may write",
+            fix="name a directory that you can write to",
         ) from None
 
 
 async def _start_github(places: LocalLayout, clock: SystemClock, started: list[str]) -> str:
-    github = Background(places, GITHUB)
+    github = BackgroundProcess(places, GITHUB)
     endpoint = read_endpoint(places.github)
-    if github.alive() is not None and endpoint is not None:
+    if github.is_running() and endpoint is not None:
         return endpoint.url
     pid = github.start([sys.executable, "-m", "remuda.fake_github", "--dir", str(places.github)])
     started.append(GITHUB)
 
     def ready() -> bool:
         known = read_endpoint(places.github)
-        return github.alive() is None or (known is not None and known.pid == pid)
+        return not github.is_running() or (known is not None and known.pid == pid)
 
-    await _wait_until(clock, READY_S, ready)
+    await _wait_until(clock, READY_TIMEOUT_S, ready)
     endpoint = read_endpoint(places.github)
-    if github.alive() is None or endpoint is None or endpoint.pid != pid:
-        raise Unavailable(f"the local GitHub did not start: {github.last_words()}")
+    if not github.is_running() or endpoint is None or endpoint.pid != pid:
+        raise Unavailable(f"the local GitHub did not start: {github.last_log_line()}")
     return endpoint.url
 
 
 async def stop(settings: Settings, event_log: EventLog, *, purge: bool) -> DownResult:
-    """Sweeps first, then the machines, then a last sweep so that records and registrations agree, then GitHub."""
+    """Stop the sweeper, terminate the instances, sweep once more to update records and registrations, stop GitHub."""
     check_local(settings)
     clock, places = SystemClock(), layout(settings)
     if not places.database.exists():
         return DownResult(stopped=(), terminated=(), left=())
-    with _alone(places):
+    with _locked(places):
         return await _stop(settings, event_log, clock, places, purge=purge)
 
 
@@ -226,15 +258,15 @@ async def _stop(
     settings: Settings, event_log: EventLog, clock: SystemClock, places: LocalLayout, *, purge: bool
 ) -> DownResult:
     stopped: list[str] = []
-    if await Background(places, SWEEPER).stop(clock):
+    if await BackgroundProcess(places, SWEEPER).stop(clock):
         stopped.append(SWEEPER)
-    terminated = await _end_machines(await _with_stored_pool(settings), event_log)
-    github = Background(places, GITHUB)
-    if github.alive() is not None:
+    terminated = await _terminate_instances(await _with_stored_pool(settings), event_log)
+    github = BackgroundProcess(places, GITHUB)
+    if github.is_running():
         await _last_sweep(settings, event_log)
     if await github.stop(clock):
         stopped.append(GITHUB)
-    left = _left(places)
+    left = _remaining_processes(places)
     for name in stopped:
         event_log.record("stopped", name)
     if purge and not left:
@@ -243,7 +275,7 @@ async def _stop(
 
 
 def _purge(places: LocalLayout) -> None:
-    """Only what `up` made: the folder may hold other things too."""
+    """Remove what `up` created; the directory may contain other files, too."""
     for folder in (places.github, places.runner, places.instances, places.logs):
         shutil.rmtree(folder, ignore_errors=True)
     for file in (*places.root.glob(f"{places.database.name}*"), places.root / "up.lock"):
@@ -257,45 +289,45 @@ async def _with_stored_pool(settings: Settings) -> Settings:
         path=layout(settings).database, clock=SystemClock(), ids=SystemIds(), calls=CallCounter()
     )
     try:
-        return with_pool(settings, await store.get_config())
+        return with_stored_pool(settings, await store.get_config())
     except Unavailable:
         return settings
     finally:
         await store.close()
 
 
-async def _end_machines(settings: Settings, event_log: EventLog) -> tuple[str, ...]:
+async def _terminate_instances(settings: Settings, event_log: EventLog) -> tuple[str, ...]:
     compute = local_compute(settings, CallCounter())
     try:
         live = [view.instance_id for view in await compute.list_pool() if view.state is not MachineState.TERMINATED]
         if live:
-            await _record_their_end(settings, event_log)
+            await _record_termination(settings, event_log)
             await compute.terminate(live)
     finally:
         await compute.close()
     return tuple(live)
 
 
-async def _record_their_end(settings: Settings, event_log: EventLog) -> None:
-    """So that the records say who ended them. Without it they end as well: the sweeps find them gone."""
+async def _record_termination(settings: Settings, event_log: EventLog) -> None:
+    """Record the reason of the termination. If that fails, the last sweep finds the instances gone."""
     try:
-        async with open_context(settings, event_log, credentialed=False, alive=False) as context:
+        async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
             held = await select_instances(context, InstanceSelector(everything=True))
             await terminate(context, held, reason="remuda down", dry_run=False)
     except RemudaError as error:
-        event_log.record("end-unrecorded", error.message)
+        event_log.record("termination-unrecorded", error.message)
 
 
 async def _last_sweep(settings: Settings, event_log: EventLog) -> None:
     try:
-        async with open_context(settings, event_log, credentialed=True, alive=False) as context:
+        async with open_context(settings, event_log, needs_github=True, require_local_github=False) as context:
             await refresh(context, None)
     except RemudaError as error:
         event_log.record("sweep-failed", error.message)
 
 
-def _left(places: LocalLayout) -> tuple[int, ...]:
-    """Whatever still runs in, or on behalf of, the state folder."""
+def _remaining_processes(places: LocalLayout) -> tuple[int, ...]:
+    """Processes that run in the state directory or on its behalf."""
     found: set[int] = set()
     for folder in places.instances.glob("i-*"):
         found |= {process.pid for process in procfs.machine_processes(folder.name, str(folder), 0)}

@@ -1,4 +1,4 @@
-"""`remuda drain`, `quarantine` and `terminate`: what is chosen, what would happen, what was done."""
+"""`remuda drain`, `remuda quarantine` and `remuda terminate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
 from remuda.cli.rendering.formatting import DAY_S, parse_duration
-from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, run_async
+from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
 from remuda.controlplane import operator
 from remuda.controlplane.context import Context
@@ -20,112 +20,139 @@ from remuda.domain.resources import MAX_SHOWN, is_instance_id
 from remuda.wiring import open_context
 
 MAX_QUARANTINE_S = 7 * DAY_S
-_DONE = {
+_PARTICIPLES = {
     OperatorAction.DRAIN: "drained",
-    OperatorAction.QUARANTINE: "in quarantine",
+    OperatorAction.QUARANTINE: "quarantined",
     OperatorAction.TERMINATE: "terminating",
 }
 
-Pull = Callable[[Context, Sequence[Instance], bool], Awaitable[OperatorResult]]
+#: Performs the action on the selected instances; the last argument is `dry_run`.
+Act = Callable[[Context, Sequence[Instance], bool], Awaitable[OperatorResult]]
 
 
-def check_choice(choice: InstanceSelector) -> InstanceSelector:
-    """Ids or a filter, not both, not none: nobody ends a fleet by leaving a word out."""
-    for instance_id in choice.instance_ids:
+def check_selection(selector: InstanceSelector) -> InstanceSelector:
+    """Require either ids or a filter, so that a forgotten argument never selects the whole pool."""
+    for instance_id in selector.instance_ids:
         if not is_instance_id(instance_id):
             raise UserError(
-                f"INSTANCE is {instance_id[:MAX_SHOWN]!r}",
+                f"INSTANCE must be an instance id such as i-0123456789abcdef0, got {instance_id[:MAX_SHOWN]!r}",
                 field="INSTANCE",
-                fix="give an instance id such as i-0123456789abcdef0; remuda status lists them",
+                fix="'remuda status' lists the ids",
             )
-    filtered = choice.everything or bool(choice.resource_class) or bool(choice.ami)
-    if filtered and choice.instance_ids:
-        raise UserError("instances are given, and a filter too", field="INSTANCE", fix="give one or the other")
-    if not filtered and not choice.instance_ids:
-        raise UserError("no instance is given", field="INSTANCE", fix="name instances, or say --all")
-    return choice
+    is_filter = selector.everything or bool(selector.resource_class) or bool(selector.ami)
+    if is_filter and selector.instance_ids:
+        raise UserError("both instances and a filter are given", field="INSTANCE", fix="give one or the other")
+    if not is_filter and not selector.instance_ids:
+        raise UserError("no instance is given", field="INSTANCE", fix="name instances, or use --all")
+    return selector
 
 
 def check_reason(text: str) -> str:
     if len(text) > operator.MAX_REASON or not text.isprintable():
         raise UserError(
-            f"--reason is {text[:40]!r}", field="--reason", fix=f"give one line of up to {operator.MAX_REASON} letters"
+            f"--reason must be one line of up to {operator.MAX_REASON} characters, got {text[:40]!r}", field="--reason"
         )
-    return text.strip() or "no reason was given"
+    return text.strip() or "no reason given"
 
 
-def run_drain(settings: Settings, output: Output, choice: InstanceSelector, *, reason: str, dry_run: bool) -> int:
+def run_drain(
+    settings: Settings,
+    output: Output,
+    *,
+    instances: Sequence[str],
+    everything: bool,
+    resource_class: str,
+    ami: str,
+    reason: str,
+    dry_run: bool,
+) -> int:
     why = check_reason(reason)
 
-    async def pull(context: Context, chosen: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
-        return await operator.drain(context, chosen, reason=why, dry_run=dry)
+    async def act(context: Context, selected: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
+        return await operator.drain(context, selected, reason=why, dry_run=dry)
 
-    return _tell(output, _run(settings, output, check_choice(choice), pull, dry_run=dry_run))
+    selector = check_selection(
+        InstanceSelector(instance_ids=tuple(instances), everything=everything, resource_class=resource_class, ami=ami)
+    )
+    return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
 
 
 def run_quarantine(
-    settings: Settings, output: Output, choice: InstanceSelector, *, last: str, reason: str, dry_run: bool
+    settings: Settings, output: Output, *, instances: Sequence[str], duration: str, reason: str, dry_run: bool
 ) -> int:
-    for_s = parse_duration(last)
-    if for_s is None or not 0 < for_s <= MAX_QUARANTINE_S:
-        raise UserError(f"--for is {last[:40]!r}", field="--for", fix="give 30m, 4h or 2d, at most 7d")
+    duration_s = parse_duration(duration)
+    if duration_s is None or not 0 < duration_s <= MAX_QUARANTINE_S:
+        raise UserError(
+            f"--for must be a duration of at most 7d, such as 30m, 4h or 2d, got {duration[:40]!r}", field="--for"
+        )
     why = check_reason(reason)
 
-    async def pull(context: Context, chosen: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
-        return await operator.quarantine(context, chosen, for_s=for_s, reason=why, dry_run=dry)
+    async def act(context: Context, selected: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
+        return await operator.quarantine(context, selected, for_s=duration_s, reason=why, dry_run=dry)
 
-    return _tell(output, _run(settings, output, check_choice(choice), pull, dry_run=dry_run))
+    selector = check_selection(InstanceSelector(instance_ids=tuple(instances)))
+    return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
 
 
 def run_terminate(
-    settings: Settings, output: Output, choice: InstanceSelector, *, reason: str, dry_run: bool, sure: bool
+    settings: Settings,
+    output: Output,
+    *,
+    instances: Sequence[str],
+    everything: bool,
+    reason: str,
+    dry_run: bool,
+    confirmed: bool,
 ) -> int:
     why = check_reason(reason)
 
-    async def pull(context: Context, chosen: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
-        return await operator.terminate(context, chosen, reason=why, dry_run=dry)
+    async def act(context: Context, selected: Sequence[Instance], dry: bool) -> OperatorResult:  # noqa: FBT001 - a callback
+        return await operator.terminate(context, selected, reason=why, dry_run=dry)
 
-    check_choice(choice)
-    if not (dry_run or sure):
-        _ask(output, _run(settings, output, choice, pull, dry_run=True))
-    return _tell(output, _run(settings, output, choice, pull, dry_run=dry_run))
+    selector = check_selection(InstanceSelector(instance_ids=tuple(instances), everything=everything))
+    if not (dry_run or confirmed):
+        _confirm(output, _run(settings, output, selector, act, dry_run=True))
+    return _report(output, _run(settings, output, selector, act, dry_run=dry_run))
 
 
-def _run(settings: Settings, output: Output, choice: InstanceSelector, pull: Pull, *, dry_run: bool) -> OperatorResult:
+def _run(settings: Settings, output: Output, selector: InstanceSelector, act: Act, *, dry_run: bool) -> OperatorResult:
     async def work() -> OperatorResult:
         event_log = output.event_log(SystemClock())
-        async with open_context(settings, event_log, credentialed=False, alive=False) as context:
+        async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
             guarded = output.guarded(context)
-            return await pull(guarded, await operator.select_instances(guarded, choice), dry_run)
+            return await act(guarded, await operator.select_instances(guarded, selector), dry_run)
 
-    return run_async(work, farewell="interrupted; what was done stays done")
+    return run_async(work, on_interrupt_message="interrupted; completed changes remain")
 
 
-def _ask(output: Output, plan: OperatorResult) -> None:
-    """Jobs die with their machines: a person must say so."""
+def _confirm(output: Output, plan: OperatorResult) -> None:
+    """Ask before jobs are lost with their instances."""
     if not plan.done:
         return
     if not sys.stdin.isatty():
-        raise UserError("terminate asks, and there is nobody to answer", field="--yes", fix="add --yes, or --dry-run")
+        raise UserError(
+            "confirmation is required, but standard input is not a terminal",
+            field="--yes",
+            fix="pass --yes, or --dry-run",
+        )
     busy = sum(item.busy for item in plan.done)
     for item in plan.done:
         run = f" for run {item.run_id}" if item.run_id else ""
-        output.say(f"  {item.instance_id} {item.state}{run}{', a job runs on it' if item.busy else ''}")
-    import typer  # noqa: PLC0415 - only where somebody is asked
+        output.say(f"  {item.instance_id} {item.state}{run}{', running a job' if item.busy else ''}")
+    import click  # noqa: PLC0415 - only needed for the prompt
 
-    jobs = f"; {busy} of them run a job, which is lost" if busy else ""
-    if not typer.confirm(f"terminate {len(plan.done)} instances{jobs}?", default=False, err=True):
-        raise UserError("nothing was terminated", field="--yes", fix="answer y, or add --yes")
+    jobs = f"; {plural(busy, 'job')} will be lost" if busy else ""
+    if not click.confirm(f"terminate {plural(len(plan.done), 'instance')}{jobs}?", default=False, err=True):
+        raise UserError("nothing was terminated", field="--yes", fix="answer y, or pass --yes")
 
 
-def _tell(output: Output, result: OperatorResult) -> int:
-    word = f"would be {_DONE[result.action]}" if result.dry_run else _DONE[result.action]
+def _report(output: Output, result: OperatorResult) -> int:
+    word = f"would be {_PARTICIPLES[result.action]}" if result.dry_run else _PARTICIPLES[result.action]
     for item in result.outcomes:
         run = f" (run {item.run_id})" if item.run_id else ""
-        told = f"{word}: {item.why}" if item.done else f"unchanged: {item.why}"
-        output.say(f"{item.instance_id} was {item.state}{run}, {told}")
-    for error in result.errors:
-        output.say(f"error: {error}", style="bold red")
+        outcome = f"{word}: {item.why}" if item.done else f"unchanged: {item.why}"
+        output.say(f"{item.instance_id} was {item.state}{run}, {outcome}")
+    output.say_errors(result.errors)
     output.say(f"{len(result.done)} {word}, {len(result.outcomes) - len(result.done)} unchanged")
     output.result(_document(result))
     return EXIT_PARTIAL if result.errors else EXIT_OK

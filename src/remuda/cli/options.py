@@ -1,252 +1,132 @@
-"""The flags, each declared once. All are text here: settings check them, so that every source gets the same words."""
+"""Options of the commands: generated from the declarations of the settings, grouped in `--help`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import typer
+import click
+from click.shell_completion import CompletionItem
 
-_RUN = "The run"
-_POOL = "The pool"
-_COMMON = "Everywhere"
-_AWS = "Machines on AWS"
-_FLEET = "The fleet"
+from remuda.config.declaration import Group, Setting, flag
+from remuda.config.kinds import InvalidValue, Kind
+from remuda.config.settings import SETTINGS
+from remuda.domain.errors import UserError
+from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.text import quote
 
-Backend = Annotated[
-    str | None, typer.Option("--backend", help="local or aws. (default: local)", rich_help_panel=_COMMON)
-]
-Dir = Annotated[
-    str | None,
-    typer.Option("--dir", help="State folder of the local backend. (default: .remuda)", rich_help_panel=_COMMON),
-]
-Config = Annotated[
-    str | None,
-    typer.Option("--config", help="Settings file. (default: remuda.toml if there is one)", rich_help_panel=_COMMON),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=_COMMON)]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.", rich_help_panel=_COMMON)]
-Pool = Annotated[
-    str | None, typer.Option("--pool", help="Name of the pool. (default: default)", rich_help_panel=_COMMON)
-]
-Scope = Annotated[
-    str | None,
-    typer.Option("--github-scope", help="owner or owner/repo. (default: GITHUB_REPOSITORY)", rich_help_panel=_COMMON),
-]
+#: Title of the options that only one command has.
+OWN_OPTIONS = "Options"
+_SECTIONS = (OWN_OPTIONS, *Group)
+#: Columns of help text, also on a wider terminal.
+HELP_WIDTH = 80
 
-LogFormat = Annotated[
-    str | None,
-    typer.Option("--log-format", help="text, or json: a line an event on stderr.", rich_help_panel=_COMMON),
-]
-Instances = Annotated[list[str] | None, typer.Argument(metavar="[INSTANCE]...", help="Which instances.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
-Reason = Annotated[str, typer.Option("--reason", help="Why: it stands in the history.")]
-Prices = Annotated[
-    str | None,
-    typer.Option("--prices", help="JSON file of prices an hour. (default: the list shipped)", rich_help_panel=_COMMON),
-]
 
-RunId = Annotated[
-    str | None, typer.Option("--run-id", help="The workflow's run id. (default: GITHUB_RUN_ID)", rich_help_panel=_RUN)
-]
-RunAttempt = Annotated[
-    str | None,
-    typer.Option(
-        "--run-attempt", help="The workflow's attempt. (default: GITHUB_RUN_ATTEMPT, or 1)", rich_help_panel=_RUN
-    ),
-]
-InstanceCount = Annotated[
-    str | None, typer.Option("--instance-count", help="How many runners. (default: 1)", rich_help_panel=_RUN)
-]
-ResourceClassName = Annotated[
-    str | None, typer.Option("--resource-class", help="Class of the runners. (default: large)", rich_help_panel=_RUN)
-]
-UsageClassName = Annotated[
-    str | None, typer.Option("--usage-class", help="spot or on-demand. (default: on-demand)", rich_help_panel=_RUN)
-]
-AllowedTypes = Annotated[
-    str | None,
-    typer.Option("--allowed-instance-types", help="Such as 'c* m6i.large'. (default: *)", rich_help_panel=_RUN),
-]
-MaxRuntime = Annotated[
-    str | None,
-    typer.Option("--max-runtime-min", help="How long a run may keep its runners. (default: 30)", rich_help_panel=_RUN),
-]
-TierName = Annotated[
-    str | None,
-    typer.Option(
-        "--tier",
-        help="trusted or untrusted; never more than the event allows. (default: by the event)",
-        rich_help_panel=_RUN,
-    ),
-]
-Repository = Annotated[
-    str | None,
-    typer.Option(
-        "--repository", help="The run's, owner/name. (default: GITHUB_REPOSITORY, or the scope)", rich_help_panel=_RUN
-    ),
-]
-Ephemeral = Annotated[
-    bool,
-    typer.Option(
-        "--ephemeral", help="New instances for one job each; needs a GitHub credential.", rich_help_panel=_RUN
-    ),
-]
-ProvisionTimeout = Annotated[
-    str | None,
-    typer.Option(
-        "--provision-timeout-sec", help="By when a provision must be complete. (default: 300)", rich_help_panel=_RUN
-    ),
-]
+class _Value(click.ParamType[Any]):
+    """The value of an option that is no setting, with the same errors as a setting."""
 
-IdleTime = Annotated[
-    str | None,
-    typer.Option("--idle-time-sec", help="How long an idle instance stays. (default: 420)", rich_help_panel=_POOL),
-]
-ReleaseTime = Annotated[
-    str | None,
-    typer.Option("--release-time-sec", help="How long a release may take. (default: 300)", rich_help_panel=_POOL),
-]
-MaxAge = Annotated[
-    str | None, typer.Option("--max-age-sec", help="Oldest age for reuse. (default: 86400)", rich_help_panel=_POOL)
-]
-MaxUses = Annotated[str | None, typer.Option("--max-uses", help="Most uses. (default: 50)", rich_help_panel=_POOL)]
-ReuseName = Annotated[
-    str | None,
-    typer.Option(
-        "--reuse", help="always, same-repo, same-trust or never. (default: same-trust)", rich_help_panel=_POOL
-    ),
-]
-MaxInstances = Annotated[
-    str | None,
-    typer.Option("--max-instances", help="Most instances in the pool. (default: 100)", rich_help_panel=_POOL),
-]
-ClassConfig = Annotated[
-    str | None,
-    typer.Option(
-        "--resource-class-config",
-        help='Own classes as JSON: {"large": {"cpu": 2, "mmem": 4096}}.',
-        rich_help_panel=_POOL,
-    ),
-]
-PreRunnerScript = Annotated[
-    str | None,
-    typer.Option(
-        "--pre-runner-script", help="Shell script each new machine runs first: text or @FILE.", rich_help_panel=_POOL
-    ),
-]
-Margin = Annotated[
-    str | None,
-    typer.Option("--margin-sec", help="What clocks may differ by. (default: local 1, aws 60)", rich_help_panel=_POOL),
-]
-UnrecordedGrace = Annotated[
-    str | None,
-    typer.Option(
-        "--unrecorded-grace-sec", help="A machine may lack a record so long. (default: 300)", rich_help_panel=_POOL
-    ),
-]
-GhostGrace = Annotated[
-    str | None,
-    typer.Option(
-        "--ghost-grace-sec",
-        help="A registration may lack a record and a machine so long. (default: 900)",
-        rich_help_panel=_POOL,
-    ),
-]
-GoneAfter = Annotated[
-    str | None,
-    typer.Option("--gone-after-sec", help="Missing twice, so far apart: gone. (default: 60)", rich_help_panel=_POOL),
-]
-Reannounce = Annotated[
-    str | None,
-    typer.Option("--reannounce-sec", help="Idle ones are announced again. (default: 600)", rich_help_panel=_POOL),
-]
-KeepRecords = Annotated[
-    str | None,
-    typer.Option("--keep-records-sec", help="Records of ended instances. (default: 30 days)", rich_help_panel=_POOL),
-]
-BootDelay = Annotated[
-    str | None,
-    typer.Option("--boot-delay-sec", help="Local: how long a machine boots. (default: 0)", rich_help_panel=_POOL),
-]
-Fault = Annotated[
-    str | None, typer.Option("--fault", help="Local: a failure to play, such as never-boots.", rich_help_panel=_POOL)
-]
-Ami = Annotated[
-    str | None, typer.Option("--ami", help="Image of the machines: an id, or resolve:ssm:NAME.", rich_help_panel=_AWS)
-]
-SubnetIds = Annotated[str | None, typer.Option("--subnet-ids", help="Subnets to launch in.", rich_help_panel=_AWS)]
-SecurityGroupIds = Annotated[
-    str | None, typer.Option("--security-group-ids", help="Security groups of the machines.", rich_help_panel=_AWS)
-]
-InstanceProfile = Annotated[
-    str | None, typer.Option("--iam-instance-profile", help="Instance profile of the machines.", rich_help_panel=_AWS)
-]
-KeyName = Annotated[str | None, typer.Option("--key-name", help="Key pair of the machines.", rich_help_panel=_AWS)]
-SpotFallback = Annotated[
-    str | None, typer.Option("--spot-fallback", help="on-demand buys what spot cannot give.", rich_help_panel=_AWS)
-]
-RunnerVersion = Annotated[
-    str | None,
-    typer.Option("--actions-runner-version", help="Version of the actions runner to install.", rich_help_panel=_AWS),
-]
-RunnerSha256 = Annotated[str | None, typer.Option("--actions-runner-sha256", help="Its digest.", rich_help_panel=_AWS)]
-RunnerUrl = Annotated[
-    str | None, typer.Option("--actions-runner-url", help="A mirror to take it from.", rich_help_panel=_AWS)
-]
-AgentUrl = Annotated[
-    str | None,
-    typer.Option("--agent-url", help="Where machines get the agent, unless the image has it.", rich_help_panel=_AWS),
-]
-AgentSha256 = Annotated[str | None, typer.Option("--agent-sha256", help="Its digest.", rich_help_panel=_AWS)]
-PythonUrl = Annotated[
-    str | None, typer.Option("--python-url", help="An interpreter for the agent.", rich_help_panel=_AWS)
-]
-PythonSha256 = Annotated[str | None, typer.Option("--python-sha256", help="Its digest.", rich_help_panel=_AWS)]
-GithubEnvironment = Annotated[
-    str | None, typer.Option("--github-environment", help="Value of the tag ghr:environment.", rich_help_panel=_AWS)
-]
+    def __init__(self, kind: Kind) -> None:
+        self.name = kind.metavar
+        self._kind = kind
 
-Environment = Annotated[
-    str | None,
-    typer.Option(
-        "--environment",
-        help="Value of the tag ghr:environment. (default: ENVIRONMENT, or the pool)",
-        rich_help_panel=_FLEET,
-    ),
-]
-IdleConfig = Annotated[
-    str | None,
-    typer.Option(
-        "--idle-config",
-        help="Idle runners to keep and when, as JSON. (default: SCALE_DOWN_CONFIG)",
-        rich_help_panel=_FLEET,
-    ),
-]
-MinimumRunningTime = Annotated[
-    str | None,
-    typer.Option(
-        "--minimum-running-time-in-minutes",
-        help="A younger runner is kept. (default: Linux 5, Windows 15)",
-        rich_help_panel=_FLEET,
-    ),
-]
-RunnerBootTime = Annotated[
-    str | None,
-    typer.Option(
-        "--runner-boot-time-in-minutes", help="Not on GitHub by then: an orphan. (default: 5)", rich_help_panel=_FLEET
-    ),
-]
-IdleScopeName = Annotated[
-    str | None,
-    typer.Option(
-        "--idle-scope",
-        help="environment or owner: what the quota counts for. (default: environment)",
-        rich_help_panel=_FLEET,
-    ),
-]
-MaxRemovals = Annotated[
-    str | None,
-    typer.Option(
-        "--max-removals-per-cycle", help="Runners to remove from GitHub at most. (default: all)", rich_help_panel=_FLEET
-    ),
-]
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name = param.opts[0] if param else ""
+        try:
+            return self._kind.parse(value) if isinstance(value, str) else value
+        except InvalidValue:
+            raise UserError(
+                f"{name} must be {self._kind.expected}, got {quote(value, MAX_SHOWN)}",
+                field=name,
+                fix=f"see {ctx.command_path} --help" if ctx else "",
+            ) from None
+
+
+class GroupedOption(click.Option):
+    """An option with the title of its section in `--help`."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+def option(
+    name: str,
+    help: str,  # noqa: A002 - the name that click has for it
+    kind: Kind | None = None,
+    *,
+    to: str | None = None,
+    default: Any = None,
+    section: str = OWN_OPTIONS,
+) -> GroupedOption:
+    """An option that is no setting. Without a `kind` it is a switch. `to` names the parameter of the command."""
+    names = [name] if to is None else [name, to]
+    if kind is None:
+        return GroupedOption(names, is_flag=True, default=False, help=help, section=section)
+    return GroupedOption(names, type=_Value(kind), metavar=kind.metavar, default=default, help=help, section=section)
+
+
+def _setting_option(declared: Setting) -> GroupedOption:
+    """Takes the text as it is: `config.sources` checks it, so that all sources have the same errors."""
+    kind, names = declared.kind, [flag(declared.name), declared.name]
+    if kind.is_boolean:
+        return GroupedOption(names, is_flag=True, default=None, help=declared.help, section=declared.group)
+
+    def complete(_context: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(value) for value in kind.choices if value.startswith(incomplete)]
+
+    return GroupedOption(
+        names,
+        type=str,
+        default=None,
+        metavar=kind.metavar,
+        help=declared.help,
+        section=declared.group,
+        shell_complete=complete if kind.choices else None,
+    )
+
+
+def settings_of(command: str) -> list[Setting]:
+    """The settings that the command takes as flags."""
+    return [declared for declared in SETTINGS.values() if command in declared.commands]
+
+
+def options_of(command: str) -> list[GroupedOption]:
+    return [_setting_option(declared) for declared in settings_of(command)]
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has one section per group of options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = self.get_params(ctx)
+        _write_section(formatter, "Arguments", _records(ctx, [item for item in params if isinstance(item, Argument)]))
+        for section in _SECTIONS:
+            options = [item for item in params if isinstance(item, click.Option) and _section(item) == section]
+            _write_section(formatter, section, _records(ctx, options))
+
+
+class Argument(click.Argument):
+    """A positional argument with a description."""
+
+    def __init__(self, *args: Any, help: str, **kwargs: Any) -> None:  # noqa: A002 - as above
+        super().__init__(*args, **kwargs)
+        self._help = help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.make_metavar(ctx), self._help
+
+
+def _section(item: click.Option) -> str:
+    # click adds --help itself.
+    return item.section if isinstance(item, GroupedOption) else Group.OUTPUT
+
+
+def _records(ctx: click.Context, items: Sequence[click.Parameter]) -> list[tuple[str, str]]:
+    return [record for item in items if (record := item.get_help_record(ctx)) is not None]
+
+
+def _write_section(formatter: click.HelpFormatter, title: str, records: Iterable[tuple[str, str]]) -> None:
+    rows = list(records)
+    if rows:
+        with formatter.section(title):
+            formatter.write_dl(rows)

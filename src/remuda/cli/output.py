@@ -1,11 +1,11 @@
-"""What people and programs see: one JSON document on stdout, everything for people on stderr."""
+"""Output of a command: one JSON document on stdout for programs, messages for people on stderr."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from remuda.controlplane.context import Context
 
-#: How an action looks on a terminal; others are plain.
+#: Terminal style per event; others are plain.
 _STYLES = {
     "claim-won": "green",
     "create": "cyan",
@@ -32,41 +32,41 @@ _STYLES = {
     "rollback": "bold yellow",
     "confirm": "dim",
 }
-_ENDING = "magenta"
-_TROUBLE = ("failed", "lost", "refused", "incomplete", "unconfirmed")
-#: What a person does not need to see one by one.
-_QUIET = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
-#: What a dry run would do is shown as a table.
+_TERMINATION_STYLE = "magenta"
+#: Events whose name contains one of these words are warnings.
+_WARNING_WORDS = ("failed", "lost", "refused", "incomplete", "unconfirmed")
+#: Events that appear in JSON logs only.
+_JSON_ONLY = frozenset({"announce", "renew", "credential", "extend", "scale-keep", "scale-skip", "scale-renew"})
+#: Prefix of the events of a dry run, which ends with a table of them.
 _PLANNED = "would-"
-
 
 JSON_LOGS = "json"
 
 
 def early_log_format(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """As far as it can be told before the settings are read: an error about them is logged, too."""
-    for number, argument in enumerate(arguments):
-        if argument == "--log-format" and number + 1 < len(arguments):
-            return arguments[number + 1]
+    """The log format before the settings are read, for errors in the settings themselves."""
+    for index, argument in enumerate(arguments):
+        if argument == "--log-format" and index + 1 < len(arguments):
+            return arguments[index + 1]
         if argument.startswith("--log-format="):
             return argument.partition("=")[2]
     return environ.get("REMUDA_LOG_FORMAT", "")
 
 
 def set_log_format(name: str) -> None:
-    """For the whole process: it has one stderr."""
+    """Set the format for the whole process, which has one stderr."""
     Output.logs_json = name == JSON_LOGS
 
 
 def event_line(at: datetime, name: str, facts: Mapping[str, Any], *, level: str) -> str:
-    """One line of a structured log. Facts that say nothing are left out."""
-    told = {key: value for key, value in facts.items() if value is not None and value != ""}
-    return json.dumps({"at": to_text(at), "level": level, "event": name, **told}, default=str)
+    """One line of a structured log. Empty facts are left out."""
+    given = {key: value for key, value in facts.items() if value is not None and value != ""}
+    return json.dumps({"at": to_text(at), "level": level, "event": name, **given}, default=str)
 
 
-def note_line(at: datetime, action: str, why: str, facts: Mapping[str, Any]) -> str:
-    """What a event_log notes: instance, run, epoch and reason, and whatever else belongs to it."""
-    level = "warning" if any(word in action for word in _TROUBLE) else "info"
+def record_line(at: datetime, action: str, why: str, facts: Mapping[str, Any]) -> str:
+    """An event of the event log, with its reason and its facts (instance, run, epoch and others)."""
+    level = "warning" if any(word in action for word in _WARNING_WORDS) else "info"
     return event_line(at, action, {"reason": why, **facts}, level=level)
 
 
@@ -76,7 +76,7 @@ def error_line(at: datetime, error: RemudaError) -> str:
 
 
 class Output:
-    #: Whether stderr gets a JSON document a line.
+    #: Whether stderr gets one JSON document per line.
     logs_json: ClassVar[bool] = False
 
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
@@ -90,7 +90,7 @@ class Output:
 
     @property
     def console(self) -> Console:
-        """People's output: rich on a terminal, plain lines in a log."""
+        """The console on stderr: styled on a terminal, plain lines in a log."""
         if self._console is None:
             from remuda.cli.terminal import PlainConsole  # noqa: PLC0415 - slow to import and often not needed
 
@@ -105,8 +105,12 @@ class Output:
         elif text.strip():
             self.event("message", {"text": text.strip()}, level="warning" if style and "yellow" in style else "info")
 
+    def say_errors(self, errors: Iterable[str]) -> None:
+        for error in errors:
+            self.say(f"error: {error}", style="bold red")
+
     def show(self, renderable: Any) -> None:
-        """A table: for people only."""
+        """Show a table. It does not appear in JSON logs."""
         if not self._quiet and not self.logs_json:
             self.console.print(renderable)
 
@@ -118,9 +122,9 @@ class Output:
         sys.stderr.flush()
 
     def answer(self, *renderables: Any, soft_wrap: bool = False) -> None:
-        """What was asked for, for people: on stdout, so that it can be piped. With --json the document is there.
+        """Print the result for people on stdout. With --json, `result` prints the document there instead.
 
-        `soft_wrap`: a line stays one line, however long: for logs, and for grep.
+        `soft_wrap` leaves long lines unbroken, for logs and grep.
         """
         if self.as_json:
             return
@@ -136,7 +140,7 @@ class Output:
 
     def log(self, action: str, why: str, facts: Mapping[str, Any]) -> None:
         if not self._quiet:
-            self.log_line(note_line(SystemClock().now(), action, why, facts))
+            self.log_line(record_line(SystemClock().now(), action, why, facts))
 
     def result(self, document: Mapping[str, Any]) -> None:
         if self.as_json:
@@ -144,16 +148,16 @@ class Output:
             sys.stdout.flush()
 
     def event_log(self, clock: Clock) -> EventLog:
-        """Where a use case tells what it does."""
+        """The event log of a use case, shown by this output."""
         return ConsoleEventLog(self, clock)
 
     def guarded(self, context: Context) -> Context:
-        """The ports as the use case gets them: an output may want to know what must never be shown."""
+        """The ports for the use case. A subclass may wrap them, for example to mask credentials."""
         return context
 
     def error(self, error: RemudaError) -> None:
         fix = f"; {error.fix}" if error.fix else ""
-        # One line, whatever a value or another program's message brings along.
+        # A value or a message of another program may contain line breaks.
         line = " ".join(f"remuda: {error.message}{fix}".splitlines())
         if self.logs_json:
             self.log_line(error_line(SystemClock().now(), error))
@@ -172,7 +176,7 @@ class Output:
 
 
 class ConsoleEventLog:
-    """One line an event, as it happens."""
+    """One line per event, as it happens."""
 
     def __init__(self, output: Output, clock: Clock) -> None:
         self._output = output
@@ -182,7 +186,7 @@ class ConsoleEventLog:
         if Output.logs_json:
             self._output.log(action, why, facts)
             return
-        if action in _QUIET or action.startswith(_PLANNED):
+        if action in _JSON_ONLY or action.startswith(_PLANNED):
             return
         at: datetime = self._clock.now()
         subject = facts.get("instance_id") or facts.get("run_id") or facts.get("runner") or ""
@@ -190,13 +194,13 @@ class ConsoleEventLog:
         if facts.get("source") or facts.get("target"):
             arrow = f"{facts.get('source') or 'new'} to {facts.get('target')}: "
         line = f"{at:%H:%M:%S} {action:<16} {subject:<20} {arrow}{why}"
-        # One line an event: what somebody else wrote makes no second one.
+        # Texts from outside must not break the line.
         self._output.say(sanitize(line).rstrip(), style=self._style(action))
 
     @staticmethod
     def _style(action: str) -> str | None:
-        if any(word in action for word in _TROUBLE):
+        if any(word in action for word in _WARNING_WORDS):
             return "yellow"
         if action.startswith(("end-", "tombstone", "retire", "stale-registration")):
-            return _ENDING
+            return _TERMINATION_STYLE
         return _STYLES.get(action)

@@ -1,4 +1,4 @@
-"""`remuda report`: since when, at which prices, shown how."""
+"""`remuda report`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from remuda.domain.reporting.usage import UsageReport
 from remuda.ports.event_log import SilentEventLog
 from remuda.wiring import open_context
 
+#: Longest period of a report in days.
 MAX_DAYS = 3_650
 
 
 def parse_since(text: str, *, now: datetime) -> datetime:
     """`90m`, `12h`, `7d`, `2w`, or a day such as 2026-11-01."""
-    last_s = parse_duration(text)
-    if last_s is not None:
-        if 0 < last_s <= MAX_DAYS * DAY_S:
-            return now - timedelta(seconds=last_s)
+    period_s = parse_duration(text)
+    if period_s is not None:
+        if 0 < period_s <= MAX_DAYS * DAY_S:
+            return now - timedelta(seconds=period_s)
     else:
         try:
             day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
@@ -38,7 +39,8 @@ def parse_since(text: str, *, now: datetime) -> datetime:
             if now - timedelta(days=MAX_DAYS) <= day < now:
                 return day
     raise UserError(
-        f"--since is {text[:40]!r}", field="--since", fix="give 90m, 12h, 7d, 2w, or a day such as 2026-11-01"
+        f"--since must be a duration such as 90m, 12h, 7d or 2w, or a past date such as 2026-11-01, got {text[:40]!r}",
+        field="--since",
     )
 
 
@@ -48,7 +50,7 @@ def run_report(settings: Settings, output: Output, *, since: str, html: str | No
     page = _page_path(html) if html is not None else None
 
     async def work() -> tuple[UsageReport, str]:
-        async with open_context(settings, SilentEventLog(), credentialed=False, alive=False) as context:
+        async with open_context(settings, SilentEventLog(), needs_github=False, require_local_github=False) as context:
             return await report(context, since=began, prices=prices), context.pool_name
 
     ledger, pool = run_async(work)
@@ -65,11 +67,13 @@ def run_report(settings: Settings, output: Output, *, since: str, html: str | No
 
 
 def _page_path(text: str) -> Path:
-    """Refused before anything is read where it cannot be written."""
+    """Check that the file can be written before any record is read."""
     path = Path(text).absolute() if text.strip() and "\0" not in text else None
     if path is None or path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(
-            f"--html {text[:80]!r} cannot be written", field="--html", fix="name a file in a folder of yours"
+            f"--html {text[:80]!r} cannot be written",
+            field="--html",
+            fix="name a file in a directory that you can write to",
         )
     return path
 

@@ -1,4 +1,4 @@
-"""Running a use case as a command: settings in, one result or one error out, signals in between."""
+"""Execution of a command: settings, signals, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remuda.cli.output import Output, set_log_format
 from remuda.domain.errors import Interrupted, InvariantViolated, RemudaError
 
 if TYPE_CHECKING:
-    from remuda.config.settings import Loaded
+    from remuda.config.settings import Settings
 
 T = TypeVar("T")
 
@@ -23,67 +23,71 @@ EXIT_PARTIAL = 4
 EXIT_INTERRUPTED = 130
 
 
-def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Loaded:
-    from remuda.config.settings import load  # noqa: PLC0415 - pydantic is slow to import, and help does not need it
+def load_settings(flags: Mapping[str, Any], config: str | None = None) -> Settings:
+    from remuda.config.sources import load  # noqa: PLC0415 - help needs no values
 
-    loaded = load(flags, environ=os.environ, file=Path(config) if config else None)
-    set_log_format(loaded.settings.log_format)
-    return loaded
+    settings = load(flags, environ=os.environ, file=Path(config) if config else None)
+    set_log_format(settings.log_format)
+    return settings
 
 
-def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, farewell: str = "interrupted") -> T:
-    """Run to the end. The first SIGINT or SIGTERM cancels, and what is held is given back; the same again ends at once.
+def run_async(work: Callable[[], Coroutine[Any, Any, T]], *, on_interrupt_message: str = "interrupted") -> T:
+    """Run to completion. The first SIGINT or SIGTERM cancels the work, which cleans up; a repeated one exits at once.
 
-    A SIGTERM after a SIGINT is no impatience: GitHub sends both to a cancelled step, and leaves time after each.
+    A SIGTERM after a SIGINT does not count as repeated: GitHub sends both to a cancelled step, with time after each.
     """
-    import asyncio  # noqa: PLC0415 - help does without an event loop
+    import asyncio  # noqa: PLC0415 - help needs no event loop
 
     async def main() -> T:
         task = asyncio.ensure_future(work())
         loop = asyncio.get_running_loop()
-        interrupted: set[int] = set()
+        received: set[int] = set()
 
         def interrupt(number: int) -> None:
-            if number in interrupted:
+            if number in received:
                 os._exit(EXIT_INTERRUPTED)
-            if not interrupted:
+            if not received:
                 task.cancel()
-            interrupted.add(number)
+            received.add(number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt, number)
         try:
             return await task
         except asyncio.CancelledError:
-            if interrupted:
-                raise Interrupted(farewell) from None
+            if received:
+                raise Interrupted(on_interrupt_message) from None
             raise
 
     return asyncio.run(main())
 
 
-def command(output: Output, work: Callable[[], int]) -> int:
-    """One command: its exit code, or one clear sentence and the error's own exit code."""
+def run_command(output: Output, work: Callable[[], int]) -> int:
+    """Run a command and return its exit code. An error is reported in one line and determines the code."""
     try:
         return work()
     except RemudaError as error:
         output.error(error)
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read our output has gone.
+        # The reader of stdout has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug, and people get one sentence
-        output.error(bug(error))
+    except Exception as error:  # noqa: BLE001 - any other exception is a bug and gets one line, too
+        output.error(bug_error(error))
         return InvariantViolated.exit_code
 
 
-def bug(error: Exception) -> InvariantViolated:
-    """What a report about it needs, without a page of calls."""
+def bug_error(error: Exception) -> InvariantViolated:
+    """The exception and its place in one line, for a bug report."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    where = f"{Path(frame.f_code.co_filename).name}:{line}"
-    bug = InvariantViolated(f"a bug: {type(error).__name__}: {error} ({where})")
+    place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    bug = InvariantViolated(f"a bug: {type(error).__name__}: {error} ({place})")
     bug.fix = "please report it with this line"
     return bug
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"

@@ -17,11 +17,12 @@ import httpx
 
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.output import Output
+from remuda.cli.run import run_async
 from remuda.cli.workflow_file import MAX_BYTES, WorkflowJob, load_workflow, parse_workflow
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable, UserError
 from remuda.fake_github.client import FakeGitHubClient, FakeGitHubError, JobStep, JobView
-from remuda.wiring import layout, local_endpoint
+from remuda.wiring.local import check_local, layout, local_endpoint
 
 EXIT_JOB_FAILED = 1
 _INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$")
@@ -43,6 +44,11 @@ class WorkflowJobResult:
     conclusion: str
     instance_id: str | None
     seconds: float
+
+
+def run_workflow_file(settings: Settings, output: Output, *, file: str) -> int:
+    check_local(settings)
+    return run_async(lambda: run_workflow(settings, output, file=file))
 
 
 async def run_workflow(settings: Settings, output: Output, *, file: str) -> int:

@@ -1,29 +1,25 @@
-"""The only reader of the environment and of remuda.toml.
+"""Settings: each declared once.
 
-A value comes from a flag, else from an environment variable, else from the file, else from its default; where each one
-came from is kept. `--idle-time-sec`, `REMUDA_IDLE_TIME_SEC` and `idle-time-sec` are the same setting.
+The declaration of a setting yields its flag, its environment variable, its key in remuda.toml, its action input, its
+CloudFormation parameter and its line in the reference. `config.sources` reads the values.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from datetime import tzinfo
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
-from zoneinfo import ZoneInfo, available_timezones
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
-
+from remuda.config.declaration import ALL_COMMANDS, POOL_COMMANDS, Group, Setting, declare, flag, variable
+from remuda.config.kinds import InvalidValue, Kind, Secret, boolean, choice, integer, number, secret, text
 from remuda.domain.errors import UserError
 from remuda.domain.resources import (
     DEFAULT_CLASSES,
-    MAX_SHOWN,
     ResourceClass,
     Reuse,
     Tier,
@@ -38,140 +34,93 @@ from remuda.domain.scale_down.decisions import BOOT_MIN, IdleScope, ScaleDownPol
 from remuda.domain.scale_down.idle_config import EXAMPLE as IDLE_CONFIG_EXAMPLE
 from remuda.domain.scale_down.idle_config import FIX as IDLE_CONFIG_FIX
 from remuda.domain.scale_down.idle_config import IdleWindow, parse_idle_config
-from remuda.domain.text import quote
 from remuda.domain.thresholds import Lifetimes
 
-FILE_NAME = "remuda.toml"
-MAX_SCRIPT = 10_000
-MAX_TAG = 256
 DAY_S = 86_400.0
-#: GitHub's tokens live an hour and are renewed when ten minutes of it are gone: one must outlive a provision.
+WEEK_S = 7 * DAY_S
+WEEK_MIN = 7 * 1_440
+#: A GitHub token lives for an hour and is renewed after ten minutes; it must outlive a provision.
 MAX_PROVISION_S = 2_400.0
+MAX_SCRIPT_CHARS = 10_000
+MAX_TAG_CHARS = 256
+#: Default clock margin in seconds, by backend.
 LOCAL_MARGIN_S = 1.0
 AWS_MARGIN_S = 60.0
+CLASSES_EXAMPLE = '{"large": {"cpu": 2, "mmem": 4096}}'
 
-#: What GitHub Actions sets by itself in a workflow, and what terraform-aws-github-runner gives to its scale-down.
-OTHER_VARIABLES = {
-    "run_id": "GITHUB_RUN_ID",
-    "run_attempt": "GITHUB_RUN_ATTEMPT",
-    "github_scope": "GITHUB_REPOSITORY",
-    "repository": "GITHUB_REPOSITORY",
-    "event_name": "GITHUB_EVENT_NAME",
-    "event_path": "GITHUB_EVENT_PATH",
-    "github_api_url": "GITHUB_API_URL",
-    "environment": "ENVIRONMENT",
-    "idle_config": "SCALE_DOWN_CONFIG",
-    "minimum_running_time_in_minutes": "MINIMUM_RUNNING_TIME_IN_MINUTES",
-    "runner_boot_time_in_minutes": "RUNNER_BOOT_TIME_IN_MINUTES",
-}
-#: The settings of scale-down, which have a table of their own in the file.
-SCALE_DOWN_TABLE = "scale_down"
-SCALE_DOWN = (
-    "environment",
-    "idle_config",
-    "minimum_running_time_in_minutes",
-    "runner_boot_time_in_minutes",
-    "idle_scope",
-    "max_removals_per_cycle",
-)
-
-#: Settings that the EC2 adapter takes as they are.
-AWS_LAUNCH = (
-    "ami",
-    "subnet_ids",
-    "security_group_ids",
-    "iam_instance_profile",
-    "key_name",
-    "spot_fallback",
-    "pre_runner_script",
-    "actions_runner_version",
-    "actions_runner_sha256",
-    "actions_runner_url",
-    "agent_url",
-    "agent_sha256",
-    "python_url",
-    "python_sha256",
-    "github_environment",
-)
-
-_HEADER_TEXT = re.compile(r"[!-~]*")
 _POOL_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
-_SECRET_ARN = re.compile(r"arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:[A-Za-z0-9/_+=.@!-]{1,519}")
-_PEM = "-----BEGIN"
-#: Settings that may name a secret in place of being one.
-_MAY_NAME_A_SECRET = ("github_token", "github_app_key")
 
 
-def _seconds(default: float, least: float, most: float, what: str) -> Any:
-    return Field(
-        default=default,
-        ge=least,
-        le=most,
-        allow_inf_nan=False,
-        description=what,
-        json_schema_extra={"fix": f"give seconds from {least:g} to {most:g}"},
-    )
+# Parsers ------------------------------------------------------------------------------------------------------------
 
 
-def _whole(default: int, least: int, most: int, what: str) -> Any:
-    return Field(
-        default=default,
-        ge=least,
-        le=most,
-        description=what,
-        json_schema_extra={"fix": f"give a whole number from {least} to {most}"},
-    )
-
-
-def _minutes(default: float | None, what: str) -> Any:
-    return Field(
-        default=default,
-        ge=0,
-        le=7 * 1_440,
-        allow_inf_nan=False,
-        description=what,
-        json_schema_extra={"fix": "give minutes from 0 to 10080"},
-    )
-
-
-def is_secret_arn(value: str) -> bool:
-    """Whether it names a secret of Secrets Manager."""
-    return _SECRET_ARN.fullmatch(value) is not None
-
-
-def read_key(value: str) -> str:
-    """An App's private key: the text itself, or what the file of that name holds. Neither is ever quoted."""
-    if not value or _PEM in value:
-        return value
+def _parse_dir(value: str) -> Path:
+    """An empty text would be the current directory, which `down --purge` would remove."""
+    if not value.strip() or "\0" in value:
+        raise InvalidValue
     try:
-        text = Path(value).expanduser().read_text(encoding="ascii")
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(
-            f"github-app-key is no PEM text, and no file that can be read: {reason}",
-            field=variable("github_app_key"),
-            fix="give PEM text, the path of a PEM file, or the ARN of a secret",
-        ) from None
-    if _PEM not in text:
-        raise UserError(
-            "github-app-key names a file that is not PEM",
-            field=variable("github_app_key"),
-            fix="give the path of the private key as GitHub made it (.pem)",
-        )
-    return text
+        Path(value).absolute().exists()
+    except OSError as error:
+        raise InvalidValue(error.strerror or "") from None
+    return Path(value)
 
 
-def _is_address(text: str) -> bool:
+def _parse_pool(value: str) -> str:
+    if not _POOL_NAME.fullmatch(value):
+        raise InvalidValue
+    return value
+
+
+def _parse_url(value: str) -> str:
     try:
-        parts = urlsplit(text)
-        # Looking at the port checks it.
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and text.isprintable()
+        parts = urlsplit(value)
+        # Reading the port checks it.
+        is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and value.isprintable()
     except ValueError:
-        return False
+        is_url = False
+    if value and not is_url:
+        raise InvalidValue
+    return value
+
+
+def _parse_tag(value: str) -> str:
+    """The value of a tag. A wildcard would make EC2's filter match other environments."""
+    if len(value) > MAX_TAG_CHARS or any(char in value for char in "*?\\") or not value.isprintable():
+        raise InvalidValue
+    return value
+
+
+def _parse_script(value: str) -> str:
+    if value.startswith("@"):
+        try:
+            value = Path(value[1:]).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InvalidValue(f"cannot read the file: {error.strerror}") from None
+        except ValueError as error:
+            raise InvalidValue(f"cannot read the file: {error}") from None
+    if len(value) > MAX_SCRIPT_CHARS:
+        raise InvalidValue(f"the script has {len(value)} characters")
+    return value
+
+
+def _parse_types(value: Any) -> TypePatterns:
+    if not isinstance(value, str | list):
+        raise InvalidValue
+    return TypePatterns.parse(value if isinstance(value, str) else " ".join(map(str, value)))
+
+
+def _parse_classes(value: Any) -> tuple[ResourceClass, ...]:
+    return parse_classes(_from_json(value, field="resource-class-config", fix=f"give JSON such as {CLASSES_EXAMPLE}"))
+
+
+def _parse_idle_config(value: Any) -> tuple[IdleWindow, ...]:
+    return parse_idle_config(_from_json(value, field="idle-config", fix=IDLE_CONFIG_FIX), zone_of=time_zone)
 
 
 def _from_json(value: Any, *, field: str, fix: str) -> Any:
-    """A setting that the file may have as a table; elsewhere it is text."""
+    """Decode JSON text. In the file the value may also be a table or a list."""
+    if isinstance(value, bool):
+        raise InvalidValue
     if not isinstance(value, str):
         return value
     try:
@@ -180,309 +129,440 @@ def _from_json(value: Any, *, field: str, fix: str) -> Any:
         raise UserError(f"{field} is not JSON: {error}", field=field, fix=fix) from None
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+def time_zone(name: str) -> tzinfo:
+    """The time zone of that name, in any letter case as in a browser. Raises ValueError if there is none."""
+    from zoneinfo import ZoneInfo, available_timezones  # noqa: PLC0415 - only idle windows have a time zone
+
+    try:
+        return ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        for known in available_timezones():
+            if known.lower() == name.lower():
+                return ZoneInfo(known)
+        raise ValueError(f"there is no time zone {name!r}") from None
 
 
-class Settings(BaseModel):
-    """Every setting, with its default."""
+def _seconds(least: float, most: float) -> Kind:
+    return number(least, most, "seconds")
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    backend: Literal["local", "aws"] = Field(
-        default="local",
-        description="Where instances live.",
-        json_schema_extra={"fix": "use local or aws"},
-    )
-    dir: Path = Field(default=Path(".remuda"), description="State folder of the local backend.")
-    pool: str = Field(default="default", description="Name of the pool.")
+_MINUTES = number(0, WEEK_MIN, "minutes")
 
-    github_scope: str = Field(default="remuda/demo", description="Organisation or owner/repo that runners register in.")
-    github_token: SecretStr | None = Field(
-        default=None, description="Credential for GitHub: a token, or the ARN of a secret of Secrets Manager."
-    )
-    github_api_url: str = Field(default="", description="GitHub's API; the local backend has its own.")
 
-    run_id: str = Field(default="", description="The workflow's run id: label of its runners.")
-    run_attempt: int = _whole(1, 1, 1_000_000, "The workflow's attempt.")
-    instance_count: int = _whole(1, 1, 1_000, "How many runners.")
-    resource_class: str = Field(default="large", description="Class of the runners.")
-    usage_class: UsageClass = Field(
-        default=UsageClass.ON_DEMAND,
-        description="spot or on-demand.",
-        json_schema_extra={"fix": "use spot or on-demand"},
-    )
-    allowed_instance_types: TypePatterns = Field(
-        default=TypePatterns(("*",)), description="Instance types, such as 'c* m6i.large'."
-    )
-    tier: Tier = Field(
-        default=Tier.TRUSTED,
-        description="How far the run's code is trusted: may be lower than the event says, never higher.",
-        json_schema_extra={"fix": "use trusted or untrusted"},
-    )
-    repository: str = Field(
-        default="", description="The run's repository, owner/name (default: GITHUB_REPOSITORY, or the scope)."
-    )
-    event_name: str = Field(default="", description="The event that started the run (default: GITHUB_EVENT_NAME).")
-    event_path: str = Field(default="", description="The file that tells about it (default: GITHUB_EVENT_PATH).")
-    ephemeral: bool = Field(
-        default=False,
-        description="New instances for one job each, registered just in time; on AWS it needs a GitHub credential.",
-        json_schema_extra={"fix": "use true or false"},
+def _launch_option(
+    metavar: str,
+    description: str,
+    *,
+    commands: tuple[str, ...] = ("refresh",),
+    is_parameter: bool = True,
+    default_text: str = "",
+) -> Any:
+    """A setting of new EC2 instances; the EC2 adapter checks its value."""
+    return declare(
+        text(metavar=metavar),
+        "",
+        description,
+        group=Group.AWS,
+        commands=commands,
+        is_parameter=is_parameter,
+        is_launch_option=True,
+        default_text=default_text,
     )
 
-    max_runtime_min: float = Field(
-        default=30.0,
-        ge=0.05,
-        le=7 * 1_440,
-        allow_inf_nan=False,
-        description="How long a run may keep its runners, in minutes.",
-        json_schema_extra={"fix": "give minutes from 0.05 to 10080"},
+
+# Declarations -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The values of all settings. `config.sources.load` makes it; a direct constructor call checks nothing."""
+
+    #: The source of each value that is not the default, as the user wrote it: a flag, a variable, a key of the file.
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    backend: str = declare(
+        choice(("local", "aws")),
+        "local",
+        "Where instances run: processes on this machine, or EC2.",
+        group=Group.COMMON,
+        commands=ALL_COMMANDS,
+        is_input=False,
     )
-    idle_time_sec: float = _seconds(420, 1, 7 * DAY_S, "How long an idle instance stays in the pool.")
-    release_time_sec: float = _seconds(300, 5, DAY_S, "How long a release may take.")
-    provision_timeout_sec: float = _seconds(300, 2, MAX_PROVISION_S, "By when a provision must be complete.")
-    max_age_sec: float = _seconds(86_400, 10, 365 * DAY_S, "Beyond this age an instance is not pooled again.")
-    max_uses: int = _whole(50, 1, 100_000, "After so many uses an instance is not pooled again.")
-    reuse: Reuse = Field(
-        default=Reuse.SAME_TRUST,
-        description="Whose machines a run may be given: always, same-repo, same-trust or never.",
-        json_schema_extra={"fix": "use always, same-repo, same-trust or never"},
+    dir: Path = declare(
+        text(expected="a directory that you can write to", metavar="DIRECTORY", parse=_parse_dir),
+        Path(".remuda"),
+        "State directory of the local backend.",
+        group=Group.COMMON,
+        commands=ALL_COMMANDS,
+        is_input=False,
     )
-    max_instances: int = _whole(100, 1, 100_000, "How many instances the pool may have.")
-    margin_sec: float | None = Field(
-        default=None,
-        ge=0.1,
-        le=3_600,
-        allow_inf_nan=False,
-        description="What clocks may differ by (local 1, aws 60).",
-        json_schema_extra={"fix": "give seconds from 0.1 to 3600"},
+    pool: str = declare(
+        text(
+            expected="1 to 20 lower-case letters, digits and hyphens, and not start with a hyphen",
+            metavar="NAME",
+            parse=_parse_pool,
+        ),
+        "default",
+        "Name of the pool.",
+        group=Group.COMMON,
+        commands=POOL_COMMANDS,
     )
-    unrecorded_grace_sec: float = _seconds(300, 1, DAY_S, "How long a machine may lack a record.")
-    ghost_grace_sec: float = _seconds(
-        900,
+    github_scope: str = declare(
+        text(metavar="OWNER[/REPO]", parse=check_scope),
+        "remuda/demo",
+        "Organization or repository that runners register in.",
+        group=Group.GITHUB,
+        commands=("refresh", "provision", "doctor", "run-workflow"),
+        is_parameter=True,
+        other_variables=("GITHUB_REPOSITORY",),
+        default_text="GITHUB_REPOSITORY",
+    )
+    github_token: Secret | None = declare(
+        secret(expected="a GitHub token, or the ARN of a Secrets Manager secret", is_token=True),
+        None,
+        "Token that may manage self-hosted runners, or the ARN of a Secrets Manager secret that contains it. "
+        "refresh and scale-down need a credential; provision needs one for ephemeral runners.",
+        group=Group.GITHUB,
+        is_input=True,
+    )
+    github_app_id: str = declare(
+        text(), "", "Id of a GitHub App, instead of a token.", group=Group.GITHUB, is_input=True, is_parameter=True
+    )
+    github_app_key: Secret | None = declare(
+        secret(expected="PEM text, the path of a PEM file, or the ARN of a Secrets Manager secret"),
+        None,
+        "Private key of the GitHub App: PEM text, the path of a PEM file, or the ARN of a Secrets Manager secret.",
+        group=Group.GITHUB,
+        is_input=True,
+    )
+    github_api_url: str = declare(
+        text(expected="a URL such as https://HOST/api/v3", metavar="URL", parse=_parse_url),
+        "",
+        "URL of the GitHub API. The local backend has its own.",
+        group=Group.GITHUB,
+        is_parameter=True,
+        other_variables=("GITHUB_API_URL",),
+        default_text="https://api.github.com",
+    )
+
+    run_id: str = declare(
+        text(metavar="ID", parse=lambda value: check_run_id(value) if value else "", numbers=True),
+        "",
+        "Run id of the workflow; it is the label of the run's runners.",
+        group=Group.RUN,
+        commands=("provision", "release", "run-workflow"),
+        other_variables=("GITHUB_RUN_ID",),
+        default_text="GITHUB_RUN_ID",
+    )
+    run_attempt: int = declare(
+        integer(1, 1_000_000),
         1,
+        "Attempt number of the run.",
+        group=Group.RUN,
+        commands=("provision", "release", "run-workflow"),
+        other_variables=("GITHUB_RUN_ATTEMPT",),
+        default_text="GITHUB_RUN_ATTEMPT, or 1",
+    )
+    instance_count: int = declare(integer(1, 1_000), 1, "Number of runners.", group=Group.RUN, commands=("provision",))
+    resource_class: str = declare(
+        text(metavar="CLASS"),
+        "large",
+        "Resource class of the runners, such as large or 2xlarge.",
+        group=Group.RUN,
+        commands=("provision",),
+    )
+    usage_class: UsageClass = declare(
+        choice(UsageClass),
+        UsageClass.ON_DEMAND,
+        "Purchase option of the instances.",
+        group=Group.RUN,
+        commands=("provision",),
+    )
+    allowed_instance_types: TypePatterns = declare(
+        Kind(metavar="PATTERNS", expected="words such as 'c* m6i.large'", parse=_parse_types),
+        TypePatterns(("*",)),
+        "Instance types that may serve the run, such as 'c* m6i.large'.",
+        group=Group.RUN,
+        commands=("provision",),
+    )
+    tier: Tier = declare(
+        choice(Tier),
+        Tier.TRUSTED,
+        "Trust in the run's code. It can lower the trust that the workflow's event implies, not raise it.",
+        group=Group.RUN,
+        commands=("provision",),
+        default_text="from the event",
+    )
+    repository: str = declare(
+        text(metavar="OWNER/REPO", parse=lambda value: check_repository(value) if value else ""),
+        "",
+        "Repository of the run, for runners of an organization.",
+        group=Group.RUN,
+        commands=("provision",),
+        other_variables=("GITHUB_REPOSITORY",),
+        default_text="GITHUB_REPOSITORY, or the scope",
+    )
+    event_name: str = declare(
+        text(),
+        "",
+        "Event that started the run.",
+        group=Group.RUN,
+        other_variables=("GITHUB_EVENT_NAME",),
+        default_text="GITHUB_EVENT_NAME",
+    )
+    event_path: str = declare(
+        text(),
+        "",
+        "File with the payload of that event.",
+        group=Group.RUN,
+        other_variables=("GITHUB_EVENT_PATH",),
+        default_text="GITHUB_EVENT_PATH",
+    )
+    ephemeral: bool = declare(
+        boolean(),
+        False,
+        "Launch new instances that serve one job each, with just-in-time registration. Requires a GitHub credential.",
+        group=Group.RUN,
+        commands=("provision",),
+    )
+
+    max_runtime_min: float = declare(
+        number(0.05, WEEK_MIN, "minutes"),
+        30.0,
+        "Minutes that a run may keep its runners. refresh sets the limit of the pool, provision that of one run.",
+        group=Group.POOL,
+        commands=("refresh", "provision"),
+        is_parameter=True,
+    )
+    provision_timeout_sec: float = declare(
+        _seconds(2, MAX_PROVISION_S),
+        300.0,
+        "Seconds within which all runners of a run must be registered. "
+        "refresh sets the limit of the pool, provision that of one run.",
+        group=Group.POOL,
+        commands=("refresh", "provision"),
+    )
+    idle_time_sec: float = declare(
+        _seconds(1, WEEK_S),
+        420.0,
+        "Seconds that an idle instance stays in the pool.",
+        group=Group.POOL,
+        commands=("refresh",),
+        is_parameter=True,
+    )
+    release_time_sec: float = declare(
+        _seconds(5, DAY_S), 300.0, "Seconds that a release may take.", group=Group.POOL, commands=("refresh",)
+    )
+    max_age_sec: float = declare(
+        _seconds(10, 365 * DAY_S),
         DAY_S,
-        "How long a registration may lack a record and a machine; at least until a machine counts as gone.",
+        "Age in seconds beyond which an instance is not reused.",
+        group=Group.POOL,
+        commands=("refresh",),
+        is_parameter=True,
     )
-    gone_after_sec: float = _seconds(60, 1, DAY_S, "A machine must be missing twice, so far apart, to be gone.")
-    reannounce_sec: float = _seconds(600, 1, DAY_S, "An idle instance is announced again after so long.")
-    keep_records_sec: float = _seconds(30 * DAY_S, 1, 3_650 * DAY_S, "How long records of ended instances are kept.")
-
-    resource_class_config: tuple[ResourceClass, ...] = Field(
-        default=DEFAULT_CLASSES, description='Own classes, as JSON: {"large": {"cpu": 2, "mmem": 4096}}.'
+    max_uses: int = declare(
+        integer(1, 100_000),
+        50,
+        "Number of runs after which an instance is not reused.",
+        group=Group.POOL,
+        commands=("refresh",),
+        is_parameter=True,
     )
-    pre_runner_script: str = Field(
-        default="", description="Shell script that each new machine runs first: text, or @FILE."
+    reuse: Reuse = declare(
+        choice(Reuse),
+        Reuse.SAME_TRUST,
+        "Instances that a run may reuse.",
+        group=Group.POOL,
+        commands=("refresh",),
+        is_parameter=True,
     )
-    boot_delay_sec: float = _seconds(0, 0, 600, "Local backend: how long a machine takes to boot.")
-    fault: str = Field(default="", description="Local backend: a failure to play, such as never-boots.")
-
-    ami: str = Field(default="", description="AWS: image of the machines, an id or resolve:ssm:NAME.")
-    subnet_ids: str = Field(default="", description="AWS: subnets to launch in.")
-    security_group_ids: str = Field(default="", description="AWS: security groups of the machines.")
-    iam_instance_profile: str = Field(default="", description="AWS: instance profile of the machines.")
-    key_name: str = Field(default="", description="AWS: key pair of the machines.")
-    spot_fallback: str = Field(default="", description="AWS: on-demand buys what spot cannot give.")
-    actions_runner_version: str = Field(default="", description="AWS: version of the actions runner to install.")
-    actions_runner_sha256: str = Field(default="", description="AWS: its digest.")
-    actions_runner_url: str = Field(default="", description="AWS: a mirror to take it from.")
-    agent_url: str = Field(default="", description="AWS: where machines get the agent, unless the image has it.")
-    agent_sha256: str = Field(default="", description="AWS: its digest.")
-    python_url: str = Field(default="", description="AWS: an interpreter for the agent.")
-    python_sha256: str = Field(default="", description="AWS: its digest.")
-    github_environment: str = Field(default="", description="AWS: value of the tag ghr:environment.")
-    log_format: Literal["text", "json"] = Field(
-        default="text",
-        description="Logs: text for people, or a JSON line an event. Agents log the same way.",
-        json_schema_extra={"fix": "use text or json"},
+    max_instances: int = declare(
+        integer(1, 100_000),
+        100,
+        "Maximum number of instances in the pool.",
+        group=Group.POOL,
+        commands=("refresh",),
+        is_parameter=True,
     )
-    prices: str = Field(default="", description="Price table for reports, a JSON file (default: the one shipped).")
-    github_app_id: str = Field(default="", description="GitHub App in place of a token.")
-    github_app_key: SecretStr | None = Field(
-        default=None, description="Its private key: PEM text, a file, or the ARN of a secret of Secrets Manager."
+    resource_class_config: tuple[ResourceClass, ...] = declare(
+        Kind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
+        DEFAULT_CLASSES,
+        f"Resource classes of the pool as JSON, such as {CLASSES_EXAMPLE} (memory in MiB).",
+        group=Group.POOL,
+        commands=("refresh",),
+        is_parameter=True,
+        default_text="seven classes, large to 16xlarge",
     )
-
-    environment: str = Field(
-        default="",
-        description="Scale-down: value of the tag ghr:environment (default: github-environment, or the pool).",
-    )
-    idle_config: tuple[IdleWindow, ...] = Field(
-        default=(), description=f"Scale-down: how many idle runners to keep and when, as JSON: {IDLE_CONFIG_EXAMPLE}."
-    )
-    minimum_running_time_in_minutes: float | None = _minutes(
-        None, "Scale-down: a younger runner is kept (Linux 5, Windows 15)."
-    )
-    runner_boot_time_in_minutes: float = _minutes(
-        BOOT_MIN, "Scale-down: a machine that is not on GitHub by then is an orphan."
-    )
-    idle_scope: IdleScope = Field(
-        default=IdleScope.ENVIRONMENT,
-        description="Scale-down: what an idle count counts for, environment or owner.",
-        json_schema_extra={"fix": "use environment or owner"},
-    )
-    max_removals_per_cycle: int | None = Field(
-        default=None,
-        ge=0,
-        le=100_000,
-        description="Scale-down: how many runners one cycle may remove from GitHub (default: all).",
-        json_schema_extra={"fix": "give a whole number from 0 to 100000"},
+    pre_runner_script: str = declare(
+        text(
+            expected=f"a shell script of up to {MAX_SCRIPT_CHARS} characters, or @FILE",
+            metavar="TEXT|@FILE",
+            parse=_parse_script,
+        ),
+        "",
+        "Shell script that a new instance runs before it registers: text, or @FILE.",
+        group=Group.POOL,
+        commands=("refresh",),
+        is_launch_option=True,
     )
 
-    @field_validator("dir", mode="before")
-    @classmethod
-    def _check_dir(cls, value: Any) -> Any:
-        """Before anything is made in it, or removed from it: an empty one would be the present folder."""
-        if not isinstance(value, str):
-            return value
-        try:
-            if value.strip() and "\0" not in value:
-                Path(value).absolute().exists()
-                return value
-            reason = "it is no path"
-        except OSError as error:
-            reason = _reason(error)
-        raise UserError(
-            f"dir {value[:MAX_SHOWN]!r} cannot be used: {reason}", field="dir", fix="name a folder that you may write"
-        )
+    margin_sec: float | None = declare(
+        _seconds(0.1, 3_600),
+        None,
+        "Seconds by which the clocks of two machines may differ.",
+        group=Group.POOL,
+        default_text=f"{LOCAL_MARGIN_S:g} on the local backend, {AWS_MARGIN_S:g} on AWS",
+    )
+    unrecorded_grace_sec: float = declare(
+        _seconds(1, DAY_S),
+        300.0,
+        "Seconds after which refresh terminates an instance without a record.",
+        group=Group.POOL,
+    )
+    stale_registration_grace_sec: float = declare(
+        _seconds(1, DAY_S),
+        900.0,
+        "Seconds after which refresh removes a registration that has neither a record nor an instance.",
+        group=Group.POOL,
+    )
+    gone_after_sec: float = declare(
+        _seconds(1, DAY_S),
+        60.0,
+        "Seconds between two failed lookups before an instance counts as gone.",
+        group=Group.POOL,
+    )
+    republish_sec: float = declare(
+        _seconds(1, DAY_S),
+        600.0,
+        "Seconds after which refresh publishes an idle instance to the pool again.",
+        group=Group.POOL,
+    )
+    keep_records_sec: float = declare(
+        _seconds(1, 3_650 * DAY_S),
+        30 * DAY_S,
+        "Seconds that records of terminated instances are kept.",
+        group=Group.POOL,
+    )
 
-    @field_validator("pool")
-    @classmethod
-    def _check_pool(cls, value: str) -> str:
-        if not _POOL_NAME.fullmatch(value):
-            raise UserError(
-                f"pool is {value[:40]!r}", field="pool", fix="use up to 20 lower-case letters, digits and -"
-            )
-        return value
+    ami: str = _launch_option(
+        "AMI", "Image of the instances: an AMI id, or resolve:ssm:NAME.", commands=("refresh", "doctor")
+    )
+    subnet_ids: str = _launch_option(
+        "IDS", "Subnets to launch instances in, separated by commas or spaces.", commands=("refresh", "doctor")
+    )
+    security_group_ids: str = _launch_option(
+        "IDS", "Security groups of the instances, separated by commas or spaces.", commands=("refresh", "doctor")
+    )
+    iam_instance_profile: str = _launch_option(
+        "PROFILE", "Instance profile of the instances.", commands=("refresh", "doctor"), is_parameter=False
+    )
+    key_name: str = _launch_option("NAME", "Key pair of the instances.")
+    spot_fallback: str = _launch_option(
+        "[on-demand]", "Purchase option to use if there is no spot capacity. Without it, the provision fails."
+    )
+    actions_runner_version: str = _launch_option(
+        "VERSION", "Version of the Actions runner to install, unless the image contains one."
+    )
+    actions_runner_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Actions runner package.")
+    actions_runner_url: str = _launch_option("URL", "URL of a mirror of the Actions runner package.")
+    agent_url: str = _launch_option("URL", "URL of the agent package, unless the image contains the agent.")
+    agent_sha256: str = _launch_option("SHA256", "SHA-256 digest of the agent package.")
+    python_url: str = _launch_option("URL", "URL of a Python build for the agent, unless the image contains one.")
+    python_sha256: str = _launch_option("SHA256", "SHA-256 digest of the Python build.")
+    github_environment: str = _launch_option(
+        "VALUE", "Value of the ghr:environment tag of new instances.", default_text="the name of the pool"
+    )
 
-    @field_validator(*_MAY_NAME_A_SECRET)
-    @classmethod
-    def _check_arn(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-        """Told before any call is made. A token is no ARN: one that is mistyped would be sent to GitHub."""
-        text = value.get_secret_value().strip() if value else ""
-        if text.startswith("arn:") and not is_secret_arn(text):
-            raise UserError(
-                f"{info.field_name} is an ARN of something else than a secret",
-                field=str(info.field_name),
-                fix="give an ARN such as arn:aws:secretsmanager:REGION:ACCOUNT:secret:NAME",
-            )
-        return SecretStr(text) if value else None
+    environment: str = declare(
+        text(
+            expected=f"the value of a tag: up to {MAX_TAG_CHARS} printable characters without wildcards",
+            metavar="VALUE",
+            parse=_parse_tag,
+        ),
+        "",
+        "Value of the ghr:environment tag of the instances to scale down.",
+        group=Group.SCALE_DOWN,
+        commands=("scale-down",),
+        other_variables=("ENVIRONMENT",),
+        default_text="github-environment, or the name of the pool",
+    )
+    idle_config: tuple[IdleWindow, ...] = declare(
+        Kind(metavar="JSON", expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}", parse=_parse_idle_config),
+        (),
+        f"Number of idle runners to keep, by time of the week, as JSON: {IDLE_CONFIG_EXAMPLE}.",
+        group=Group.SCALE_DOWN,
+        commands=("scale-down",),
+        is_parameter=True,
+        other_variables=("SCALE_DOWN_CONFIG",),
+        default_text="none are kept",
+    )
+    minimum_running_time_in_minutes: float | None = declare(
+        _MINUTES,
+        None,
+        "Age in minutes below which a runner is kept.",
+        group=Group.SCALE_DOWN,
+        commands=("scale-down",),
+        is_parameter=True,
+        other_variables=("MINIMUM_RUNNING_TIME_IN_MINUTES",),
+        default_text="5 on Linux, 15 on Windows",
+    )
+    runner_boot_time_in_minutes: float = declare(
+        _MINUTES,
+        BOOT_MIN,
+        "Minutes after which an instance that is not registered on GitHub is an orphan.",
+        group=Group.SCALE_DOWN,
+        commands=("scale-down",),
+        is_parameter=True,
+        other_variables=("RUNNER_BOOT_TIME_IN_MINUTES",),
+    )
+    idle_scope: IdleScope = declare(
+        choice(IdleScope),
+        IdleScope.ENVIRONMENT,
+        "What an idle count applies to: the whole environment, or each owner in it.",
+        group=Group.SCALE_DOWN,
+        commands=("scale-down",),
+    )
+    max_removals_per_cycle: int | None = declare(
+        integer(0, 100_000),
+        None,
+        "Maximum number of runners that one cycle removes from GitHub.",
+        group=Group.SCALE_DOWN,
+        commands=("scale-down",),
+        default_text="unlimited",
+    )
 
-    @field_validator("github_token")
-    @classmethod
-    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
-        """It goes into a header."""
-        if value is not None and not _HEADER_TEXT.fullmatch(value.get_secret_value()):
-            raise UserError(
-                "github-token holds characters that no token has",
-                field="github-token",
-                fix="give the token alone, without spaces or line breaks",
-            )
-        return value
+    prices: str = declare(
+        text(metavar="FILE"),
+        "",
+        "JSON file with prices per hour.",
+        group=Group.OUTPUT,
+        commands=("report", "dashboard"),
+        default_text="the price list of the package",
+    )
+    log_format: str = declare(
+        choice(("text", "json")),
+        "text",
+        "Format of log lines on stderr. Agents use it too.",
+        group=Group.OUTPUT,
+        commands=ALL_COMMANDS,
+        is_input=False,
+        is_parameter=True,
+    )
 
-    @field_validator("github_api_url")
-    @classmethod
-    def _check_api_url(cls, value: str) -> str:
-        if value and not _is_address(value):
-            raise UserError(
-                f"github-api-url is {value[:MAX_SHOWN]!r}",
-                field="github-api-url",
-                fix="give an address such as https://HOST/api/v3",
-            )
-        return value
+    boot_delay_sec: float = declare(_seconds(0, 600), 0.0, "Seconds that an instance takes to boot.", group=Group.LOCAL)
+    fault: str = declare(text(), "", "Failure to simulate, such as never-boots.", group=Group.LOCAL)
 
-    @field_validator("github_scope")
-    @classmethod
-    def _check_scope(cls, value: str) -> str:
-        return check_scope(value)
+    def given(self, name: str) -> bool:
+        """Whether the value comes from a flag, a variable or the file."""
+        return name in self.origins
 
-    @field_validator("repository")
-    @classmethod
-    def _check_repository(cls, value: str) -> str:
-        return check_repository(value) if value else ""
-
-    @field_validator("ephemeral", mode="before")
-    @classmethod
-    def _check_ephemeral(cls, value: Any) -> bool:
-        """As text it comes from everywhere but the file."""
-        if isinstance(value, bool):
-            return value
-        if not isinstance(value, str) or value not in {"true", "false"}:
-            raise ValueError("use true or false")
-        return value == "true"
-
-    @field_validator("run_id", mode="before")
-    @classmethod
-    def _check_run_id(cls, value: Any) -> str:
-        return check_run_id(str(value)) if value != "" else ""
-
-    @field_validator("allowed_instance_types", mode="before")
-    @classmethod
-    def _parse_patterns(cls, value: Any) -> TypePatterns:
-        if isinstance(value, TypePatterns):
-            return value
-        if not isinstance(value, str | list):
-            raise ValueError("give words such as 'c* m6i.large'")
-        return TypePatterns.parse(" ".join(map(str, value)) if isinstance(value, list) else str(value))
-
-    @field_validator("resource_class_config", mode="before")
-    @classmethod
-    def _parse_classes(cls, value: Any) -> tuple[ResourceClass, ...]:
-        if isinstance(value, tuple):
-            return value
-        fix = 'give JSON such as {"large": {"cpu": 2, "mmem": 4096}}'
-        return parse_classes(_from_json(value, field="resource-class-config", fix=fix))
-
-    @field_validator("environment")
-    @classmethod
-    def _check_environment(cls, value: str) -> str:
-        """A tag's value; wildcards would make the filter find other fleets."""
-        if len(value) > MAX_TAG or any(letter in value for letter in "*?\\") or not value.isprintable():
-            raise UserError(
-                f"environment is {value[:MAX_SHOWN]!r}",
-                field="environment",
-                fix=f"give the tag's value: up to {MAX_TAG} characters, without * and ?",
-            )
-        return value
-
-    @field_validator("idle_config", mode="before")
-    @classmethod
-    def _parse_idle_config(cls, value: Any) -> tuple[IdleWindow, ...]:
-        if isinstance(value, tuple):
-            return value
-        return parse_idle_config(_from_json(value, field="idle-config", fix=IDLE_CONFIG_FIX), zone_of=_zone)
-
-    @field_validator("pre_runner_script")
-    @classmethod
-    def _read_script(cls, value: str) -> str:
-        if value.startswith("@"):
-            try:
-                value = Path(value[1:]).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"pre-runner-script {value[:MAX_SHOWN]!r} cannot be read: {_reason(error)}",
-                    field="pre-runner-script",
-                    fix="give the text of a shell script, or @ and the path of one",
-                ) from None
-        if len(value) > MAX_SCRIPT:
-            raise UserError(
-                f"pre-runner-script is {len(value)} characters long",
-                field="pre-runner-script",
-                fix=f"keep it under {MAX_SCRIPT}; let it fetch what is longer",
-            )
-        return value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
-        """Where a number is asked for, `true` in the file would pass as 1. The last one here: it is asked first."""
-        if isinstance(value, bool) and info.field_name != "ephemeral":
-            raise ValueError("this setting is not true or false")
-        return value
+    def shown(self, name: str) -> str:
+        """The name of the setting as the user wrote it."""
+        return shown_name(name, self.origins)
 
     @property
     def lifetimes(self) -> Lifetimes:
-        margin_s = self.margin_sec or (LOCAL_MARGIN_S if self.backend == "local" else AWS_MARGIN_S)
         return Lifetimes(
             provision_timeout_s=self.provision_timeout_sec,
             max_runtime_s=self.max_runtime_min * 60,
@@ -490,11 +570,11 @@ class Settings(BaseModel):
             release_time_s=self.release_time_sec,
             max_age_s=self.max_age_sec,
             max_uses=self.max_uses,
-            margin_s=margin_s,
+            margin_s=self.margin_sec or (LOCAL_MARGIN_S if self.backend == "local" else AWS_MARGIN_S),
             unrecorded_grace_s=self.unrecorded_grace_sec,
-            ghost_grace_s=self.ghost_grace_sec,
+            ghost_grace_s=self.stale_registration_grace_sec,
             gone_after_s=self.gone_after_sec,
-            reannounce_s=self.reannounce_sec,
+            reannounce_s=self.republish_sec,
             keep_records_s=self.keep_records_sec,
         )
 
@@ -509,128 +589,25 @@ class Settings(BaseModel):
         )
 
     def launch_options(self) -> dict[str, str]:
-        """What compute needs to know beyond the request."""
+        """Options for the compute adapter; the pool stores them. Empty ones are left out."""
         if self.backend == "aws":
-            named = {key(name): str(getattr(self, name)) for name in AWS_LAUNCH}
-            return {name: value for name, value in named.items() if value}
-        options = {
-            "boot-delay-s": f"{self.boot_delay_sec:g}" if self.boot_delay_sec else "",
-            "pre-runner-script": self.pre_runner_script,
-            "fault": self.fault,
-        }
+            options = {item.key: str(getattr(self, item.name)) for item in SETTINGS.values() if item.is_launch_option}
+        else:
+            options = {
+                "boot-delay-s": f"{self.boot_delay_sec:g}" if self.boot_delay_sec else "",
+                "pre-runner-script": self.pre_runner_script,
+                "fault": self.fault,
+            }
         return {name: value for name, value in options.items() if value}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    settings: Settings
-    #: Where each value came from, in the user's words.
-    origins: Mapping[str, str]
-
-    def given(self, name: str) -> bool:
-        return self.origins[name] != "default"
-
-    def shown(self, name: str) -> str:
-        """The setting as the user wrote it."""
-        return _shown(name, self.origins)
+SETTINGS: Mapping[str, Setting] = {
+    item.name: replace(item.metadata["setting"], name=item.name) for item in fields(Settings) if item.metadata
+}
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def variable(name: str) -> str:
-    return "REMUDA_" + name.upper()
-
-
-def key(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None = None) -> Loaded:
-    """Merge and check. One sentence for the first thing that is wrong, before any call is made."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = dict.fromkeys(Settings.model_fields, "default")
-    for name, value in _from_file(file, environ).items():
-        values[name], origins[name] = value, f"file: {key(name)}"
-    for name in Settings.model_fields:
-        for source in (OTHER_VARIABLES.get(name), variable(name)):
-            if source and environ.get(source):
-                values[name], origins[name] = environ[source], source
-        if flags.get(name) is not None:
-            values[name], origins[name] = flags[name], flag(name)
-    try:
-        settings = Settings(**values)
-    except ValidationError as error:
-        _refuse(error, origins)
-    except UserError as error:
-        field = error.field.replace("-", "_")
-        raise UserError(error.message, field=_shown(field, origins), fix=error.fix) from None
-    return Loaded(settings=settings, origins=origins)
-
-
-def _from_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    named = file or (Path(environ["REMUDA_CONFIG"]) if environ.get("REMUDA_CONFIG") else None)
-    path = named or Path(FILE_NAME)
-    if named is None and not path.exists():
-        return {}
-    fix = "mend it, or name another with --config"
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", field="config", fix=fix) from None
-    except (ValueError, RecursionError) as error:
-        # Besides what is not TOML: bytes that are no text, numbers and nesting beyond what Python takes.
-        raise UserError(f"{path} is not TOML: {error}", field="config", fix=fix) from None
-    known = {key(name): name for name in Settings.model_fields}
-    document |= _scale_down_table(path, document)
-    for given in document:
-        if given not in known:
-            near = difflib.get_close_matches(given, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "remuda config lists the settings"
-            raise UserError(f"{path} has an unknown key {given[:MAX_SHOWN]!r}", field=given[:MAX_SHOWN], fix=hint)
-    return {known[given]: value for given, value in document.items()}
-
-
-def _scale_down_table(path: Path, document: dict[str, Any]) -> dict[str, Any]:
-    """`[scale_down]` holds the same settings by the names that terraform-aws-github-runner has for them."""
-    table = document.pop(SCALE_DOWN_TABLE, {})
-    if not isinstance(table, dict):
-        raise UserError(
-            f"{path}: {SCALE_DOWN_TABLE} is no table", field=SCALE_DOWN_TABLE, fix=f"write [{SCALE_DOWN_TABLE}]"
-        )
-    for given in table:
-        if given not in SCALE_DOWN:
-            near = difflib.get_close_matches(given, SCALE_DOWN, n=1)
-            raise UserError(
-                f"{path} has an unknown key {given[:MAX_SHOWN]!r} in [{SCALE_DOWN_TABLE}]",
-                field=f"{SCALE_DOWN_TABLE}.{given[:MAX_SHOWN]}",
-                fix=f"did you mean {near[0]}?" if near else f"use {', '.join(SCALE_DOWN)}",
-            )
-    return {key(name): value for name, value in table.items()}
-
-
-def _zone(name: str) -> tzinfo:
-    """`ValueError` where there is none. As browsers do, whatever the case of the letters."""
-    try:
-        return ZoneInfo(name)
-    except (KeyError, ValueError, OSError):
-        for known in available_timezones():
-            if known.lower() == name.lower():
-                return ZoneInfo(known)
-        raise ValueError(f"there is no time zone {name!r}") from None
-
-
-def _shown(name: str, origins: Mapping[str, str]) -> str:
-    origin = origins.get(name, "default")
-    return flag(name) if origin == "default" else origin.removeprefix("file: ")
-
-
-def _refuse(error: ValidationError, origins: Mapping[str, str]) -> NoReturn:
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    schema = Settings.model_fields[name].json_schema_extra
-    fix = str(schema["fix"]) if isinstance(schema, dict) and "fix" in schema else first["msg"]
-    secret = name in {"github_token", "github_app_key"}
-    shown = "(hidden)" if secret else quote(first["input"], MAX_SHOWN)
-    raise UserError(f"{_shown(name, origins)} is {shown}", field=_shown(name, origins), fix=fix) from None
+def shown_name(name: str, origins: Mapping[str, str]) -> str:
+    """The setting in the user's words: its source, or else its flag, or its variable if it has no flag."""
+    if name in origins:
+        return origins[name].removeprefix("file: ")
+    return variable(name) if name in SETTINGS and not SETTINGS[name].commands else flag(name)

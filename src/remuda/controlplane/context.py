@@ -191,7 +191,7 @@ def _log_transition(context: Context, change: Change) -> None:
             target=entry.target,
             run_id=entry.run_id,
             epoch=entry.epoch,
-            cause=entry.cause,
+            retire_reason=entry.retire_reason,
         )
 
 

@@ -45,7 +45,7 @@ class InstanceSelector:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionOutcome:
-    """What an action did to one instance."""
+    """The effect of an action on one instance."""
 
     instance_id: str
     state: State

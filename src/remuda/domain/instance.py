@@ -1,4 +1,4 @@
-"""An instance's record: what the control plane writes and the agent reads."""
+"""Instance records: the state of one machine, its assignment, its history, and when it must be retired."""
 
 from __future__ import annotations
 
@@ -19,16 +19,71 @@ class State(StrEnum):
     TERMINATED = "terminated"
 
 
-#: An instance in one of these may exist in EC2 and holds money or a job.
+#: States in which the machine may exist in EC2.
 LIVE = frozenset(State) - {State.TERMINATED}
-#: These belong to a run.
+#: States in which the instance belongs to a run.
 ASSIGNED = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
+#: States that an instance never leaves for a state outside this set.
 ABSORBING = frozenset({State.TERMINATING, State.TERMINATED})
+
+
+class Actor(StrEnum):
+    """Process that makes a transition."""
+
+    PROVISION = "provision"
+    RELEASE = "release"
+    REFRESH = "refresh"
+    SCALE_DOWN = "scale-down"
+    #: A person, by `drain`, `quarantine` or `terminate`.
+    OPERATOR = "operator"
+
+
+class RetireReason(StrEnum):
+    """Why an instance does not return to the pool, or why it was terminated."""
+
+    #: The threshold of its state has passed.
+    EXPIRED = "expired"
+    #: The agent sent a failed signal in this epoch.
+    FAILED = "failed"
+    #: The provision that owns it stopped waiting.
+    TIMED_OUT = "timed-out"
+    #: Its run was released before it was ready.
+    RELEASED = "released"
+    #: EC2 does not know the machine any more.
+    GONE = "gone"
+    #: The machine has the pool's tags but no record.
+    UNRECORDED = "unrecorded"
+    TERMINATED_BY_OPERATOR = "terminated-by-operator"
+    SPOT_NOTICE = "spot-notice"
+    TOO_OLD = "too-old"
+    USED_UP = "used-up"
+    DRAINED = "drained"
+    QUARANTINED = "quarantined"
+    #: The pool's reuse policy is `never`.
+    NEVER_REUSED = "never-reused"
+    #: Registered just in time for one job.
+    EPHEMERAL = "ephemeral"
+
+
+#: Reasons to terminate an instance that works: after it has been reset, and not while it is in quarantine.
+RETIREMENTS = frozenset(
+    {
+        RetireReason.SPOT_NOTICE,
+        RetireReason.TOO_OLD,
+        RetireReason.USED_UP,
+        RetireReason.DRAINED,
+        RetireReason.QUARANTINED,
+        RetireReason.NEVER_REUSED,
+        RetireReason.EPHEMERAL,
+    }
+)
+#: Reasons that an instance has from its creation because it serves a single run.
+SINGLE_USE = frozenset({RetireReason.NEVER_REUSED, RetireReason.EPHEMERAL})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credential:
-    """A token for one step. Never printed."""
+    """A token for one step. Its value never appears in `repr`."""
 
     token: str = field(repr=False)
     expires_at: datetime
@@ -36,32 +91,32 @@ class Credential:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What the agent needs for the present step."""
+    """Input of the agent for the current step."""
 
-    #: Where the runner registers: https://github.com/owner or https://github.com/owner/repo.
+    #: URL that the runner registers with: https://github.com/owner or https://github.com/owner/repo.
     url: str
     runner_name: str
     labels: tuple[str, ...]
-    #: The repository of the run, owner/name, where it is known.
+    #: The run's repository as owner/name, or empty if unknown.
     repository: str = ""
     #: Registration or removal token, for this step only.
     credential: Credential | None = None
-    #: A just-in-time configuration in place of a registration token: one job only.
+    #: Just-in-time configuration, valid for one job. Replaces the registration token.
     jit_config: str = field(default="", repr=False)
-    #: Of a registration made just in time: its number on GitHub, by which alone it can be removed. 0: there is none, or
-    #: it is known to be gone.
+    #: GitHub's id of a just-in-time registration, which can be removed only by this id. 0 if there is no such
+    #: registration or GitHub confirmed its removal.
     runner_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instance:
-    """The control record: the control plane writes it, the agent reads it."""
+    """Control record of one instance. The control plane writes it, the agent reads it."""
 
     instance_id: str
     state: State
-    #: Number of the assignment: 1 at creation, +1 at each claim, nothing else.
+    #: Number of the assignment: 1 at creation, +1 per claim.
     epoch: int
-    #: Until when the instance may stay in its state.
+    #: Time until which the instance may stay in its state.
     threshold: datetime
     resource_class: str
     instance_type: str
@@ -71,31 +126,38 @@ class Instance:
     created_at: datetime
     run_id: str = ""
     last_run_id: str = ""
-    #: Provision id and worker nonce of who took it.
+    #: Provision id and worker nonce of the claim or launch.
     owner: str = ""
     provision_id: str = ""
     scope: str = ""
     tier: Tier = Tier.TRUSTED
-    #: The only repository that it ever served, in lower case. Empty: it served several, or one that nobody named.
+    #: The only repository that the instance ever served, in lower case. Empty if it served several or an unknown one.
     repository: str = ""
     uses: int = 0
-    #: The threshold of `running`, kept while `releasing`: a job may last until then.
+    #: Threshold of `running`, kept while `releasing`: a job may run until then.
     run_deadline: datetime | None = None
-    #: Why it will not be pooled again, or empty.
-    retire: str = ""
-    #: In quarantine: not claimed, and not ended before, whatever `retire` says.
+    #: Why the instance does not return to the pool, or why it was terminated. None while it may be reused.
+    retire_reason: RetireReason | None = None
+    #: Free text about the reason, for people.
+    retire_detail: str = ""
+    #: End of the quarantine. Until then the instance is neither claimed nor retired.
     quarantined_until: datetime | None = None
     announced_at: datetime | None = None
     assignment: Assignment | None = None
-    #: When a terminated record may be forgotten.
+    #: Time after which a terminated record may be deleted.
     forget_at: datetime | None = None
 
     def check(self) -> None:
-        """Of a record that was read: `ValueError` where no step could be taken with it."""
+        """Raise `ValueError` if a stored record has impossible values."""
         if self.epoch < 1 or self.uses < 0:
-            raise ValueError("its epoch or its uses are below what they begin with")
+            raise ValueError("its epoch is below 1 or its uses are below 0")
         if self.state is State.IDLE:
             self.message()
+
+    @property
+    def retire_text(self) -> str:
+        """The retire reason for people, or empty."""
+        return describe_retirement(self.retire_reason, self.retire_detail) if self.retire_reason else ""
 
     def is_quarantined(self, now: datetime) -> bool:
         return self.quarantined_until is not None and self.quarantined_until > now
@@ -116,27 +178,45 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryEntry:
-    """One line of an instance's story. `source` and `target` are states; equal where the state stayed."""
+    """One transition of an instance."""
 
     at: datetime
+    #: Name of the row in the transition table.
     transition: str
-    source: str
-    target: str
+    #: None if there was no record before.
+    source: State | None
+    #: Equal to `source` if the transition kept the state.
+    target: State
     epoch: int
     run_id: str
-    by: str
+    by: Actor
+    #: Free text for people.
     why: str
-    #: Of an end: one of `transitions.ENDINGS`, so that ends can be counted. Empty where an older version wrote it.
-    cause: str = ""
+    #: Set by transitions to `terminating`.
+    retire_reason: RetireReason | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether this entry decided that the instance is terminated."""
+        return self.target is State.TERMINATING and self.source is not self.target
 
 
-#: Why an instance that serves one run alone is retired from its birth on.
-NEVER_REUSED = "reuse is never"
-EPHEMERAL = "ephemeral: for one job"
-BORN_RETIRED = frozenset({NEVER_REUSED, EPHEMERAL})
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retirement:
+    reason: RetireReason
+    #: Free text for people.
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return describe_retirement(self.reason, self.detail)
 
 
-def retirement(
+def describe_retirement(reason: RetireReason, detail: str) -> str:
+    label = reason.value.replace("-", " ")
+    return f"{label}: {detail}" if detail else label
+
+
+def decide_retirement(
     instance: Instance,
     *,
     now: datetime,
@@ -144,18 +224,18 @@ def retirement(
     max_uses: int,
     reuse: Reuse = Reuse.SAME_TRUST,
     notice: str = "",
-) -> str:
-    """Why an instance should not go back to the pool after this use, or empty: in quarantine it is kept there."""
+) -> Retirement | None:
+    """Return why the instance must not return to the pool after this use. None if it may, or is in quarantine."""
     if instance.is_quarantined(now):
-        return ""
-    if instance.retire:
-        return instance.retire
+        return None
+    if instance.retire_reason is not None:
+        return Retirement(reason=instance.retire_reason, detail=instance.retire_detail)
     if notice:
-        return f"spot notice: {notice}"
+        return Retirement(reason=RetireReason.SPOT_NOTICE, detail=notice)
     if reuse is Reuse.NEVER:
-        return NEVER_REUSED
+        return Retirement(reason=RetireReason.NEVER_REUSED)
     if (now - instance.created_at).total_seconds() >= max_age_s:
-        return f"too old: {max_age_s:g} s is the most"
+        return Retirement(reason=RetireReason.TOO_OLD, detail=f"the maximum age is {max_age_s:g} s")
     if instance.uses + 1 >= max_uses:
-        return f"used {instance.uses + 1} times: {max_uses} is the most"
-    return ""
+        return Retirement(reason=RetireReason.USED_UP, detail=f"{instance.uses + 1} of {max_uses} uses")
+    return None

@@ -1,6 +1,6 @@
-"""A provision's record: the intent that is written before anything is claimed or launched.
+"""Provision records: the recorded intent of a run, written before anything is claimed or launched.
 
-`open → committed` is the commit point and records the instances; `open | committed → released` takes them back.
+`open → committed` is the commit point and records the instances; `open | committed → released` gives them back.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Provision:
     resource_class: str
     count: int
     created_at: datetime
-    #: When it must be committed, and then: when its instances' time is up. Past it, anyone may release it.
+    #: Time limit of the commit; after the commit, of the instances' use. A sweep releases a provision past it.
     deadline: datetime
     status: ProvisionStatus = ProvisionStatus.OPEN
-    #: Set by the commit: what a release gives back.
+    #: Set by the commit.
     instance_ids: tuple[str, ...] = ()
-    #: What it requests of each instance, for people.
+    #: Description of the request, for people.
     request_summary: str = ""
-    #: Why it has its status.
+    #: Why it has its status, for people.
     why: str = ""
-    #: How it went, written with its end: the commit, or the rollback.
+    #: Written with the commit or the rollback.
     outcome: ProvisionOutcome | None = None
     released_at: datetime | None = None
-    #: Released, and none of its instances is held any more: sweeps need not look again.
+    #: Released, and it holds no instance any more: sweeps skip it.
     settled: bool = False
-    #: When a settled provision may be forgotten.
+    #: Time after which a settled record may be deleted.
     forget_at: datetime | None = None
 
     def is_as_stored(self, current: Provision | None) -> bool:
-        """Whether what is stored is still what this one was read as: what a replacement is conditional on."""
+        """Whether the stored record is unchanged in the fields that a replacement is conditional on."""
         return current is not None and (current.status, current.instance_ids, current.settled) == (
             self.status,
             self.instance_ids,
@@ -55,32 +55,31 @@ class Provision:
         )
 
     def is_unsettled(self, deadline_before: datetime) -> bool:
-        """Past its deadline and not released, or released and still to be looked after."""
+        """Whether a sweep must handle it: past its deadline and not released, or released and not settled."""
         if self.status is ProvisionStatus.RELEASED:
             return not self.settled
         return self.deadline <= deadline_before
 
 
-def machines_ended(provision: Provision, records: Mapping[str, Instance]) -> str:
-    """That all machines of a committed run have ended, in words; empty while one lives, or its record is not known."""
+def describe_ended(provision: Provision, records: Mapping[str, Instance]) -> str:
+    """Say that all instances of a committed run are terminated. Empty if one is live or its record is unknown."""
     ids = provision.instance_ids
     if provision.status is not ProvisionStatus.COMMITTED or not ids:
         return ""
     if any(item not in records or records[item].state not in ABSORBING for item in ids):
         return ""
-    return "its machine has ended" if len(ids) == 1 else f"all {len(ids)} of its machines have ended"
+    return "its instance is terminated" if len(ids) == 1 else f"all {len(ids)} of its instances are terminated"
 
 
-#: Which status may follow which.
-_STATUS_AFTER = {
+_NEXT_STATUS = {
     ProvisionStatus.OPEN: frozenset({ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED}),
     ProvisionStatus.COMMITTED: frozenset({ProvisionStatus.RELEASED}),
     ProvisionStatus.RELEASED: frozenset[ProvisionStatus](),
 }
 
 
-def _move(provision: Provision, status: ProvisionStatus) -> None:
-    if status not in _STATUS_AFTER[provision.status]:
+def _check_next(provision: Provision, status: ProvisionStatus) -> None:
+    if status not in _NEXT_STATUS[provision.status]:
         raise IllegalTransition(
             f"provision {provision.provision_id} cannot go from {provision.status} to {status}", history=[provision]
         )
@@ -89,7 +88,7 @@ def _move(provision: Provision, status: ProvisionStatus) -> None:
 def committed(
     provision: Provision, instance_ids: tuple[str, ...], *, deadline: datetime, outcome: ProvisionOutcome | None = None
 ) -> Provision:
-    _move(provision, ProvisionStatus.COMMITTED)
+    _check_next(provision, ProvisionStatus.COMMITTED)
     return replace(
         provision,
         status=ProvisionStatus.COMMITTED,
@@ -101,9 +100,9 @@ def committed(
 
 
 def released(provision: Provision, *, now: datetime, why: str, outcome: ProvisionOutcome | None = None) -> Provision:
-    """`outcome` where it ends before the commit."""
-    _move(provision, ProvisionStatus.RELEASED)
-    # While it was open, claims may be under way until its deadline; after the commit there are none.
+    """Return the released record. A provision that ends before its commit passes its `outcome`."""
+    _check_next(provision, ProvisionStatus.RELEASED)
+    # An open provision may still have claims in progress until its deadline; a committed one has none.
     deadline = provision.deadline if provision.status is ProvisionStatus.OPEN else now
     return replace(
         provision,

@@ -1,7 +1,6 @@
-"""How a provision went: what it saw, refused, took and launched. Kept on its record, so that it can be told days later.
+"""Outcome of a provision: acquired runners, rejected candidates and launches. Stored in its record for later reports.
 
-Bounded: a record is read whole, and a run with a thousand runners must not make it a book. Counts are of all; what is
-told one by one is the first so many.
+The lists are bounded so that records stay small; the counts cover everything.
 """
 
 from __future__ import annotations
@@ -11,65 +10,74 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-#: How many runners, rejections and launches are told one by one.
+#: Maximum number of listed runners, rejected candidates and launches.
 MAX_ACQUIRED = 100
 MAX_REJECTIONS = 20
 MAX_LAUNCHES = 10
-#: How much of a reason is kept.
+#: Maximum characters of a reason.
 MAX_REASON = 200
 
 
-class RunnerSource(StrEnum):
-    """Where a runner came from."""
+class ProvisionKind(StrEnum):
+    #: All runners came from the pool.
+    WARM = "warm"
+    MIXED = "mixed"
+    #: All runners were created.
+    COLD = "cold"
+    FAILED = "failed"
 
+
+class RunnerSource(StrEnum):
     POOL = "pool"
     CREATED = "created"
 
 
 class RejectionKind(StrEnum):
-    """Why a pool message did not become a runner."""
-
+    #: The pool message does not match the request.
     MISMATCH = "mismatch"
+    #: The record did not meet the claim's condition.
     CLAIM_LOST = "claim-lost"
+    #: Claimed, but it did not register.
     REGISTRATION_FAILED = "registration-failed"
+    #: The pool message cannot be parsed.
     MALFORMED = "malformed"
+    #: The instance's record cannot be parsed.
     UNREADABLE = "unreadable"
+    #: The pool message was delivered before.
     DUPLICATE = "duplicate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcquiredRunner:
-    """One runner that the run got."""
-
     instance_id: str
     source: RunnerSource
-    #: From the provision's begin until it was registered.
+    #: Seconds from the start of the provision to the registration.
     seconds: float
-    #: The runner's own part of it, on the machine, where it said so.
+    #: Seconds that the registration took on the machine, if the agent reported it.
     registration_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RejectedCandidate:
-    """One hint of the pool that did not become a runner."""
+    """A pool message that did not become a runner."""
 
     kind: RejectionKind
+    #: Free text for people.
     why: str
-    #: From the provision's begin.
+    #: Seconds from the start of the provision.
     seconds: float
     instance_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchAttempt:
-    """One launch: how many were asked for and came, how long the answer took, and who had none."""
-
+    #: Requested machines.
     count: int
     launched: int
-    #: From the provision's begin to the answer.
+    #: Seconds from the start of the provision to the response.
     seconds: float
     errors: tuple[str, ...] = ()
-    #: Why nothing was taken from the pool instead, where that was not tried.
+    #: Why the pool was not used, or empty.
     why: str = ""
 
 
@@ -79,21 +87,20 @@ class ProvisionOutcome:
     seconds: float
     reused: int = 0
     created: int = 0
-    #: Seconds of each phase, in order.
+    #: Seconds per phase, in order.
     phases: Mapping[str, float] = field(default_factory=dict)
     acquired: tuple[AcquiredRunner, ...] = ()
-    #: Hints that were not used, counted by kind.
+    #: Number of rejected candidates per `RejectionKind`.
     rejected: Mapping[str, int] = field(default_factory=dict)
     rejections: tuple[RejectedCandidate, ...] = ()
     launches: tuple[LaunchAttempt, ...] = ()
-    #: Why it gave up, or empty.
+    #: Why the provision failed, or empty.
     error: str = ""
 
     @property
-    def kind(self) -> str:
-        """`warm`: all from the pool; `cold`: none; `mixed`; `failed` where it gave up."""
+    def kind(self) -> ProvisionKind:
         if self.error:
-            return "failed"
+            return ProvisionKind.FAILED
         if not self.created:
-            return "warm"
-        return "mixed" if self.reused else "cold"
+            return ProvisionKind.WARM
+        return ProvisionKind.MIXED if self.reused else ProvisionKind.COLD

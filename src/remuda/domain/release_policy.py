@@ -1,23 +1,24 @@
-"""What happens next to a `releasing` instance, seen its report. `release` and `refresh` decide alike."""
+"""Next action for a `releasing` instance, decided from its report. Used by `release` and `refresh`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from remuda.domain.instance import Instance, retirement
+from remuda.domain.instance import Instance, RetireReason, decide_retirement
 from remuda.domain.resources import Reuse
-from remuda.domain.signals import Report, Verdict, removal_verdict, took_s, without_took
+from remuda.domain.signals import Report, Verdict, removal_verdict
 from remuda.domain.thresholds import Lifetimes
-from remuda.domain.transitions import Cause, End, Event, Extend, ReturnToPool
+from remuda.domain.transitions import End, Event, Extend, ReturnToPool
 
-#: Three sweeps of five minutes.
+#: Minimum seconds of an extension: three sweeps of five minutes, so that a job survives if only sweeps extend it.
 MIN_EXTENSION_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextAction:
     event: Event
+    #: Free text for people.
     why: str
 
 
@@ -29,50 +30,55 @@ def next_for_releasing(
     lifetimes: Lifetimes,
     reuse: Reuse = Reuse.SAME_TRUST,
 ) -> NextAction | None:
-    """The next event, or None while there is nothing to do but wait."""
+    """Return the next action, or None if there is nothing to do but wait."""
     verdict = removal_verdict(report, instance.epoch)
     if report is not None and verdict is Verdict.OK:
-        reason = retirement(
-            instance,
-            now=now,
-            max_age_s=lifetimes.max_age_s,
-            max_uses=lifetimes.max_uses,
-            reuse=reuse,
-            notice=report.notice,
-        )
-        found = without_took(report.detail)
-        if reason:
-            why = f"clean, but {reason}" + (f"; {found}" if found else "")
-            return NextAction(event=End(cause=Cause.RETIRED, report=report, reason=reason), why=why)
-        took = took_s(report.detail)
-        why = "deregistered and reset" + (f" in {took:.3f} s" if took is not None else "")
-        why += f": {found}" if found else ""
-        return NextAction(event=ReturnToPool(report=report, idle_time_s=lifetimes.idle_time_s), why=why)
+        return _after_reset(instance, report, now=now, lifetimes=lifetimes, reuse=reuse)
     if report is not None and verdict is Verdict.FAILED and not instance.is_quarantined(now):
-        return NextAction(event=End(cause=Cause.FAILED, report=report), why=f"{report.signal}: {report.detail}")
-    if report is not None and report.busy and _worth_extending(instance, now=now, lifetimes=lifetimes):
+        return NextAction(event=End(reason=RetireReason.FAILED, report=report), why=report.describe_signal())
+    if report is not None and report.busy and _is_worth_extending(instance, now=now, lifetimes=lifetimes):
         extend = Extend(report=report, extension_s=_extension_s(lifetimes), margin_s=lifetimes.margin_s)
-        return NextAction(event=extend, why="a job still runs")
+        return NextAction(event=extend, why="a job is still running")
     return None
 
 
+def _after_reset(
+    instance: Instance, report: Report, *, now: datetime, lifetimes: Lifetimes, reuse: Reuse
+) -> NextAction:
+    retirement = decide_retirement(
+        instance,
+        now=now,
+        max_age_s=lifetimes.max_age_s,
+        max_uses=lifetimes.max_uses,
+        reuse=reuse,
+        notice=report.notice,
+    )
+    if retirement is not None:
+        detail = f"; {report.detail}" if report.detail else ""
+        end = End(reason=retirement.reason, detail=retirement.detail, report=report)
+        return NextAction(event=end, why=f"clean, but {retirement}{detail}")
+    duration = f" in {report.duration_s:.3f} s" if report.duration_s is not None else ""
+    detail = f": {report.detail}" if report.detail else ""
+    pool = ReturnToPool(report=report, idle_time_s=lifetimes.idle_time_s)
+    return NextAction(event=pool, why=f"deregistered and reset{duration}{detail}")
+
+
 def _extension_s(lifetimes: Lifetimes) -> float:
-    """Long enough that a job lives on although nobody but the sweeps looks after its release."""
     return max(lifetimes.release_time_s, MIN_EXTENSION_S)
 
 
-def _worth_extending(instance: Instance, *, now: datetime, lifetimes: Lifetimes) -> bool:
-    """Only once half of an extension is used up, and only as far as the run's own deadline."""
+def _is_worth_extending(instance: Instance, *, now: datetime, lifetimes: Lifetimes) -> bool:
+    """Whether half of an extension is used up and the run's own deadline is later than the threshold."""
     half = timedelta(seconds=_extension_s(lifetimes) / 2)
     latest = instance.run_deadline or instance.threshold
     return instance.threshold < latest and instance.threshold - now < half
 
 
-def credential_is_short(instance: Instance, *, now: datetime, margin_s: float) -> bool:
-    """Whether the removal credential runs out before the instance's time does."""
+def credential_expires_early(instance: Instance, *, now: datetime, margin_s: float) -> bool:
+    """Whether the removal credential expires before the instance's threshold."""
     credential = instance.assignment.credential if instance.assignment else None
     if credential is None:
         return instance.assignment is not None
     soon = now + timedelta(seconds=margin_s)
-    # A quarantine may last longer than any credential does.
+    # A quarantine may last longer than any credential.
     return credential.expires_at <= (soon if instance.quarantined_until is not None else max(soon, instance.threshold))

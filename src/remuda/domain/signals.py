@@ -1,4 +1,4 @@
-"""What an agent reports, and how the control plane reads it.
+"""Signals and reports of agents, and the verdicts that the control plane derives from them.
 
 Signals are ranked: a later OK implies the earlier ones, FAILED outranks OK within its phase, and a report never falls
 back in (epoch, rank). A signal counts only for its own epoch and for the phase that is waited for.
@@ -6,12 +6,16 @@ back in (epoch, rank). A signal counts only for its own epoch and for the phase 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum, StrEnum
 
 from remuda.domain.text import truncate
+
+#: Maximum characters of a report's texts.
+MAX_DETAIL = 1_000
+#: Seconds: longer durations in a report are ignored.
+MAX_DURATION_S = 10_000_000.0
 
 
 class Signal(StrEnum):
@@ -30,41 +34,36 @@ class Signal(StrEnum):
 
     @property
     def failed(self) -> bool:
-        return self.value.endswith("_FAILED")
+        return self in _FAILURES
+
+    @property
+    def meaning(self) -> str:
+        return _MEANINGS[self]
 
 
 _ORDER = tuple(Signal)
-
-#: What ends a wait for registration, and what ends a wait for a clean machine.
+#: Signals that end a wait for the registration.
 _REGISTRATION_FAILURES = frozenset({Signal.UD_FAILED, Signal.UD_REG_FAILED})
+#: Signals that end a wait for the reset machine.
 _REMOVAL_FAILURES = frozenset({Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED})
+_FAILURES = _REGISTRATION_FAILURES | _REMOVAL_FAILURES
+_MEANINGS = {
+    Signal.UD_OK: "the pre-runner script is done",
+    Signal.UD_FAILED: "the pre-runner script failed",
+    Signal.UD_REG_OK: "it is registered",
+    Signal.UD_REG_FAILED: "it has no working runner",
+    Signal.UD_REMOVE_REG_OK: "its registration is removed",
+    Signal.UD_REMOVE_REG_FAILED: "its registration could not be removed",
+    Signal.UD_REMOVE_REG_REMOVE_RUN_OK: "it is reset",
+    Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED: "it could not be reset",
+}
 
 
-#: How long a signal's detail may be.
-MAX_DETAIL = 1_000
+class FailureKind(StrEnum):
+    """Failures of a registration that are not the machine's fault. More machines would fail in the same way."""
 
-#: How a detail begins where the github refused the credential: trying more machines would only burn them.
-CREDENTIAL_REFUSED = "credential refused"
-#: How it begins where the github did not answer: no machine is to blame.
-FORGE_UNREACHABLE = "GitHub out of reach"
-
-_TOOK = re.compile(r"took (\d{1,7}\.\d{3}) s", re.ASCII)
-
-
-def with_took(seconds: float, detail: str) -> str:
-    """A detail that also says how long the machine itself worked on it."""
-    took = f"took {seconds:.3f} s"
-    return f"{took}; {detail}" if detail else took
-
-
-def took_s(detail: str) -> float | None:
-    found = _TOOK.match(detail)
-    return float(found.group(1)) if found else None
-
-
-def without_took(detail: str) -> str:
-    """What the detail says beside how long it took."""
-    return _TOOK.sub("", detail, count=1).removeprefix("; ") if _TOOK.match(detail) else detail
+    CREDENTIAL_REFUSED = "credential-refused"
+    GITHUB_UNREACHABLE = "github-unreachable"
 
 
 class Verdict(Enum):
@@ -75,29 +74,35 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What an instance says of itself. Only its agent writes it."""
+    """An instance's report about itself. Only its agent writes it."""
 
     instance_id: str
-    #: The assignment that `signal` speaks of; 0 before the first signal.
+    #: Epoch that `signal` belongs to; 0 before the first signal.
     epoch: int = 0
     signal: Signal | None = None
-    #: The signal's story for a person.
+    #: Free text about the signal, for people.
     detail: str = ""
-    #: Rises with each beat while the agent's main loop is healthy.
+    #: Seconds that the machine worked on the step that the signal reports.
+    duration_s: float | None = None
+    #: Set by a failed signal if the machine is not to blame.
+    failure: FailureKind | None = None
+    #: Heartbeat counter. Rises while the agent's main loop is healthy.
     beat: int = 0
     beat_at: datetime | None = None
-    #: A job is running.
+    #: Whether a job is running.
     busy: bool = False
-    #: The runner's listener is up.
+    #: Whether the runner's listener is running.
     listening: bool = False
-    #: A spot notice, or empty.
+    #: Spot notice, or empty.
     notice: str = ""
     version: str = ""
 
     def __post_init__(self) -> None:
-        # Whoever has taken a machine writes what he likes here: it is for people's eyes, and in every log.
+        # A compromised machine can write any text, and it is shown on terminals and in logs.
         for name in ("detail", "notice", "version"):
             object.__setattr__(self, name, truncate(getattr(self, name), MAX_DETAIL))
+        if self.duration_s is not None and not 0 <= self.duration_s <= MAX_DURATION_S:
+            object.__setattr__(self, "duration_s", None)
 
     @property
     def rank(self) -> int:
@@ -105,29 +110,46 @@ class Report:
 
     @property
     def troubled(self) -> bool:
-        """It says something that a sweep has to look into, whatever it waits for."""
+        """Whether a sweep must handle this report: a failed signal or a spot notice."""
         return bool(self.notice) or (self.signal is not None and self.signal.failed)
 
+    def describe_signal(self) -> str:
+        """Return the signal for people: its meaning, its name, and the detail."""
+        if self.signal is None:
+            return "no signal yet"
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.signal.meaning} ({self.signal}, epoch {self.epoch}){detail}"
+
     def may_become(self, epoch: int, signal: Signal) -> bool:
-        """Whether a signal may be written over this report: (epoch, rank) must not fall."""
+        """Whether a signal may replace this report's: (epoch, rank) must not fall."""
         return (epoch, signal.rank) >= (self.epoch, self.rank)
 
-    def signalled(self, *, epoch: int, signal: Signal, detail: str) -> Report:
-        return replace(self, epoch=epoch, signal=signal, detail=detail[:MAX_DETAIL])
+    def with_signal(
+        self,
+        *,
+        epoch: int,
+        signal: Signal,
+        detail: str,
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> Report:
+        return replace(
+            self, epoch=epoch, signal=signal, detail=detail[:MAX_DETAIL], duration_s=duration_s, failure=failure
+        )
 
-    def beaten(self, *, at: datetime, busy: bool, listening: bool, notice: str, version: str) -> Report:
+    def with_heartbeat(self, *, at: datetime, busy: bool, listening: bool, notice: str, version: str) -> Report:
         return replace(
             self, beat=self.beat + 1, beat_at=at, busy=busy, listening=listening, notice=notice, version=version
         )
 
 
 def registration_verdict(report: Report | None, epoch: int) -> Verdict:
-    """Is the instance registered for this epoch, runner off?"""
+    """Whether the instance is registered for this epoch, with the runner off."""
     return _verdict(report, epoch, Signal.UD_REG_OK, _REGISTRATION_FAILURES)
 
 
 def removal_verdict(report: Report | None, epoch: int) -> Verdict:
-    """Is the instance deregistered and reset for this epoch? A failed registration does not matter here."""
+    """Whether the instance is deregistered and reset in this epoch. A failed registration does not matter here."""
     return _verdict(report, epoch, Signal.UD_REMOVE_REG_REMOVE_RUN_OK, _REMOVAL_FAILURES)
 
 
@@ -143,11 +165,11 @@ def _verdict(report: Report | None, epoch: int, wanted: Signal, failures: frozen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
-    """A heartbeat as one reader sees it: judged by its change on the reader's own monotonic clock."""
+    """One reader's view of a heartbeat, judged by its change on the reader's own monotonic clock."""
 
-    #: No change for so long: dead.
+    #: Seconds without a change after which the heartbeat is dead.
     dead_after_s: float
-    #: A first beat stamped longer ago than this is dead at first sight (`dead_after_s` and clock skew).
+    #: Age in seconds beyond which the first observed beat is dead at once: `dead_after_s` plus clock skew.
     stale_after_s: float
     beat: int = 0
     changed_at: float = 0.0
@@ -169,5 +191,5 @@ class Pulse:
         )
 
     def is_dead(self, monotonic: float) -> bool:
-        """Never true before the first beat: a machine that boots has none yet."""
+        """Never true before the first beat: a booting machine has none yet."""
         return self.beat > 0 and (self.stale or monotonic - self.changed_at >= self.dead_after_s)

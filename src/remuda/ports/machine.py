@@ -8,6 +8,8 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Protocol
 
+from remuda.domain.signals import FailureKind
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
@@ -40,7 +42,9 @@ class StepResult:
     ok: bool
     #: The story for a person. Never a credential.
     detail: str = ""
-    #: What was found and removed: how many of each kind.
+    #: Set if the step failed through no fault of the machine.
+    failure: FailureKind | None = None
+    #: Number of removed things per kind.
     found: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 

@@ -22,7 +22,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.signals import Report, Signal
+from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 
 #: How many entries of an instance's history are kept: fifty uses make about 250.
@@ -108,7 +108,16 @@ class InstanceStore(Protocol):
         """Those that are `troubled`, for the sweeps. May lag, and may show some of instances that have ended."""
         ...
 
-    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+    async def write_signal(
+        self,
+        instance_id: str,
+        *,
+        epoch: int,
+        signal: Signal,
+        detail: str = "",
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> None:
         """Conditional on (epoch, rank) not falling (equal is allowed and rewrites); else `Conflict`.
 
         Details are cut at `MAX_DETAIL`. Other fields of the report stay.

@@ -26,9 +26,10 @@ from remuda import __version__
 from remuda.controlplane.read.status import Status
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
+from remuda.domain.provision_outcome import ProvisionKind
 from remuda.domain.reporting.warnings import KINDS
 from remuda.domain.resources import UsageClass
-from remuda.domain.transitions import ENDINGS, TRANSITIONS, Cause
+from remuda.domain.transitions import TRANSITIONS
 from remuda.ports.calls import CallCounter
 
 #: Upper bounds in seconds of the histogram's buckets: a warm provision takes about a second, a cold one a minute.
@@ -38,7 +39,6 @@ MAX_REMEMBERED = 100_000
 OTHER = "other"
 #: State label of an instance that had no record.
 NONE = "none"
-FAILED = "failed"
 
 #: Values of one metric, by label values.
 Values = Mapping[tuple[str, ...], float]
@@ -208,7 +208,7 @@ class FleetMetrics:
             item.name: Counter() for item in METRICS if item.kind is MetricKind.COUNTER
         }
         self._counts[POLL_FAILURES.name][()] = 0
-        self._initialize(PROVISIONS, [(outcome,) for outcome in (*_SOURCES, FAILED)])
+        self._initialize(PROVISIONS, [(outcome,) for outcome in ProvisionKind])
         self._initialize(RUNNERS, [("pool",), ("created",)])
         self._initialize(RETIREMENTS, _retirement_labels())
         self._initialize(TRANSITION_COUNT, [(row.name,) for row in TRANSITIONS])
@@ -238,7 +238,7 @@ class FleetMetrics:
             if outcome is None or not self._ended.accept(provision.provision_id, outcome.ended_at):
                 continue
             self._counts[PROVISIONS.name][outcome.kind,] += 1
-            if outcome.kind == FAILED:
+            if outcome.kind is ProvisionKind.FAILED:
                 continue
             self._seconds[outcome.kind].observe(outcome.seconds)
             self._counts[RUNNERS.name]["pool",] += outcome.reused
@@ -255,9 +255,9 @@ class FleetMetrics:
     def _count(self, entry: HistoryEntry) -> None:
         known = (entry.transition,) in self._counts[TRANSITION_COUNT.name]
         self._counts[TRANSITION_COUNT.name][entry.transition if known else OTHER,] += 1
-        if entry.target == State.TERMINATING and entry.source != entry.target:
-            state = entry.source if entry.source in set(State) else NONE if not entry.source else OTHER
-            reason = entry.cause if entry.cause in ENDINGS else OTHER
+        if entry.is_end:
+            state = entry.source.value if entry.source else NONE
+            reason = entry.retire_reason.value if entry.retire_reason else OTHER
             self._counts[RETIREMENTS.name][state, reason] += 1
 
     def text(self, calls: CallCounter, accept: str = "") -> tuple[bytes, str]:
@@ -299,9 +299,7 @@ def _retirement_labels() -> Iterator[tuple[str, str]]:
     for row in TRANSITIONS:
         if row.target is not State.TERMINATING:
             continue
-        reasons = {cause.value for cause in row.causes}
-        if Cause.RETIRED in row.causes:
-            reasons |= set(ENDINGS) - {cause.value for cause in Cause}
+        reasons = {reason.value for reason in row.reasons}
         yield from product((source.value if source else NONE for source in row.sources), reasons)
 
 
@@ -363,7 +361,7 @@ def _claimable(pool: str, status: Status, classes: Sequence[str]) -> Values:
     counts = Counter(
         item.resource_class if item.resource_class in classes else OTHER
         for item in _live(status)
-        if item.state is State.IDLE and not item.retire and not item.is_quarantined(status.at)
+        if item.state is State.IDLE and item.retire_reason is None and not item.is_quarantined(status.at)
     )
     return {(pool, name): float(counts[name]) for name in {*classes, *counts}}
 

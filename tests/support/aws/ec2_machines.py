@@ -227,14 +227,14 @@ class MachineStack:
     def consoles(self) -> str:
         return self._runner.consoles() if self._runner else ""
 
-    async def remuda(self, *arguments: str) -> dict[str, Any]:
-        code, document = await asyncio.to_thread(self.stack.remuda, *arguments)
+    async def remuda(self, *arguments: str, **variables: str) -> dict[str, Any]:
+        code, document = await asyncio.to_thread(self.stack.remuda, *arguments, **variables)
         assert code == 0, f"{arguments}: {document} {self.consoles()}"
         found: dict[str, Any] = document
         return found
 
-    async def refresh(self, *more: str) -> dict[str, Any]:
-        return await self.remuda("refresh", "--github-scope", SCOPE, *self.stack.flags(), *more)
+    async def refresh(self, *more: str, **variables: str) -> dict[str, Any]:
+        return await self.remuda("refresh", "--github-scope", SCOPE, *self.stack.flags(), *more, **variables)
 
     async def provision(self, run_id: str) -> dict[str, Any]:
         return await self.remuda(

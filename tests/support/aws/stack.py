@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 POOL = "test"
 SCOPE = "octo/repo"
-#: Settings of refresh with which a provision gives up and instances count as gone within a test.
-SHORT_TIMES = ("--provision-timeout-sec", "6", "--margin-sec", "0.5", "--gone-after-sec", "1")
+#: Variables of refresh with which a provision gives up and instances count as gone within a test.
+SHORT_TIMES = {"REMUDA_PROVISION_TIMEOUT_SEC": "6", "REMUDA_MARGIN_SEC": "0.5", "REMUDA_GONE_AFTER_SEC": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)

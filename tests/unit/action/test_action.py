@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import shutil
@@ -21,9 +20,8 @@ from remuda.action.channel import StepLog, one_line, plain_lines, write_outputs
 from remuda.action.inputs import as_inputs, input_variable, read_inputs
 from remuda.action.step import StepOutput, main
 from remuda.adapters.system.clock import SystemClock
-from remuda.cli import commands
-from remuda.cli import main as cli
-from remuda.config.settings import Settings
+from remuda.cli import maintenance, runs
+from remuda.config.settings import SETTINGS
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
 from tests.support.action_steps import parse_command, parse_file
 
@@ -108,7 +106,7 @@ PROVISIONED = {
 
 
 def command_returning(document: dict[str, Any], code: int = 0) -> Any:
-    def run(flags: Any, config: Any, output: StepOutput, **_more: Any) -> int:
+    def run(_settings: Any, output: StepOutput, **_more: Any) -> int:
         output.event_log(SystemClock()).record("committed", "all are ready")
         output.say("a message")
         output.result(document)
@@ -125,12 +123,10 @@ def test_every_input_is_passed_to_the_step() -> None:
     assert set(REQUIRED_INPUTS.split()) <= declared
     assert set(ACTION["outputs"]) == {"label", "instance-ids", "reused", "created"}
     install, run = ACTION["runs"]["steps"]
-    assert declared == inputs.SETTINGS | inputs.STEP_INPUTS | {"python"}
+    assert declared == inputs.SETTING_INPUTS | inputs.STEP_INPUTS | {"python"}
     passed = {input_variable(name): f"${{{{ inputs.{name} }}}}" for name in declared - {"python"}}
     assert run["env"] == {"REMUDA_PYTHON": "${{ steps.install.outputs.python }}", **passed}
     assert install["env"] == {"INPUT_PYTHON": "${{ inputs.python }}"}
-    settings = {name.replace("_", "-") for name in Settings.model_fields}
-    assert settings >= inputs.SETTINGS
 
 
 def test_scripts_contain_no_expressions_and_exec_their_process() -> None:
@@ -139,14 +135,12 @@ def test_scripts_contain_no_expressions_and_exec_their_process() -> None:
         assert step["run"].startswith("exec "), "signals would reach only the shell"
 
 
-def test_modes_accept_the_settings_of_their_commands() -> None:
-    common = {"backend", "dir", "config", "log_format", "as_json", "quiet", "sweep_only", "every", "dry_run"}
-    # Settings for tests and expert tunables, which are set in a file.
-    rare = {"boot_delay_sec", "fault"} | {name for name in Settings.model_fields if name.endswith("_grace_sec")}
-    rare |= {"margin_sec", "gone_after_sec", "reannounce_sec", "keep_records_sec"}
-    for mode, used in inputs.USED_BY.items():
-        parameters = set(inspect.signature(getattr(cli, mode.replace("-", "_"))).parameters) - common - rare
-        assert {name.replace("-", "_") for name in used} == parameters
+def test_modes_accept_the_flags_of_their_commands_and_the_credentials() -> None:
+    not_inputs = {"backend", "dir", "log-format"}
+    credentials = {"github-token", "github-app-id", "github-app-key"}
+    for mode, used in inputs.SETTINGS_BY_MODE.items():
+        flags = {declared.key for declared in SETTINGS.values() if mode in declared.commands}
+        assert used == flags - not_inputs | credentials
 
 
 def test_messages_name_inputs_instead_of_flags() -> None:
@@ -169,7 +163,7 @@ def test_sample_workflows_use_existing_inputs_and_release_their_runners(file: Pa
     }
     assert uses
     for (_, mode), (job, given_inputs) in uses.items():
-        assert set(given_inputs) <= inputs.USED_BY[mode] | inputs.CREDENTIALS | {"mode"}
+        assert set(given_inputs) <= inputs.SETTINGS_BY_MODE[mode] | {"mode"}
         assert job["permissions"] == {"id-token": "write"}
     modes = {mode for _, mode in uses}
     if "provision" in modes:
@@ -229,11 +223,11 @@ def test_delimiter_inside_a_value_is_rejected(tmp_path: Path) -> None:
 
 
 def test_secrets_are_masked_first_and_never_shown(step: InProcessStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(flags: Any, config: Any, output: StepOutput, **_more: Any) -> int:
+    def run(_settings: Any, output: StepOutput, **_more: Any) -> int:
         output.say(f"GitHub said {TOKEN}, {KEY}")
         raise Unavailable(f"no answer for {TOKEN}")
 
-    monkeypatch.setattr(commands, "run_release", run)
+    monkeypatch.setattr(runs, "run_release", run)
     monkeypatch.setenv("AWS_SESSION_TOKEN", "sess-t0ken")
     assert step.run(mode="release", github_token=TOKEN, github_app_key=KEY) == 4
     masks = step.commands("add-mask")
@@ -248,7 +242,7 @@ def test_secrets_are_masked_first_and_never_shown(step: InProcessStep, monkeypat
 
 
 def test_provision_writes_outputs_and_summary(step: InProcessStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "run_provision", command_returning(PROVISIONED))
+    monkeypatch.setattr(runs, "run_provision", command_returning(PROVISIONED))
     assert step.run(mode="provision", instance_count="2", aws_region="eu-central-1") == 0
     assert step.outputs() == {"label": "42", "instance-ids": '["i-00", "i-01"]', "reused": "1", "created": "1"}
     page = step.summary()
@@ -265,7 +259,7 @@ def test_provision_writes_outputs_and_summary(step: InProcessStep, monkeypatch: 
 
 def test_long_summaries_are_truncated(step: InProcessStep, monkeypatch: pytest.MonkeyPatch) -> None:
     many = {**PROVISIONED, "instances": PROVISIONED["instances"] * 100}  # type: ignore[operator]
-    monkeypatch.setattr(commands, "run_provision", command_returning(many))
+    monkeypatch.setattr(runs, "run_provision", command_returning(many))
     step.run(mode="provision")
     assert "and 100 more" in step.summary()
     assert len(json.loads(step.outputs()["instance-ids"])) == 200
@@ -285,7 +279,7 @@ def test_release_warns_of_unreleased_instances(step: InProcessStep, monkeypatch:
         "seconds": 2.0,
         "calls": {},
     }
-    monkeypatch.setattr(commands, "run_release", command_returning(document, 4))
+    monkeypatch.setattr(runs, "run_release", command_returning(document, 4))
     assert step.run(mode="release") == 4
     warnings = step.commands("warning")
     assert warnings[0] == "i-0 is not released: its heartbeat is dead"
@@ -306,7 +300,7 @@ def test_scale_down_summary_lists_decisions_with_reasons(step: InProcessStep, mo
         "seconds": 0.5,
         "calls": {},
     }
-    monkeypatch.setattr(commands, "run_scale_down_command", command_returning(document))
+    monkeypatch.setattr(maintenance, "run_scale_down", command_returning(document))
     assert step.run(mode="scale-down", dry_run="true", environment="ci") == 0
     assert step.summary().startswith("### remuda scale-down: ci, dry run\n")
     assert "| i-1 | octo | terminate | idle | no |" in step.summary()
@@ -317,10 +311,13 @@ def test_scale_down_summary_lists_decisions_with_reasons(step: InProcessStep, mo
     [
         ({"mode": "provison"}, "mode is 'provison'; did you mean provision?"),
         ({"mode": ""}, "mode is ''; use provision, release, refresh, scale-down"),
-        ({"mode": "provision", "instance_count": "$(touch x)"}, "instance-count is '$(touch x)'; give a whole number"),
+        (
+            {"mode": "provision", "instance_count": "$(touch x)"},
+            "instance-count must be an integer from 1 to 1000, got '$(touch x)'",
+        ),
         (
             {"mode": "provision", "usage_class": "##[add-path]/x"},
-            "usage-class is '## [add-path]/x'; use spot or on-demand",
+            "usage-class must be on-demand or spot, got '## [add-path]/x'",
         ),
         (
             {"mode": "provision", "aws_region": "eu\nX=1"},
@@ -342,7 +339,7 @@ def test_invalid_input_is_one_annotation(step: InProcessStep, given_inputs: dict
 def test_errors_in_environment_variables_name_the_input(step: InProcessStep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REMUDA_INSTANCE_COUNT", "no number")
     assert step.run(mode="provision") == 2
-    assert step.commands("error")[0].startswith("instance-count is 'no number'")
+    assert step.commands("error")[0].startswith("instance-count must be an integer from 1 to 1000, got 'no number'")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +357,7 @@ def test_failures_write_an_annotation_and_a_summary(
     def run(*_given: Any, **_more: Any) -> int:
         raise error
 
-    monkeypatch.setattr(commands, "run_refresh", run)
+    monkeypatch.setattr(maintenance, "run_refresh", run)
     codes = {KeyboardInterrupt: 130, KeyError: 70}
     assert step.run(mode="refresh") == (error.exit_code if isinstance(error, RemudaError) else codes[type(error)])
     assert len(step.commands(level)) == 1

@@ -1,6 +1,6 @@
-"""The driver of actions/runner, with a runner of shell scripts."""
+"""Control of actions/runner, tested with a runner made of shell scripts."""
 
-# A test may block.
+# Blocking calls are acceptable in these tests.
 # ruff: noqa: ASYNC220
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from remuda.domain.instance import Assignment, Credential
 from remuda.ports.runner import RemovalStatus, RunnerState
 from tests.support.records import LONG_S
 
-#: Does what the file `behave` beside it says, and notes what it was given.
+#: Runs the script in the file `behave` next to it and records its input.
 CONFIG = """#!/bin/sh
 cd "$(dirname "$0")"
 echo "$@" > arguments
 env > environment
 . ./behave
 """
-#: Repeats what comes through the pipe `say` as its own output, until told to exit.
+#: Copies input from the pipe `say` to its output until it reads an exit command.
 LISTENER = """#!/bin/bash
 env > listener-environment
 [ -n "$ACTIONS_RUNNER_INPUT_JITCONFIG" ] && echo '{"agentName": "jit"}' > .runner
@@ -71,7 +71,7 @@ class Folder:
         self._program("bin/Runner.Listener", LISTENER)
         self._program("bin/Runner.Worker", "#!/bin/sh\nexec 3>&-\nsleep 1000\n")
         os.mkfifo(self.runner / "say")
-        # Held open: what is said before the listener listens waits for it.
+        # Kept open, so that lines written before the listener reads the pipe are not lost.
         self.pipe = os.open(self.runner / "say", os.O_RDWR)
         self.log = root / "logs" / "listener.log"
         self.hook = JobHook(folder=root / "hook", pristine=root / "pristine", refused_file=root / "refused")
@@ -90,7 +90,7 @@ class Folder:
         )
 
     def open_apart(self, registrar: Path) -> ActionsRunner:
-        """As where jobs have a user of their own: registrations are made from a copy that jobs cannot reach."""
+        """Use a registrar: registrations are made from a copy of the software that jobs cannot access."""
         shutil.copytree(self.runner, registrar, ignore=shutil.ignore_patterns("say"))
         return ActionsRunner(
             folder=self.runner,
@@ -109,7 +109,7 @@ class Folder:
         os.write(self.pipe, "".join(f"{line}\n" for line in lines).encode())
 
     async def listens(self, runner: ActionsRunner) -> None:
-        """Until the listener has said so."""
+        """Wait until the listener has written this line."""
         self.say("Listening for Jobs")
         while "Listening" not in self.log.read_text():
             await runner.wait_for_change(runner.state(), 0.01)
@@ -142,7 +142,7 @@ async def folder(tmp_path: Path) -> AsyncIterator[Folder]:
 
 def _place(pid: int) -> str:
     try:
-        return os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115  # as text: it may be gone
+        return os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115  # the target may not exist
     except OSError:
         return ""
 
@@ -156,7 +156,7 @@ def _reap() -> None:
 
 
 async def until(runner: ActionsRunner, **wanted: object) -> RunnerState:
-    """Through the port's own wait; fails where the state does not come."""
+    """Wait with the port's own method. Fails if the state is not reached."""
     state = runner.state()
     async with asyncio.timeout(LONG_S):
         while any(getattr(state, name) != value for name, value in wanted.items()):
@@ -187,7 +187,7 @@ class TestConfigure:
         ):
             assert line in environment
 
-    async def test_replaces_a_half_registration(self, folder: Folder) -> None:
+    async def test_incomplete_registration_is_replaced(self, folder: Folder) -> None:
         folder.behave("[ -e .runner ] && exit 1;" + REGISTER)
         (folder.runner / ".runner").write_text('{"agentName": "old"}')
         runner = folder.open()
@@ -196,7 +196,7 @@ class TestConfigure:
     @pytest.mark.parametrize(
         "script", ["echo refused SECRET; exit 1", "echo refused SECRET", "echo refused; kill -9 $$"]
     )
-    async def test_says_why_it_failed(self, folder: Folder, script: str) -> None:
+    async def test_failure_detail_contains_the_output(self, folder: Folder, script: str) -> None:
         runner = folder.open()
         folder.behave(script)
         outcome = await runner.configure(ASSIGNMENT)
@@ -204,11 +204,11 @@ class TestConfigure:
         assert "refused" in outcome.detail
         assert "SECRET" not in outcome.detail
 
-    async def test_does_not_wait_for_ever(self, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_configuration_that_hangs_is_killed(self, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.behave("echo hangs; sleep 1000")
         detail, limit_s = "killed at the time limit: ", 0.1
         while detail == "killed at the time limit: ":
-            # Sooner or later that is enough for its first word.
+            # Increase the limit until the script has time for its first output.
             limit_s *= 2
             monkeypatch.setattr(agent_runner, "CONFIGURE_LIMIT_S", limit_s)
             outcome = await folder.open().configure(ASSIGNMENT)
@@ -216,14 +216,14 @@ class TestConfigure:
             detail = outcome.detail
         assert detail == "killed at the time limit: hangs"
 
-    async def test_needs_a_token_and_software(self, folder: Folder) -> None:
+    async def test_configuration_requires_token_and_software(self, folder: Folder) -> None:
         runner = folder.open()
         bare = Assignment(url="u", runner_name="n", labels=())
         assert not (await runner.configure(bare)).ok
         (folder.runner / "config.sh").unlink()
         assert not (await runner.configure(ASSIGNMENT)).ok
 
-    async def test_not_over_a_listener(self, folder: Folder) -> None:
+    async def test_configuration_fails_while_a_listener_runs(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
         assert not (await runner.configure(ASSIGNMENT)).ok
@@ -231,7 +231,7 @@ class TestConfigure:
 
 
 class TestListener:
-    async def test_runs_with_nothing_of_the_agents_environment(
+    async def test_listener_does_not_inherit_the_agents_environment(
         self, folder: Folder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("REMUDA_MACHINE_FD", "7")
@@ -247,7 +247,7 @@ class TestListener:
         await runner.stop()
         assert runner.state() == RunnerState(configured_as="remuda-p-1-i-1")
 
-    async def test_is_started_once(self, folder: Folder) -> None:
+    async def test_second_start_does_nothing(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
         first = folder.listener()
@@ -255,7 +255,7 @@ class TestListener:
         assert folder.listener() == first
         await runner.stop()
 
-    async def test_tells_jobs_by_its_last_word(self, folder: Folder) -> None:
+    async def test_busy_follows_the_last_line_about_a_job(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
         folder.say("2026-01-01 00:00:00Z: Running job: Job a completed with result: Succeeded")
@@ -267,14 +267,14 @@ class TestListener:
         await runner.stop()
         assert not runner.state().busy
 
-    async def test_a_worker_is_a_job_too(self, folder: Folder) -> None:
+    async def test_worker_process_counts_as_a_running_job(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
         folder.say("work")
         await until(runner, busy=True)
         await runner.stop()
 
-    async def test_words_of_an_earlier_one_do_not_count(self, folder: Folder) -> None:
+    async def test_output_of_an_earlier_listener_is_ignored(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
         folder.say("Running job: a")
@@ -286,13 +286,13 @@ class TestListener:
         await runner.stop()
 
     @pytest.mark.parametrize("code", [0, 1, 5])
-    async def test_its_exit_code_is_told(self, folder: Folder, code: int) -> None:
+    async def test_exit_code_is_reported(self, folder: Folder, code: int) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
         folder.say(f"exit {code}")
         assert (await until(runner, listening=False)).exit_code == code
 
-    async def test_a_later_agent_finds_it(self, folder: Folder) -> None:
+    async def test_restarted_agent_finds_the_listener(self, folder: Folder) -> None:
         first = folder.open()
         await first.start(ASSIGNMENT)
         folder.say("Running job: a")
@@ -304,10 +304,10 @@ class TestListener:
         assert await until(second, listening=False) == RunnerState(exit_code=UNKNOWN_EXIT)
         assert folder.open().state() == RunnerState(exit_code=UNKNOWN_EXIT)
 
-    async def test_one_that_nobody_wrote_down_is_found(self, folder: Folder) -> None:
+    async def test_listener_without_pid_file_is_found(self, folder: Folder) -> None:
         first = folder.open()
         await first.start(ASSIGNMENT)
-        # What has just been started is not to be told by its command yet.
+        # The command line is not visible immediately after the start.
         await folder.listens(first)
         folder.log.with_suffix(".listener.json").unlink()
         second = folder.open()
@@ -315,7 +315,7 @@ class TestListener:
         await second.stop()
         await until(first, listening=False)
 
-    async def test_another_process_with_its_number_is_not_it(self, folder: Folder) -> None:
+    async def test_reused_pid_is_not_taken_for_the_listener(self, folder: Folder) -> None:
         other = subprocess.Popen(["sleep", "1000"])
         try:
             note = {"pid": other.pid, "ppid": 1, "started": 1}
@@ -328,7 +328,7 @@ class TestListener:
             other.kill()
             other.wait()
 
-    async def test_a_stubborn_one_is_killed(self, folder: Folder) -> None:
+    async def test_listener_that_ignores_sigterm_is_killed(self, folder: Folder) -> None:
         (folder.runner / "stubborn").touch()
         runner = folder.open(stop_limit_s=0.2)
         await runner.start(ASSIGNMENT)
@@ -337,12 +337,12 @@ class TestListener:
         await runner.stop()
         assert runner.state() == RunnerState()
 
-    async def test_nothing_to_watch_is_only_a_wait(self, folder: Folder) -> None:
+    async def test_wait_without_listener_ends_at_the_timeout(self, folder: Folder) -> None:
         runner = folder.open()
         assert await runner.wait_for_change(RunnerState(), 0.05) == RunnerState()
         assert await runner.wait_for_change(RunnerState(busy=True), LONG_S) == RunnerState()
 
-    async def test_what_a_job_puts_in_place_of_the_settings(self, folder: Folder) -> None:
+    async def test_manipulated_settings_file_is_ignored(self, folder: Folder) -> None:
         runner = folder.open()
         settings = folder.runner / ".runner"
         for content in (b"", b"[]", b"\xff", b'{"agentName": 3}', b"[" * 100_000):
@@ -352,7 +352,7 @@ class TestListener:
         os.mkfifo(settings)
         assert runner.state() == RunnerState()
 
-    async def test_killed_from_outside(self, folder: Folder) -> None:
+    async def test_killed_listener_is_noticed(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.start(ASSIGNMENT)
         waiting = asyncio.ensure_future(runner.wait_for_change(runner.state(), LONG_S))
@@ -365,10 +365,10 @@ JUST_IN_TIME = Assignment(url="u", runner_name="jit", labels=(), jit_config="PAC
 
 
 class TestJustInTime:
-    async def test_the_configuration_goes_with_the_start(self, folder: Folder) -> None:
+    async def test_jit_configuration_is_passed_at_the_start(self, folder: Folder) -> None:
         assignment = JUST_IN_TIME
         assert (await folder.open().configure(assignment)).ok
-        # An agent that comes later knows as much.
+        # A restarted agent knows the same.
         runner = folder.open()
         assert runner.state() == RunnerState(configured_as="jit")
         assert "PACKED" not in repr(runner.state())
@@ -381,7 +381,7 @@ class TestJustInTime:
         assert b"PACKED" not in b"".join(path.read_bytes() for path in folder.log.parent.iterdir())
         await runner.stop()
 
-    async def test_after_its_job_nothing_is_left_to_remove(self, folder: Folder) -> None:
+    async def test_jit_runner_needs_no_removal_after_its_job(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
         assert not runner.state().spent
@@ -389,12 +389,12 @@ class TestJustInTime:
         assert not runner.state().spent
         folder.say("exit 0")
         await until(runner, listening=False)
-        (folder.runner / ".runner").unlink()  # as the real one does by itself
+        (folder.runner / ".runner").unlink()  # as the real runner does
         assert runner.state().spent
         assert (await runner.remove(JUST_IN_TIME))[0] is RemovalStatus.REMOVED
         assert runner.state() == RunnerState(exit_code=0)
 
-    async def test_an_agent_that_comes_after_the_job_knows_that_it_is_over(self, folder: Folder) -> None:
+    async def test_restarted_agent_knows_that_the_only_job_has_ended(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
@@ -406,7 +406,7 @@ class TestJustInTime:
         assert later.state().spent
 
     @pytest.mark.parametrize("code", [1, 2])
-    async def test_a_listener_that_failed_is_not_taken_for_one_that_served(self, folder: Folder, code: int) -> None:
+    async def test_failed_jit_listener_is_not_spent(self, folder: Folder, code: int) -> None:
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
         await runner.start(ASSIGNMENT)
@@ -414,8 +414,8 @@ class TestJustInTime:
         state = await until(runner, listening=False)
         assert (state.exit_code, state.spent) == (code, False)
 
-    async def test_what_github_removed_is_removed_without_a_token(self, folder: Folder) -> None:
-        """Also before its start, and while its listener lives: that one is stopped next."""
+    async def test_registration_that_github_removed_needs_no_token(self, folder: Folder) -> None:
+        """Applies before the start and while the listener runs, which is stopped next."""
         runner = folder.open()
         await runner.configure(JUST_IN_TIME)
         gone = replace(JUST_IN_TIME, jit_config="", runner_id=0)
@@ -431,7 +431,7 @@ class TestJustInTime:
 
 
 class TestRemove:
-    async def test_gone_is_gone(self, folder: Folder) -> None:
+    async def test_removal_without_registration_succeeds(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         folder.behave("rm .runner; echo removed with $ACTIONS_RUNNER_INPUT_TOKEN")
@@ -454,13 +454,13 @@ class TestRemove:
             ),
         ],
     )
-    async def test_what_it_says_counts(self, folder: Folder, script: str, expected: RemovalStatus) -> None:
+    async def test_status_follows_the_output(self, folder: Folder, script: str, expected: RemovalStatus) -> None:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         folder.behave(script)
         assert (await runner.remove(ASSIGNMENT))[0] is expected
 
-    async def test_needs_a_token(self, folder: Folder) -> None:
+    async def test_removal_requires_a_token(self, folder: Folder) -> None:
         runner = folder.open()
         await runner.configure(ASSIGNMENT)
         bare = Assignment(url="u", runner_name="n", labels=())
@@ -468,7 +468,7 @@ class TestRemove:
 
 
 class TestRegistrar:
-    """What a job does to its own copy of the runner has no part in registrations."""
+    """A job's changes to its copy of the runner do not affect registrations."""
 
     async def test_the_listener_gets_a_copy_of_the_registration(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
@@ -484,7 +484,7 @@ class TestRegistrar:
         await runner.stop()
 
     @pytest.mark.parametrize("name", [".runner", ".credentials", "..runner.new"])
-    async def test_a_folder_in_its_place_is_not_emptied_but_an_error(
+    async def test_folder_in_place_of_the_registration_is_an_error(
         self, folder: Folder, tmp_path: Path, name: str
     ) -> None:
         runner = folder.open_apart(tmp_path / "registrar")
@@ -494,7 +494,7 @@ class TestRegistrar:
             await runner.configure(ASSIGNMENT)
         assert (folder.runner / name / "file").exists()
 
-    async def test_it_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
+    async def test_registration_is_not_written_through_a_link(self, folder: Folder, tmp_path: Path) -> None:
         runner = folder.open_apart(tmp_path / "registrar")
         precious = tmp_path / "precious"
         precious.write_text("as it was")
@@ -504,7 +504,7 @@ class TestRegistrar:
         assert precious.read_text() == "as it was"
         assert not (folder.runner / ".runner").is_symlink()
 
-    async def test_a_removal_runs_nothing_that_a_job_may_have_changed(self, folder: Folder, tmp_path: Path) -> None:
+    async def test_removal_does_not_run_software_that_jobs_can_change(self, folder: Folder, tmp_path: Path) -> None:
         registrar = tmp_path / "registrar"
         runner = folder.open_apart(registrar)
         await runner.configure(ASSIGNMENT)
@@ -519,9 +519,7 @@ class TestRegistrar:
         assert not (folder.runner / ".runner").exists()
         assert runner.state() == RunnerState()
 
-    async def test_what_the_listener_registered_by_itself_is_the_services_to_remove(
-        self, folder: Folder, tmp_path: Path
-    ) -> None:
+    async def test_jit_registration_must_be_removed_through_the_api(self, folder: Folder, tmp_path: Path) -> None:
         runner = folder.open_apart(tmp_path / "registrar")
         given = replace(ASSIGNMENT, credential=None, jit_config="config", runner_name="jit", runner_id=7)
         await runner.configure(given)

@@ -1,4 +1,4 @@
-"""An agent's whole life, and the same life with its process killed at every step."""
+"""The agent's life cycle, and the same life cycle with the agent killed after each step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from remuda.agent.decide import AgentAction
 from remuda.agent.expiry import DEAD_MAN_SLACK_S
 from remuda.domain.instance import State
-from remuda.domain.signals import Signal, took_s
-from remuda.domain.transitions import Actor, Cause, End
+from remuda.domain.signals import Signal
+from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
 from tests.support.agents import ID, MARGIN_S, Stable
 from tests.support.clock import run, until
@@ -36,7 +36,7 @@ LIFE = [
 
 
 async def use(stable: Stable, epoch: int) -> None:
-    """Registered, committed, a job, released, pooled."""
+    """Register, commit, run a job, release, return to the pool."""
     await until(lambda: stable.signalled(Signal.UD_REG_OK, epoch))
     assert not stable.runner.current.listening
     await stable.commit()
@@ -57,7 +57,7 @@ async def life(stable: Stable) -> None:
     await use(stable, 2)
 
 
-def test_a_machine_lives_through_two_runs_and_ends() -> None:
+def test_machine_serves_two_runs_and_ends() -> None:
     async def story() -> None:
         stable = Stable()
         task = stable.start()
@@ -66,14 +66,14 @@ def test_a_machine_lives_through_two_runs_and_ends() -> None:
         assert [each.runner_name for each in stable.runner.configured] == [FIRST, SECOND]
         assert {each.token for each in stable.runner.removed_with if each} == {"removal-t0ken"}
         assert stable.record.uses == 2
-        await stable.apply(End(cause=Cause.GONE), Actor.REFRESH)
+        await stable.apply(End(reason=RetireReason.GONE), Actor.REFRESH)
         assert await task == "record state is terminating"
         assert stable.machine.ended == ["record state is terminating"]
 
     run(story())
 
 
-def test_a_listener_is_started_for_its_assignment_and_the_jobs_it_refused_are_told() -> None:
+def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> None:
     async def story() -> None:
         stable = Stable()
         stable.start()
@@ -91,7 +91,7 @@ def test_a_listener_is_started_for_its_assignment_and_the_jobs_it_refused_are_to
     run(story())
 
 
-def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> None:
+def test_events_carry_instance_run_and_epoch() -> None:
     async def story() -> None:
         stable = Stable()
         stable.start()
@@ -115,8 +115,8 @@ def test_every_event_says_which_machine_run_and_assignment_it_belongs_to() -> No
 
 @pytest.mark.parametrize("nth", range(1, 12))
 @pytest.mark.parametrize("loses_answer", [False, True], ids=["lost", "applied but reported as failed"])
-def test_a_call_to_the_store_that_fails_changes_nothing_but_the_time(nth: int, loses_answer: bool) -> None:  # noqa: FBT001
-    """Each call of the agent, one by one: refused, or carried out with the answer lost."""
+def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  # noqa: FBT001
+    """Each store call of the agent fails once: before it is applied, or after (the response is lost)."""
 
     async def story() -> None:
         stable = Stable()
@@ -143,8 +143,8 @@ def test_a_call_to_the_store_that_fails_changes_nothing_but_the_time(nth: int, l
 
 
 @pytest.mark.parametrize("after", range(1, len(LIFE) + 1))
-def test_an_agent_that_is_killed_right_after_any_step_goes_on_rightly(after: int) -> None:
-    """The step was done, nothing was signalled: a new process finds out from disk and record alone."""
+def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
+    """The step is done, but not signalled: the new process decides from the disk and the record."""
 
     async def story() -> None:
         stable = Stable()
@@ -180,8 +180,8 @@ def test_an_agent_that_is_killed_right_after_any_step_goes_on_rightly(after: int
     run(story())
 
 
-def test_only_while_a_job_runs_nothing_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run may release a machine without a job at any moment, and waits for it."""
+def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may release a machine without a job at any time, and waits for the release."""
 
     async def story() -> None:
         stable, urgent = Stable(), [False]
@@ -211,7 +211,7 @@ def test_only_while_a_job_runs_nothing_is_urgent(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("state", ["created", "registered", "listening", "busy", "clean"])
-def test_a_restart_while_waiting_repeats_no_work(state: str) -> None:
+def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
     async def story() -> None:
         stable = Stable()
         stable.start()
@@ -239,28 +239,28 @@ def test_a_restart_while_waiting_repeats_no_work(state: str) -> None:
     run(story())
 
 
-# Signals and their stories ----------------------------------------------------------------------------------------
+# Signals and their details ----------------------------------------------------------------------------------------
 
 
-def test_a_signal_tells_how_long_the_machine_itself_took() -> None:
+def test_signal_contains_the_duration_of_the_machines_work() -> None:
     async def story() -> None:
         stable = Stable()
         stable.machine.reset_s = 2.5
         stable.start()
         await stable.create()
         await until(lambda: stable.signalled(Signal.UD_REG_OK))
-        assert took_s(stable.report.detail) == 0.0
+        assert stable.report.duration_s == 0.0
         await stable.commit()
         await until(lambda: stable.runner.current.listening)
         await stable.release()
         await until(lambda: stable.signalled(CLEAN))
-        assert took_s(stable.report.detail) == pytest.approx(2.5)
+        assert stable.report.duration_s == pytest.approx(2.5)
         await stable.crash()
 
     run(story())
 
 
-def test_a_script_that_fails_after_the_record_came_is_told_with_its_own_words() -> None:
+def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
     async def story() -> None:
         stable = Stable()
         stable.machine.script = StepResult(ok=False, detail="no such package")
@@ -276,7 +276,7 @@ def test_a_script_that_fails_after_the_record_came_is_told_with_its_own_words() 
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_script_that_fails_before_the_record_came_is_told_with_its_own_words(restart: bool) -> None:  # noqa: FBT001
+def test_script_failure_before_the_record_is_signalled_with_its_output(restart: bool) -> None:  # noqa: FBT001
     async def story() -> None:
         stable = Stable()
         stable.machine.script = StepResult(ok=False, detail="no such package")
@@ -292,7 +292,7 @@ def test_a_script_that_fails_before_the_record_came_is_told_with_its_own_words(r
     run(story())
 
 
-def test_a_script_runs_once_in_a_machines_life() -> None:
+def test_script_runs_once_per_machine() -> None:
     async def story() -> None:
         stable = Stable()
         stable.start()
@@ -305,7 +305,7 @@ def test_a_script_runs_once_in_a_machines_life() -> None:
     run(story())
 
 
-def test_a_failed_registration_is_signalled_at_once() -> None:
+def test_failed_registration_is_signalled_immediately() -> None:
     async def story() -> None:
         stable = Stable()
         stable.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
@@ -320,7 +320,7 @@ def test_a_failed_registration_is_signalled_at_once() -> None:
     run(story())
 
 
-def test_a_reset_that_fails_is_signalled_and_not_tried_again() -> None:
+def test_failed_reset_is_signalled_and_not_repeated() -> None:
     async def story() -> None:
         stable = Stable()
         stable.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
@@ -339,7 +339,7 @@ def test_a_reset_that_fails_is_signalled_and_not_tried_again() -> None:
     run(story())
 
 
-def test_a_machine_whose_record_comes_late_waits_for_it() -> None:
+def test_machine_waits_for_a_late_record() -> None:
     async def story() -> None:
         stable = Stable()
         stable.start()
@@ -353,7 +353,7 @@ def test_a_machine_whose_record_comes_late_waits_for_it() -> None:
     run(story())
 
 
-def test_the_dead_man_timer_follows_each_threshold_and_lies_past_the_agents_own_end() -> None:
+def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() -> None:
     async def story() -> None:
         stable = Stable()
         stable.start()

@@ -1,4 +1,4 @@
-"""What an agent does when the store, the runner or time itself fails."""
+"""The agent with failures of the store, the runner and the clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def running(stable: Stable, max_runtime_s: float = 1_800.0) -> None:
 # The store --------------------------------------------------------------------------------------------------------
 
 
-def test_out_of_reach_of_the_store_the_last_threshold_rules() -> None:
+def test_unreachable_store_last_threshold_applies() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable, max_runtime_s=100)
@@ -49,7 +49,7 @@ def test_out_of_reach_of_the_store_the_last_threshold_rules() -> None:
     run(story())
 
 
-def test_the_last_threshold_rules_after_a_restart_too() -> None:
+def test_last_threshold_applies_after_a_restart() -> None:
     async def story() -> None:
         stable = Stable()
         stable.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
@@ -62,7 +62,7 @@ def test_the_last_threshold_rules_after_a_restart_too() -> None:
     run(story())
 
 
-def test_without_any_threshold_it_waits_for_the_store() -> None:
+def test_without_threshold_the_agent_waits_for_the_store() -> None:
     async def story() -> None:
         stable = Stable()
         stable.store.down = True
@@ -77,7 +77,7 @@ def test_without_any_threshold_it_waits_for_the_store() -> None:
     run(story())
 
 
-def test_a_job_goes_on_while_the_store_is_out_of_reach() -> None:
+def test_job_continues_while_the_store_is_unreachable() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -94,7 +94,7 @@ def test_a_job_goes_on_while_the_store_is_out_of_reach() -> None:
     run(story())
 
 
-def test_a_store_out_of_reach_is_asked_more_and_more_rarely() -> None:
+def test_requests_to_an_unreachable_store_back_off() -> None:
     async def story() -> None:
         stable = Stable()
         stable.store.down = True
@@ -110,8 +110,8 @@ def test_a_store_out_of_reach_is_asked_more_and_more_rarely() -> None:
 # The end ----------------------------------------------------------------------------------------------------------
 
 
-def test_time_up_is_read_once_more_before_the_end() -> None:
-    """The threshold moved between the agent's last look and its end: it lives on."""
+def test_record_is_read_again_before_the_end() -> None:
+    """The threshold was extended after the agent's last read, so the agent continues."""
 
     async def story() -> None:
         stable = Stable()
@@ -136,7 +136,7 @@ def test_time_up_is_read_once_more_before_the_end() -> None:
     run(story())
 
 
-def test_a_renewed_threshold_is_followed() -> None:
+def test_renewed_threshold_applies() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -155,7 +155,7 @@ def test_a_renewed_threshold_is_followed() -> None:
     run(story())
 
 
-def test_a_machine_whose_record_was_forgotten_ends_at_its_last_threshold() -> None:
+def test_machine_without_record_ends_at_its_last_threshold() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable, max_runtime_s=100)
@@ -169,7 +169,7 @@ def test_a_machine_whose_record_was_forgotten_ends_at_its_last_threshold() -> No
 
 
 @pytest.mark.parametrize("skew_s", [-30.0, 30.0])
-def test_a_clock_that_is_off_does_not_confuse_a_short_life(skew_s: float) -> None:
+def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
     async def story() -> None:
         stable = Stable()
         stable.clock = VirtualClock(skew_s)
@@ -185,7 +185,7 @@ def test_a_clock_that_is_off_does_not_confuse_a_short_life(skew_s: float) -> Non
 # The heartbeat ----------------------------------------------------------------------------------------------------
 
 
-def test_the_heartbeat_rises_steadily_and_tells_of_the_runner() -> None:
+def test_heartbeat_is_regular_and_reports_the_runner() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -202,7 +202,7 @@ def test_the_heartbeat_rises_steadily_and_tells_of_the_runner() -> None:
     run(story())
 
 
-def test_a_spot_notice_is_reported_and_the_job_goes_on() -> None:
+def test_spot_notice_is_reported_and_the_job_continues() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -217,7 +217,7 @@ def test_a_spot_notice_is_reported_and_the_job_goes_on() -> None:
     run(story())
 
 
-def test_the_heartbeat_of_a_hung_agent_stops() -> None:
+def test_heartbeat_of_a_hung_agent_stops() -> None:
     async def story() -> None:
         stable = Stable()
         stable.machine.reset_s = 100_000
@@ -236,7 +236,7 @@ def test_the_heartbeat_of_a_hung_agent_stops() -> None:
     run(story())
 
 
-def test_a_lost_beat_is_followed_by_others() -> None:
+def test_heartbeats_continue_after_a_failed_one() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -254,7 +254,7 @@ def test_a_lost_beat_is_followed_by_others() -> None:
 # The runner -------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_job_is_waited_for_and_the_release_goes_on_when_it_ends() -> None:
+def test_release_waits_for_a_running_job() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -271,7 +271,7 @@ def test_a_running_job_is_waited_for_and_the_release_goes_on_when_it_ends() -> N
     run(story())
 
 
-def test_a_removal_refused_for_a_job_waits_and_does_not_count_as_failed() -> None:
+def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -288,7 +288,7 @@ def test_a_removal_refused_for_a_job_waits_and_does_not_count_as_failed() -> Non
     run(story())
 
 
-def test_a_removal_that_fails_is_tried_again_with_growing_pauses() -> None:
+def test_failed_removal_is_retried_with_backoff() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -303,7 +303,7 @@ def test_a_removal_that_fails_is_tried_again_with_growing_pauses() -> None:
     run(story())
 
 
-def test_a_removal_that_fails_too_often_is_signalled_and_the_runner_is_not_stopped() -> None:
+def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -319,7 +319,7 @@ def test_a_removal_that_fails_too_often_is_signalled_and_the_runner_is_not_stopp
     run(story())
 
 
-def test_a_forge_out_of_reach_is_asked_again_and_no_machine_is_blamed() -> None:
+def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
     async def story() -> None:
         stable = Stable()
         await running(stable)
@@ -332,7 +332,7 @@ def test_a_forge_out_of_reach_is_asked_again_and_no_machine_is_blamed() -> None:
     run(story())
 
 
-def test_a_listener_that_ends_is_started_again_with_growing_pauses() -> None:
+def test_exited_listener_is_restarted_with_backoff() -> None:
     async def story() -> None:
         stable = Stable()
         stable.runner.exits = [2] * (MAX_STARTS - 1)
@@ -346,7 +346,7 @@ def test_a_listener_that_ends_is_started_again_with_growing_pauses() -> None:
 
 
 @pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
-def test_a_listener_that_will_not_stay_is_signalled(code: int, starts: int) -> None:
+def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> None:
     async def story() -> None:
         stable = Stable()
         stable.runner.exits = [code] * 100
@@ -362,8 +362,8 @@ def test_a_listener_that_will_not_stay_is_signalled(code: int, starts: int) -> N
     run(story())
 
 
-def test_a_release_during_registration_leaves_nothing_registered() -> None:
-    """The claim was rolled back before the agent ever saw it: it cleans up whatever it finds."""
+def test_release_during_registration_leaves_no_registration() -> None:
+    """The claim was rolled back before the agent read it: the agent cleans up."""
 
     async def story() -> None:
         stable = Stable()
@@ -383,7 +383,7 @@ def test_a_release_during_registration_leaves_nothing_registered() -> None:
     run(story())
 
 
-def test_each_assignment_has_all_its_tries() -> None:
+def test_attempt_counters_restart_with_each_assignment() -> None:
     async def story() -> None:
         stable = Stable()
         stable.runner.exits = [2] * (MAX_STARTS - 1)

@@ -1,4 +1,4 @@
-"""The hook that every job meets first: the script run for real, and what the agent writes for it."""
+"""The job-started hook: the real script, and the files that the agent writes for it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from remuda.domain.instance import Assignment
 
 LIMIT_S = 60
 SHELLS = [shell for shell in ("bash", "dash") if shutil.which(shell)]
-#: Runs the hook as the runner's worker does, and then a step with `if: always()` unless it was told to stop. It may be
-#: told so before it has noted whom it has started.
+#: Runs the hook like the runner's worker, then a step with `if: always()` unless it received SIGTERM. The signal may
+#: arrive before the worker knows the pid of the hook.
 WORKER = """#!/bin/bash
 cd "$(dirname "$0")"
 trap '{on_term}' TERM
 {shell} -e "$1" >log 2>&1 &
 child=$!
 wait $child; wait $child
-grep -q told trace || echo "always ran" >>trace
+grep -q stopped trace || echo "always ran" >>trace
 """
 
 
@@ -51,7 +51,7 @@ class Hooked:
         return self.hook.put(assignment, runner=self.runner, environment=environment or {})
 
     def run(self, shell: str = "bash", **job: str) -> subprocess.CompletedProcess[str]:
-        """What a job of this run and repository meets."""
+        """Run the hook for a job of this run and repository."""
         environment = {"PATH": os.environ["PATH"], **job}
         command = [shell, "-e", str(self.script)]
         return subprocess.run(
@@ -81,7 +81,7 @@ def hooked(tmp_path: Path) -> Hooked:
         ("", "", False),
     ],
 )
-def test_the_run(hooked: Hooked, label: str, run: str, *, fits: bool) -> None:
+def test_run_must_match_the_label(hooked: Hooked, label: str, run: str, *, fits: bool) -> None:
     hooked.put(label)
     done = hooked.run(GITHUB_RUN_ID=run, GITHUB_REPOSITORY="acme/widgets")
     assert (done.returncode == 0) == fits, done
@@ -106,27 +106,27 @@ def test_the_run(hooked: Hooked, label: str, run: str, *, fits: bool) -> None:
         ("https://github.com/enterprises/big", "acme/widgets", "acme/gadgets", False),
     ],
 )
-def test_the_repository(hooked: Hooked, url: str, known: str, repository: str, *, fits: bool) -> None:
+def test_repository_must_match(hooked: Hooked, url: str, known: str, repository: str, *, fits: bool) -> None:
     hooked.put(url=url, repository=known)
     done = hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY=repository)
     assert (done.returncode == 0) == fits, done
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_any_shell_will_do(hooked: Hooked, shell: str) -> None:
+def test_hook_runs_in_any_shell(hooked: Hooked, shell: str) -> None:
     hooked.put("123.large", url="https://github.com/Acme")
     assert hooked.run(shell, GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/Widgets").returncode == 0
     assert hooked.run(shell, GITHUB_RUN_ID="12", GITHUB_REPOSITORY="acme/Widgets").returncode == 1
 
 
-def test_a_job_that_says_nothing_about_itself_is_refused(hooked: Hooked) -> None:
+def test_job_without_run_or_repository_is_refused(hooked: Hooked) -> None:
     hooked.put()
     assert hooked.run().returncode == 1
     assert hooked.run(GITHUB_RUN_ID="123").returncode == 1
     assert hooked.run(GITHUB_REPOSITORY="acme/widgets").returncode == 1
 
 
-def test_without_what_it_expects_all_are_refused(hooked: Hooked) -> None:
+def test_all_jobs_are_refused_without_the_assigned_file(hooked: Hooked) -> None:
     hooked.put()
     expected = hooked.script.with_name("assigned")
     for content in ("", "123\n", "123\nacme/widgets\n"):
@@ -137,7 +137,7 @@ def test_without_what_it_expects_all_are_refused(hooked: Hooked) -> None:
     assert hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").returncode == 1
 
 
-def test_it_says_whose_the_job_is_whose_the_machine_is_and_what_to_do(hooked: Hooked) -> None:
+def test_refusal_names_both_runs_and_the_fix(hooked: Hooked) -> None:
     hooked.put(repository="acme/widgets")
     done = hooked.run(GITHUB_RUN_ID="9", GITHUB_REPOSITORY="evil/corp")
     assert done.stdout == (
@@ -150,7 +150,7 @@ def test_it_says_whose_the_job_is_whose_the_machine_is_and_what_to_do(hooked: Ho
 @pytest.mark.parametrize(
     "text", ["$(touch hurt)", "`touch hurt`", '"; touch hurt; "', "'; touch hurt; '", "%s\\n", "-n"]
 )
-def test_values_are_no_code(hooked: Hooked, text: str) -> None:
+def test_values_are_not_executed(hooked: Hooked, text: str) -> None:
     hooked.put(text, repository=f"{text}/{text}", environment={})
     assert hooked.run(GITHUB_RUN_ID=text, GITHUB_REPOSITORY="acme/widgets").returncode == 1
     hooked.run(GITHUB_RUN_ID="1", GITHUB_REPOSITORY=text)
@@ -158,12 +158,12 @@ def test_values_are_no_code(hooked: Hooked, text: str) -> None:
     assert list(hooked.runner.iterdir()) == []
 
 
-def test_a_value_of_two_lines_never_gets_there(hooked: Hooked) -> None:
+def test_multi_line_values_are_rejected(hooked: Hooked) -> None:
     with pytest.raises(Unavailable):
         hooked.put("123\nacme/widgets")
 
 
-def test_shellcheck_finds_nothing(hooked: Hooked) -> None:
+def test_script_passes_shellcheck(hooked: Hooked) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed (apt-get install shellcheck): the hook is not linted")
     hooked.put()
@@ -173,9 +173,9 @@ def test_shellcheck_finds_nothing(hooked: Hooked) -> None:
 
 
 class TestWorker:
-    """A hook that fails is not enough."""
+    """The hook stops the worker, because a failing hook alone does not prevent all steps."""
 
-    def work(self, hooked: Hooked, shell: str, on_term: str = "echo told >>trace; kill -TERM $!") -> str:
+    def work(self, hooked: Hooked, shell: str, on_term: str = "echo stopped >>trace; kill -TERM $!") -> str:
         worker = hooked.runner / "Runner.Worker"
         worker.write_text(WORKER.format(shell=shell, on_term=on_term))
         worker.chmod(0o755)
@@ -189,47 +189,47 @@ class TestWorker:
         return trace.read_text() if trace.exists() else ""
 
     def wait_for(self, hooked: Hooked, command: str) -> None:
-        """Instead of ten seconds."""
+        """Replace the wait of ten seconds by this command."""
         text = hooked.script.read_text()
         assert "sleep 10 " in text
         hooked.script.unlink()
         hooked.script.write_text(text.replace("sleep 10 ", f"{command} "))
 
     @pytest.mark.parametrize("shell", SHELLS)
-    def test_is_told_to_stop(self, hooked: Hooked, shell: str) -> None:
+    def test_worker_receives_sigterm(self, hooked: Hooked, shell: str) -> None:
         hooked.put()
-        # It waits no longer than it must: else it would not come to its end here.
+        # The test ends only because the hook stops waiting as soon as possible.
         self.wait_for(hooked, "sleep 1000")
-        assert self.work(hooked, shell) == "told\n"
+        assert self.work(hooked, shell) == "stopped\n"
 
     @pytest.mark.parametrize("shell", SHELLS)
-    def test_is_killed_where_it_does_not(self, hooked: Hooked, shell: str) -> None:
+    def test_worker_that_ignores_sigterm_is_killed(self, hooked: Hooked, shell: str) -> None:
         hooked.put()
         self.wait_for(hooked, "sleep 0.2")
         assert self.work(hooked, shell, on_term=":") == ""
 
 
-class TestOthersHook:
-    def theirs(self, hooked: Hooked, code: int = 0) -> Path:
+class TestImageHook:
+    def image_hook(self, hooked: Hooked, code: int = 0) -> Path:
         path = hooked.pristine / "their hook.sh"
         path.write_text(f"echo theirs of run $GITHUB_RUN_ID with $PATH\nexit {code}\n")
         return path
 
     @pytest.mark.parametrize("code", [0, 7])
-    def test_in_the_environment_is_called_after_ours(self, hooked: Hooked, code: int) -> None:
-        hooked.put(environment={STARTED: str(self.theirs(hooked, code))})
+    def test_hook_in_the_environment_is_called_after_ours(self, hooked: Hooked, code: int) -> None:
+        hooked.put(environment={STARTED: str(self.image_hook(hooked, code))})
         done = hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets")
         assert (done.returncode, done.stdout) == (code, f"theirs of run 123 with {os.environ['PATH']}\n")
         assert "theirs" not in hooked.run(GITHUB_RUN_ID="9", GITHUB_REPOSITORY="acme/widgets").stdout
 
-    def test_in_the_images_file_is_called_and_no_longer_named_there(self, hooked: Hooked) -> None:
-        (hooked.pristine / ".env").write_text(f"LANG=C\n{STARTED}={self.theirs(hooked)}\nLAST=1\n")
+    def test_hook_in_the_env_file_is_called_and_removed_from_the_file(self, hooked: Hooked) -> None:
+        (hooked.pristine / ".env").write_text(f"LANG=C\n{STARTED}={self.image_hook(hooked)}\nLAST=1\n")
         assert hooked.put() == {STARTED: str(hooked.script)}
         assert (hooked.runner / ".env").read_text() == "LANG=C\nLAST=1\n"
         assert "theirs" in hooked.run(GITHUB_RUN_ID="123", GITHUB_REPOSITORY="acme/widgets").stdout
 
 
-def test_what_a_job_left_for_the_next_listener_is_gone(hooked: Hooked) -> None:
+def test_environment_files_written_by_a_job_are_restored(hooked: Hooked) -> None:
     (hooked.pristine / ".path").write_text("/usr/bin")
     (hooked.runner / ".path").write_text("/home/shims")
     (hooked.runner / ".env").write_text("BASH_ENV=/tmp/x")
@@ -246,8 +246,8 @@ def test_what_a_job_left_for_the_next_listener_is_gone(hooked: Hooked) -> None:
 
 
 @pytest.mark.parametrize("name", [".env", ".path", "..path.new"])
-def test_a_folder_in_the_place_of_a_file_is_not_emptied_but_an_error(hooked: Hooked, name: str) -> None:
-    """The job that made it may still be there, and would have root follow it anywhere."""
+def test_folder_in_place_of_a_file_is_an_error(hooked: Hooked, name: str) -> None:
+    """The job may still run and could make root follow a link out of the folder."""
     (hooked.pristine / ".path").write_text("/usr/bin")
     (hooked.runner / name).mkdir()
     (hooked.runner / name / "file").touch()
@@ -256,7 +256,7 @@ def test_a_folder_in_the_place_of_a_file_is_not_emptied_but_an_error(hooked: Hoo
     assert (hooked.runner / name / "file").exists()
 
 
-def test_a_link_in_the_place_of_the_runner_is_not_followed(hooked: Hooked, tmp_path: Path) -> None:
+def test_link_in_place_of_the_runner_folder_is_not_followed(hooked: Hooked, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / ".env").write_text("as it was")
@@ -267,7 +267,7 @@ def test_a_link_in_the_place_of_the_runner_is_not_followed(hooked: Hooked, tmp_p
     assert (precious / ".env").read_text() == "as it was"
 
 
-#: Has a folder or a link in a file's place, and puts a way out in the place of whatever becomes of the folder.
+#: Puts a folder or a link in place of a file, and replaces the folder by a link out of it as soon as it changes.
 RACER = """
 import itertools, os, sys
 os.chdir(sys.argv[1])
@@ -293,8 +293,8 @@ for turn in itertools.count():
 """
 
 
-def test_a_job_that_races_with_the_start_gets_nothing_elsewhere_touched(hooked: Hooked, tmp_path: Path) -> None:
-    """It has killed its own listener, and the agent starts the next one."""
+def test_racing_job_cannot_redirect_writes_out_of_the_folder(hooked: Hooked, tmp_path: Path) -> None:
+    """The job has killed its listener, and the agent starts the next one."""
     precious = tmp_path / "precious"
     precious.mkdir(mode=0o750)
     (precious / "file").write_text("as it was")
@@ -312,7 +312,7 @@ def test_a_job_that_races_with_the_start_gets_nothing_elsewhere_touched(hooked: 
     assert precious.stat().st_mode & 0o777 == 0o750
 
 
-def test_it_is_written_anew(hooked: Hooked) -> None:
+def test_hook_is_rewritten_at_each_start(hooked: Hooked) -> None:
     hooked.put("1")
     hooked.script.unlink()
     hooked.script.write_text("exit 0\n")
@@ -321,11 +321,11 @@ def test_it_is_written_anew(hooked: Hooked) -> None:
     assert hooked.script.stat().st_mode & 0o777 == 0o444
 
 
-class TestNotes:
-    def test_none(self, hooked: Hooked) -> None:
+class TestRefusedJobs:
+    def test_no_refused_job_gives_an_empty_summary(self, hooked: Hooked) -> None:
         assert hooked.hook.refused() == ""
 
-    def test_of_a_job_are_told_where_they_fit_and_only_so_many(self, hooked: Hooked) -> None:
+    def test_summary_ignores_malformed_lines_and_is_limited(self, hooked: Hooked) -> None:
         lines = [
             *(f"{number} evil/corp" for number in range(5)),
             "0 evil/corp",
@@ -337,7 +337,7 @@ class TestNotes:
         told = "refused 6 foreign jobs: run 0 of evil/corp, run 1 of evil/corp, run 2 of evil/corp and 2 more"
         assert hooked.hook.refused() == told
 
-    def test_may_be_anything(self, hooked: Hooked) -> None:
+    def test_special_files_are_ignored(self, hooked: Hooked) -> None:
         os.mkfifo(hooked.notes)
         assert hooked.hook.refused() == ""
         hooked.notes.unlink()

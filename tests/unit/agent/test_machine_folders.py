@@ -1,4 +1,4 @@
-"""The folders of a machine whose agent is root."""
+"""Folders of a machine whose agent runs as root."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folders(root: Path, home: str = "home") -> MachineFolders:
     return MachineFolders(state=root / "state", jobs=root / "jobs", pristine=pristine, user=user)
 
 
-def test_only_root_may_look_at_the_agents_own_and_jobs_get_through_to_theirs(tmp_path: Path) -> None:
+def test_state_is_private_and_jobs_can_traverse_to_their_folders(tmp_path: Path) -> None:
     made = folders(tmp_path)
     made.make()
     made.make_registrar()
@@ -37,7 +37,7 @@ def test_only_root_may_look_at_the_agents_own_and_jobs_get_through_to_theirs(tmp
     assert made.state.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_registrar_is_the_pristine_software_and_can_be_made_again(tmp_path: Path) -> None:
+def test_registrar_is_a_copy_of_the_pristine_software_and_can_be_recreated(tmp_path: Path) -> None:
     made = folders(tmp_path)
     made.make()
     made.make_registrar()
@@ -48,7 +48,7 @@ def test_the_registrar_is_the_pristine_software_and_can_be_made_again(tmp_path: 
     assert (made.registrar / "link").is_symlink()
 
 
-def test_an_image_of_a_machine_in_use_is_another_machine(tmp_path: Path) -> None:
+def test_folders_of_another_instance_do_not_count_as_ready(tmp_path: Path) -> None:
     made = folders(tmp_path)
     made.make()
     assert not made.belong_to(ID)
@@ -57,11 +57,11 @@ def test_an_image_of_a_machine_in_use_is_another_machine(tmp_path: Path) -> None
     assert not made.belong_to("i-1" + ID[3:])
 
 
-def test_a_home_that_is_anothers_is_never_emptied(tmp_path: Path) -> None:
+def test_home_of_another_user_is_an_error(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     made = folders(tmp_path)
-    made.make()  # as a reset that was cut left it
+    made.make()  # as an interrupted reset leaves it
     (home / "precious").touch()
     with pytest.raises(UserError, match="does not belong to"):
         made.make()

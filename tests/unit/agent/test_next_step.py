@@ -1,4 +1,4 @@
-"""The agent's decision as a total function: every combination, against the rules of the contract."""
+"""The agent's decision function: all combinations of inputs, checked against the rules of the contract."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def observations_leading_to(*actions: AgentAction) -> list[Observation]:
     return [seen for seen, step in STEPS if step.action in actions]
 
 
-def test_every_combination_has_one_step_with_its_reason() -> None:
+def test_every_combination_has_a_step_with_a_reason() -> None:
     assert len(STEPS) == 8 * 48 * 3 * 9 * 4
     assert all(step.reason and (step.action is AgentAction.SIGNAL) == (step.signal is not None) for _, step in STEPS)
 
@@ -72,28 +72,28 @@ def test_every_combination_has_one_step_with_its_reason() -> None:
         (AgentAction.SIGNAL, {State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING}),
     ],
 )
-def test_each_step_belongs_to_its_states(action: AgentAction, states: set[State | None]) -> None:
+def test_actions_occur_only_in_their_states(action: AgentAction, states: set[State | None]) -> None:
     assert {state_of(seen) for seen in observations_leading_to(action)} == states
 
 
-def test_in_the_pool_the_agent_only_waits() -> None:
+def test_idle_agent_only_waits() -> None:
     assert {step.action for seen, step in STEPS if state_of(seen) is State.IDLE} == {AgentAction.WAIT}
 
 
-def test_a_runner_is_started_only_for_its_own_registration_and_once() -> None:
+def test_runner_starts_only_for_its_registration_and_if_not_listening() -> None:
     for seen in observations_leading_to(AgentAction.START):
         assert (seen.runner.configured_as, seen.runner.listening) == (RIGHT, False)
         assert seen.runner.exit_code not in TERMINAL_EXITS
         assert seen.starts < MAX_STARTS
 
 
-def test_the_machine_is_registered_only_after_its_script_and_with_no_other_registration() -> None:
+def test_registration_requires_a_finished_script_and_no_other_registration() -> None:
     for seen in observations_leading_to(AgentAction.CONFIGURE):
         assert seen.script is ScriptStatus.OK
         assert (seen.runner.configured_as, seen.runner.listening) == ("", False)
 
 
-def test_the_order_is_remove_then_stop_then_reset() -> None:
+def test_release_order_is_remove_stop_reset() -> None:
     for seen in observations_leading_to(AgentAction.STOP):
         assert seen.runner.configured_as == ""
         assert seen.runner.listening
@@ -101,69 +101,69 @@ def test_the_order_is_remove_then_stop_then_reset() -> None:
         assert (seen.runner.configured_as, seen.runner.listening) == ("", False)
 
 
-def test_a_running_job_is_left_alone() -> None:
-    """S6: nothing that ends a job happens while one runs, and no signal says that it is over."""
+def test_running_job_is_not_interrupted() -> None:
+    """S6: while a job runs, the agent neither ends it nor signals its end."""
     busy = [step for seen, step in STEPS if seen.runner.busy and state_of(seen) is State.RELEASING]
     assert {step.action for step in busy} == {AgentAction.WAIT}
 
 
-def test_signals_speak_of_the_phase_that_was_read() -> None:
+def test_signals_belong_to_the_state_of_the_record() -> None:
     for seen, step in STEPS:
         if step.signal is not None:
             assert (step.signal in REMOVE_FAMILY) == (state_of(seen) is State.RELEASING)
 
 
-def test_an_ok_is_signalled_only_where_it_is_true() -> None:
+def test_ok_signals_match_the_observed_state() -> None:
     for seen, step in STEPS:
         if step.signal is Signal.UD_REG_OK:
             assert seen.runner == replace(seen.runner, configured_as=RIGHT, listening=False)
             assert seen.script is ScriptStatus.OK
         if step.signal is Signal.UD_REMOVE_REG_OK:
             assert (seen.runner.configured_as, seen.runner.listening, seen.runner.busy) == ("", False, False)
-        # The reset itself signals that the machine is clean.
+        # Only the result of the reset signals that the machine is clean.
         assert step.signal is not Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
 
-def test_no_signal_is_repeated_or_falls_back() -> None:
+def test_signal_ranks_increase() -> None:
     for seen, step in STEPS:
         if step.signal is not None and seen.signalled is not None:
             assert step.signal.rank > seen.signalled.rank
 
 
-def test_a_failed_release_is_left_to_the_control_plane() -> None:
+def test_agent_waits_after_a_failed_release() -> None:
     failed = {Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED}
     after = {step.action for seen, step in STEPS if state_of(seen) is State.RELEASING and seen.signalled in failed}
     assert after == {AgentAction.WAIT}
 
 
-def test_a_running_instance_that_is_not_ready_says_so() -> None:
-    """Neither listening nor configured for this epoch: `UD_REG_FAILED`, unless that was said."""
+def test_running_instance_without_registration_signals_a_failure() -> None:
+    """Neither listening nor configured for this epoch: `UD_REG_FAILED`, unless already signalled."""
     for seen, step in STEPS:
         if state_of(seen) is State.RUNNING and seen.runner.configured_as != RIGHT and seen.signalled is None:
             assert step.signal is Signal.UD_REG_FAILED
 
 
 @pytest.mark.parametrize("code", sorted(TERMINAL_EXITS))
-def test_a_runner_that_ended_for_good_is_not_started_again(code: int) -> None:
+def test_runner_is_not_restarted_after_a_terminal_exit_code(code: int) -> None:
     seen = observation(State.RUNNING, runner=RunnerState(configured_as=RIGHT, exit_code=code))
     assert next_step(seen).signal is Signal.UD_REG_FAILED
 
 
-def test_a_runner_that_ends_again_and_again_is_given_up() -> None:
+def test_runner_is_not_restarted_after_too_many_starts() -> None:
     runner = RunnerState(configured_as=RIGHT, exit_code=2)
     assert next_step(observation(State.RUNNING, runner=runner, starts=MAX_STARTS - 1)).action is AgentAction.START
     assert next_step(observation(State.RUNNING, runner=runner, starts=MAX_STARTS)).signal is Signal.UD_REG_FAILED
 
 
-def test_a_runner_for_one_job_that_was_anothers_is_used_up() -> None:
+def test_jit_runner_that_refused_its_only_job_signals_a_failure() -> None:
     spent = RunnerState(configured_as=RIGHT, exit_code=0, spent=True)
     assert next_step(observation(State.RUNNING, runner=spent)).action is AgentAction.WAIT
-    robbed = replace(spent, refused="refused a job of run 9 of eve/r")
-    step = next_step(observation(State.RUNNING, runner=robbed))
+    refused = replace(spent, refused="refused a job of run 9 of eve/r")
+    step = next_step(observation(State.RUNNING, runner=refused))
     assert (step.signal, "eve/r" in step.reason) == (Signal.UD_REG_FAILED, True)
 
 
-def test_a_failed_script_is_signalled() -> None:
+def test_failed_script_is_signalled_once() -> None:
     assert next_step(observation(State.CREATED, script=ScriptStatus.FAILED)).signal is Signal.UD_FAILED
     assert (
         next_step(observation(State.CREATED, script=ScriptStatus.FAILED, signalled=Signal.UD_FAILED)).action
@@ -185,19 +185,19 @@ REGISTERED = RunnerState(configured_as=RIGHT, listening=True)
     ],
     ids=["good", "expired", "none"],
 )
-def test_a_removal_needs_a_credential_that_is_still_good(credential: Credential | None, action: AgentAction) -> None:
+def test_removal_requires_a_valid_credential(credential: Credential | None, action: AgentAction) -> None:
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=credential))
     assert next_step(replace(observation(State.RELEASING), record=record, runner=REGISTERED)).action is action
 
 
-def test_removals_that_fail_are_given_up_in_the_end() -> None:
+def test_removal_is_given_up_after_too_many_failures() -> None:
     seen = observation(State.RELEASING, runner=REGISTERED, removals=MAX_REMOVALS - 1)
     assert next_step(seen).action is AgentAction.REMOVE
     assert next_step(replace(seen, removals=MAX_REMOVALS)).signal is Signal.UD_REMOVE_REG_FAILED
 
 
-def test_a_release_works_for_a_machine_that_never_saw_its_claim() -> None:
-    """Still as the last assignment left it: nothing to remove, nothing to stop; clean again and said so."""
+def test_release_of_a_machine_that_never_read_its_claim() -> None:
+    """There is nothing to remove or to stop: the agent signals that and resets the machine."""
     first = next_step(observation(State.RELEASING))
     assert first.signal is Signal.UD_REMOVE_REG_OK
     assert next_step(observation(State.RELEASING, signalled=Signal.UD_REMOVE_REG_OK)).action is AgentAction.RESET
@@ -210,7 +210,7 @@ LIVE_STATES = [state for state in State if state not in {State.TERMINATING, Stat
 
 @pytest.mark.parametrize("state", LIVE_STATES)
 @pytest.mark.parametrize(("threshold", "over"), [(at(-1), True), (at(-0.999), False), (at(1), False)])
-def test_the_agent_ends_past_its_threshold_and_the_margin(state: State, threshold: datetime, over: bool) -> None:  # noqa: FBT001
+def test_agent_ends_after_threshold_and_margin(state: State, threshold: datetime, over: bool) -> None:  # noqa: FBT001
     for runner in RUNNERS:
         seen = observation(state, runner=runner)
         assert seen.record is not None
@@ -219,11 +219,11 @@ def test_the_agent_ends_past_its_threshold_and_the_margin(state: State, threshol
 
 
 @pytest.mark.parametrize("state", [State.TERMINATING, State.TERMINATED])
-def test_a_terminated_record_ends_the_machine_whatever_it_does(state: State) -> None:
+def test_terminated_record_always_ends_the_machine(state: State) -> None:
     assert {step.action for seen, step in STEPS if state_of(seen) is state} == {AgentAction.END}
 
 
-def test_without_a_record_the_machine_runs_its_script_and_waits() -> None:
+def test_without_record_the_agent_runs_the_script_and_waits() -> None:
     assert next_step(observation(None, script=ScriptStatus.PENDING)).action is AgentAction.RUN_SCRIPT
     assert next_step(observation(None, script=ScriptStatus.OK)).action is AgentAction.WAIT
     assert next_step(observation(None, script=ScriptStatus.FAILED)).action is AgentAction.WAIT

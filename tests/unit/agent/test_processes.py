@@ -1,6 +1,6 @@
-"""The process tree and its end, with real processes."""
+"""Lookup and killing of processes, with real processes."""
 
-# What is waited for happens in other processes, and a test may block.
+# The tests wait for other processes, and blocking calls are acceptable.
 # ruff: noqa: ASYNC110, ASYNC220
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.agent import processes
 from tests.support.records import LONG_S
 
-#: Adopts orphans, runs the script given to it, says "ready", and lives until its input ends.
+#: A subreaper: runs a script, prints "ready", and ends with its input.
 SUBREAPER = """
 import ctypes, os, signal, subprocess, sys
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 
 class Tree:
-    """A subreaper and what it runs. `ready` returns when the script has said its word."""
+    """A subreaper process and its descendants."""
 
     def __init__(self, script: str) -> None:
         self.process = subprocess.Popen(
@@ -45,7 +45,7 @@ class Tree:
         return self.process.pid
 
     def find(self, *command: str) -> procfs.Process:
-        """The one below it that runs this; waits until it does."""
+        """Return the descendant with this command line. Waits until it exists."""
         limit = SystemClock().monotonic() + LONG_S
         while SystemClock().monotonic() < limit:
             for process in procfs.descendants(self.pid):
@@ -67,7 +67,7 @@ def trees() -> Iterator[list[Tree]]:
         tree.close()
 
 
-def test_descendants_are_found_nearest_first(trees: list[Tree]) -> None:
+def test_descendants_are_sorted_by_distance(trees: list[Tree]) -> None:
     tree = Tree("sh -c 'echo ready; sleep 1000; :'; :")
     trees.append(tree)
 
@@ -79,7 +79,7 @@ def test_descendants_are_found_nearest_first(trees: list[Tree]) -> None:
     assert procfs.descendants(tree.pid, {}) == []
 
 
-def test_children_are_the_direct_ones(trees: list[Tree]) -> None:
+def test_children_are_direct_descendants(trees: list[Tree]) -> None:
     tree = Tree("sh -c 'echo ready; sleep 1000; :'; :")
     trees.append(tree)
 
@@ -87,7 +87,7 @@ def test_children_are_the_direct_ones(trees: list[Tree]) -> None:
     assert processes.children(2**22 + 1) == []
 
 
-def test_what_has_ended_is_not_there() -> None:
+def test_ended_process_is_not_found() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
@@ -97,7 +97,7 @@ def test_what_has_ended_is_not_there() -> None:
     assert processes.command(process.pid) == ()
 
 
-def test_a_number_given_anew_is_not_hit() -> None:
+def test_reused_pid_is_not_signalled() -> None:
     process = subprocess.Popen(["sleep", "1000"])
     try:
         seen = procfs.read_process(process.pid)
@@ -114,7 +114,7 @@ def test_a_number_given_anew_is_not_hit() -> None:
     assert processes.send_signal(seen, signal.SIGKILL) is None
 
 
-def test_all_are_killed_but_those_to_keep(trees: list[Tree]) -> None:
+def test_all_descendants_but_the_kept_ones_are_killed(trees: list[Tree]) -> None:
     tree = Tree("sleep 1000 & (setsid sh -c 'sleep 1001 & sleep 1002' >/dev/null &) ; echo ready; wait")
     trees.append(tree)
     for number in ("1001", "1002"):
@@ -124,13 +124,13 @@ def test_all_are_killed_but_those_to_keep(trees: list[Tree]) -> None:
     killing = processes.kill_descendants(tree.pid, keep={tree.pid, sleeper.pid}, clock=SystemClock(), limit_s=LONG_S)
 
     assert killing.left == ()
-    # Without their arguments, which may hold a secret: what is told is kept.
+    # Names without arguments, which may contain secrets.
     assert sorted(killing.killed) in (["sh", "sleep", "sleep"], ["sleep", "sleep"])
-    # And the shell between the two.
+    # The shell between the two is kept, too.
     assert [process.pid for process in procfs.descendants(tree.pid)] == [sleeper.ppid, sleeper.pid]
 
 
-def test_one_that_is_started_again_by_another_is_killed_for_good(trees: list[Tree]) -> None:
+def test_process_that_another_restarts_is_killed(trees: list[Tree]) -> None:
     tree = Tree("while :; do sh -c 'while :; do sleep 1000; done'; done & echo ready; while :; do sleep 999; done")
     trees.append(tree)
 
@@ -140,8 +140,8 @@ def test_one_that_is_started_again_by_another_is_killed_for_good(trees: list[Tre
     assert procfs.descendants(tree.pid) == []
 
 
-#: Its first thread ends, and with it all that the kernel tells at first sight; the second goes on.
-HEADLESS = """
+#: A process whose first thread ends while the second continues.
+WITHOUT_FIRST_THREAD = """
 import ctypes, platform, threading
 threading.Thread(target=lambda: threading.Event().wait()).start()
 print("ready", flush=True)
@@ -149,8 +149,8 @@ ctypes.CDLL(None).syscall(dict(x86_64=60, aarch64=93)[platform.machine()], 0)
 """
 
 
-def test_one_without_its_first_thread_is_seen(trees: list[Tree]) -> None:
-    tree = Tree(f"exec {sys.executable} -c '{HEADLESS}'")
+def test_process_without_its_first_thread_is_found(trees: list[Tree]) -> None:
+    tree = Tree(f"exec {sys.executable} -c '{WITHOUT_FIRST_THREAD}'")
     trees.append(tree)
     (process,) = procfs.descendants(tree.pid)
     status = Path(f"/proc/{process.pid}/status")
@@ -162,20 +162,20 @@ def test_one_without_its_first_thread_is_seen(trees: list[Tree]) -> None:
     assert procfs.descendants(tree.pid) == []
 
 
-def test_whose_a_process_is_can_be_told_while_it_becomes_another_program() -> None:
-    """In between the kernel shows no environment, and another machine's process would be taken for nobody's."""
-    told = set()
+def test_marker_is_readable_during_an_exec() -> None:
+    """During an exec the kernel shows an empty environment."""
+    markers = set()
     for _ in range(20):
         process = subprocess.Popen(["/bin/sh", "-c", "exec sleep 1000"], env={procfs.MARKER: "i-1"})
         try:
-            told |= {procfs._variable(f"/proc/{process.pid}", procfs.MARKER) for _ in range(20)}
+            markers |= {procfs._variable(f"/proc/{process.pid}", procfs.MARKER) for _ in range(20)}
         finally:
             process.kill()
             process.wait()
-    assert told == {"i-1"}
+    assert markers == {"i-1"}
 
 
-def test_what_an_agent_starts_leaves_no_core_dump() -> None:
+def test_children_write_no_core_dump() -> None:
     code = (
         "import subprocess; from remuda.agent import processes; processes.disable_core_dumps();"
         "subprocess.run(['sh', '-c', 'ulimit -Hc; ulimit -Sc'])"
@@ -184,7 +184,7 @@ def test_what_an_agent_starts_leaves_no_core_dump() -> None:
     assert done.stdout.split() == ["0", "0"]
 
 
-def test_it_gives_up_in_time(trees: list[Tree]) -> None:
+def test_kill_gives_up_at_the_time_limit(trees: list[Tree]) -> None:
     tree = Tree("echo ready; exec sleep 1000")
     trees.append(tree)
 
@@ -193,10 +193,10 @@ def test_it_gives_up_in_time(trees: list[Tree]) -> None:
     assert [process.ppid for process in killing.left] == [tree.pid]
 
 
-def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
+def test_process_is_found_by_the_path_of_its_program(tmp_path: Path) -> None:
     program = tmp_path / "pro gram"
-    # It waits by itself: a child would look like it until it has become another program.
-    # It says so when it is what it will be: to start one is to fork and then to become it.
+    # The script uses no child process, which would have the same command line until its exec.
+    # The script prints a line after its own exec.
     program.write_text("#!/bin/sh\necho started\nread line\n")
     program.chmod(0o755)
     process = subprocess.Popen([program, "run"], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -210,7 +210,7 @@ def test_a_program_is_found_by_its_path(tmp_path: Path) -> None:
         process.communicate()
 
 
-async def test_the_end_of_a_process_is_an_event() -> None:
+async def test_wait_for_end_returns_when_the_process_ends() -> None:
     process = subprocess.Popen(["sleep", "1000"])
     seen = procfs.read_process(process.pid)
     assert seen is not None
@@ -227,7 +227,7 @@ async def test_the_end_of_a_process_is_an_event() -> None:
 
 
 class TestRun:
-    async def test_tells_code_and_output(self, tmp_path: Path) -> None:
+    async def test_returns_exit_code_and_output(self, tmp_path: Path) -> None:
         code, output = await processes.run(
             ["/bin/sh", "-c", "echo out; echo err >&2; echo $A; exit 3"],
             folder=tmp_path,
@@ -237,17 +237,17 @@ class TestRun:
         )
         assert (code, output) == (3, "out\nerr\nb\n")
 
-    async def test_is_not_held_up_by_what_stays_in_the_background(self, tmp_path: Path) -> None:
+    async def test_does_not_wait_for_background_processes(self, tmp_path: Path) -> None:
         code, output = await processes.run(
             ["/bin/sh", "-c", "sleep 1000 & echo $!"], folder=tmp_path, environment={}, limit_s=LONG_S, scratch=tmp_path
         )
         os.kill(int(output), signal.SIGKILL)
         assert code == 0
 
-    async def test_is_killed_with_its_group_when_the_time_is_over(self, tmp_path: Path) -> None:
+    async def test_process_group_is_killed_at_the_time_limit(self, tmp_path: Path) -> None:
         output, limit_s = "", 0.1
         while not output:
-            # Sooner or later that is enough for its first word.
+            # Increase the limit until the script has time for its first output.
             limit_s *= 2
             code, output = await processes.run(
                 ["/bin/sh", "-c", "sleep 1000 & echo $!; wait"],
@@ -261,7 +261,7 @@ class TestRun:
         while child is not None and procfs.is_alive(child.pid, child.started):
             await asyncio.sleep(0.01)
 
-    async def test_what_cannot_be_started_is_told(self, tmp_path: Path) -> None:
+    async def test_command_that_cannot_start_returns_127(self, tmp_path: Path) -> None:
         code, output = await processes.run(
             ["/no/such/program"], folder=tmp_path, environment={}, limit_s=LONG_S, scratch=tmp_path
         )

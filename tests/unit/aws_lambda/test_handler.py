@@ -15,6 +15,7 @@ from remuda.aws_lambda import handler as lambda_handler
 from remuda.aws_lambda.emf import Measurement, emf_line
 from remuda.aws_lambda.handler import COMMANDS, RESERVE_S, LambdaCommand, LambdaOutcome, handler, parse_event
 from remuda.domain.errors import InvariantViolated, Partial, TimedOut, UserError
+from remuda.domain.instance import RetireReason
 from tests.support.emf import check_emf
 
 
@@ -151,7 +152,7 @@ def test_timeout_error_of_the_work_is_a_bug(replace_refresh: Any):
 
 def test_invalid_settings_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("REMUDA_POOL", "No Such Pool!")
-    with pytest.raises(UserError, match="pool is") as raised:
+    with pytest.raises(UserError, match="REMUDA_POOL must be") as raised:
         handler({"command": "refresh"}, InvocationContext())
     assert raised.value.__suppress_context__
     assert len(log_lines(capsys)) == 1
@@ -171,8 +172,10 @@ def test_metrics_of_an_invocation(
     replace_refresh: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     async def work(_loaded: Any, event_log: Any, _command: LambdaCommand, calls: Any) -> LambdaOutcome:
-        for cause in ("expired", "expired", "spot-notice", "i-0123 said so"):
-            event_log.record("end-idle", "its time is up at 12:31", instance_id="i-0123", run_id="77", cause=cause)
+        for reason in (RetireReason.EXPIRED, RetireReason.EXPIRED, RetireReason.SPOT_NOTICE, "i-0123 said so"):
+            event_log.record(
+                "end-idle", "its time is up at 12:31", instance_id="i-0123", run_id="77", retire_reason=reason
+            )
         calls.add("github", "GET runners", 4)
         calls.fail("github", "GET runners")
         calls.add("dynamodb", "Query", 9)

@@ -10,7 +10,8 @@ import pytest
 
 from remuda.cli import run_event
 from remuda.cli.run_event import check_label, read_event, repository, trust
-from remuda.config.settings import Loaded, load
+from remuda.config.settings import Settings
+from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Tier
 from remuda.domain.trust import Unread
@@ -20,7 +21,7 @@ FORK = {
 }
 
 
-def loaded(flags: dict[str, str] | None = None, **environ: str) -> Loaded:
+def loaded(flags: dict[str, str] | None = None, **environ: str) -> Settings:
     return load(flags or {}, environ=environ, file=Path(os.devnull))
 
 
@@ -57,17 +58,17 @@ def test_a_file_that_is_no_event_is_no_event(tmp_path: Path, text: str) -> None:
 
 def test_neither_a_pipe_nor_a_giant_holds_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert read_event(str(tmp_path / "pipe")).why == "it is no regular file"
+    assert read_event(str(tmp_path / "pipe")).why == "not a regular file"
     assert isinstance(read_event(str(tmp_path)), Unread)
     assert isinstance(read_event(""), Unread)
     assert isinstance(read_event("a\0b"), Unread)
     monkeypatch.setattr(run_event, "MAX_EVENT_BYTES", 10)
     (tmp_path / "long").write_text('{"a": "01234567890"}')
-    assert read_event(str(tmp_path / "long")).why == "it has more than 10 bytes"
+    assert read_event(str(tmp_path / "long")).why == "larger than 10 bytes"
 
 
 @pytest.mark.parametrize(
-    ("text", "cause"), [(None, "No such file or directory"), ("{", "it is not JSON"), ("[]", "it is no JSON object")]
+    ("text", "cause"), [(None, "No such file or directory"), ("{", "not JSON"), ("[]", "not a JSON object")]
 )
 def test_what_cannot_be_read_is_named_with_its_cause(tmp_path: Path, text: str | None, cause: str) -> None:
     file = tmp_path / "event.json"
@@ -83,7 +84,7 @@ def test_what_cannot_be_read_is_named_with_its_cause(tmp_path: Path, text: str |
 
 
 def test_an_event_without_a_file_says_which_variable_names_it() -> None:
-    assert trust(loaded(GITHUB_EVENT_NAME="pull_request")).why.endswith("GITHUB_EVENT_PATH names no file")
+    assert trust(loaded(GITHUB_EVENT_NAME="pull_request")).why.endswith("GITHUB_EVENT_PATH is not set")
     # The name of this one tells enough.
     assert trust(loaded(GITHUB_EVENT_NAME="push")).tier is Tier.TRUSTED
 

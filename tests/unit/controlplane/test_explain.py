@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from remuda.cli.rendering.explanation import describe_signals, explanation_document, explanation_lines
+from remuda.cli.rendering.explanation import explanation_document, explanation_lines
 from remuda.cli.rendering.status import status_document
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.read.explain import check_subject, explain
@@ -18,7 +18,6 @@ from remuda.domain.errors import CapacityError, TimedOut, UserError
 from remuda.domain.instance import State
 from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
-from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
 from tests.support.records import instance_id, message
 from tests.support.world import World
@@ -26,14 +25,14 @@ from tests.support.world import World
 
 async def tell(world: World, subject: str) -> Explanation:
     story = await explain(world.process(), subject)
-    times = [line.at for line in story.lines]
+    times = [line.at for line in story.events]
     assert times == sorted(times)
-    assert story.upcoming
+    assert story.next_steps
     return story
 
 
 def words(story: Explanation) -> list[str]:
-    return [line.what for line in story.lines]
+    return [line.what for line in story.events]
 
 
 def shown(story: Explanation) -> str:
@@ -44,72 +43,74 @@ def shown(story: Explanation) -> str:
     return console.file.getvalue()
 
 
-async def test_a_cold_run_from_asking_to_the_pool(world: World) -> None:
+async def test_cold_run_from_request_to_pool(world: World) -> None:
     await world.provision("7", count=2)
     await world.release("7")
     story = await tell(world, "7")
     assert words(story) == [
-        "attempt 1 asks for 2 large runners",
+        "attempt 1 requests 2 large runners",
         "launched 2",
         *["boots"] * 2,
         *["registered"] * 2,
-        *["running, takes jobs"] * 2,
+        *["running, accepts jobs"] * 2,
         "complete after 2.60 s: 0 reused, 2 created",
-        "the run gives its runners back",
+        "the run releases its runners",
         *["releasing"] * 2,
-        *["idle, clean, in the pool", "announced to the pool"] * 2,
+        *["idle, clean, in the pool", "announced to the pool (release)"] * 2,
     ]
-    assert [sentence.split(": ")[1].split(";")[0] for sentence in story.upcoming] == ["waits for a run in the pool"] * 2
+    assert [sentence.split(": ")[1].split(";")[0] for sentence in story.next_steps] == [
+        "waits for a run in the pool"
+    ] * 2
 
 
-async def test_a_warm_run_tells_of_candidates_and_claims(world: World) -> None:
+async def test_warm_run_shows_rejected_candidates_and_claims(world: World) -> None:
     (warm,) = await world.warm(1)
     await world.process().pool.send(
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
     )
     await world.provision("7", count=2)
     story = await tell(world, "7")
-    told = {(line.instance_id, line.what): line.why for line in story.lines}
-    assert told[instance_id(7), "candidate rejected: it does not match"] == "spot, not on-demand"
+    told = {(line.instance_id, line.what): line.why for line in story.events}
+    assert told[instance_id(7), "candidate rejected: it does not match the request"] == "spot, not on-demand"
     assert told[instance_id(8), "claim lost"].startswith("stale pool message")
-    assert told[warm, "claimed from the pool"] == "matches run 7 (provision)"
+    assert told[warm, "claimed from the pool"] == "matches the request (provision)"
     assert "from the pool" in told[warm, "registered"]
-    assert story.upcoming[0] == "the run keeps its runners until remuda release --run-id 7, or until their time is up"
+    assert story.next_steps[0] == "the run keeps its runners until remuda release --run-id 7, or until their threshold"
     # The machine's life before this run is not part of it.
-    assert sum(line.instance_id == warm for line in story.lines) == 3
+    assert sum(line.instance_id == warm for line in story.events) == 3
 
 
-async def test_a_run_whose_machine_serves_another_by_now(world: World) -> None:
+async def test_run_whose_machine_serves_another_run(world: World) -> None:
     await world.provision("7")
     await world.release("7")
     await world.provision("8")
     story = await tell(world, "7")
-    assert story.upcoming == (f"{world.in_state(State.RUNNING)[0]}: has moved on; it is running, its run is 8",)
+    assert story.next_steps == (f"{world.in_state(State.RUNNING)[0]}: reassigned; it is running, its run is 8",)
 
 
-async def test_a_run_that_failed_says_why(world: World) -> None:
+async def test_failed_run_shows_the_error(world: World) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision("7", count=2, patterns=TypePatterns(("c6i.large",)))
     story = await tell(world, "7")
-    told = {line.what: line.why for line in story.lines}
-    assert "c6i.large" in told["launch of 2: 1 came"]
-    assert told["gave up after 0.00 s"] == failure.value.message[:200]
-    assert "locked, for it has our tags and no record" in told
+    told = {line.what: line.why for line in story.events}
+    assert "c6i.large" in told["launched 1 of 2"]
+    assert told["failed after 0.00 s"] == failure.value.message[:200]
+    assert "locked: it has the pool's tags but no record" in told
     assert story.title.startswith("Run 7: released")
 
 
-async def test_a_run_that_is_under_way(world: World) -> None:
+async def test_run_in_progress(world: World) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("7"))
     await asyncio.sleep(5)
     story = await tell(world, "7")
-    assert "is at work; it has 55 s left" in story.upcoming[0]
-    assert "boots and registers" in story.upcoming[1]
+    assert "is in progress; its deadline is in 55 s" in story.next_steps[0]
+    assert "boots and registers" in story.next_steps[1]
     await provisioning
 
 
-async def test_a_run_that_never_got_its_machine(world: World) -> None:
+async def test_run_without_a_machine(world: World) -> None:
     world.behaviour.boot_s = 1_000.0
     with pytest.raises(TimedOut):
         await world.provision("7")
@@ -117,48 +118,48 @@ async def test_a_run_that_never_got_its_machine(world: World) -> None:
     story = await tell(world, "7")
     assert "terminating, was created" in words(story)
     assert "terminated" in words(story)
-    assert "nothing happens any more" in story.upcoming[0]
+    assert "terminated (" in story.next_steps[0]
 
 
-async def test_an_instance_with_two_runs(world: World) -> None:
+async def test_instance_with_two_runs(world: World) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
     story = await tell(world, machine)
-    assert [line.what for line in story.lines if "for run" in line.what] == [
+    assert [line.what for line in story.events if "for run" in line.what] == [
         "boots for run warm-up",
         "claimed from the pool for run 7",
     ]
-    assert {line.instance_id for line in story.lines} == {machine}
-    assert "waits for jobs of its run" in story.upcoming[0]
-    assert "UD_REG_OK of assignment 2" in story.upcoming[1]
+    assert {line.instance_id for line in story.events} == {machine}
+    assert "waits for jobs of its run" in story.next_steps[0]
+    assert "UD_REG_OK, epoch 2" in story.next_steps[1]
     assert "class large, trusted, 1 use" in story.title
     by_runner = await tell(world, f"remuda-test-2-{machine}")
     assert by_runner == story
 
 
-async def test_an_end_says_why_it_came(world: World) -> None:
+async def test_termination_shows_its_reason(world: World) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     await world.release("7")
     await world.pass_time(20)
     story = await tell(world, machine)
-    (ended,) = [line for line in story.lines if line.what == "terminating, was releasing"]
+    (ended,) = [line for line in story.events if line.what == "terminating, was releasing"]
     assert "it would not go" in ended.why
-    assert ended.tone.value == "bad"
+    assert ended.severity.value == "bad"
 
 
-async def test_it_works_after_the_machines_are_long_gone(world: World) -> None:
+async def test_run_is_explained_after_its_machines_are_terminated(world: World) -> None:
     await world.provision("7")
     await world.release("7")
     await world.end()
     await asyncio.sleep(5 * 86_400)
     story = await tell(world, "7")
     assert words(story)[-1] == "terminated"
-    assert "its record is kept until" in story.upcoming[0]
+    assert "its record is kept until" in story.next_steps[0]
 
 
-async def test_what_is_not_known_names_what_is(world: World) -> None:
+async def test_unknown_subject_suggests_known_ones(world: World) -> None:
     await world.provision("run-70")
     with pytest.raises(UserError) as failure:
         await explain(world.process(), "run-71")
@@ -169,13 +170,13 @@ async def test_what_is_not_known_names_what_is(world: World) -> None:
 
 
 @pytest.mark.parametrize("subject", ["", "a b", "x" * 100, "-", "i-zzz;"])
-def test_what_cannot_be_a_run_or_an_instance_is_refused_before_any_call(subject: str) -> None:
+def test_invalid_subject_is_rejected_before_any_call(subject: str) -> None:
     with pytest.raises(UserError) as failure:
         check_subject(subject)
     assert failure.value.field == "RUN|INSTANCE"
 
 
-async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> None:
+async def test_control_characters_from_agents_are_removed(world: World) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
     world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
@@ -186,70 +187,68 @@ async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> No
     assert all(line.startswith(("Run ", "2025", "  ", "Next")) for line in text.splitlines())
 
 
-async def test_programs_get_the_same_story(world: World) -> None:
+async def test_json_contains_the_same_events(world: World) -> None:
     await world.provision("7")
     story = await tell(world, "7")
     document = explanation_document(story)
     assert (document["kind"], document["subject"]) == ("run", "7")
-    assert [line["what"] for line in document["lines"]] == words(story)
-    assert document["next"] == list(story.upcoming)
-    assert document["lines"][0]["at"].endswith("Z")
+    assert [line["what"] for line in document["events"]] == words(story)
+    assert document["next"] == list(story.next_steps)
+    assert document["events"][0]["at"].endswith("Z")
 
 
-async def test_nothing_is_told_twice_and_signals_are_told_in_words(world: World) -> None:
+async def test_texts_do_not_repeat_themselves_and_describe_signals(world: World) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     text = shown(await tell(world, machine))
-    assert "boots: launched for run warm-up (provision)" in text
+    assert "boots for run warm-up: launched (provision)" in text
     assert "announced to the pool (release)" in text
-    assert "claimed from the pool: matches run 7 (provision)" in text
-    assert "last word: it is registered (UD_REG_OK, assignment 2): took " in text
+    assert "claimed from the pool for run 7: matches the request (provision)" in text
+    assert "last signal of its agent: it is registered (UD_REG_OK, epoch 2)" in text
     await world.release("7")
-    assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED): took " in shown(await tell(world, "7"))
+    assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, epoch 2): it would not go" in shown(
+        await tell(world, "7")
+    )
     assert shown(await tell(world, "warm-up")).startswith("Run warm-up: released (by attempt 1)\n")
     document = json.dumps(explanation_document(await tell(world, machine)))
-    assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, assignment 2)" in document
+    assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, epoch 2)" in document
 
 
-def test_every_signal_has_its_words() -> None:
-    for signal in Signal:
-        assert describe_signals(f"{signal}: why").endswith(f" ({signal}): why")
-    assert describe_signals("UD_REG_OKAY and XUD_OK") == "UD_REG_OKAY and XUD_OK"
-
-
-async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -> None:
+async def test_instance_shows_its_repository_and_tier(world: World) -> None:
     await world.provision("7", repository="Octo/One", tier=Tier.UNTRUSTED)
     (machine,) = world.in_state(State.RUNNING)
     assert "untrusted, served only octo/one, " in (await tell(world, machine)).title
 
 
-@pytest.mark.parametrize(("count", "told"), [(1, "its machine has ended"), (2, "all 2 of its machines have ended")])
-async def test_a_committed_run_whose_machines_have_ended(world: World, count: int, told: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "told"), [(1, "its instance is terminated"), (2, "all 2 of its instances are terminated")]
+)
+async def test_committed_run_whose_machines_have_ended(world: World, count: int, told: str) -> None:
     await world.provision("7", count=count)
     process = world.process()
     assert not (await status(process)).ended
     machines = list((await process.store.get_many(world.in_state(State.RUNNING))).values())
     # What is left of them is enough to keep the run.
     await terminate(process, machines[1:], reason="enough", dry_run=False)
-    assert "keeps its runners" in (await tell(world, "7")).upcoming[0]
+    assert "keeps its runners" in (await tell(world, "7")).next_steps[0]
     await terminate(process, machines[:1], reason="enough", dry_run=False)
     story = await tell(world, "7")
     assert story.title == f"Run 7: committed; {told}"
-    assert story.upcoming[0].startswith(f"{told}: there is nothing to release")
+    assert story.next_steps[0].startswith(f"{told}: there is nothing to release")
     found = await status(process)
     assert list(found.ended.values()) == [told]
     assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
 
 
-async def test_a_run_with_machines_of_its_own_does_not_blame_the_pool(world: World) -> None:
+async def test_launch_reason_of_runs_that_skip_the_pool(world: World) -> None:
     await world.provision("7")
     await world.configure(reuse=Reuse.NEVER)
     await world.provision("8")
     await world.provision("9", ephemeral=True, process=world.process(credentialed=True))
-    reasons = {run: [line.why for line in (await tell(world, run)).lines if "launched" in line.what] for run in "789"}
+    reasons = {run: [line.why for line in (await tell(world, run)).events if "launched" in line.what] for run in "789"}
     assert reasons == {
-        "7": ["the pool had no more that fit"],
-        "8": ["reuse is never; nothing is taken from the pool"],
-        "9": ["ephemeral: for one job; nothing is taken from the pool"],
+        "7": ["the pool has no more matching instances"],
+        "8": ["never reused; the pool is not used"],
+        "9": ["ephemeral; the pool is not used"],
     }

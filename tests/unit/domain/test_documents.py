@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.instance import HistoryEntry, Instance, State
+from remuda.domain.instance import HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage
@@ -19,8 +19,14 @@ from tests.support.records import NOW, assignment, at, entry, instance, message,
 
 RECORDS = [
     instance(),
-    instance(state=State.RELEASING, assignment=assignment(), run_deadline=at(1.5), forget_at=at(2), retire="spot"),
-    instance(retire="quarantined: odd", quarantined_until=at(9)),
+    instance(
+        state=State.RELEASING,
+        assignment=assignment(),
+        run_deadline=at(1.5),
+        forget_at=at(2),
+        retire_reason=RetireReason.SPOT_NOTICE,
+    ),
+    instance(retire_reason=RetireReason.QUARANTINED, retire_detail="odd", quarantined_until=at(9)),
     instance(assignment=replace(assignment(), credential=None, jit_config="secret", labels=())),
     entry(),
     Report(instance_id="i-1"),
@@ -111,7 +117,7 @@ def test_a_missing_field_is_named(key: str) -> None:
         ("epoch", True),
         ("threshold", 7),
         ("usageClass", "SPOT"),
-        ("retire", None),
+        ("retireDetail", None),
         ("runDeadline", 7),
     ],
 )

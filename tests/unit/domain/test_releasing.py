@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remuda.domain.instance import Credential, State, retirement
-from remuda.domain.release_policy import credential_is_short, next_for_releasing
+from remuda.domain.instance import Credential, RetireReason, State, decide_retirement
+from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import Lifetimes, expired
-from remuda.domain.transitions import Actor, Cause, End, Extend, ReturnToPool, advance
+from remuda.domain.transitions import Actor, End, Extend, ReturnToPool, advance
 from tests.support.builders import in_state, report
 from tests.support.records import NOW, assignment, at
 
@@ -35,37 +35,37 @@ def test_a_clean_machine_goes_to_the_pool() -> None:
 @pytest.mark.parametrize(
     ("changed", "notice", "reason"),
     [
-        ({"retire": "spot notice: soon"}, "", "spot notice: soon"),
-        ({}, "terminate at noon", "spot notice: terminate at noon"),
-        ({"created_at": at(-3_600)}, "", "too old: 3600 s is the most"),
-        ({"uses": 2}, "", "used 3 times: 3 is the most"),
+        ({"retire_reason": RetireReason.DRAINED, "retire_detail": "old"}, "", (RetireReason.DRAINED, "old")),
+        ({}, "terminate at noon", (RetireReason.SPOT_NOTICE, "terminate at noon")),
+        ({"created_at": at(-3_600)}, "", (RetireReason.TOO_OLD, "the maximum age is 3600 s")),
+        ({"uses": 2}, "", (RetireReason.USED_UP, "3 of 3 uses")),
     ],
 )
 def test_a_clean_machine_that_is_used_up_is_ended_with_the_reason(
-    changed: dict[str, Any], notice: str, reason: str
+    changed: dict[str, Any], notice: str, reason: tuple[RetireReason, str]
 ) -> None:
     event = decide(report(CLEAN, notice=notice), **changed)
-    assert (event.cause, event.reason) == (Cause.RETIRED, reason)
+    assert (event.reason, event.detail) == reason
 
 
 @pytest.mark.parametrize(
     ("detail", "why"),
     [
-        ("", "clean, but reuse is never"),
-        ("took 0.412 s; refused 1 foreign job; 1 process (sleep 9)", "refused 1 foreign job; 1 process (sleep 9)"),
+        ("", "clean, but never reused"),
+        ("refused 1 foreign job; 1 process (sleep 9)", "refused 1 foreign job; 1 process (sleep 9)"),
     ],
 )
 def test_what_was_found_is_told_of_a_machine_that_ends(detail: str, why: str) -> None:
     seen = replace(report(CLEAN), detail=detail)
     decided = next_for_releasing(in_state(State.RELEASING), seen, now=NOW, lifetimes=LIFE, reuse=Reuse.NEVER)
     assert decided is not None
-    assert decided.why.startswith("clean, but reuse is never")
+    assert decided.why.startswith("clean, but never reused")
     assert decided.why.endswith(why)
 
 
 @pytest.mark.parametrize("signal", [Signal.UD_REMOVE_REG_FAILED, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED])
 def test_a_failed_removal_ends_the_machine(signal: Signal) -> None:
-    assert decide(report(signal)).cause is Cause.FAILED
+    assert decide(report(signal)).reason is RetireReason.FAILED
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_running_job_gets_more_time_when_half_is_used_and_the_run_has_some_lef
     st.none() | st.floats(1, 2_000),
     st.integers(0, 4),
     st.sampled_from(["", "soon"]),
-    st.sampled_from(["", "too old"]),
+    st.sampled_from([None, RetireReason.TOO_OLD]),
 )
 def test_whatever_is_decided_is_legal_and_gets_on(
     signal: Signal | None,
@@ -120,7 +120,7 @@ def test_whatever_is_decided_is_legal_and_gets_on(
     deadline_s: float | None,
     uses: int,
     notice: str,
-    retire: str,
+    retire_reason: RetireReason | None,
 ) -> None:
     """Release and refresh may carry it out as it stands, and it never repeats itself without effect."""
     record = in_state(
@@ -128,7 +128,7 @@ def test_whatever_is_decided_is_legal_and_gets_on(
         threshold=at(left_s),
         run_deadline=None if deadline_s is None else at(deadline_s),
         uses=uses,
-        retire=retire,
+        retire_reason=retire_reason,
     )
     seen = report(signal, epoch, busy=busy, notice=notice)
     decided = next_for_releasing(record, seen, now=NOW, lifetimes=LIFE)
@@ -137,7 +137,7 @@ def test_whatever_is_decided_is_legal_and_gets_on(
     assert decided.why
     for by in (Actor.RELEASE, Actor.REFRESH):
         change = advance(record, decided.event, by=by, now=NOW, why=decided.why)
-        assert change.guard.admits(record)
+        assert change.condition.is_met_by(record)
         after = change.applied_to(record)
         assert after != record
         if isinstance(decided.event, End):
@@ -164,13 +164,13 @@ def test_a_credential_must_outlast_the_threshold_and_the_margin(
 ) -> None:
     given_one = replace(assignment(2), credential=Credential(token="t0ken", expires_at=expires))
     record = in_state(State.RELEASING, assignment=given_one, threshold=threshold)
-    assert credential_is_short(record, now=NOW, margin_s=60.0) is short
+    assert credential_expires_early(record, now=NOW, margin_s=60.0) is short
 
 
 def test_a_missing_credential_is_short_and_a_missing_assignment_needs_none() -> None:
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=None))
-    assert credential_is_short(record, now=NOW, margin_s=60.0)
-    assert not credential_is_short(replace(record, assignment=None), now=NOW, margin_s=60.0)
+    assert credential_expires_early(record, now=NOW, margin_s=60.0)
+    assert not credential_expires_early(replace(record, assignment=None), now=NOW, margin_s=60.0)
 
 
 # Retirement and time ----------------------------------------------------------------------------------------------
@@ -178,18 +178,20 @@ def test_a_missing_credential_is_short_and_a_missing_assignment_needs_none() -> 
 
 def test_a_young_little_used_machine_does_not_retire() -> None:
     record = in_state(State.RELEASING, uses=1, created_at=at(-3_599.999))
-    assert retirement(record, now=NOW, max_age_s=3_600.0, max_uses=3) == ""
+    assert decide_retirement(record, now=NOW, max_age_s=3_600.0, max_uses=3) is None
 
 
 @pytest.mark.parametrize(("uses", "most", "retires"), [(0, 1, True), (0, 2, False), (48, 50, False), (49, 50, True)])
 def test_the_last_allowed_use_is_the_last(uses: int, most: int, retires: bool) -> None:  # noqa: FBT001
     record = in_state(State.RELEASING, uses=uses)
-    assert bool(retirement(record, now=NOW, max_age_s=3_600.0, max_uses=most)) is retires
+    assert bool(decide_retirement(record, now=NOW, max_age_s=3_600.0, max_uses=most)) is retires
 
 
 def test_the_first_reason_stands() -> None:
-    record = in_state(State.RELEASING, retire="first", uses=99)
-    assert retirement(record, now=NOW, max_age_s=1.0, max_uses=1, notice="soon") == "first"
+    record = in_state(State.RELEASING, retire_reason=RetireReason.DRAINED, uses=99)
+    found = decide_retirement(record, now=NOW, max_age_s=1.0, max_uses=1, notice="soon")
+    assert found is not None
+    assert found.reason is RetireReason.DRAINED
 
 
 @given(st.floats(-200, 200), st.floats(0, 100))
@@ -209,6 +211,6 @@ def test_a_job_survives_a_release_that_only_the_sweeps_look_after(phase_s: int) 
         upcoming = next_for_releasing(record, told, now=at(now_s), lifetimes=lifetimes)
         if upcoming is not None:
             change = advance(record, upcoming.event, by=Actor.REFRESH, now=at(now_s), why=upcoming.why)
-            assert change.guard.admits(record)
+            assert change.condition.is_met_by(record)
             record = change.applied_to(record)
     assert record.threshold == at(3_000)

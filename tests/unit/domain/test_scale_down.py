@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.domain.instance import State
+from remuda.domain.instance import RetireReason, State
 from remuda.domain.scale_down.cron import parse_cron
 from remuda.domain.scale_down.decisions import (
     Action,
@@ -246,7 +246,12 @@ def test_a_renewal_ends_with_the_maximum_age() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"state": State.CLAIMED}, {"state": State.RUNNING}, {"retire": "spot notice"}, {"threshold": NOW}],
+    [
+        {"state": State.CLAIMED},
+        {"state": State.RUNNING},
+        {"retire_reason": RetireReason.SPOT_NOTICE},
+        {"threshold": NOW},
+    ],
     ids=str,
 )
 def test_only_what_is_idle_and_usable_is_renewed(changed: dict[str, object]) -> None:

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remuda.domain.signals import (
+    MAX_DURATION_S,
+    FailureKind,
     Pulse,
     Report,
     Signal,
     Verdict,
     registration_verdict,
     removal_verdict,
-    took_s,
-    with_took,
 )
 from tests.support.builders import report
 from tests.support.records import NOW, at
@@ -73,14 +73,28 @@ def test_no_report_and_no_signal_say_nothing() -> None:
         assert removal_verdict(nothing, 2) is Verdict.PENDING
 
 
-@given(st.floats(0, 1e6), st.text(max_size=50))
-def test_how_long_the_machine_took_can_be_read_back(seconds: float, detail: str) -> None:
-    assert took_s(with_took(seconds, detail)) == pytest.approx(seconds, abs=0.000_51)
+@pytest.mark.parametrize("duration_s", [0.0, 0.001, 2.5, MAX_DURATION_S, None])
+def test_a_plausible_duration_is_kept(duration_s: float | None) -> None:
+    assert Report(instance_id="i-1", duration_s=duration_s).duration_s == duration_s
 
 
-@pytest.mark.parametrize("detail", ["", "exit code 1", "it took 1.000 s", "took long", "took 1 s"])
-def test_a_detail_without_a_time_has_none(detail: str) -> None:
-    assert took_s(detail) is None
+@pytest.mark.parametrize("duration_s", [-0.001, MAX_DURATION_S + 1, float("inf"), float("nan")])
+def test_an_implausible_duration_is_ignored(duration_s: float) -> None:
+    assert Report(instance_id="i-1", duration_s=duration_s).duration_s is None
+
+
+def test_a_signal_replaces_duration_and_failure_of_the_one_before() -> None:
+    failed = Report(instance_id="i-1").with_signal(
+        epoch=1, signal=Signal.UD_REG_FAILED, detail="401", duration_s=2.5, failure=FailureKind.CREDENTIAL_REFUSED
+    )
+    assert (failed.duration_s, failed.failure) == (2.5, FailureKind.CREDENTIAL_REFUSED)
+    later = failed.with_signal(epoch=2, signal=Signal.UD_REG_OK, detail="")
+    assert (later.duration_s, later.failure) == (None, None)
+
+
+@pytest.mark.parametrize("signal", Signal)
+def test_every_signal_has_a_description(signal: Signal) -> None:
+    assert report(signal, detail="why").describe_signal() == f"{signal.meaning} ({signal}, epoch 2): why"
 
 
 # The heartbeat as a reader sees it --------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from remuda.domain.transitions import (
     MAX_WHY,
     Actor,
     Announce,
-    Cause,
     Change,
     Commit,
     Confirm,
@@ -27,9 +26,10 @@ from remuda.domain.transitions import (
     Renew,
     RenewCredential,
     Retire,
+    RetireReason,
     ReturnToPool,
     advance,
-    presumed,
+    presumed_idle,
 )
 from tests.support.builders import OWNER, REMOVAL, claim, end, evidence, in_state, report
 from tests.support.records import NOW, assignment, at
@@ -149,33 +149,38 @@ def test_renewal_moves_the_threshold_only() -> None:
 
 def test_retiring_sets_the_reason_only() -> None:
     record = in_state(State.RUNNING)
-    assert effect(record, Retire(reason="spot notice: soon"), R) == {"retire": "spot notice: soon"}
+    assert effect(record, Retire(reason=RetireReason.SPOT_NOTICE, detail="soon"), R) == {
+        "retire_reason": RetireReason.SPOT_NOTICE,
+        "retire_detail": "soon",
+    }
 
 
 @pytest.mark.parametrize(
-    ("state", "by", "cause"),
+    ("state", "by", "reason"),
     [
-        (State.CREATED, L, Cause.RELEASED),
-        (State.CLAIMED, P, Cause.TIMED_OUT),
-        (State.RUNNING, R, Cause.GONE),
-        (State.RELEASING, R, Cause.FAILED),
-        (State.IDLE, R, Cause.EXPIRED),
+        (State.CREATED, L, RetireReason.RELEASED),
+        (State.CLAIMED, P, RetireReason.TIMED_OUT),
+        (State.RUNNING, R, RetireReason.GONE),
+        (State.RELEASING, R, RetireReason.FAILED),
+        (State.IDLE, R, RetireReason.EXPIRED),
     ],
 )
-def test_an_end_clears_run_and_assignment_remembers_the_run_and_says_why(state: State, by: Actor, cause: Cause) -> None:
+def test_an_end_clears_run_and_assignment_remembers_the_run_and_says_why(
+    state: State, by: Actor, reason: RetireReason
+) -> None:
     record = in_state(state)
-    after = advance(record, end(record, cause), by=by, now=NOW, why="a test").applied_to(record)
+    after = advance(record, end(record, reason), by=by, now=NOW, why="a test").applied_to(record)
     assert (after.state, after.run_id, after.last_run_id) == (State.TERMINATING, "", "1234")
     assert after.assignment is None
     assert after.announced_at is None
-    assert after.retire == cause
+    assert after.retire_reason is reason
     assert after.threshold == NOW
     assert after.provision_id == record.provision_id
 
 
 def test_an_end_keeps_the_first_reason_for_retirement() -> None:
-    record = in_state(State.IDLE, retire="spot notice: soon")
-    assert "retire" not in effect(record, end(record, Cause.EXPIRED), R)
+    record = in_state(State.IDLE, retire_reason=RetireReason.SPOT_NOTICE, retire_detail="soon")
+    assert not {"retire_reason", "retire_detail"} & set(effect(record, end(record, RetireReason.EXPIRED), R))
 
 
 def test_a_confirmed_end_is_kept_for_reports_then_forgotten() -> None:
@@ -188,7 +193,7 @@ def _changes() -> list[Change]:
     found = []
     for state in State:
         record = in_state(state)
-        for event in [*evidence(record).values(), *(end(record, cause) for cause in Cause)]:
+        for event in [*evidence(record).values(), *(end(record, reason) for reason in RetireReason)]:
             for by in Actor:
                 try:
                     found.append(advance(record, event, by=by, now=NOW, why="a test"))
@@ -222,8 +227,9 @@ def test_every_write_that_leaves_a_step_changes_its_credential() -> None:
 
 def test_every_write_is_guarded_by_state_and_epoch() -> None:
     for change in CHANGES:
-        record = in_state(State(change.entry.source))
-        assert (change.guard.state, change.guard.epoch) == (record.state, record.epoch)
+        assert change.entry.source is not None
+        record = in_state(change.entry.source)
+        assert (change.condition.state, change.condition.epoch) == (record.state, record.epoch)
 
 
 # History ----------------------------------------------------------------------------------------------------------
@@ -244,15 +250,19 @@ def test_history_tells_the_run_that_a_release_clears() -> None:
 def test_a_story_is_bounded() -> None:
     record = in_state(State.IDLE)
     assert len(advance(record, claim(), by=P, now=NOW, why="x" * 10_000).entry.why) == MAX_WHY
-    retired = advance(record, Retire(reason="x" * 10_000), by=R, now=NOW, why="a test").applied_to(record)
-    assert len(retired.retire) == MAX_WHY
+    retired = advance(
+        record, Retire(reason=RetireReason.DRAINED, detail="x" * 10_000), by=R, now=NOW, why="a test"
+    ).applied_to(record)
+    assert len(retired.retire_detail) == MAX_WHY
 
 
 def test_a_message_is_enough_to_claim_by() -> None:
     record = in_state(State.IDLE, tier=Tier.UNTRUSTED)
-    by_message = advance(presumed(record.message(), now=NOW), claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test")
+    by_message = advance(
+        presumed_idle(record.message(), now=NOW), claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test"
+    )
     by_record = advance(record, claim(tier=Tier.UNTRUSTED), by=P, now=NOW, why="a test")
-    assert by_message.guard == by_record.guard
+    assert by_message.condition == by_record.condition
     assert by_message.applied_to(record) == by_record.applied_to(record)
 
 
@@ -262,7 +272,7 @@ def test_a_message_is_enough_to_claim_by() -> None:
 )
 def test_a_quarantine_sets_the_time_of_what_no_job_runs_on(state: State, for_s: int, until: int | None):
     record = in_state(state)
-    event = Quarantine(reason="quarantined: odd", until=at(for_s))
+    event = Quarantine(detail="odd", until=at(for_s))
     change = advance(record, event, by=Actor.OPERATOR, now=NOW, why="odd")
     after = change.applied_to(record)
     assert after.quarantined_until == at(for_s)

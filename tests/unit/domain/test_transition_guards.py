@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import Instance, State
+from remuda.domain.instance import RETIREMENTS, Instance, State
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import (
     Actor,
     Announce,
-    Cause,
     Change,
     Claim,
     Commit,
@@ -26,6 +25,7 @@ from remuda.domain.transitions import (
     Renew,
     RenewCredential,
     Retire,
+    RetireReason,
     ReturnToPool,
     WriteCondition,
     advance,
@@ -59,48 +59,48 @@ def write(record: Instance, event: Event, by: Actor) -> Change:
 @pytest.mark.parametrize(("kind", "state", "by"), ROWS)
 def test_a_write_needs_its_state_and_epoch_and_time_left(kind: type, state: State, by: Actor) -> None:
     record = in_state(state)
-    guard = write(record, evidence(record)[kind], by).guard
-    assert guard.admits(record)
-    assert not guard.admits(None)
-    assert not guard.admits(replace(record, epoch=record.epoch + 1))
-    assert not guard.admits(replace(record, epoch=record.epoch - 1))
-    assert not any(guard.admits(replace(record, state=other)) for other in State if other is not state)
-    assert not guard.admits(replace(record, threshold=NOW))
-    assert not guard.admits(replace(record, threshold=at(-1)))
+    condition = write(record, evidence(record)[kind], by).condition
+    assert condition.is_met_by(record)
+    assert not condition.is_met_by(None)
+    assert not condition.is_met_by(replace(record, epoch=record.epoch + 1))
+    assert not condition.is_met_by(replace(record, epoch=record.epoch - 1))
+    assert not any(condition.is_met_by(replace(record, state=other)) for other in State if other is not state)
+    assert not condition.is_met_by(replace(record, threshold=NOW))
+    assert not condition.is_met_by(replace(record, threshold=at(-1)))
 
 
 @pytest.mark.parametrize(("kind", "state", "by"), [row for row in ROWS if row[0] is not Claim])
 def test_a_write_is_good_until_the_threshold(kind: type, state: State, by: Actor) -> None:
     record = in_state(state)
-    assert write(record, evidence(record)[kind], by).guard.admits(replace(record, threshold=at(0.001)))
+    assert write(record, evidence(record)[kind], by).condition.is_met_by(replace(record, threshold=at(0.001)))
 
 
 def test_a_claim_needs_more_time_than_the_margin() -> None:
     record = in_state(State.IDLE)
-    guard = write(record, claim(margin_s=60.0), P).guard
-    assert guard.admits(replace(record, threshold=at(60.001)))
-    assert not guard.admits(replace(record, threshold=at(60)))
+    condition = write(record, claim(margin_s=60.0), P).condition
+    assert condition.is_met_by(replace(record, threshold=at(60.001)))
+    assert not condition.is_met_by(replace(record, threshold=at(60)))
 
 
 @pytest.mark.parametrize("event", [claim(), Renew(until=at(9_000))], ids=["claim", "renew"])
 def test_a_retired_instance_is_neither_claimed_nor_renewed(event: Event) -> None:
     record = in_state(State.IDLE)
-    guard = write(record, event, P if isinstance(event, Claim) else S).guard
-    assert guard.admits(record)
-    assert not guard.admits(replace(record, retire="spot notice: soon"))
+    condition = write(record, event, P if isinstance(event, Claim) else S).condition
+    assert condition.is_met_by(record)
+    assert not condition.is_met_by(replace(record, retire_reason=RetireReason.SPOT_NOTICE))
 
 
 def test_a_renewal_that_comes_late_does_not_cut_a_later_one_short() -> None:
     record = in_state(State.IDLE)
-    guard = write(record, Renew(until=at(900)), S).guard
-    assert guard.admits(replace(record, threshold=at(900)))
-    assert not guard.admits(replace(record, threshold=at(901)))
+    condition = write(record, Renew(until=at(900)), S).condition
+    assert condition.is_met_by(replace(record, threshold=at(900)))
+    assert not condition.is_met_by(replace(record, threshold=at(901)))
 
 
 def test_a_claim_needs_the_same_tier_in_the_record_whatever_the_message_said() -> None:
     record = in_state(State.IDLE, tier=Tier.TRUSTED)
-    guard = write(record, claim(tier=Tier.TRUSTED), P).guard
-    assert not guard.admits(replace(record, tier=Tier.UNTRUSTED))
+    condition = write(record, claim(tier=Tier.TRUSTED), P).condition
+    assert not condition.is_met_by(replace(record, tier=Tier.UNTRUSTED))
 
 
 @pytest.mark.parametrize(("has", "wants"), [(Tier.TRUSTED, Tier.UNTRUSTED), (Tier.UNTRUSTED, Tier.TRUSTED)])
@@ -112,21 +112,21 @@ def test_an_instance_keeps_its_tier(has: Tier, wants: Tier) -> None:
 def test_always_lets_a_tier_fall_and_never_rise() -> None:
     trusted, untrusted = (in_state(State.IDLE, tier=tier) for tier in Tier)
     change = write(trusted, claim(tier=Tier.UNTRUSTED, reuse=Reuse.ALWAYS), P)
-    assert change.guard.admits(trusted)
-    assert change.guard.admits(untrusted)
+    assert change.condition.is_met_by(trusted)
+    assert change.condition.is_met_by(untrusted)
     assert {change.applied_to(record).tier for record in (trusted, untrusted)} == {Tier.UNTRUSTED}
     rising = claim(tier=Tier.TRUSTED, reuse=Reuse.ALWAYS)
-    assert not write(trusted, rising, P).guard.admits(untrusted)
+    assert not write(trusted, rising, P).condition.is_met_by(untrusted)
     with pytest.raises(IllegalTransition, match="claim of a untrusted instance"):
         write(untrusted, rising, P)
 
 
 def test_same_repo_needs_the_repository_in_the_record_whatever_the_message_said() -> None:
     record = in_state(State.IDLE, repository="octo/one")
-    guard = write(record, claim(repository="octo/one", reuse=Reuse.SAME_REPO), P).guard
-    assert guard.admits(record)
-    assert not guard.admits(replace(record, repository="octo/two"))
-    assert not guard.admits(replace(record, repository=""))
+    condition = write(record, claim(repository="octo/one", reuse=Reuse.SAME_REPO), P).condition
+    assert condition.is_met_by(record)
+    assert not condition.is_met_by(replace(record, repository="octo/two"))
+    assert not condition.is_met_by(replace(record, repository=""))
 
 
 @pytest.mark.parametrize(("has", "wants"), [("octo/one", "octo/two"), ("", "octo/two"), ("octo/one", ""), ("", "")])
@@ -150,14 +150,14 @@ def test_other_policies_write_down_what_is_still_true(reuse: Reuse, has: str, wa
     change = write(record, claim(repository=wants, reuse=reuse), P)
     assert change.applied_to(record).repository == kept
     # Kept only where the record itself proves it.
-    assert change.guard.admits(replace(record, repository="octo/other")) is not bool(kept)
+    assert change.condition.is_met_by(replace(record, repository="octo/other")) is not bool(kept)
 
 
 def test_only_its_owner_commits_an_instance() -> None:
     record = in_state(State.CLAIMED)
-    guard = write(record, replace_owner(evidence(record)[Commit], "p-1/sibling"), P).guard
-    assert not guard.admits(record)
-    assert write(record, evidence(record)[Commit], P).guard.admits(record)
+    condition = write(record, replace_owner(evidence(record)[Commit], "p-1/sibling"), P).condition
+    assert not condition.is_met_by(record)
+    assert write(record, evidence(record)[Commit], P).condition.is_met_by(record)
 
 
 def replace_owner(event: Event, owner: str | None) -> Event:
@@ -169,52 +169,52 @@ def replace_owner(event: Event, owner: str | None) -> Event:
     ("state", "event"),
     [
         (State.CLAIMED, Release(release_time_s=9.0, credential=REMOVAL, owner="p-1/sibling")),
-        (State.CREATED, End(cause=Cause.RELEASED, owner="p-1/sibling")),
-        (State.CLAIMED, End(cause=Cause.TIMED_OUT, owner="p-1/sibling")),
+        (State.CREATED, End(reason=RetireReason.RELEASED, owner="p-1/sibling")),
+        (State.CLAIMED, End(reason=RetireReason.TIMED_OUT, owner="p-1/sibling")),
     ],
     ids=["release", "end-created", "end-claimed"],
 )
 def test_a_rollback_touches_its_own_assignment_only(state: State, event: Event) -> None:
-    assert not write(in_state(state), event, P).guard.admits(in_state(state))
+    assert not write(in_state(state), event, P).condition.is_met_by(in_state(state))
     own = replace_owner(event, OWNER)
-    assert write(in_state(state), own, P).guard.admits(in_state(state))
+    assert write(in_state(state), own, P).condition.is_met_by(in_state(state))
     with pytest.raises(IllegalTransition):
         write(in_state(state), replace_owner(event, None), P)
 
 
 def test_only_its_owner_gives_up_a_claim_for_being_slow() -> None:
     with pytest.raises(IllegalTransition):
-        write(in_state(State.CLAIMED), End(cause=Cause.TIMED_OUT), R)
+        write(in_state(State.CLAIMED), End(reason=RetireReason.TIMED_OUT), R)
 
 
 @pytest.mark.parametrize(("state", "by"), ENDS)
 def test_an_expiry_holds_only_past_the_threshold_and_the_margin(state: State, by: Actor) -> None:
     record = in_state(state)
-    guard = write(record, End(cause=Cause.EXPIRED, margin_s=60.0), by).guard
-    assert guard.admits(replace(record, threshold=at(-60)))
-    assert not guard.admits(replace(record, threshold=at(-59.999)))
+    condition = write(record, End(reason=RetireReason.EXPIRED, margin_s=60.0), by).condition
+    assert condition.is_met_by(replace(record, threshold=at(-60)))
+    assert not condition.is_met_by(replace(record, threshold=at(-59.999)))
 
 
 @pytest.mark.parametrize(("state", "by"), ENDS)
 def test_an_end_for_another_cause_does_not_ask_the_clock(state: State, by: Actor) -> None:
     record = in_state(state)
-    guard = write(record, End(cause=Cause.GONE), by).guard
-    assert guard.admits(record)
-    assert guard.admits(replace(record, threshold=at(-1_000)))
-    assert not guard.admits(replace(record, epoch=record.epoch + 1))
+    condition = write(record, End(reason=RetireReason.GONE), by).condition
+    assert condition.is_met_by(record)
+    assert condition.is_met_by(replace(record, threshold=at(-1_000)))
+    assert not condition.is_met_by(replace(record, epoch=record.epoch + 1))
 
 
 def test_a_confirmed_end_does_not_ask_the_clock() -> None:
     record = in_state(State.TERMINATING)
-    assert write(record, Confirm(keep_records_s=9.0), R).guard.admits(record)
+    assert write(record, Confirm(keep_records_s=9.0), R).condition.is_met_by(record)
 
 
 @pytest.mark.parametrize("state", [each for each in State if each is not State.IDLE])
 def test_a_guard_for_no_record_admits_no_record_only(state: State) -> None:
-    guard = WriteCondition(state=None, epoch=1)
-    assert guard.admits(None)
-    assert not guard.admits(in_state(state))
-    assert not WriteCondition(state=state, epoch=1).admits(None)
+    condition = WriteCondition(state=None, epoch=1)
+    assert condition.is_met_by(None)
+    assert not condition.is_met_by(in_state(state))
+    assert not WriteCondition(state=state, epoch=1).is_met_by(None)
 
 
 # Evidence (S4, S6) ------------------------------------------------------------------------------------------------
@@ -252,29 +252,26 @@ def test_pooling_rests_on_a_clean_machine_of_its_own_epoch() -> None:
 @pytest.mark.parametrize(("state", "by"), [(State.CLAIMED, P), (State.CLAIMED, R), (State.RUNNING, R)])
 def test_a_failure_before_the_release_is_a_failed_registration_of_its_own_epoch(state: State, by: Actor) -> None:
     record = in_state(state)
-    accepted = [r for r in REPORTS if _accepts(record, End(cause=Cause.FAILED, report=r, owner=OWNER), by)]
+    accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.FAILED, report=r, owner=OWNER), by)]
     assert _signals(accepted) == {(2, Signal.UD_FAILED), (2, Signal.UD_REG_FAILED)}
 
 
 def test_a_failure_of_a_release_is_a_failed_removal_of_its_own_epoch() -> None:
     record = in_state(State.RELEASING)
-    accepted = [r for r in REPORTS if _accepts(record, End(cause=Cause.FAILED, report=r), L)]
+    accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.FAILED, report=r), L)]
     assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_FAILED), (2, Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED)}
 
 
 def test_a_releasing_instance_retires_only_after_its_own_ok() -> None:
-    record = in_state(State.RELEASING, retire="spot notice: soon")
-    accepted = [r for r in REPORTS if _accepts(record, End(cause=Cause.RETIRED, report=r), L)]
+    record = in_state(State.RELEASING, retire_reason=RetireReason.SPOT_NOTICE)
+    accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.SPOT_NOTICE, report=r), L)]
     assert _signals(accepted) == {(2, Signal.UD_REMOVE_REG_REMOVE_RUN_OK)}
 
 
-@pytest.mark.parametrize("state", [State.IDLE, State.RELEASING])
-def test_retirement_has_a_reason(state: State) -> None:
-    record = in_state(state)
-    with pytest.raises(IllegalTransition, match="without a reason"):
-        write(record, end(record, Cause.RETIRED, reason=""), R)
-    with pytest.raises(IllegalTransition, match="without a reason"):
-        write(record, Retire(reason=""), R)
+@pytest.mark.parametrize("reason", sorted(set(RetireReason) - RETIREMENTS))
+def test_a_live_instance_is_retired_only_for_a_reason_that_lets_it_finish(reason: RetireReason) -> None:
+    with pytest.raises(IllegalTransition, match=f"retirement because {reason}"):
+        write(in_state(State.IDLE), Retire(reason=reason), R)
 
 
 def test_an_extension_rests_on_a_running_job() -> None:
@@ -286,40 +283,40 @@ def test_a_retired_instance_is_not_pooled() -> None:
     record = in_state(State.RELEASING)
     event = evidence(record)[ReturnToPool]
     with pytest.raises(IllegalTransition, match="retired"):
-        write(replace(record, retire="spot notice: soon"), event, L)
-    assert not write(record, event, L).guard.admits(replace(record, retire="spot notice: soon"))
+        write(replace(record, retire_reason=RetireReason.SPOT_NOTICE), event, L)
+    assert not write(record, event, L).condition.is_met_by(replace(record, retire_reason=RetireReason.SPOT_NOTICE))
 
 
 def test_a_write_that_loses_its_race_writes_nothing() -> None:
-    """Two workers hold the same message: the first claim makes the second one's guard false."""
+    """Two workers hold the same message: the first claim makes the second one's condition false."""
     record = instance(state=State.IDLE)
     first = write(record, claim(), P).applied_to(record)
-    assert not write(record, claim(owner="p-3/c"), P).guard.admits(first)
+    assert not write(record, claim(owner="p-3/c"), P).condition.is_met_by(first)
 
 
 @pytest.mark.parametrize("kind", [Release, Extend, ReturnToPool])
 def test_what_is_reckoned_by_the_records_time_spares_a_later_quarantine(kind: type) -> None:
     record = in_state(State.RUNNING if kind is Release else State.RELEASING)
-    guard = write(record, evidence(record)[kind], L).guard
-    assert not guard.admits(replace(record, quarantined_until=at(60)))
-    assert guard.admits(replace(record, quarantined_until=at(-60)))
+    condition = write(record, evidence(record)[kind], L).condition
+    assert not condition.is_met_by(replace(record, quarantined_until=at(60)))
+    assert condition.is_met_by(replace(record, quarantined_until=at(-60)))
     known = replace(record, quarantined_until=at(60))
-    assert write(known, evidence(known)[kind], L).guard.admits(known)
-    assert not write(known, evidence(known)[kind], L).guard.admits(replace(known, quarantined_until=at(120)))
+    assert write(known, evidence(known)[kind], L).condition.is_met_by(known)
+    assert not write(known, evidence(known)[kind], L).condition.is_met_by(replace(known, quarantined_until=at(120)))
 
 
 @pytest.mark.parametrize(
-    ("state", "cause", "spared"),
+    ("state", "reason", "spared"),
     [
-        (State.RELEASING, Cause.RETIRED, True),
-        (State.RELEASING, Cause.FAILED, True),
-        (State.IDLE, Cause.RETIRED, True),
-        (State.RUNNING, Cause.FAILED, False),
-        (State.RELEASING, Cause.GONE, False),
+        (State.RELEASING, RetireReason.TOO_OLD, True),
+        (State.RELEASING, RetireReason.FAILED, True),
+        (State.IDLE, RetireReason.TOO_OLD, True),
+        (State.RUNNING, RetireReason.FAILED, False),
+        (State.RELEASING, RetireReason.GONE, False),
     ],
 )
-def test_an_end_spares_a_quarantine_that_nobody_knew_of(state: State, cause: Cause, *, spared: bool) -> None:
+def test_an_end_spares_a_quarantine_that_nobody_knew_of(state: State, reason: RetireReason, *, spared: bool) -> None:
     record = in_state(state)
-    guard = write(record, end(record, cause), R).guard
-    assert guard.admits(record)
-    assert guard.admits(replace(record, quarantined_until=at(60))) is not spared
+    condition = write(record, end(record, reason), R).condition
+    assert condition.is_met_by(record)
+    assert condition.is_met_by(replace(record, quarantined_until=at(60))) is not spared

@@ -18,7 +18,6 @@ from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.domain.transitions import (
     Actor,
     Announce,
-    Cause,
     Change,
     Claim,
     Commit,
@@ -30,6 +29,7 @@ from remuda.domain.transitions import (
     Renew,
     RenewCredential,
     Retire,
+    RetireReason,
     ReturnToPool,
     advance,
     create,
@@ -45,11 +45,10 @@ SIGNALS = st.sampled_from([None, *Signal])
 class Move:
     kind: type
     by: Actor
-    cause: Cause
+    reason: RetireReason
     signal: Signal | None
     epoch_off: int
     busy: bool
-    reason: str
     owner: str | None
     tier: Tier
     reuse: Reuse
@@ -67,11 +66,10 @@ MOVES = st.builds(
     Move,
     kind=st.sampled_from(KINDS + FORWARD * 6),
     by=st.sampled_from(Actor),
-    cause=st.sampled_from(Cause),
+    reason=st.sampled_from(RetireReason),
     signal=st.sampled_from([Signal.UD_REG_OK, Signal.UD_REMOVE_REG_REMOVE_RUN_OK]) | SIGNALS,
     epoch_off=st.sampled_from([0, 0, 0, -1, 1]),
     busy=st.booleans(),
-    reason=st.sampled_from(["", "", "too old"]),
     owner=st.sampled_from([None, "own", "own", "p-9/other"]),
     tier=st.sampled_from([Tier.TRUSTED, Tier.TRUSTED, Tier.UNTRUSTED]),
     reuse=st.sampled_from(list(Reuse)),
@@ -107,7 +105,7 @@ def event_of(move: Move, record: Instance, now: datetime) -> Event:
         Announce: Announce(),
         Renew: Renew(until=now + timedelta(seconds=60)),
         Retire: Retire(reason=move.reason),
-        End: End(cause=move.cause, report=report, reason=move.reason, owner=owner),
+        End: End(reason=move.reason, report=report, owner=owner),
         Confirm: Confirm(keep_records_s=60.0),
     }
     return events[move.kind]
@@ -126,7 +124,7 @@ def tell(moves: list[Move]) -> list[tuple[Instance, Change | None]]:
             change = advance(seen, event_of(move, seen, now), by=move.by, now=now, why="a test")
         except IllegalTransition:
             continue
-        if change.guard.admits(current):
+        if change.condition.is_met_by(current):
             story.append((change.applied_to(current), change))
     return story
 
@@ -190,7 +188,7 @@ def test_a_tier_never_rises_and_falls_only_where_the_policy_is_always(moves: lis
         if after.tier is not before.tier:
             assert change is not None
             assert change.entry.transition == "claim"
-            assert len(change.guard.tiers) == 2
+            assert len(change.condition.tiers) == 2
 
 
 @given(STORIES)
@@ -242,7 +240,7 @@ def test_stories_get_far() -> None:
 
     def move(kind: type, by: Actor, signal: Signal | None = None) -> Move:
         return Move(
-            kind=kind, by=by, cause=Cause.GONE, signal=signal, epoch_off=0, busy=False, reason="", owner="own",
+            kind=kind, by=by, reason=RetireReason.GONE, signal=signal, epoch_off=0, busy=False, owner="own",
             tier=Tier.TRUSTED, reuse=Reuse.SAME_TRUST, repository="", seconds=1.0, lag=0,
         )  # fmt: skip
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import State
+from remuda.domain.instance import RETIREMENTS, State
 from remuda.domain.transitions import (
     TRANSITIONS,
     Actor,
     Announce,
-    Cause,
     Claim,
     Commit,
     Confirm,
@@ -23,6 +22,7 @@ from remuda.domain.transitions import (
     Renew,
     RenewCredential,
     Retire,
+    RetireReason,
     ReturnToPool,
     advance,
     create,
@@ -46,7 +46,7 @@ LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
     (ReturnToPool, State.RELEASING): (State.IDLE, {L, R}),
     (Announce, State.IDLE): (State.IDLE, {L, R}),
     (Renew, State.IDLE): (State.IDLE, {S}),
-    # Section 5: "spot notice: the control plane sets `retire`".
+    # Section 5: "spot notice: the control plane sets `retire_reason`".
     (Retire, State.CREATED): (State.CREATED, {L, R, MAN}),
     (Retire, State.CLAIMED): (State.CLAIMED, {L, R, MAN}),
     (Retire, State.RUNNING): (State.RUNNING, {L, R, MAN}),
@@ -62,15 +62,15 @@ LEGAL: dict[tuple[type, State], tuple[State, set[Actor]]] = {
 }
 
 #: Out of which state an instance may be ended, by whom and why. An operator may order it anywhere, and nobody else may.
-ENDS: dict[State, tuple[set[Actor], set[Cause]]] = {
+ENDS: dict[State, tuple[set[Actor], set[RetireReason]]] = {
     State.CREATED: (
         {P, L, R},
-        {Cause.FAILED, Cause.TIMED_OUT, Cause.RELEASED, Cause.EXPIRED, Cause.GONE},
+        {RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.RELEASED, RetireReason.EXPIRED, RetireReason.GONE},
     ),
-    State.CLAIMED: ({P, R}, {Cause.FAILED, Cause.TIMED_OUT, Cause.EXPIRED, Cause.GONE}),
-    State.RUNNING: ({R}, {Cause.FAILED, Cause.EXPIRED, Cause.GONE}),
-    State.RELEASING: ({L, R}, {Cause.FAILED, Cause.RETIRED, Cause.EXPIRED, Cause.GONE}),
-    State.IDLE: ({R}, {Cause.EXPIRED, Cause.RETIRED, Cause.GONE}),
+    State.CLAIMED: ({P, R}, {RetireReason.FAILED, RetireReason.TIMED_OUT, RetireReason.EXPIRED, RetireReason.GONE}),
+    State.RUNNING: ({R}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE}),
+    State.RELEASING: ({L, R}, {RetireReason.FAILED, RetireReason.EXPIRED, RetireReason.GONE, *RETIREMENTS}),
+    State.IDLE: ({R}, {RetireReason.EXPIRED, RetireReason.GONE, *RETIREMENTS}),
 }
 
 EVENTS = (Claim, Commit, Release, Extend, RenewCredential, ReturnToPool, Announce, Renew, Retire, Quarantine, Confirm)
@@ -93,23 +93,23 @@ def test_an_event_is_legal_exactly_where_the_contract_says(state: State, kind: t
     assert (change.entry.source, change.entry.target, change.entry.by) == (state, target, by)
 
 
-@pytest.mark.parametrize(("state", "cause", "by"), list(itertools.product(State, Cause, Actor)), ids=_name)
-def test_an_end_is_legal_exactly_where_the_contract_says(state: State, cause: Cause, by: Actor) -> None:
+@pytest.mark.parametrize(("state", "reason", "by"), list(itertools.product(State, RetireReason, Actor)), ids=_name)
+def test_an_end_is_legal_exactly_where_the_contract_says(state: State, reason: RetireReason, by: Actor) -> None:
     record = in_state(state)
-    actors, causes = ENDS.get(state, (set(), set()))
-    ordered = (by is MAN, cause is Cause.ORDERED)
-    if (by in actors and cause in causes) or (state in ENDS and all(ordered)):
-        change = advance(record, end(record, cause), by=by, now=NOW, why="a test")
+    actors, reasons = ENDS.get(state, (set(), set()))
+    ordered = (by is MAN, reason is RetireReason.TERMINATED_BY_OPERATOR)
+    if (by in actors and reason in reasons) or (state in ENDS and all(ordered)):
+        change = advance(record, end(record, reason), by=by, now=NOW, why="a test")
         assert change.applied_to(record).state is State.TERMINATING
     else:
         with pytest.raises(IllegalTransition):
-            advance(record, end(record, cause), by=by, now=NOW, why="a test")
+            advance(record, end(record, reason), by=by, now=NOW, why="a test")
 
 
 @pytest.mark.parametrize("state", [State.TERMINATING, State.TERMINATED])
 def test_terminating_and_terminated_absorb(state: State) -> None:
     record = in_state(state)
-    events = [*evidence(record).values(), *(end(record, cause) for cause in Cause)]
+    events = [*evidence(record).values(), *(end(record, reason) for reason in RetireReason)]
     reached = set()
     for event, by in itertools.product(events, Actor):
         try:
@@ -137,7 +137,7 @@ def test_the_table_that_the_docs_show_has_just_these_rows() -> None:
     }
     assert plain == {(state, target, by) for (_, state), (target, actors) in LEGAL.items() for by in actors}
     ends = {
-        source: (set(row.by) - {MAN}, set(row.causes) - {Cause.ORDERED})
+        source: (set(row.by) - {MAN}, set(row.reasons) - {RetireReason.TERMINATED_BY_OPERATOR})
         for row in TRANSITIONS
         for source in row.sources
         if source is not None and row.target is State.TERMINATING
@@ -187,7 +187,7 @@ def test_births_need_that_there_is_no_record() -> None:
         create(record, by=P, why="launched"),
         tombstone(in_state(State.TERMINATING, epoch=1), by=R, now=NOW, why="no record"),
     ):
-        assert change.guard.admits(None)
-        assert not any(change.guard.admits(in_state(state, epoch=1)) for state in State)
-        assert change.entry.source == ""
+        assert change.condition.is_met_by(None)
+        assert not any(change.condition.is_met_by(in_state(state, epoch=1)) for state in State)
+        assert change.entry.source is None
     assert create(record, by=P, why="launched").applied_to(None) == record

@@ -1,4 +1,4 @@
-"""The local GitHub's core on a clock that only the test moves."""
+"""The fake GitHub's core, with a clock that the test controls."""
 
 import itertools
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class FakeClock:
         return f"{prefix}{next(self._numbers)}"
 
 
-class World:
+class GitHubWorld:
     def __init__(self, settings: FakeGitHubSettings | None = None) -> None:
         self.clock = FakeClock()
         self.core = GitHubCore(clock=self.clock, settings=settings)
@@ -73,8 +73,8 @@ class World:
     def finish(self, runner: RegisteredRunner, job: GitHubJob) -> None:
         self.core.queue.complete(runner, job.id, Conclusion.SUCCESS, output="", steps=[])
 
-    def passes(self, seconds: float) -> None:
-        """Ticks at every due moment, as the server does."""
+    def advance(self, seconds: float) -> None:
+        """Advance the clock and call `tick` at each deadline, like the server."""
         ends_at = self.clock.at + seconds
         while (due := self.core.next_due()) is not None and due <= ends_at:
             self.clock.at = max(due, self.clock.at)
@@ -82,19 +82,19 @@ class World:
         self.clock.at = ends_at
 
 
-def refused(status: int) -> pytest.RaisesExc[ApiError]:
+def raises_api_error(status: int) -> pytest.RaisesExc[ApiError]:
     return pytest.raises(ApiError, check=lambda problem: problem.status == status)
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> GitHubWorld:
+    return GitHubWorld()
 
 
 # Tokens
 
 
-def test_a_registration_token_serves_many_runners_until_it_expires(world: World) -> None:
+def test_registration_token_is_reusable_until_it_expires(world: GitHubWorld) -> None:
     registry = world.core.registry
     token = registry.issue(TokenKind.REGISTRATION, REPO)
 
@@ -111,51 +111,51 @@ def test_a_registration_token_serves_many_runners_until_it_expires(world: World)
 
     register("one")
     register("two")
-    world.passes(3600)
-    with refused(401):
+    world.advance(3600)
+    with raises_api_error(401):
         register("three")
 
 
-def test_a_token_is_good_for_its_scope_and_purpose_only(world: World) -> None:
+def test_token_is_valid_for_its_scope_and_kind_only(world: GitHubWorld) -> None:
     registry = world.core.registry
     runner = world.register("one")
-    elsewhere = registry.issue(TokenKind.REMOVAL, "acme/gadgets")
+    other_scope = registry.issue(TokenKind.REMOVAL, "acme/gadgets")
     registration = registry.issue(TokenKind.REGISTRATION, REPO)
-    for wrong in (elsewhere, registration):
-        with refused(401):
+    for wrong in (other_scope, registration):
+        with raises_api_error(401):
             registry.remove(scope=REPO, token=wrong.value, runner_id=runner.id)
     right = registry.issue(TokenKind.REMOVAL, REPO)
     registry.remove(scope=REPO, token=right.value, runner_id=runner.id)
     assert registry.of(REPO) == []
 
 
-def test_unknown_scopes_and_read_only_tokens_are_refused() -> None:
-    world = World(FakeGitHubSettings(known_scopes=(REPO,)))
+def test_unknown_scopes_and_writes_with_read_only_tokens_are_rejected() -> None:
+    world = GitHubWorld(FakeGitHubSettings(known_scopes=(REPO,)))
     registry = world.core.registry
     token = registry.issue_access()
     registry.check_access(token, REPO.upper(), write=True)
     registry.check_access(token, "acme", write=True)
-    with refused(404):
+    with raises_api_error(404):
         registry.check_access(token, "acme/other", write=False)
     reader = registry.issue_access(scopes=("acme",), write=False)
     registry.check_access(reader, REPO, write=False)
-    with refused(403):
+    with raises_api_error(403):
         registry.check_access(reader, REPO, write=True)
-    with refused(401):
+    with raises_api_error(401):
         registry.access("github_pat_guessed")
 
 
 # Registrations
 
 
-def test_a_name_is_taken_once_in_a_scope(world: World) -> None:
+def test_name_is_unique_per_scope(world: GitHubWorld) -> None:
     world.register("one")
-    with refused(409):
+    with raises_api_error(409):
         world.register("ONE")
     world.register("one", scope="acme")
 
 
-def test_a_replaced_runner_keeps_its_old_labels_and_loses_its_secret(world: World) -> None:
+def test_replaced_runner_keeps_its_labels_and_gets_a_new_secret(world: GitHubWorld) -> None:
     first = world.online("one", ["old"])
     secret = first.secret
     token = world.core.registry.issue(TokenKind.REGISTRATION, REPO)
@@ -171,90 +171,90 @@ def test_a_replaced_runner_keeps_its_old_labels_and_loses_its_secret(world: Worl
     assert second.id == first.id
     assert set(second.labels) == {"old", "new"}
     assert not second.online
-    with refused(410):
+    with raises_api_error(410):
         world.core.registry.runner_of(secret)
 
 
 @pytest.mark.parametrize(("name", "labels"), [("", ["a"]), ("x" * 65, ["a"]), ("one", []), ("one", ["a", ""])])
-def test_bad_names_and_labels_are_refused(world: World, name: str, labels: list[str]) -> None:
-    with refused(422):
+def test_invalid_names_and_labels_are_rejected(world: GitHubWorld, name: str, labels: list[str]) -> None:
+    with raises_api_error(422):
         world.register(name, labels)
 
 
-def test_a_runner_with_a_job_is_not_deleted(world: World) -> None:
+def test_runner_with_a_job_cannot_be_deleted(world: GitHubWorld) -> None:
     runner = world.online("one")
     job = world.job()
     assert not world.core.registry.busy(runner)
-    with refused(422):  # assigned: the list does not show it, the delete knows it
+    with raises_api_error(422):  # assigned: not shown as busy, but the delete checks it
         world.core.registry.delete(REPO, runner.id)
     world.core.queue.acknowledge(runner, job.id)
     assert world.core.registry.busy(runner)
-    with refused(422):
+    with raises_api_error(422):
         world.core.registry.delete(REPO, runner.id)
     world.finish(runner, job)
     world.core.registry.delete(REPO, runner.id)
-    with refused(410):
+    with raises_api_error(410):
         world.core.registry.runner_of(runner.secret)
-    with refused(404):
+    with raises_api_error(404):
         world.core.registry.delete(REPO, runner.id)
 
 
-def test_offline_runners_are_forgotten_ephemeral_ones_earlier(world: World) -> None:
+def test_offline_runners_are_deleted_ephemeral_ones_earlier(world: GitHubWorld) -> None:
     world.register("plain")
     world.register("once", ephemeral=True)
-    world.passes(24 * 3600 + 1)
+    world.advance(24 * 3600 + 1)
     assert [runner.name for runner in world.core.state] == ["plain"]
-    world.passes(13 * 24 * 3600)
+    world.advance(13 * 24 * 3600)
     assert list(world.core.state) == []
 
 
 # Sessions
 
 
-def test_a_second_session_is_a_conflict_until_the_first_has_vanished(world: World) -> None:
+def test_second_session_conflicts_until_the_first_is_lost(world: GitHubWorld) -> None:
     runner = world.online("one")
-    with refused(409):
+    with raises_api_error(409):
         world.core.registry.open_session(runner, version="2.336.0")
-    world.passes(world.core.state.settings.liveness_s)
+    world.advance(world.core.state.settings.liveness_s)
     assert not runner.online
     world.core.registry.open_session(runner, version="2.336.0")
     assert runner.online
 
 
-def test_an_open_poll_keeps_the_session(world: World) -> None:
+def test_open_poll_keeps_the_session_alive(world: GitHubWorld) -> None:
     runner = world.online("one")
     session = runner.session or ""
     world.core.registry.poll_begins(session)
-    world.passes(3600)
+    world.advance(3600)
     assert runner.online
     world.core.registry.poll_ends(runner, session)
-    world.passes(world.core.state.settings.liveness_s - 0.1)
+    world.advance(world.core.state.settings.liveness_s - 0.1)
     assert runner.online
-    world.passes(0.2)
+    world.advance(0.2)
     assert not runner.online
-    with refused(404):
+    with raises_api_error(404):
         world.core.registry.in_session(runner.secret, session)
 
 
-def test_a_vanished_runner_stays_busy_until_its_lease_ends_and_the_job_fails(world: World) -> None:
+def test_lost_runner_stays_busy_until_its_lease_expires(world: GitHubWorld) -> None:
     runner = world.online("one")
     job = world.running(runner)
-    world.passes(599)
+    world.advance(599)
     assert not runner.online
     assert world.core.registry.busy(runner)
-    with refused(422):
+    with raises_api_error(422):
         world.core.registry.delete(REPO, runner.id)
-    world.passes(2)
+    world.advance(2)
     assert (job.phase, job.conclusion) == (JobPhase.COMPLETED, Conclusion.FAILURE)
     assert not world.core.registry.busy(runner)
     world.core.registry.delete(REPO, runner.id)
 
 
-def test_a_renewed_lease_does_not_end(world: World) -> None:
+def test_renewed_lease_does_not_expire(world: GitHubWorld) -> None:
     runner = world.online("one")
     job = world.running(runner)
     for _ in range(5):
-        world.passes(500)
+        world.advance(500)
         world.core.queue.renew(runner, job.id)
     assert job.phase is JobPhase.IN_PROGRESS
 
@@ -262,7 +262,7 @@ def test_a_renewed_lease_does_not_end(world: World) -> None:
 # Jobs
 
 
-def test_jobs_go_to_an_idle_online_runner_in_scope(world: World) -> None:
+def test_job_is_assigned_to_an_idle_online_runner_in_scope(world: GitHubWorld) -> None:
     world.register("never-connected")
     other = world.online("other-repo", scope="acme/gadgets")
     mine = world.online("mine")
@@ -275,29 +275,29 @@ def test_jobs_go_to_an_idle_online_runner_in_scope(world: World) -> None:
     assert second.runner_id == mine.id
 
 
-def test_a_runner_of_the_organisation_takes_jobs_of_all_its_repositories(world: World) -> None:
+def test_organization_runner_accepts_jobs_of_all_repositories(world: GitHubWorld) -> None:
     runner = world.online("org", scope="ACME")
     assert world.job(repo="other/widgets").runner_id is None
     assert world.job(repo="acme/anything").runner_id == runner.id
 
 
-def test_a_job_that_was_not_picked_up_goes_to_another_runner(world: World) -> None:
+def test_job_not_picked_up_is_assigned_to_another_runner(world: GitHubWorld) -> None:
     first = world.online("one")
     job = world.job()
     world.core.registry.close_session(first)
     second = world.online("two")
     world.core.registry.poll_begins(second.session or "")
-    world.passes(59)
+    world.advance(59)
     assert job.runner_id == first.id
-    world.passes(2)
+    world.advance(2)
     assert job.runner_id == second.id
     assert job.status == "queued"
-    with refused(409):
+    with raises_api_error(409):
         world.core.queue.acknowledge(first, job.id)
     world.core.registry.delete(REPO, first.id)
 
 
-def test_an_ephemeral_runner_takes_one_job_and_is_gone(world: World) -> None:
+def test_ephemeral_runner_is_deleted_after_one_job(world: GitHubWorld) -> None:
     runner = world.online("once", ephemeral=True)
     job = world.job()
     waiting = world.job()
@@ -307,7 +307,7 @@ def test_an_ephemeral_runner_takes_one_job_and_is_gone(world: World) -> None:
     assert waiting.phase is JobPhase.QUEUED
 
 
-def test_completing_twice_is_harmless_and_the_first_result_stands(world: World) -> None:
+def test_second_completion_does_not_change_the_result(world: GitHubWorld) -> None:
     runner = world.online("one")
     job = world.running(runner)
     world.finish(runner, job)
@@ -315,7 +315,7 @@ def test_completing_twice_is_harmless_and_the_first_result_stands(world: World) 
     assert job.conclusion is Conclusion.SUCCESS
 
 
-def test_cancelling(world: World) -> None:
+def test_cancel_in_each_phase(world: GitHubWorld) -> None:
     waiting = world.job()
     assert world.core.queue.cancel(waiting.id).conclusion is Conclusion.CANCELLED
     runner = world.online("one")
@@ -328,16 +328,16 @@ def test_cancelling(world: World) -> None:
     assert world.core.queue.message_for(runner) is running
 
 
-def test_a_job_that_waits_for_a_day_is_cancelled(world: World) -> None:
+def test_job_queued_for_a_day_is_cancelled(world: GitHubWorld) -> None:
     job = world.job()
-    world.passes(24 * 3600)
+    world.advance(24 * 3600)
     assert job.conclusion is Conclusion.CANCELLED
 
 
-def test_the_state_survives_being_stored_and_loaded(world: World) -> None:
+def test_state_survives_storing_and_loading(world: GitHubWorld) -> None:
     busy, idle = world.online("busy"), world.register("idle")
     running = world.running(busy)
-    waiting = world.job(["nobody"])
+    waiting = world.job(["unmatched"])
     stored = [(kind, key, doc) for kind, key, doc in world.core.state.take_changes() if doc is not None]
     later = GitHubCore(clock=world.clock)
     later.state.load(stored)
@@ -353,7 +353,7 @@ LABELS = st.lists(st.sampled_from(["a", "B", "gpu", "Linux", "remuda-7"]), max_s
 
 
 @given(wanted=LABELS, offered=LABELS)
-def test_labels_match_when_all_are_there_whatever_their_case(wanted: list[str], offered: list[str]) -> None:
+def test_all_labels_must_match_ignoring_case(wanted: list[str], offered: list[str]) -> None:
     here = {label.lower() for label in offered}
     expected = bool(wanted) and all(label.lower() in here for label in wanted)
     assert matches(tuple(wanted), tuple(offered)) is expected
@@ -361,8 +361,8 @@ def test_labels_match_when_all_are_there_whatever_their_case(wanted: list[str], 
 
 
 @given(st.lists(st.tuples(st.sampled_from(["job", "session", "tick", "finish", "delete"]), st.integers(0, 2))))
-def test_no_runner_ever_has_two_jobs_and_no_job_two_runners(steps: list[tuple[str, int]]) -> None:
-    world = World()
+def test_runner_has_at_most_one_job_and_job_at_most_one_runner(steps: list[tuple[str, int]]) -> None:
+    world = GitHubWorld()
     runners = [world.register(f"r{number}") for number in range(3)]
     for action, number in steps:
         runner = runners[number]
@@ -371,7 +371,7 @@ def test_no_runner_ever_has_two_jobs_and_no_job_two_runners(steps: list[tuple[st
         if action == "job":
             world.job()
         elif action == "tick":
-            world.passes([1, 30, 700][number])
+            world.advance([1, 30, 700][number])
         elif action == "session" and alive and not runner.online:
             world.core.registry.open_session(runner, version="v")
         elif action == "finish" and alive and held is not None:
@@ -379,10 +379,10 @@ def test_no_runner_ever_has_two_jobs_and_no_job_two_runners(steps: list[tuple[st
             world.finish(runner, held)
         elif action == "delete" and alive and held is None:
             world.core.registry.delete(REPO, runner.id)
-        check(world)
+        check_invariants(world)
 
 
-def check(world: World) -> None:
+def check_invariants(world: GitHubWorld) -> None:
     state = world.core.state
     for job in state.jobs.values():
         holders = [runner.id for runner in state if runner.job_id == job.id]

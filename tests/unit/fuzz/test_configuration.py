@@ -15,14 +15,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.action.channel import plain_lines
-from remuda.action.inputs import USED_BY, input_variable, read_inputs
+from remuda.action.inputs import SETTINGS_BY_MODE, input_variable, read_inputs
 from remuda.adapters.aws.ec2.options import Options
 from remuda.adapters.local.options import LocalOptions
 from remuda.adapters.system.prices import read_prices
 from remuda.aws_lambda.handler import parse_event
 from remuda.cli.rendering.formatting import parse_duration
 from remuda.cli.workflow_file import MAX_STEPS, MAX_TEXT, load_workflow, parse_workflow
-from remuda.config.settings import Settings, _zone, load, variable
+from remuda.config.declaration import variable
+from remuda.config.settings import SETTINGS, time_zone
+from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import parse_prices
 from remuda.domain.resources import TypePatterns, check_run_id, check_scope, parse_classes
@@ -62,7 +64,7 @@ def judged(work: Callable[[], Any]) -> Any:
 
 # Settings ---------------------------------------------------------------------------------------------------------
 
-NAMES = list(Settings.model_fields)
+NAMES = list(SETTINGS)
 CLASSES = {"large": {"cpu": 2, "mmem": 4_096}, "xlarge": {"cpu": 4, "mmem": 8_192}}
 WINDOWS = [
     {"cron": "* * 9-17 * * 1-5", "timeZone": "Europe/Berlin", "idleCount": 2, "evictionStrategy": "newest_first"}
@@ -149,7 +151,7 @@ def test_resource_classes(document: Any) -> None:
 @example([{**WINDOWS[0], "timeZone": "x" * 5_000}])
 @example([{**WINDOWS[0], "evictionStrategy": []}])
 def test_idle_windows(document: Any) -> None:
-    windows = judged(lambda: parse_idle_config(document, zone_of=_zone))
+    windows = judged(lambda: parse_idle_config(document, zone_of=time_zone))
     assert quota_at(windows or (), NOW).idle_count >= 0
 
 
@@ -215,7 +217,7 @@ def test_inputs_of_a_step(given_ones: dict[str, str]) -> None:
     judged(lambda: (inputs.mode, inputs.flags(), inputs.unused()))
     judged(lambda: inputs.region)
     judged(lambda: inputs.switch("dry-run"))
-    assert all(name in USED_BY for name in [judged(lambda: inputs.mode)] if name)
+    assert all(name in SETTINGS_BY_MODE for name in [judged(lambda: inputs.mode)] if name)
 
 
 @fuzzed()

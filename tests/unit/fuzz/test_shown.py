@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.cli.output import ConsoleEventLog, Output, error_line, note_line
+from remuda.cli.output import ConsoleEventLog, Output, error_line, record_line
 from remuda.cli.terminal import PlainConsole
 from remuda.controlplane.context import Context
 from remuda.domain.errors import MAX_MESSAGE, Unavailable, UserError
@@ -61,7 +61,7 @@ def test_lines_of_a_terminal(action: str, why: str, name: str) -> None:
     ConsoleEventLog(output, SystemClock()).record(action, why, instance_id=name)
     assert shown.getvalue().count("\n") <= 1
     check_shown(shown.getvalue().rstrip("\n"), 20_000)
-    assert note_line(NOW, action, why, {"instance_id": name}).isprintable()
+    assert record_line(NOW, action, why, {"instance_id": name}).isprintable()
 
 
 @fuzzed()

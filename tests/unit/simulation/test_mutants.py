@@ -66,4 +66,4 @@ def test_a_replacement_that_does_not_fit_is_an_error(replacement: Replacement):
 def test_new_code_may_not_use_unknown_names(new: str):
     old = "record.epoch == self.epoch"
     with pytest.raises(MutationError, match="unheard_of"):
-        check([expression("remuda.domain.transitions", "Guard.admits", old, new)])
+        check([expression("remuda.domain.transitions.apply", "WriteCondition.is_met_by", old, new)])

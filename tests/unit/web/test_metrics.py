@@ -23,7 +23,7 @@ from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.provision_outcome import ProvisionOutcome
 from remuda.domain.reporting.warnings import KINDS, PoolWarning
 from remuda.domain.signals import Report
-from remuda.domain.transitions import Actor, Cause, advance
+from remuda.domain.transitions import Actor, RetireReason, advance
 from remuda.ports.calls import CallCounter
 from remuda.web.metrics import BUCKETS_S, METRICS, EventDeduplicator, FleetMetrics, MetricKind, metrics_route
 from tests.support.builders import end, in_state
@@ -99,7 +99,7 @@ def test_pool_idle_counts_claimable_instances() -> None:
     metrics = fleet_metrics()
     fleet = [
         instance(1),
-        instance(2, retire="drained"),
+        instance(2, retire_reason=RetireReason.DRAINED),
         instance(3, quarantined_until=at(60)),
         instance(4, quarantined_until=at(-60)),
         instance(5, resource_class="removed-class"),
@@ -202,26 +202,24 @@ def test_events_before_the_process_started_are_not_counted() -> None:
     assert one(found, "remuda_transitions_total", transition="create") == 0
 
 
-def termination(cause: Cause, state: State = State.IDLE, **changed: Any) -> HistoryEntry:
-    by = Actor.OPERATOR if cause is Cause.ORDERED else Actor.REFRESH
+def termination(reason: RetireReason, state: State = State.IDLE, **changed: Any) -> HistoryEntry:
+    by = Actor.OPERATOR if reason is RetireReason.TERMINATED_BY_OPERATOR else Actor.REFRESH
     record = in_state(state, threshold=at(-100))
-    return advance(record, end(record, cause, owner=None, **changed), by=by, now=at(1), why="i-1 at 12:31").entry
+    return advance(record, end(record, reason, owner=None, **changed), by=by, now=at(1), why="i-1 at 12:31").entry
 
 
 @pytest.mark.parametrize(
     ("line", "state", "reason"),
     [
-        (termination(Cause.EXPIRED), "idle", "expired"),
-        (termination(Cause.FAILED, State.RUNNING), "running", "failed"),
-        (termination(Cause.RETIRED, reason="spot notice: terminate at 12:31"), "idle", "spot-notice"),
-        (termination(Cause.RETIRED, reason="used 50 times: 50 is the most"), "idle", "used-up"),
-        (termination(Cause.RETIRED, reason="drained: an image with a flaw"), "idle", "drained"),
-        (termination(Cause.RETIRED, reason="whatever i-123 says"), "idle", "retired"),
-        (termination(Cause.ORDERED, reason="terminated by an operator: odd"), "idle", "ordered"),
-        (replace(termination(Cause.EXPIRED), cause=""), "idle", "other"),
-        (replace(termination(Cause.EXPIRED), cause="run 1234", source="hostile"), "other", "other"),
+        (termination(RetireReason.EXPIRED), "idle", "expired"),
+        (termination(RetireReason.FAILED, State.RUNNING), "running", "failed"),
+        (termination(RetireReason.SPOT_NOTICE, detail="terminate at 12:31"), "idle", "spot-notice"),
+        (termination(RetireReason.USED_UP), "idle", "used-up"),
+        (termination(RetireReason.DRAINED, detail="an image with a flaw"), "idle", "drained"),
+        (termination(RetireReason.TERMINATED_BY_OPERATOR, detail="odd"), "idle", "terminated-by-operator"),
+        (replace(termination(RetireReason.EXPIRED), retire_reason=None), "idle", "other"),
         (
-            replace(termination(Cause.EXPIRED), cause="unrecorded", source="", transition="tombstone"),
+            replace(termination(RetireReason.EXPIRED), retire_reason=RetireReason.UNRECORDED, source=None),
             "none",
             "unrecorded",
         ),
@@ -259,7 +257,7 @@ def test_labels_do_not_grow_with_the_fleet() -> None:
         fleet = [instance(n, run_id=str(n), resource_class=f"class-{n}") for n in range(count)]
         warnings = [PoolWarning(kind=f"kind-{n}", subject=str(n), text=str(n)) for n in range(count)]
         metrics.on_status(status(instances=fleet, warnings=warnings, runs=[ended(n, created=1) for n in range(count)]))
-        lines = [entry(f"row-{n}", at=at(n), target="terminating", cause=f"cause {n}") for n in range(count)]
+        lines = [entry(f"row-{n}", at=at(n), target=State.TERMINATING) for n in range(count)]
         metrics.add_histories({instance_id(n): [line] for n, line in enumerate(lines)})
         return len(read(metrics))
 

@@ -1,4 +1,4 @@
-"""A SQLite connection in a thread of its own, so that waiting for a lock does not block the event loop."""
+"""A SQLite connection in a separate thread, so that waiting for a lock does not block the event loop."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from remuda.domain.errors import Conflict, RemudaError, Unreadable
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.signals import Report, Signal
+from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -83,7 +83,7 @@ class SqliteInstanceStore:
 
     def _change(self, connection: sqlite3.Connection, change: Change) -> str:
         current = self._one(connection, Instance, change.instance_id)
-        if not change.guard.admits(current):
+        if not change.condition.is_met_by(current):
             raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
         return tables.write_instance(connection, change.applied_to(current), change.entry)
 
@@ -142,13 +142,25 @@ class SqliteInstanceStore:
         )
         return [report for report in found if report.troubled]
 
-    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+    async def write_signal(
+        self,
+        instance_id: str,
+        *,
+        epoch: int,
+        signal: Signal,
+        detail: str = "",
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> None:
         def job(connection: sqlite3.Connection) -> None:
             current = self._one(connection, Report, instance_id)
             report = current or Report(instance_id=instance_id)
             if not report.may_become(epoch, signal):
                 raise Conflict(f"{instance_id} has signalled {report.signal} of epoch {report.epoch}", current=current)
-            tables.write_report(connection, report.signalled(epoch=epoch, signal=signal, detail=detail))
+            signalled = report.with_signal(
+                epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure
+            )
+            tables.write_report(connection, signalled)
 
         await self._write("write_signal", job)
 
@@ -157,7 +169,7 @@ class SqliteInstanceStore:
     ) -> None:
         def job(connection: sqlite3.Connection) -> None:
             report = self._one(connection, Report, instance_id) or Report(instance_id=instance_id)
-            beaten = report.beaten(at=at, busy=busy, listening=listening, notice=notice, version=version)
+            beaten = report.with_heartbeat(at=at, busy=busy, listening=listening, notice=notice, version=version)
             tables.write_report(connection, beaten)
 
         await self._write("beat", job)

@@ -28,10 +28,13 @@ from remuda.cli.demo.report import (
     show_report,
 )
 from remuda.cli.output import Output
-from remuda.domain.errors import Unavailable
+from remuda.cli.run import run_async
+from remuda.config.settings import Settings
+from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.fake_github.client import FakeGitHubClient, JobStep
 from remuda.fake_github.model import FakeGitHubSettings
+from remuda.wiring.local import check_local
 
 #: Idle time in seconds. Long enough for the whole demo, even on a busy machine.
 IDLE_S = 900.0
@@ -41,6 +44,14 @@ SHORT_IDLE_S = 2.0
 LEASE_S = 3.0
 #: Reasons of an instance that terminated itself: its agent saw the deadline, or else the dead-man timer fired.
 SELF_TERMINATED = ("threshold of state idle passed", "the dead-man timer expired")
+
+
+def run_demo(settings: Settings, output: Output, *, dashboard: bool, keep: bool) -> int:
+    if keep and not dashboard:
+        raise UserError("--keep requires --dashboard", field="--keep", fix="add --dashboard, or omit --keep")
+    check_local(settings)
+    folder = settings.dir if settings.given("dir") else None
+    return run_async(lambda: run_local_demo(output, folder, dashboard=dashboard, keep=keep))
 
 
 async def run_local_demo(output: Output, folder: Path | None, *, dashboard: bool = False, keep: bool = False) -> int:

@@ -16,7 +16,7 @@ from remuda import procfs
 from remuda.adapters.local.folder import supervisor
 from remuda.adapters.system.clock import SystemClock
 from remuda.cli.demo.report import DemoProvision, DemoRelease, Histories, read_histories
-from remuda.cli.local_backend import SWEEPER, Background
+from remuda.cli.local_backend import SWEEPER, BackgroundProcess
 from remuda.cli.output import Output
 from remuda.config.settings import Settings
 from remuda.domain.errors import Unavailable
@@ -24,7 +24,8 @@ from remuda.domain.instance import Instance, State
 from remuda.fake_github import read_endpoint
 from remuda.fake_github.client import FakeGitHubClient
 from remuda.ports.event_log import SilentEventLog
-from remuda.wiring import layout, open_context
+from remuda.wiring import open_context
+from remuda.wiring.local import layout
 
 #: Repository of the demo's workflows.
 SCOPE = "remuda/demo"
@@ -112,6 +113,7 @@ class DemoEnvironment:
         return {
             **inherited,
             "REMUDA_CONFIG": os.devnull,
+            "REMUDA_BOOT_DELAY_SEC": f"{BOOT_S:g}",
             "DEMO_FOLDER": str(self._root),
             "GITHUB_REPOSITORY": SCOPE,
         }
@@ -130,7 +132,7 @@ class DemoEnvironment:
 
     async def refresh(self, *, idle_s: float) -> None:
         await self.remuda(
-            *("refresh", "--github-scope", SCOPE, "--boot-delay-sec", f"{BOOT_S:g}"),
+            *("refresh", "--github-scope", SCOPE),
             *("--idle-time-sec", f"{idle_s:g}", "--release-time-sec", f"{RELEASE_S:g}"),
         )
 
@@ -149,7 +151,7 @@ class DemoEnvironment:
         return provision, DemoRelease.parse(name, released), jobs
 
     async def stop_sweeper(self) -> None:
-        await Background(layout(self.settings), SWEEPER).stop(self.clock)
+        await BackgroundProcess(layout(self.settings), SWEEPER).stop(self.clock)
 
     def kill_instance(self, instance_id: str) -> None:
         """Kill the instance's supervisor, like a power failure."""
@@ -167,7 +169,9 @@ class DemoEnvironment:
         listener = server.listen(address)
         self.page_url = server.page_url(address, listener)
         self.output.say(f"dashboard: {self.page_url}", style="bold")
-        async with server.serving(self.settings, address, listener, interval_s=None, since_s=PAGE_SINCE_S, asks=False):
+        async with server.serving(
+            self.settings, address, listener, interval_s=None, since_s=PAGE_SINCE_S, list_registrations=False
+        ):
             yield
 
     async def keep_page_open(self) -> None:
@@ -196,7 +200,9 @@ class DemoEnvironment:
         return FakeGitHubClient(endpoint.url, endpoint.token)
 
     async def record(self, instance_id: str) -> Instance | None:
-        async with open_context(self.settings, SilentEventLog(), credentialed=False, alive=False) as context:
+        async with open_context(
+            self.settings, SilentEventLog(), needs_github=False, require_local_github=False
+        ) as context:
             return await context.store.get(instance_id)
 
     async def is_in_state(self, instance_id: str, state: State) -> bool:
@@ -215,7 +221,9 @@ class DemoEnvironment:
         return str(document.get("reason") or "")
 
     async def histories(self) -> Histories:
-        async with open_context(self.settings, SilentEventLog(), credentialed=False, alive=False) as context:
+        async with open_context(
+            self.settings, SilentEventLog(), needs_github=False, require_local_github=False
+        ) as context:
             return await read_histories(context.store)
 
     def leaked_processes(self) -> list[int]:

@@ -45,7 +45,7 @@ class DemoFleet:
 
 
 async def launch_fleet(settings: Settings, scope: str) -> DemoFleet:
-    async with open_context(settings, SilentEventLog(), credentialed=True) as context:
+    async with open_context(settings, SilentEventLog(), needs_github=True) as context:
         names = await _launch(context, scope)
         unregistered, *registered = names
         if context.github is None:

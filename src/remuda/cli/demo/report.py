@@ -223,8 +223,13 @@ def live_instances(histories: Histories) -> list[str]:
 def retirements(histories: Histories, stop_reason: Callable[[str], str]) -> list[DemoRetirement]:
     """All terminations. `stop_reason` returns the reason that an instance recorded itself."""
     return [
-        DemoRetirement(instance_id=key, state=entry.source, reason=entry.why, stop_reason=stop_reason(key))
+        DemoRetirement(
+            instance_id=key,
+            state=entry.source.value if entry.source else "",
+            reason=entry.why,
+            stop_reason=stop_reason(key),
+        )
         for key, (_, entries) in histories.items()
         for entry in entries
-        if entry.target == State.TERMINATING and entry.source != entry.target
+        if entry.is_end
     ]

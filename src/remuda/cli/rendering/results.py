@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import SecretStr
-
-from remuda.config.settings import Loaded, Settings, key
+from remuda.config.declaration import DEFAULT
+from remuda.config.kinds import Secret
+from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.provision.request import ProvisionResult
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
@@ -99,11 +100,11 @@ def refresh_document(result: RefreshResult) -> dict[str, Any]:
     }
 
 
-def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
+def config_rows(settings: Settings) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
-    for name in Settings.model_fields:
-        value = getattr(loaded.settings, name)
-        if isinstance(value, SecretStr):
+    for name, declared in SETTINGS.items():
+        value = getattr(settings, name)
+        if isinstance(value, Secret):
             shown: Any = "(hidden)"
         elif name == "resource_class_config":
             shown = {item.name: {"cpu": item.cpu, "mmem": item.memory_mib} for item in value}
@@ -113,8 +114,26 @@ def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
             shown = str(value)
         else:
             shown = to_jsonable(value)
-        rows[key(name)] = {"value": shown, "source": loaded.origins[name]}
+        rows[declared.key] = {"value": shown, "source": settings.origins.get(name, DEFAULT)}
     return rows
+
+
+def applied_lines(document: Mapping[str, Any]) -> list[str]:
+    """One line per applied change of a refresh document, with the old and the new value."""
+    changes = document["changes"]
+    return [
+        f"{name}: {' -> '.join(map(_shown_value, changes[name]))}" if changes.get(name) else name
+        for name in document["applied"]
+    ]
+
+
+def _shown_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        sizes = (f"{name} ({size['cpu']} vCPU, {size['mmem']} MiB)" for name, size in value.items())
+        return ", ".join(sizes) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "not set" if value is None else str(value)
 
 
 def _window_document(window: IdleWindow) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _runs(status: Status) -> Iterator[Any]:
     shown = [
         (
             *(run.run_id, str(run.attempt), run.resource_class, str(run.count), run.status.value),
-            status.ended.get(run.provision_id, run.why.removeprefix(f"{run.status} ")),
+            status.ended.get(run.provision_id, run.why),
         )
         for run in status.runs[:MAX_RUNS]
     ]
@@ -152,7 +152,7 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
         "usage": instance.usage_class.value,
         "tier": instance.tier.value,
         "uses": str(instance.uses),
-        "remark": instance.retire or busy,
+        "remark": instance.retire_text or busy,
     }
 
 
@@ -182,16 +182,16 @@ def _instance_changes(before: Status | None, after: Status) -> Iterator[str]:
     known = {item.instance_id: item for item in before.instances} if before else {}
     for instance in after.instances:
         old = known.pop(instance.instance_id, None)
-        if old is not None and (old.state, old.epoch, old.retire) == (
+        if old is not None and (old.state, old.epoch, old.retire_text) == (
             instance.state,
             instance.epoch,
-            instance.retire,
+            instance.retire_text,
         ):
             continue
         run = f" for run {instance.run_id}" if instance.run_id else ""
         left = "" if instance.state in ABSORBING else f", {_left(instance.threshold, after.at)} left"
         previous = f" (was {old.state})" if old is not None and old.state is not instance.state else ""
-        reason = f": {instance.retire}" if instance.retire else ""
+        reason = f": {instance.retire_text}" if instance.retire_text else ""
         yield f"{instance.instance_id} is {instance.state}{run}{previous}{left}{reason}"
     for instance_id in known:
         yield f"{instance_id} is gone"

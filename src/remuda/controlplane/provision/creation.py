@@ -13,7 +13,7 @@ from remuda.controlplane.provision.registration import RegisteredInstance, descr
 from remuda.controlplane.provision.rollback import AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
-from remuda.domain.instance import LIVE, Instance, State
+from remuda.domain.instance import LIVE, Instance, State, describe_retirement
 from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.resources import folded
 from remuda.domain.signals import Verdict
@@ -77,10 +77,11 @@ class Creation:
             first_life_s=(plan.provision.deadline - context.clock.now()).total_seconds() + 2 * lifetimes.margin_s,
             margin_s=lifetimes.margin_s,
         )
-        why = plan.retire_reason or f"{count} not available in the pool"
+        single_use = describe_retirement(plan.retire_reason, "") if plan.retire_reason else ""
+        why = single_use or f"{count} not available in the pool"
         context.event_log.record("launch", why, count=count, run_id=plan.provision.run_id)
         result = await self._call_launch(request)
-        self._recorder.launch(count, len(result.instances), result.errors, why=plan.retire_reason)
+        self._recorder.launch(count, len(result.instances), result.errors, why=single_use)
         if len(result.instances) < count:
             errors = "; ".join(result.errors) or "no reason was given"
             raise CapacityError(
@@ -156,13 +157,13 @@ class Creation:
             scope=plan.scope,
             tier=plan.request.tier,
             repository=folded(plan.repository),
-            retire=plan.retire_reason,
+            retire_reason=plan.retire_reason,
             created_at=to_milliseconds(self._context.clock.now()),
             assignment=plan.assignment(launched.instance_id, 1),
         )
 
     async def _write_record(self, record: Instance) -> Instance:
-        why = f"launched for run {record.run_id}"
+        why = "launched"
         instance = await apply_confirmed(self._context, create(record, by=Actor.PROVISION, why=why))
         self._acquired.add(instance)
         self._context.event_log.record(

@@ -8,7 +8,7 @@ from datetime import timedelta
 from remuda.controlplane.context import Context, read_config
 from remuda.controlplane.provision.request import ProvisionRequest, missing_credential
 from remuda.domain.errors import CapacityError, TimedOut, UserError
-from remuda.domain.instance import EPHEMERAL, NEVER_REUSED, Assignment, Credential
+from remuda.domain.instance import Assignment, Credential, RetireReason
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.provision_outcome import MAX_REASON
@@ -36,11 +36,11 @@ class ProvisionPlan:
     repository: str = ""
 
     @property
-    def retire_reason(self) -> str:
-        """Why new instances of this provision never serve another run; empty if they may."""
+    def retire_reason(self) -> RetireReason | None:
+        """Why new instances of this provision never serve another run; None if they may."""
         if self.registration is None:
-            return EPHEMERAL
-        return NEVER_REUSED if self.request.reuse is Reuse.NEVER else ""
+            return RetireReason.EPHEMERAL
+        return RetireReason.NEVER_REUSED if self.request.reuse is Reuse.NEVER else None
 
     def assignment(self, instance_id: str, epoch: int) -> Assignment:
         return Assignment(

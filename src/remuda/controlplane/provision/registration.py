@@ -10,13 +10,11 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Instance
 from remuda.domain.provision_outcome import RunnerSource
 from remuda.domain.signals import (
-    CREDENTIAL_REFUSED,
-    FORGE_UNREACHABLE,
+    FailureKind,
     Report,
     Signal,
     Verdict,
     registration_verdict,
-    took_s,
 )
 
 
@@ -31,7 +29,7 @@ class RegisteredInstance:
     @property
     def registration_s(self) -> float | None:
         """Seconds that the registration took on the machine; None if the agent did not report it."""
-        return took_s(self.report.detail) if self.report else None
+        return self.report.duration_s if self.report else None
 
 
 async def wait_for_registration(context: Context, instance: Instance, *, until: float) -> WaitResult:
@@ -46,13 +44,13 @@ async def wait_for_registration(context: Context, instance: Instance, *, until: 
     report = waited.report
     if waited.verdict is not Verdict.FAILED or report is None:
         return waited
-    if CREDENTIAL_REFUSED in report.detail:
+    if report.failure is FailureKind.CREDENTIAL_REFUSED:
         raise UserError(
             f"GitHub refused the registration: {report.detail}",
             field="github-token",
             fix="check the credential's rights on the scope and run remuda refresh",
         )
-    if FORGE_UNREACHABLE in report.detail:
+    if report.failure is FailureKind.GITHUB_UNREACHABLE:
         raise Unavailable(f"the runners cannot register: {report.detail}", fix="try again when GitHub answers")
     if report.signal is Signal.UD_FAILED:
         raise UserError(
@@ -65,5 +63,5 @@ async def wait_for_registration(context: Context, instance: Instance, *, until: 
 
 def describe_failure(waited: WaitResult) -> str:
     if waited.stopped is StopReason.VERDICT and waited.report is not None:
-        return f"{waited.report.signal}: {waited.report.detail}"
+        return waited.report.describe_signal()
     return f"not registered: {waited.stopped.value}"

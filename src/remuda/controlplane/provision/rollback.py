@@ -12,7 +12,7 @@ from remuda.domain.instance import ASSIGNED, Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.provision_outcome import ProvisionOutcome
-from remuda.domain.transitions import Actor, Cause, End, Release, tombstone
+from remuda.domain.transitions import Actor, End, Release, RetireReason, tombstone
 
 #: Seconds that a rollback may take. Sweeps finish the rest.
 ROLLBACK_TIMEOUT_S = 10.0
@@ -90,7 +90,7 @@ async def _give_back(
     for _ in range(CONFLICT_ATTEMPTS):
         event: End | Release
         if instance.state is State.CREATED:
-            event = End(cause=Cause.RELEASED, owner=item.instance.owner)
+            event = End(reason=RetireReason.RELEASED, owner=item.instance.owner)
         elif instance.state in ASSIGNED and removal is not None:
             event = Release(
                 release_time_s=config.lifetimes.release_time_s,
@@ -119,12 +119,14 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> None:
     )
     try:
         await context.store.apply(tombstone(record, by=Actor.PROVISION, now=now, why=why))
-        context.event_log.record("tombstone", why, instance_id=instance.instance_id, cause=Cause.UNRECORDED.value)
+        context.event_log.record(
+            "tombstone", why, instance_id=instance.instance_id, retire_reason=RetireReason.UNRECORDED
+        )
     except Conflict as conflict:
         current = conflict.current
         if not isinstance(current, Instance) or current.owner != instance.owner or current.state is not State.CREATED:
             return
-        event = End(cause=Cause.RELEASED, owner=instance.owner)
+        event = End(reason=RetireReason.RELEASED, owner=instance.owner)
         await transition(context, current, event, by=Actor.PROVISION, why=why)
     await context.compute.terminate([instance.instance_id])
 

@@ -15,7 +15,7 @@ from remuda.domain.provision import ProvisionStatus
 from remuda.domain.provision_outcome import RejectionKind, RunnerSource
 from remuda.domain.resources import PoolMessage, folded
 from remuda.domain.signals import Verdict
-from remuda.domain.transitions import Actor, Cause, Claim, End, advance, presumed
+from remuda.domain.transitions import Actor, Claim, End, RetireReason, advance, presumed_idle
 from remuda.ports.pool import Delivery
 
 #: Seconds that a claimed instance has to register before the worker gives up on it.
@@ -88,7 +88,7 @@ class Selection:
         """Return the claimed instance, or None if another process was first or the record is unreadable."""
         context, plan = self._context, self._plan
         now = context.clock.now()
-        idle = presumed(message, now=now)
+        idle = presumed_idle(message, now=now)
         change = advance(
             idle,
             Claim(
@@ -151,7 +151,7 @@ class Selection:
 
     async def _give_up(self, claimed: Instance, waited: WaitResult) -> None:
         event = End(
-            cause=Cause.FAILED if waited.stopped is StopReason.VERDICT else Cause.TIMED_OUT,
+            reason=RetireReason.FAILED if waited.stopped is StopReason.VERDICT else RetireReason.TIMED_OUT,
             report=waited.report,
             owner=claimed.owner,
         )
@@ -169,7 +169,7 @@ class Selection:
 
 def _claim_reason(message: PoolMessage, plan: ProvisionPlan) -> str:
     lowered = "" if message.tier is plan.request.tier else f"; tier {plan.request.tier} from now on"
-    return f"matches run {plan.provision.run_id}{lowered}"
+    return f"matches the request{lowered}"
 
 
 def _is_still_idle(current: object, message: PoolMessage) -> bool:
@@ -177,7 +177,7 @@ def _is_still_idle(current: object, message: PoolMessage) -> bool:
 
     A message that differs from the record is deleted: the next one is correct.
     """
-    if not isinstance(current, Instance) or current.retire:
+    if not isinstance(current, Instance) or current.retire_reason is not None:
         return False
     return current.state is State.IDLE and current.message() == message
 
@@ -187,8 +187,8 @@ def _claim_lost_reason(current: object, message: PoolMessage) -> str:
         return "stale pool message: the instance has no record"
     if current.epoch != message.epoch:
         return f"stale pool message: epoch {message.epoch}, current epoch {current.epoch}"
-    if current.retire:
-        return f"the instance is retired: {current.retire}"
+    if current.retire_reason is not None:
+        return f"the instance is retired: {current.retire_text}"
     if (current.tier, current.repository) != (message.tier, message.repository):
         return "wrong pool message: the record has another tier or repository"
     return f"the instance is {current.state}, or about to expire"

@@ -12,7 +12,7 @@ from remuda.controlplane.context import Context, skip_unreadable
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
-from remuda.domain.provision import Provision, ProvisionStatus, machines_ended
+from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
 from remuda.domain.reporting.warnings import PoolWarning, find_warnings
 from remuda.domain.signals import Report
 from remuda.domain.stale_registrations import stale_registration_reason
@@ -138,7 +138,7 @@ async def _ended(context: Context, runs: Sequence[Provision], instances: Sequenc
         return {}
     ids = {instance_id for run in candidates for instance_id in run.instance_ids}
     records, _ = await skip_unreadable(context.store.get_many(ids))
-    sentences = {run.provision_id: machines_ended(run, records) for run in candidates}
+    sentences = {run.provision_id: describe_ended(run, records) for run in candidates}
     return {provision_id: sentence for provision_id, sentence in sentences.items() if sentence}
 
 

@@ -1,4 +1,4 @@
-"""First sightings of anomalies, kept across sweeps: an anomaly counts only after it has lasted for a grace period."""
+"""Anomalies that sweeps have seen, with the time of the first sweep: an anomaly counts only after a grace period."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from remuda.ports.store import InstanceStore
 
 
 class FirstSeen:
-    """When each anomaly was first seen. An anomaly that a sweep does not see again is dropped."""
+    """Maps each anomaly to the time when it was first seen. A sweep drops those that it does not see again."""
 
     def __init__(self, known: Mapping[str, datetime], *, now: datetime) -> None:
         self._known = dict(known)
@@ -28,7 +28,7 @@ class FirstSeen:
         return anomaly in self._known
 
     def keep(self, anomaly: str) -> None:
-        """Keep the first sighting, if there is one, because this sweep could not check."""
+        """Keep the time of a known anomaly, because this sweep could not check it."""
         if anomaly in self._known:
             self._seen[anomaly] = self._known[anomaly]
 

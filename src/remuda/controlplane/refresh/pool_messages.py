@@ -42,7 +42,7 @@ class PoolMessageSweep:
             try:
                 if isinstance(depth, RemudaError):
                     raise depth
-                # A message in the course of a claim is counted, too, so one surplus alone proves nothing.
+                # A message that is being claimed is counted, too, so a single surplus proves nothing.
                 if depth > idle[name] and self._first_seen.was_seen_before(f"surplus-messages:{name}"):
                     await self._delete_stale(name, min(depth, MAX_MESSAGES))
             except NotFound:

@@ -59,7 +59,8 @@ class StaleRegistrationSweep:
         stale = [
             (scope, runner, why)
             for scope, runner, instance_id in ours
-            if instance_id not in unreadable and (why := self._stale_reason(runner, records.get(instance_id))) is not None
+            if instance_id not in unreadable
+            and (why := self._stale_reason(runner, records.get(instance_id))) is not None
         ]
         for result in await map_concurrently(stale, lambda item: self._remove(*item)):
             if isinstance(result, RemudaError):
@@ -80,7 +81,7 @@ class StaleRegistrationSweep:
         )
 
     def _unrecorded_since(self, runner: GitHubRunner) -> datetime | None:
-        """When the registration was first seen without a record and without a machine; None if it has a machine.
+        """Return when the registration was first seen without a record and a machine; None if it has a machine.
 
         An existing machine may get its record any moment; otherwise the machine sweep writes a tombstone.
         """

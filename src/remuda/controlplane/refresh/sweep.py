@@ -68,7 +68,7 @@ class Sweep:
         )
         not_retired = {key: item for key, item in records.items() if key not in result.retired}
         await self._guarded("stale registrations", lambda: registrations.run(external.runners, not_retired))
-        await self._guarded("first sightings", lambda: first_seen.save(context.store))
+        await self._guarded("anomalies", lambda: first_seen.save(context.store))
         await self._guarded("old records", self._delete_old_records)
         for name, why in context.store.malformed_records.items():
             result.error(f"the record {name} cannot be read: {why}; repair or delete it by hand")
@@ -80,7 +80,7 @@ class Sweep:
             self._result.error(f"{name}: {error.message}")
 
     async def _load_first_seen(self) -> Mapping[str, datetime]:
-        """If the stored sightings cannot be parsed, start without any: every grace period begins anew."""
+        """If the stored anomalies cannot be parsed, start without any: every grace period begins again."""
         try:
             return await self._context.store.get_sightings()
         except Unreadable as error:

@@ -10,7 +10,7 @@ from remuda.controlplane.deregistration import removal_credential
 from remuda.domain.errors import Conflict, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.release_policy import credential_is_short, next_for_releasing
+from remuda.domain.release_policy import credential_expires_early, next_for_releasing
 from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, Announce, RenewCredential
 from remuda.ports.pool import BATCH
@@ -27,7 +27,7 @@ async def advance_release(
     upcoming = next_for_releasing(instance, report, now=now, lifetimes=config.lifetimes, reuse=config.reuse)
     if upcoming is not None:
         return await transition(context, instance, upcoming.event, by=by, why=upcoming.why)
-    if credential_is_short(instance, now=now, margin_s=config.lifetimes.margin_s):
+    if credential_expires_early(instance, now=now, margin_s=config.lifetimes.margin_s):
         return await _renew_credential(context, config, instance, by=by)
     return instance
 
@@ -44,7 +44,7 @@ async def _renew_credential(context: Context, config: PoolConfig, instance: Inst
 async def publish_to_pool(context: Context, instances: Collection[Instance], *, by: Actor) -> list[RemudaError]:
     """Send pool messages for idle instances, then record that. After a crash in between, the message is repeated."""
     # Retired and quarantined instances cannot be claimed.
-    idle = [instance for instance in instances if instance.state is State.IDLE and not instance.retire]
+    idle = [instance for instance in instances if instance.state is State.IDLE and instance.retire_reason is None]
     if not idle:
         return []
     try:

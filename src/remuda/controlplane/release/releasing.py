@@ -25,8 +25,8 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus, released
-from remuda.domain.signals import removal_verdict, took_s, without_took
-from remuda.domain.transitions import Actor, Cause, End, Release
+from remuda.domain.signals import removal_verdict
+from remuda.domain.transitions import Actor, End, Release, RetireReason
 
 #: Seconds between two checks of the record, its threshold and its credential while a release waits for the agent.
 RECHECK_INTERVAL_S = 5.0
@@ -74,7 +74,7 @@ async def _mark_released(context: Context, *, run_id: str, attempt: int, errors:
             if provision.status is ProvisionStatus.RELEASED:
                 return provision
             before = provision
-            after = released(before, now=context.clock.now(), why=f"released by attempt {attempt}")
+            after = released(before, now=context.clock.now(), why=f"by attempt {attempt}")
             try:
                 await _replace(context, before, after)
             except Conflict as conflict:
@@ -135,7 +135,7 @@ class _InstanceReleaser:
                 if instance.state is State.RELEASING:
                     return await self._finish(instance)
                 if instance.state is State.CREATED:
-                    await self._transition(instance, End(cause=Cause.RELEASED), "released before it was ready")
+                    await self._transition(instance, End(reason=RetireReason.RELEASED), "released before it was ready")
                     await remove_jit_registration(self._context, instance)
                     return _outcome(instance, ReleaseStatus.RETIRED, "it was still booting")
                 if instance.state not in {State.CLAIMED, State.RUNNING}:
@@ -155,7 +155,7 @@ class _InstanceReleaser:
             credential=await removal_credential(self._context, self._config, instance.scope),
             deregistered=await remove_jit_registration(self._context, instance),
         )
-        return await self._transition(instance, event, "released by its workflow")
+        return await self._transition(instance, event, "by its workflow")
 
     async def _transition(self, instance: Instance, event: Release | End, why: str) -> Instance:
         return await transition(self._context, instance, event, by=Actor.RELEASE, why=why)
@@ -189,10 +189,10 @@ class _InstanceReleaser:
                 self._publisher.add(after)
                 return _reported_outcome(after, ReleaseStatus.RELEASED, "clean, in the pool", waited)
             if after.state is not State.RELEASING:
-                return _reported_outcome(after, ReleaseStatus.RETIRED, after.retire, waited)
+                return _reported_outcome(after, ReleaseStatus.RETIRED, after.retire_text, waited)
             if waited.stopped is StopReason.VERDICT and after == instance:
                 # The agent has failed, and a quarantine keeps the machine: no further report will come.
-                return _outcome(instance, ReleaseStatus.SKIPPED, f"not clean, and kept: {instance.retire}")
+                return _outcome(instance, ReleaseStatus.SKIPPED, f"not clean, and kept: {instance.retire_text}")
             instance = after
 
     async def _read_again(self, instance: Instance) -> Instance:
@@ -209,8 +209,8 @@ def _finished_by_another(instance: Instance, current: Instance) -> ReleaseOutcom
         return _outcome(instance, ReleaseStatus.RELEASED, "clean, in the pool")
     if current.state not in ABSORBING:
         return None
-    expired = current.retire == Cause.EXPIRED.value
-    return _outcome(instance, ReleaseStatus.EXPIRED if expired else ReleaseStatus.RETIRED, current.retire)
+    expired = current.retire_reason is RetireReason.EXPIRED
+    return _outcome(instance, ReleaseStatus.EXPIRED if expired else ReleaseStatus.RETIRED, current.retire_text)
 
 
 def _outcome(instance: Instance, status: ReleaseStatus, why: str) -> ReleaseOutcome:
@@ -218,11 +218,10 @@ def _outcome(instance: Instance, status: ReleaseStatus, why: str) -> ReleaseOutc
 
 
 def _reported_outcome(instance: Instance, status: ReleaseStatus, why: str, waited: WaitResult) -> ReleaseOutcome:
-    detail = waited.report.detail if waited.report else ""
     return ReleaseOutcome(
         instance_id=instance.instance_id,
         status=status,
         why=why,
-        deregistration_s=took_s(detail),
-        detail=without_took(detail),
+        deregistration_s=waited.report.duration_s if waited.report else None,
+        detail=waited.report.detail if waited.report else "",
     )

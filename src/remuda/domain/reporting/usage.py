@@ -12,7 +12,7 @@ from datetime import datetime
 
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import RunnerSource
+from remuda.domain.provision_outcome import ProvisionKind, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.timeline import MachinePhase, Span, clipped, levels, spans_of
 
@@ -82,7 +82,7 @@ class UsageReport:
     priced: str
     instances: int
     provisions: int
-    #: Provisions by kind: warm, mixed, cold, failed, and untold where the record says nothing.
+    #: Provisions by kind: warm, mixed, cold, failed, and unknown if the record has no outcome.
     kinds: Mapping[str, int]
     reused: int
     created: int
@@ -137,7 +137,7 @@ def usage_report(
         priced=_priced(prices),
         instances=len({span.instance_id for span in spans}),
         provisions=len(provisions),
-        kinds=dict(Counter(item.outcome.kind if item.outcome else "untold" for item in provisions)),
+        kinds=dict(Counter(item.outcome.kind if item.outcome else "unknown" for item in provisions)),
         reused=_reused(told),
         created=_created(told),
         times=duration_stats((item.outcome.kind, item.outcome.seconds) for item in told if item.outcome),
@@ -255,10 +255,10 @@ def duration_stats(pairs: Iterable[tuple[str, float]]) -> dict[str, DurationStat
 
 def _ready(told: Sequence[Provision]) -> dict[str, DurationStats]:
     return duration_stats(
-        (acquired.source.value, acquired.seconds)
+        (taken.source.value, taken.seconds)
         for item in told
         if item.outcome is not None
-        for acquired in item.outcome.acquired
+        for taken in item.outcome.acquired
     )
 
 
@@ -303,7 +303,7 @@ def _savings(
     for outcome in (item.outcome for item in told):
         if outcome is None or outcome.error:
             continue
-        if outcome.kind == "warm":
+        if outcome.kind is ProvisionKind.WARM:
             waiting_s += max(0.0, boots.p50 - outcome.seconds)
         from_pool = [item for item in outcome.acquired if item.source is RunnerSource.POOL]
         # What is told one by one is bounded: it stands for the rest.
@@ -319,21 +319,8 @@ def _savings(
 
 
 def _retirements(histories: Mapping[str, Sequence[HistoryEntry]], since: datetime, until: datetime) -> dict[str, int]:
-    ends = (
-        entry for entries in histories.values() for entry in entries if is_end(entry) and since <= entry.at <= until
-    )
-    return dict(Counter(f"{entry.source or 'unrecorded'}: {_kind_of_end(entry.why)}" for entry in ends))
-
-
-def is_end(entry: HistoryEntry) -> bool:
-    """Whether it is the decision that a machine ends."""
-    return entry.transition.startswith(("end-", "tombstone"))
-
-
-def _kind_of_end(why: str) -> str:
-    """Reasons without their numbers and ids, so that they can be counted."""
-    words = ["…" if any(letter.isdigit() for letter in word) else word for word in why.split()]
-    return " ".join(words)[:80]
+    ends = (entry for entries in histories.values() for entry in entries if entry.is_end and since <= entry.at <= until)
+    return dict(Counter(f"{entry.source or 'no record'}: {entry.retire_reason or 'unknown'}" for entry in ends))
 
 
 def _point(item: Provision) -> ProvisionPoint:

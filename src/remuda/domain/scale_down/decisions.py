@@ -358,7 +358,7 @@ def renewals(
     result: list[Renewal] = []
     by_class: dict[str, list[Instance]] = {}
     for record in records:
-        if record.state is State.IDLE and not record.retire and record.threshold > now:
+        if record.state is State.IDLE and record.retire_reason is None and record.threshold > now:
             by_class.setdefault(record.resource_class, []).append(record)
     for name, group in sorted(by_class.items()):
         newest_first = quota.eviction is Eviction.OLDEST_FIRST

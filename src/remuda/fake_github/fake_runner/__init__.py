@@ -1,6 +1,6 @@
 """The fake actions runner: the programs behind `config.sh` and `bin/Runner.Listener`.
 
-`package.install` copies this package into the runner's folder, where it runs without site-packages. It therefore uses
+`package.install` copies this package into the runner's folder and runs it without site-packages. It therefore uses
 relative imports and the standard library only.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from remuda.adapters.system.clock import SystemClock
+from remuda.cli.local_backend import can_list_registrations
 from remuda.cli.output import Output
 from remuda.cli.rendering.formatting import parse_duration
 from remuda.cli.run import EXIT_OK, run_async
@@ -36,14 +37,13 @@ def run_dashboard(
     token_file: str | None,
     since: str,
     every: float | None,
-    asks: bool,
 ) -> int:
     since_s = parse_window(since)
     address = parse_listen_address(host, port, token_file, os.environ)
 
     async def work() -> int:
         # Fails now if the backend cannot be opened. Later errors are shown on the page.
-        async with open_context(settings, SilentEventLog(), credentialed=False, alive=False):
+        async with open_context(settings, SilentEventLog(), needs_github=False, require_local_github=False):
             pass
         listener = listen(address)
         url = page_url(address, listener)
@@ -53,7 +53,7 @@ def run_dashboard(
             listener,
             interval_s=every,
             since_s=since_s,
-            asks=asks,
+            list_registrations=can_list_registrations(settings),
             event_log=output.event_log(SystemClock()),
         ) as server:
             output.say(f"dashboard: {url} (press Ctrl-C to stop)", style="bold")
@@ -61,4 +61,4 @@ def run_dashboard(
             await server
         return EXIT_OK
 
-    return run_async(work, farewell="dashboard stopped")
+    return run_async(work, on_interrupt_message="dashboard stopped")

@@ -14,7 +14,7 @@ from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.reporting.explanation import explain_entry
 from remuda.domain.reporting.timeline import MachinePhase, spans_of
-from remuda.domain.reporting.usage import UsageSummary, duration_stats, is_end
+from remuda.domain.reporting.usage import UsageSummary, duration_stats
 from remuda.domain.transitions import Actor
 
 #: Spans refer to phases by their index here.
@@ -54,7 +54,7 @@ def instance_text(seen: KnownInstance, *, now: datetime, busy: bool) -> str:
             "last_run": instance.last_run_id,
             "uses": instance.uses,
             "epoch": instance.epoch,
-            "retire_reason": instance.retire[:MAX_TEXT],
+            "retire_text": instance.retire_text[:MAX_TEXT],
             "quarantined_until": milliseconds(instance.quarantined_until) if instance.is_quarantined(now) else 0,
             "busy": busy,
             "ended_at": ended_at,
@@ -147,9 +147,9 @@ def decisions(seen: KnownInstance) -> list[tuple[datetime, str, str]]:
     found = [
         (entry.at, f"{name}/{milliseconds(entry.at)}/{entry.transition}", _decision(seen.instance, entry))
         for entry in history
-        if is_end(entry) or entry.transition in _DECIDING_TRANSITIONS
+        if entry.is_end or entry.transition in _DECIDING_TRANSITIONS
     ]
-    kept = [entry for entry in history if entry.transition == _KEEPING_TRANSITION and entry.by == Actor.SCALE_DOWN]
+    kept = [entry for entry in history if entry.transition == _KEEPING_TRANSITION and entry.by is Actor.SCALE_DOWN]
     return [*found, *((entry.at, f"{name}{KEPT_SUFFIX}", _decision(seen.instance, entry)) for entry in kept[-1:])]
 
 

@@ -160,7 +160,7 @@ async def serving(
     *,
     interval_s: float | None,
     since_s: float,
-    asks: bool,
+    list_registrations: bool,
     event_log: EventLog | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve while the block runs. Yields the server's task. All streams are closed at the end of the block."""
@@ -175,7 +175,9 @@ async def serving(
     calls = CallCounter()
     metrics = FleetMetrics(started_at=clock.now())
     feed = Feed(
-        open_context=lambda: open_context(settings, SilentEventLog(), credentialed=asks, alive=False, calls=calls),
+        open_context=lambda: open_context(
+            settings, SilentEventLog(), needs_github=list_registrations, require_local_github=False, calls=calls
+        ),
         backend=settings.backend,
         interval_s=interval_s or POLL_INTERVAL_S[settings.backend],
         since_s=since_s,

@@ -12,7 +12,7 @@ from remuda.domain import timestamps
 from remuda.domain.instance import State
 from remuda.domain.provision import Provision
 from remuda.domain.serialization import camel, to_jsonable
-from remuda.domain.signals import MAX_DETAIL, Signal
+from remuda.domain.signals import Report
 from remuda.domain.transitions import Change, WriteCondition
 
 
@@ -71,12 +71,12 @@ class Expression:
 
 
 def change_arguments(change: Change) -> dict[str, Any]:
-    """Only what the change sets is written, where its guard holds; the index attributes follow."""
+    """Only what the change sets is written, if its condition is met; the index attributes follow."""
     expression = Expression()
     for name, value in change.sets.items():
         expression.set(camel(name), value)
     _set_indexes(expression, change)
-    return expression.arguments(_guard(expression, change.guard))
+    return expression.arguments(_condition(expression, change.condition))
 
 
 def _set_indexes(expression: Expression, change: Change) -> None:
@@ -97,29 +97,29 @@ def _set_indexes(expression: Expression, change: Change) -> None:
         expression.set_raw(items.TTL, items.seconds(sets["forget_at"]))
 
 
-def _guard(expression: Expression, guard: WriteCondition) -> str:
-    """`Guard.admits`, as the table checks it in the same step as the write."""
-    if guard.state is None:
+def _condition(expression: Expression, condition: WriteCondition) -> str:
+    """`WriteCondition.is_met_by`, as the table checks it in the same step as the write."""
+    if condition.state is None:
         return f"attribute_not_exists({expression.name(items.PK)})"
-    terms = [_equal(expression, "state", guard.state), _equal(expression, "epoch", guard.epoch)]
-    terms += [_equal(expression, camel(name), value) for name, value in guard.offered]
-    if guard.owner is not None:
-        terms.append(_equal(expression, "owner", guard.owner))
+    terms = [_equal(expression, "state", condition.state), _equal(expression, "epoch", condition.epoch)]
+    terms += [_equal(expression, camel(name), value) for name, value in condition.equals]
+    if condition.owner is not None:
+        terms.append(_equal(expression, "owner", condition.owner))
     # Stored times have milliseconds, and text order is time order: the text of the limit, cut, compares the same.
-    if guard.threshold_after is not None:
-        terms.append(f"{expression.name('threshold')} > {expression.value(guard.threshold_after)}")
-    if guard.threshold_at_or_before is not None:
-        terms.append(f"{expression.name('threshold')} <= {expression.value(guard.threshold_at_or_before)}")
-    if guard.not_retired:
-        terms.append(_empty(expression, "retire"))
-    if guard.max_quarantined_until is not None:
+    if condition.threshold_after is not None:
+        terms.append(f"{expression.name('threshold')} > {expression.value(condition.threshold_after)}")
+    if condition.threshold_at_or_before is not None:
+        terms.append(f"{expression.name('threshold')} <= {expression.value(condition.threshold_at_or_before)}")
+    if condition.not_retired:
+        terms.append(f"attribute_not_exists({expression.name(camel('retire_reason'))})")
+    if condition.max_quarantined_until is not None:
         held = expression.name(camel("quarantined_until"))
-        terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(guard.max_quarantined_until)})")
-    if guard.tiers:
-        terms.append(one_of(expression, "tier", guard.tiers))
-    if guard.repository:
-        terms.append(_equal(expression, "repository", guard.repository))
-    elif guard.repository is not None:
+        terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(condition.max_quarantined_until)})")
+    if condition.tiers:
+        terms.append(one_of(expression, "tier", condition.tiers))
+    if condition.repository:
+        terms.append(_equal(expression, "repository", condition.repository))
+    elif condition.repository is not None:
         terms.append(_empty(expression, "repository"))
     return " AND ".join(terms)
 
@@ -137,16 +137,17 @@ def _equal(expression: Expression, attribute_name: str, value: Any) -> str:
 # Reports ----------------------------------------------------------------------------------------------------------
 
 
-def signal_arguments(instance_id: str, *, epoch: int, signal: Signal, detail: str, now: datetime) -> dict[str, Any]:
+#: Fields of a report that a signal writes.
+_SIGNAL_FIELDS = ("instance_id", "epoch", "signal", "rank", "detail", "duration_s", "failure")
+
+
+def signal_arguments(report: Report, *, now: datetime) -> dict[str, Any]:
     expression = Expression()
-    at_epoch, rank = expression.value(epoch), expression.value(signal.rank)
-    expression.set("instanceId", instance_id)
-    expression.set("epoch", epoch)
-    expression.set("signal", signal)
-    expression.set("rank", signal.rank)
-    expression.set("detail", detail[:MAX_DETAIL])
+    at_epoch, rank = expression.value(report.epoch), expression.value(report.rank)
+    for name in _SIGNAL_FIELDS:
+        expression.set(camel(name), getattr(report, name))
     # A notice that it was there for comes back with the next beat.
-    _set_troubled(expression, instance_id, troubled=signal.failed)
+    _set_troubled(expression, report.instance_id, troubled=report.troubled)
     expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
     stored_epoch, stored_rank = expression.name("epoch"), expression.name("rank")
     return expression.arguments(

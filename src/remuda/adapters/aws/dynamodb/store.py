@@ -22,7 +22,7 @@ from remuda.domain.errors import Conflict, RemudaError, Unavailable, Unreadable
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.signals import Report, Signal
+from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -284,9 +284,21 @@ class DynamoInstanceStore:
         parts = await gathered(search(number) for number in range(items.SHARDS))
         return self._readable(Report, (item for part in parts for item in part))
 
-    async def write_signal(self, instance_id: str, *, epoch: int, signal: Signal, detail: str = "") -> None:
+    async def write_signal(
+        self,
+        instance_id: str,
+        *,
+        epoch: int,
+        signal: Signal,
+        detail: str = "",
+        duration_s: float | None = None,
+        failure: FailureKind | None = None,
+    ) -> None:
         arguments = expressions.signal_arguments(
-            instance_id, epoch=epoch, signal=signal, detail=detail, now=self._clock.now()
+            Report(instance_id=instance_id).with_signal(
+                epoch=epoch, signal=signal, detail=detail, duration_s=duration_s, failure=failure
+            ),
+            now=self._clock.now(),
         )
         try:
             await self._write_report(instance_id, arguments)

@@ -39,7 +39,7 @@ function show(explanation, error) {
   setText(find("explanation-error"), error);
   find("explanation-error").hidden = !error;
   find("explanation-lines").classList.toggle("short", explanation.kind === "instance");
-  find("explanation-lines").replaceChildren(...lines(explanation.lines));
+  find("explanation-lines").replaceChildren(...lines(explanation.events));
   find("explanation-next").replaceChildren(...explanation.next.map((text) => make("li", "", text)));
   find("explanation-next-title").hidden = !explanation.next.length;
 }
@@ -53,7 +53,7 @@ function* lines(events) {
       lastDay = day(at);
       yield make("li", "day", `${lastDay} UTC`);
     }
-    const item = make("li", ["good", "bad", "minor"].includes(line.tone) ? line.tone : "");
+    const item = make("li", ["good", "bad", "minor"].includes(line.severity) ? line.severity : "");
     const text = make("span", "text");
     text.append(make("b", "", line.what));
     if (line.why) text.append(make("span", "why", `: ${line.why}`));

@@ -88,7 +88,7 @@ export function showInstances(model, limit) {
         [instance.usage, "whole"],
         [String(instance.uses), "n"],
         [ending ? "" : left >= 0 ? duration(left) : `overdue by ${duration(-left)}`, "n"],
-        [quarantine, instance.retire_reason || (instance.busy ? "a job is running" : "")].filter(Boolean).join(": "),
+        [quarantine, instance.retire_text || (instance.busy ? "a job is running" : "")].filter(Boolean).join(": "),
       ]);
     },
   });

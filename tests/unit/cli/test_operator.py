@@ -1,10 +1,10 @@
-"""What may be chosen, for how long, and why: refused before anything is read."""
+"""Arguments of drain, quarantine and terminate, which are checked before any record is read."""
 
 from __future__ import annotations
 
 import pytest
 
-from remuda.cli.operator import check_choice, check_reason, run_quarantine, run_terminate
+from remuda.cli.operator import check_reason, check_selection, run_quarantine, run_terminate
 from remuda.cli.output import Output
 from remuda.cli.rendering.formatting import parse_duration
 from remuda.config.settings import Settings
@@ -15,15 +15,15 @@ ONE = InstanceSelector(instance_ids=("i-0123456789abcdef0",))
 
 
 @pytest.mark.parametrize(
-    "choice",
+    "selector",
     [ONE, InstanceSelector(everything=True), InstanceSelector(resource_class="large"), InstanceSelector(ami="ami-1")],
 )
-def test_ids_or_a_filter(choice: InstanceSelector) -> None:
-    assert check_choice(choice) is choice
+def test_ids_or_a_filter_are_accepted(selector: InstanceSelector) -> None:
+    assert check_selection(selector) is selector
 
 
 @pytest.mark.parametrize(
-    "choice",
+    "selector",
     [
         InstanceSelector(),
         InstanceSelector(instance_ids=("i-1; rm",)),
@@ -31,32 +31,42 @@ def test_ids_or_a_filter(choice: InstanceSelector) -> None:
         InstanceSelector(instance_ids=ONE.instance_ids, ami="ami-1"),
     ],
 )
-def test_nobody_ends_a_fleet_by_leaving_a_word_out(choice: InstanceSelector) -> None:
+def test_a_missing_or_ambiguous_selection_is_rejected(selector: InstanceSelector) -> None:
     with pytest.raises(UserError) as failure:
-        check_choice(choice)
+        check_selection(selector)
     assert (failure.value.field, bool(failure.value.fix)) == ("INSTANCE", True)
 
 
-@pytest.mark.parametrize("last", ["", "0h", "8d", "soon", "-1h", "1e9h", "99999999h"])
-def test_a_quarantine_has_a_limit(last: str) -> None:
+@pytest.mark.parametrize("duration", ["", "0h", "8d", "soon", "-1h", "1e9h", "99999999h"])
+def test_quarantine_rejects_an_invalid_duration(duration: str) -> None:
     with pytest.raises(UserError) as failure:
-        run_quarantine(Settings(), Output(as_json=False), ONE, last=last, reason="", dry_run=False)
+        run_quarantine(
+            Settings(), Output(as_json=False), instances=ONE.instance_ids, duration=duration, reason="", dry_run=False
+        )
     assert failure.value.field == "--for"
 
 
 @pytest.mark.parametrize("reason", ["x" * 201, "two\nlines", "\x1b[2J"])
-def test_a_reason_is_one_line(reason: str) -> None:
+def test_a_reason_of_several_lines_is_rejected(reason: str) -> None:
     with pytest.raises(UserError) as failure:
-        run_terminate(Settings(), Output(as_json=False), ONE, reason=reason, dry_run=False, sure=True)
+        run_terminate(
+            Settings(),
+            Output(as_json=False),
+            instances=ONE.instance_ids,
+            everything=False,
+            reason=reason,
+            dry_run=False,
+            confirmed=True,
+        )
     assert failure.value.field == "--reason"
 
 
-def test_no_reason_says_so() -> None:
-    assert check_reason(" ") == "no reason was given"
+def test_an_empty_reason_is_replaced() -> None:
+    assert check_reason(" ") == "no reason given"
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90m", 5_400), (" 2 h", 7_200), ("7d", 604_800), ("1w", 604_800), ("h", None), ("1y", None)]
 )
-def test_durations(text: str, seconds: float | None) -> None:
+def test_parse_duration(text: str, seconds: float | None) -> None:
     assert parse_duration(text) == seconds

@@ -1,4 +1,4 @@
-"""Settings to a doctor's checks: on each backend, who looks at what."""
+"""Wiring of `remuda doctor`: the checks of each backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.github.doctor import GithubDoctor
 from remuda.adapters.local.doctor import LocalDoctor
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.config.settings import Loaded, key
+from remuda.config.settings import SETTINGS, Settings
 from remuda.controlplane.context import Context
 from remuda.controlplane.doctor import pool_checks
 from remuda.domain.errors import RemudaError
@@ -19,14 +19,10 @@ from remuda.domain.pool_config import PoolConfig
 from remuda.ports.calls import CallCounter
 from remuda.ports.doctor import Check
 from remuda.ports.event_log import SilentEventLog
-from remuda.wiring import (
-    aws_libraries,
-    github_client,
-    github_credential,
-    layout,
-    local_endpoint,
-    open_context,
-)
+from remuda.wiring import open_context
+from remuda.wiring.aws import aws_libraries
+from remuda.wiring.github import github_client, github_credential, missing_credential
+from remuda.wiring.local import layout, local_endpoint
 
 if TYPE_CHECKING:
     from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
@@ -37,7 +33,7 @@ T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """What several checks need, made by the first of them: the others get the same, or the same error."""
+    """A value that several checks share. The first one creates it; the others get the same value or error."""
 
     def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
         self._make = make
@@ -59,14 +55,15 @@ class Once(Generic[T]):
 
 
 @asynccontextmanager
-async def open_doctor(loaded: Loaded, background: Mapping[str, Callable[[], bool]]) -> AsyncIterator[Sequence[Check]]:
-    """`background`: the local backend's processes by name, and whether each runs."""
-    settings = loaded.settings
+async def open_doctor(
+    settings: Settings, background: Mapping[str, Callable[[], bool]]
+) -> AsyncIterator[Sequence[Check]]:
+    """Open the checks. `background` maps each background process of the local backend to a check whether it runs."""
     async with AsyncExitStack() as stack:
 
         async def opened() -> Context:
             return await stack.enter_async_context(
-                open_context(settings, SilentEventLog(), credentialed=False, alive=False)
+                open_context(settings, SilentEventLog(), needs_github=False, require_local_github=False)
             )
 
         context = Once(opened)
@@ -76,25 +73,22 @@ async def open_doctor(loaded: Loaded, background: Mapping[str, Callable[[], bool
 
         get_config = Once(read)
         if settings.backend == "aws":
-            yield await _aws_checks(loaded, stack, context, get_config)
+            yield await _aws_checks(settings, stack, context, get_config)
         else:
-            yield _local_checks(loaded, stack, get_config, background)
-
-
-# Local --------------------------------------------------------------------------------------------------------------
+            yield _local_checks(settings, stack, get_config, background)
 
 
 def _local_checks(
-    loaded: Loaded,
+    settings: Settings,
     stack: AsyncExitStack,
     get_config: Once[PoolConfig | None],
     background: Mapping[str, Callable[[], bool]],
 ) -> Sequence[Check]:
-    settings, clock, places = loaded.settings, SystemClock(), layout(loaded.settings)
+    clock, places = SystemClock(), layout(settings)
 
     async def github() -> GitHubClient:
         endpoint = local_endpoint(settings)
-        token = settings.github_token.get_secret_value() if settings.github_token else endpoint.token
+        token = settings.github_token.text if settings.github_token else endpoint.token
         made = GitHubClient(api_url=endpoint.url, token=token, clock=clock, ids=SystemIds(), calls=CallCounter())
         stack.push_async_callback(made.close)
         return made
@@ -107,15 +101,12 @@ def _local_checks(
     )
 
 
-# AWS ----------------------------------------------------------------------------------------------------------------
-
-
 async def _aws_checks(
-    loaded: Loaded, stack: AsyncExitStack, context: Once[Context], get_config: Once[PoolConfig | None]
+    settings: Settings, stack: AsyncExitStack, context: Once[Context], get_config: Once[PoolConfig | None]
 ) -> Sequence[Check]:
-    settings, clock = loaded.settings, SystemClock()
+    clock = SystemClock()
     with aws_libraries():
-        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - only this backend pays for them
+        from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - AWS libraries are slow to import
         from remuda.adapters.aws.doctor import CREDENTIALS, AwsDoctor, AwsParts  # noqa: PLC0415 - as above
     clients = await stack.enter_async_context(AwsClients())
 
@@ -128,22 +119,23 @@ async def _aws_checks(
         )
 
     async def github() -> GitHubClient:
-        credential = await github_credential(settings, clients, needed=True)
+        credential = await github_credential(settings, clients, required=True)
+        if credential is None:
+            raise missing_credential()
         made = github_client(settings, credential, clock, SystemIds(), CallCounter())
-        assert made is not None  # noqa: S101 - it was needed: else there was an error
         stack.push_async_callback(made.close)
         return made
 
-    stored = await _stored(get_config)
-    scope = settings.github_scope if loaded.given("github_scope") else _scope_of(stored)
+    stored = await _stored_config(get_config)
+    scope = settings.github_scope if settings.given("github_scope") else _stored_scope(stored)
     return (
         *AwsDoctor(
             clients=clients,
             parts=parts,
             pool=settings.pool,
-            launch=_launch(loaded, stored),
+            launch=_launch_options(settings, stored),
             classes=stored.classes
-            if stored and not loaded.given("resource_class_config")
+            if stored and not settings.given("resource_class_config")
             else settings.resource_class_config,
             clock=clock,
         ).checks(),
@@ -152,23 +144,20 @@ async def _aws_checks(
     )
 
 
-async def _stored(get_config: Once[PoolConfig | None]) -> PoolConfig | None:
-    """The checks tell what is wrong where it cannot be read: they ask again."""
+async def _stored_config(get_config: Once[PoolConfig | None]) -> PoolConfig | None:
+    """The configuration of the pool, or None if it cannot be read: the checks report the error."""
     try:
         return await get_config()
     except RemudaError:
         return None
 
 
-def _scope_of(stored: PoolConfig | None) -> str:
+def _stored_scope(stored: PoolConfig | None) -> str:
     return stored.tokens[0].scope if stored and stored.tokens else ""
 
 
-def _launch(loaded: Loaded, stored: PoolConfig | None) -> Mapping[str, str]:
-    """What is given here over what the pool has: what the next refresh would apply."""
-    given = {name: value for name, value in loaded.settings.launch_options().items() if _is_given(loaded, name)}
-    return {**(stored.launch if stored else {}), **given}
-
-
-def _is_given(loaded: Loaded, name: str) -> bool:
-    return next(loaded.given(field) for field in loaded.origins if key(field) == name)
+def _launch_options(settings: Settings, stored: PoolConfig | None) -> Mapping[str, str]:
+    """The options that the next refresh would apply: those of the pool, overridden by those given here."""
+    given = {item.key for item in SETTINGS.values() if settings.given(item.name)}
+    options = {name: value for name, value in settings.launch_options().items() if name in given}
+    return {**(stored.launch if stored else {}), **options}

@@ -1,0 +1,120 @@
+"""Sources of settings: flag, environment variable, remuda.toml, default, in this order of priority.
+
+The only reader of the environment and of the file. `--idle-time-sec`, `REMUDA_IDLE_TIME_SEC` and `idle-time-sec` are
+the same setting. The source of each value is kept, so that an error names what the user wrote.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from remuda.config.declaration import Group, flag, key, variable
+from remuda.config.kinds import InvalidValue
+from remuda.config.settings import SETTINGS, Settings, shown_name
+from remuda.domain.errors import UserError
+from remuda.domain.resources import MAX_SHOWN
+from remuda.domain.text import quote
+
+FILE_NAME = "remuda.toml"
+#: Table of the file with the settings of scale-down, by the names that terraform-aws-github-runner gives them.
+SCALE_DOWN_TABLE = "scale_down"
+_SCALE_DOWN_KEYS = tuple(name for name, item in SETTINGS.items() if item.group is Group.SCALE_DOWN)
+_PEM = "-----BEGIN"
+
+
+def load(flags: Mapping[str, Any], *, environ: Mapping[str, str], file: Path | None = None) -> Settings:
+    """Merge the sources and check every value. Raises `UserError` for the first one that is invalid."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, value in _read_file(file, environ).items():
+        values[name], origins[name] = value, f"file: {key(name)}"
+    for name, declared in SETTINGS.items():
+        for source in (*declared.other_variables, variable(name)):
+            if environ.get(source):
+                values[name], origins[name] = environ[source], source
+        if flags.get(name) is not None:
+            values[name], origins[name] = flags[name], flag(name)
+    parsed = {name: _parse(name, value, origins) for name, value in values.items()}
+    return Settings(**parsed, origins=origins)
+
+
+def _parse(name: str, value: Any, origins: Mapping[str, str]) -> Any:
+    kind, shown = SETTINGS[name].kind, shown_name(name, origins)
+    try:
+        return kind.parse(value)
+    except InvalidValue as error:
+        got = "another value (hidden)" if kind.is_secret else quote(value, MAX_SHOWN)
+        detail = f": {error}" if str(error) else ""
+        raise UserError(f"{shown} must be {kind.expected}, got {got}{detail}", field=shown) from None
+    except UserError as error:
+        raise UserError(error.message, field=shown, fix=error.fix) from None
+
+
+def _read_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    named = file or (Path(environ["REMUDA_CONFIG"]) if environ.get("REMUDA_CONFIG") else None)
+    path = named or Path(FILE_NAME)
+    if named is None and not path.exists():
+        return {}
+    fix = "correct it, or name another file with --config"
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", field="config", fix=fix) from None
+    except (ValueError, RecursionError) as error:
+        # Not only invalid TOML: bytes that are not UTF-8, and numbers or nesting beyond the limits of Python.
+        raise UserError(f"{path} is not TOML: {error}", field="config", fix=fix) from None
+    known = {key(name): name for name in SETTINGS}
+    document |= _read_scale_down_table(path, document)
+    for given in document:
+        if given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "'remuda config' lists the settings"
+            raise UserError(f"{path} has an unknown key {given[:MAX_SHOWN]!r}", field=given[:MAX_SHOWN], fix=hint)
+    return {known[given]: value for given, value in document.items()}
+
+
+def _read_scale_down_table(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    table = document.pop(SCALE_DOWN_TABLE, {})
+    if not isinstance(table, dict):
+        raise UserError(
+            f"{path}: {SCALE_DOWN_TABLE} must be a table", field=SCALE_DOWN_TABLE, fix=f"write [{SCALE_DOWN_TABLE}]"
+        )
+    for given in table:
+        if given not in _SCALE_DOWN_KEYS:
+            near = difflib.get_close_matches(given, _SCALE_DOWN_KEYS, n=1)
+            raise UserError(
+                f"{path} has an unknown key {given[:MAX_SHOWN]!r} in [{SCALE_DOWN_TABLE}]",
+                field=f"{SCALE_DOWN_TABLE}.{given[:MAX_SHOWN]}",
+                fix=f"did you mean {near[0]}?" if near else f"use {', '.join(_SCALE_DOWN_KEYS)}",
+            )
+    return {key(name): value for name, value in table.items()}
+
+
+def read_private_key(value: str) -> str:
+    """The private key of a GitHub App: the PEM text itself, or the content of the file at that path.
+
+    Errors never quote the value.
+    """
+    if not value or _PEM in value:
+        return value
+    field = variable("github_app_key")
+    try:
+        text = Path(value).expanduser().read_text(encoding="ascii")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(
+            f"github-app-key is neither PEM text nor the path of a readable file: {reason}",
+            field=field,
+            fix="give PEM text, the path of a PEM file, or the ARN of a secret",
+        ) from None
+    if _PEM not in text:
+        raise UserError(
+            "github-app-key names a file that is not PEM",
+            field=field,
+            fix="give the path of the private key that GitHub generated (.pem)",
+        )
+    return text

@@ -1,0 +1,421 @@
+"""The conditional write per event: checks the row and the evidence, and returns the write as a `Change`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from remuda.domain.errors import IllegalTransition
+from remuda.domain.instance import (
+    RETIREMENTS,
+    SINGLE_USE,
+    Actor,
+    Assignment,
+    Credential,
+    HistoryEntry,
+    Instance,
+    RetireReason,
+    State,
+)
+from remuda.domain.resources import PoolMessage, Reuse, Tier
+from remuda.domain.signals import Verdict, registration_verdict, removal_verdict
+from remuda.domain.timestamps import after, to_milliseconds
+from remuda.domain.transitions.events import (
+    Announce,
+    Claim,
+    Commit,
+    Confirm,
+    End,
+    Event,
+    Extend,
+    Quarantine,
+    Release,
+    Renew,
+    RenewCredential,
+    Retire,
+    ReturnToPool,
+)
+from remuda.domain.transitions.table import END_ROWS, ROWS_BY_NAME, Transition
+
+#: Maximum characters of a history entry's text and of a retire detail.
+MAX_WHY = 300
+
+_FIELDS = frozenset(item.name for item in fields(Instance))
+_ROW_OF_EVENT: dict[type, str] = {
+    Claim: "claim",
+    Commit: "commit",
+    Release: "release",
+    Extend: "extend",
+    RenewCredential: "credential",
+    ReturnToPool: "pool",
+    Announce: "announce",
+    Renew: "renew",
+    Retire: "retire",
+    Quarantine: "quarantine",
+    Confirm: "confirm",
+}
+#: Fields by which a run selects an instance, besides its tier.
+_SELECTED_BY = ("resource_class", "instance_type", "usage_class", "cpu", "memory_mib")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteCondition:
+    """Condition on the stored record. The store checks it and writes in one atomic step."""
+
+    #: None if there must be no record.
+    state: State | None
+    epoch: int
+    #: Fields with the values that the record must have.
+    equals: tuple[tuple[str, Any], ...] = ()
+    #: Required owner of the assignment, or None for any.
+    owner: str | None = None
+    #: The threshold must be later than this.
+    threshold_after: datetime | None = None
+    #: The threshold must not be later than this.
+    threshold_at_or_before: datetime | None = None
+    #: The record must have no retire reason.
+    not_retired: bool = False
+    #: The quarantine must not end later than this. Rejects the write if an operator quarantined the instance after the
+    #: decision was made.
+    max_quarantined_until: datetime | None = None
+    #: Accepted tiers; empty for any.
+    tiers: tuple[Tier, ...] = ()
+    #: Required repository of the record, or None for any.
+    repository: str | None = None
+
+    def is_met_by(self, record: Instance | None) -> bool:
+        if record is None or self.state is None:
+            return record is None and self.state is None
+        return (
+            record.state is self.state
+            and record.epoch == self.epoch
+            and all(getattr(record, name) == value for name, value in self.equals)
+            and (self.owner is None or record.owner == self.owner)
+            and (self.threshold_after is None or record.threshold > self.threshold_after)
+            and (self.threshold_at_or_before is None or record.threshold <= self.threshold_at_or_before)
+            and not (self.not_retired and record.retire_reason is not None)
+            and (
+                self.max_quarantined_until is None
+                or record.quarantined_until is None
+                or record.quarantined_until <= self.max_quarantined_until
+            )
+            and (not self.tiers or record.tier in self.tiers)
+            and (self.repository is None or record.repository == self.repository)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A conditional write: if `condition` is met, the store writes `sets` and adds `entry` to the history."""
+
+    instance_id: str
+    condition: WriteCondition
+    sets: Mapping[str, Any]
+    entry: HistoryEntry
+
+    def applied_to(self, record: Instance | None) -> Instance:
+        if record is None:
+            return Instance(**self.sets)
+        return replace(record, **self.sets)
+
+
+def create(record: Instance, *, by: Actor, why: str) -> Change:
+    """Write the record of a launched instance, if it has none."""
+    if record.state is not State.CREATED or record.epoch != 1:
+        raise IllegalTransition(f"{record.instance_id} cannot be created as {record.state} at epoch {record.epoch}")
+    return _insert(ROWS_BY_NAME["create"], record, by=by, at=record.created_at, why=why)
+
+
+def tombstone(record: Instance, *, by: Actor, now: datetime, why: str) -> Change:
+    """Write a `terminating` record for a machine that has the pool's tags and no record."""
+    if record.state is not State.TERMINATING:
+        raise IllegalTransition(f"a tombstone for {record.instance_id} must be terminating, not {record.state}")
+    return _insert(ROWS_BY_NAME["tombstone"], record, by=by, at=now, why=why)
+
+
+def _insert(row: Transition, record: Instance, *, by: Actor, at: datetime, why: str) -> Change:
+    if by not in row.by:
+        raise _illegal(record, f"{row.name} by {by}")
+    return Change(
+        instance_id=record.instance_id,
+        condition=WriteCondition(state=None, epoch=record.epoch),
+        sets={name: getattr(record, name) for name in sorted(_FIELDS)},
+        entry=HistoryEntry(
+            at=to_milliseconds(at),
+            transition=row.name,
+            source=None,
+            target=record.state,
+            epoch=record.epoch,
+            run_id=record.run_id or record.last_run_id,
+            by=by,
+            why=why[:MAX_WHY],
+            retire_reason=RetireReason.UNRECORDED if record.state is State.TERMINATING else None,
+        ),
+    )
+
+
+def presumed_idle(message: PoolMessage, *, now: datetime) -> Instance:
+    """Return the idle record that a pool message describes. A claim may start from it: its condition verifies it."""
+    return Instance(
+        instance_id=message.id,
+        state=State.IDLE,
+        epoch=message.epoch,
+        threshold=now,
+        resource_class=message.resource_class,
+        instance_type=message.instance_type,
+        usage_class=message.usage_class,
+        cpu=message.cpu,
+        memory_mib=message.memory_mib,
+        tier=message.tier,
+        repository=message.repository,
+        created_at=now,
+    )
+
+
+def advance(instance: Instance, event: Event, *, by: Actor, now: datetime, why: str) -> Change:
+    """Return the write for an event. Raise `IllegalTransition` if the table or the evidence forbids it."""
+    row = _find_row(instance, event, by)
+    now = to_milliseconds(now)
+    condition, sets = _effect(instance, event, now)
+    if row.target is not None:
+        sets = {"state": row.target, **sets}
+    return Change(
+        instance_id=instance.instance_id,
+        condition=condition,
+        sets=sets,
+        entry=HistoryEntry(
+            at=now,
+            transition=row.name,
+            source=instance.state,
+            target=row.target or instance.state,
+            epoch=int(sets.get("epoch", instance.epoch)),
+            run_id=str(sets.get("run_id") or instance.run_id or instance.last_run_id),
+            by=by,
+            why=why[:MAX_WHY],
+            retire_reason=_end_reason(instance, event) if isinstance(event, End) else None,
+        ),
+    )
+
+
+def _end_reason(instance: Instance, event: End) -> RetireReason:
+    """Return the reason for the history. A retired instance that ends as planned keeps its first reason."""
+    return (instance.retire_reason or event.reason) if event.reason in RETIREMENTS else event.reason
+
+
+def _find_row(instance: Instance, event: Event, by: Actor) -> Transition:
+    name = type(event).__name__.lower()
+    row = END_ROWS.get(instance.state) if isinstance(event, End) else ROWS_BY_NAME[_ROW_OF_EVENT[type(event)]]
+    if row is None or instance.state not in row.sources:
+        raise _illegal(instance, f"{name} from {instance.state}")
+    if by not in row.by:
+        raise _illegal(instance, f"{name} from {instance.state} by {by}")
+    if by is Actor.PROVISION and isinstance(event, End | Release) and not event.owner:
+        raise _illegal(instance, f"{name} by a provision that does not name the owner")
+    if isinstance(event, End):
+        if event.reason not in row.reasons:
+            raise _illegal(instance, f"{name} from {instance.state} because {event.reason}")
+        _check_end(instance, event)
+        if (by is Actor.OPERATOR) is not (event.reason is RetireReason.TERMINATED_BY_OPERATOR):
+            raise _illegal(instance, f"{name} by {by} because {event.reason}")
+    if isinstance(event, Retire) and event.reason not in RETIREMENTS:
+        raise _illegal(instance, f"retirement because {event.reason}")
+    return row
+
+
+def _illegal(instance: Instance, what: str) -> IllegalTransition:
+    return IllegalTransition(f"no {what} (instance {instance.instance_id}, epoch {instance.epoch})", history=[instance])
+
+
+def _check_end(instance: Instance, event: End) -> None:
+    if event.reason is RetireReason.FAILED:
+        releasing = instance.state is State.RELEASING
+        verdict = (removal_verdict if releasing else registration_verdict)(event.report, instance.epoch)
+        if verdict is not Verdict.FAILED:
+            raise _illegal(instance, "end for failure without a failed signal of this epoch")
+    if event.reason is RetireReason.TIMED_OUT and instance.state is State.CLAIMED and not event.owner:
+        raise _illegal(instance, "end of a claim for a timeout that is not its owner's")
+    if event.reason in RETIREMENTS and instance.state is State.RELEASING:
+        clean = removal_verdict(event.report, instance.epoch) is Verdict.OK
+        if not clean:
+            raise _illegal(instance, "retirement of a releasing instance before its OK")
+
+
+def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
+    alive = WriteCondition(state=instance.state, epoch=instance.epoch, threshold_after=now)
+    # A threshold computed from this record must not shorten a quarantine that was written later.
+    timed = replace(alive, max_quarantined_until=_at_least_quarantine(instance, now))
+    match event:
+        case Claim():
+            return _claim(instance, event, now)
+        case Commit():
+            return _commit(instance, event, alive, now)
+        case Release():
+            return replace(timed, owner=event.owner), _release(instance, event, now)
+        case Extend():
+            earliest = now - timedelta(seconds=event.margin_s)
+            return replace(timed, threshold_after=earliest), _extend(instance, event, now)
+        case RenewCredential():
+            return alive, {"assignment": _with_credential(instance, event.credential)}
+        case ReturnToPool():
+            return _pool(instance, event, timed, now)
+        case Announce():
+            return alive, {"announced_at": now}
+        case Renew():
+            # A delayed renewal must not shorten a later one.
+            return replace(alive, not_retired=True, threshold_at_or_before=event.until), {"threshold": event.until}
+        case Retire():
+            # The first reason stands: a drain must not overwrite a quarantine that was written later.
+            condition = replace(alive, not_retired=instance.retire_reason is None)
+            return condition, {"retire_reason": event.reason, "retire_detail": event.detail[:MAX_WHY]}
+        case Quarantine():
+            return alive, _quarantine(instance, event)
+        case End():
+            return _end(instance, event, now)
+        case Confirm():
+            condition = WriteCondition(state=instance.state, epoch=instance.epoch)
+            return condition, {"forget_at": after(now, event.keep_records_s)}
+
+
+def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
+    tiers = event.reuse.tiers(event.tier)
+    if instance.tier not in tiers:
+        raise _illegal(instance, f"claim of a {instance.tier} instance for a {event.tier} run (reuse {event.reuse})")
+    only_repository = event.repository if event.repository == instance.repository else ""
+    if event.reuse is Reuse.SAME_REPO and not only_repository:
+        raise _illegal(instance, f"claim of an instance of {instance.repository!r} for a run of {event.repository!r}")
+    condition = WriteCondition(
+        state=State.IDLE,
+        epoch=instance.epoch,
+        equals=tuple((name, getattr(instance, name)) for name in _SELECTED_BY),
+        threshold_after=now + timedelta(seconds=event.margin_s),
+        not_retired=True,
+        tiers=tiers,
+        # The record must confirm the repository; the pool message alone does not prove it.
+        repository=only_repository or None,
+    )
+    return condition, {
+        "epoch": instance.epoch + 1,
+        "tier": event.tier,
+        "repository": only_repository,
+        "run_id": event.run_id,
+        "owner": event.owner,
+        "provision_id": event.provision_id,
+        "scope": event.scope,
+        "threshold": to_milliseconds(event.threshold),
+        "assignment": event.assignment,
+        "announced_at": None,
+        "run_deadline": None,
+    }
+
+
+def _commit(
+    instance: Instance, event: Commit, alive: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
+    if registration_verdict(event.report, instance.epoch) is not Verdict.OK:
+        raise _illegal(instance, "commit without UD_REG_OK of this epoch")
+    return replace(alive, owner=event.owner), {
+        "threshold": after(now, event.max_runtime_s),
+        "assignment": _with_credential(instance, None),
+    }
+
+
+def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any]:
+    assignment = _with_credential(instance, event.credential)
+    if assignment is not None and event.deregistered:
+        assignment = replace(assignment, runner_id=0)
+    return {
+        "run_id": "",
+        "last_run_id": instance.run_id,
+        "run_deadline": instance.threshold,
+        "threshold": _at_least_quarantine(instance, after(now, event.release_time_s)),
+        "assignment": assignment,
+    }
+
+
+def _quarantine(instance: Instance, event: Quarantine) -> dict[str, Any]:
+    until = to_milliseconds(event.until)
+    kept = {
+        "retire_reason": RetireReason.QUARANTINED,
+        "retire_detail": event.detail[:MAX_WHY],
+        "quarantined_until": until,
+    }
+    # In the other states the run's own limit stays in force.
+    if instance.state is State.IDLE:
+        return {**kept, "threshold": until}
+    if instance.state is State.RELEASING:
+        # A job may still run: a short quarantine must not reduce its time.
+        return {**kept, "threshold": max(instance.threshold, until)}
+    return kept
+
+
+def _at_least_quarantine(instance: Instance, at: datetime) -> datetime:
+    """Return the later of a time and the end of the quarantine."""
+    return max(at, instance.quarantined_until) if instance.quarantined_until is not None else at
+
+
+def _extend(instance: Instance, event: Extend, now: datetime) -> dict[str, Any]:
+    if not event.report.busy:
+        raise _illegal(instance, "extension without a running job")
+    wanted = after(now, event.extension_s)
+    latest = instance.run_deadline or instance.threshold
+    return {"threshold": max(instance.threshold, min(wanted, latest))}
+
+
+def _pool(
+    instance: Instance, event: ReturnToPool, timed: WriteCondition, now: datetime
+) -> tuple[WriteCondition, dict[str, Any]]:
+    if removal_verdict(event.report, instance.epoch) is not Verdict.OK:
+        raise _illegal(instance, "pooling without UD_REMOVE_REG_REMOVE_RUN_OK of this epoch")
+    if instance.retire_reason is not None and not instance.is_quarantined(now):
+        raise _illegal(instance, f"pooling of an instance that is retired ({instance.retire_text})")
+    return replace(timed, not_retired=instance.retire_reason is None), {
+        "assignment": None,
+        "announced_at": None,
+        "run_deadline": None,
+        "uses": instance.uses + 1,
+        "threshold": _at_least_quarantine(instance, after(now, event.idle_time_s)),
+    }
+
+
+def _end(instance: Instance, event: End, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
+    expired = event.reason is RetireReason.EXPIRED
+    condition = WriteCondition(
+        state=instance.state,
+        epoch=instance.epoch,
+        threshold_at_or_before=now - timedelta(seconds=event.margin_s) if expired else None,
+        owner=event.owner,
+        max_quarantined_until=now if _respects_quarantine(instance, event) else None,
+    )
+    reason, detail = _final_reason(instance, event)
+    return condition, {
+        "run_id": "",
+        "last_run_id": instance.run_id or instance.last_run_id,
+        "assignment": None,
+        "announced_at": None,
+        "retire_reason": reason,
+        "retire_detail": detail[:MAX_WHY],
+        # In the past for every reader, so that the sweep for expired instances finds it too.
+        "threshold": now,
+    }
+
+
+def _respects_quarantine(instance: Instance, event: End) -> bool:
+    """Whether a quarantine prevents this end: it is planned, or its job is over."""
+    failed_release = event.reason is RetireReason.FAILED and instance.state is State.RELEASING
+    return event.reason in RETIREMENTS or failed_release
+
+
+def _final_reason(instance: Instance, event: End) -> tuple[RetireReason, str]:
+    """Return the reason that the record keeps: the first one, unless it only says that the instance is single-use."""
+    first = instance.retire_reason
+    if first is None or (first in SINGLE_USE and event.reason not in RETIREMENTS):
+        return event.reason, event.detail
+    return first, instance.retire_detail
+
+
+def _with_credential(instance: Instance, credential: Credential | None) -> Assignment | None:
+    if instance.assignment is None:
+        return None
+    return replace(instance.assignment, credential=credential, jit_config="")

@@ -1,0 +1,125 @@
+"""Wiring: from settings to adapters. The only package that names concrete adapters."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+
+from remuda.adapters.local.fleet import LocalFleet
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.config.settings import Settings
+from remuda.controlplane.context import Context
+from remuda.controlplane.refresh.configure import DesiredConfig
+from remuda.controlplane.scale_down import FleetContext
+from remuda.domain.errors import UserError
+from remuda.ports.calls import CallCounter
+from remuda.ports.event_log import EventLog
+from remuda.wiring.aws import open_aws, open_aws_fleet
+from remuda.wiring.backend import SystemPorts
+from remuda.wiring.github import PUBLIC_API, missing_credential
+from remuda.wiring.local import local_endpoint, open_local
+
+
+@asynccontextmanager
+async def open_context(
+    settings: Settings,
+    event_log: EventLog,
+    *,
+    needs_github: bool,
+    require_local_github: bool = True,
+    calls: CallCounter | None = None,
+) -> AsyncIterator[Context]:
+    """Open the ports of the configured backend.
+
+    `needs_github`: the command calls GitHub itself, so a credential is required. `require_local_github`: on the local
+    backend, fail unless the local GitHub is running; read commands and sweeps work without it.
+    """
+    system = SystemPorts(SystemClock(), SystemIds(), calls or CallCounter())
+    if settings.backend == "aws":
+        opening = open_aws(settings, event_log, system, needs_github=needs_github)
+    else:
+        opening = open_local(settings, system, needs_github=needs_github, require_local_github=require_local_github)
+    async with opening as backend:
+        yield Context(
+            pool_name=backend.pool_name,
+            store=backend.store,
+            pool=backend.pool,
+            compute=backend.compute,
+            github=backend.github,
+            clock=system.clock,
+            ids=system.ids,
+            event_log=event_log,
+            calls=system.calls,
+            spot_prices=backend.spot_prices,
+        )
+
+
+@asynccontextmanager
+async def open_fleet(
+    settings: Settings, event_log: EventLog, *, calls: CallCounter | None = None
+) -> AsyncIterator[FleetContext]:
+    """Open the ports of scale-down: instances by tag, GitHub, and the records of the pool if there is one."""
+    if settings.backend == "aws":
+        counter = calls or CallCounter()
+        async with open_aws_fleet(
+            settings,
+            event_log,
+            counter,
+            environment=_environment_tag(settings, settings.pool),
+            open_pool=lambda: open_context(settings, event_log, needs_github=False, calls=counter),
+        ) as context:
+            yield context
+        return
+    async with open_context(settings, event_log, needs_github=True, calls=calls) as pool:
+        environment = _environment_tag(settings, pool.pool_name)
+        if pool.github is None:
+            raise missing_credential()
+        yield FleetContext(
+            environment=environment,
+            fleet=LocalFleet(compute=pool.compute, pool=pool.pool_name, environment=environment),
+            github=pool.github,
+            clock=pool.clock,
+            event_log=event_log,
+            calls=pool.calls,
+            open_pool=lambda: nullcontext(pool),
+            has_pool=True,
+        )
+
+
+def _environment_tag(settings: Settings, pool: str) -> str:
+    """The value of the ghr:environment tag; instances of the pool have its name by default."""
+    return settings.environment or settings.github_environment or pool
+
+
+def desired(settings: Settings, *, pool: str) -> DesiredConfig:
+    """The configuration that `refresh` applies."""
+    if settings.backend == "aws" and not settings.given("github_scope"):
+        raise UserError(
+            "github-scope is not set",
+            field="--github-scope",
+            fix="give the organization or owner/repo that runners register in",
+        )
+    launch = settings.launch_options()
+    if settings.backend == "aws":
+        from remuda.adapters.aws.ec2.options import Options  # noqa: PLC0415 - slow to import
+
+        Options.parse(launch)  # Checked before any API call.
+    return DesiredConfig(
+        pool=pool,
+        classes=settings.resource_class_config,
+        lifetimes=settings.lifetimes,
+        max_instances=settings.max_instances,
+        github_url=_registration_url(settings),
+        scope=settings.github_scope,
+        launch=launch,
+        reuse=settings.reuse,
+    )
+
+
+def _registration_url(settings: Settings) -> str:
+    """The GitHub URL that runners register at."""
+    if settings.backend == "local":
+        return local_endpoint(settings).url
+    from remuda.adapters.github.client import web_url  # noqa: PLC0415 - httpx is slow to import
+
+    return web_url(settings.github_api_url or PUBLIC_API)

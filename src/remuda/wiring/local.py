@@ -1,0 +1,114 @@
+"""Wiring of the local backend."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+from remuda import procfs
+from remuda.adapters.local.compute import LocalCompute
+from remuda.adapters.local.layout import LocalLayout
+from remuda.adapters.sqlite.pool import SqliteResourcePool
+from remuda.adapters.sqlite.store import SqliteInstanceStore
+from remuda.adapters.system.clock import SystemClock, SystemIds
+from remuda.config.settings import Settings
+from remuda.domain.errors import UserError
+from remuda.domain.pool_config import PoolConfig
+from remuda.fake_github import Endpoint, read_endpoint
+from remuda.ports.calls import CallCounter
+from remuda.ports.github import GitHub
+from remuda.wiring.backend import Backend, SystemPorts
+from remuda.wiring.github import token_client
+
+#: Variables of the caller's environment that local instances inherit.
+_INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
+
+
+def layout(settings: Settings) -> LocalLayout:
+    return LocalLayout(settings.dir.absolute())
+
+
+def check_local(settings: Settings) -> None:
+    """For commands that only the local backend has."""
+    if settings.backend != "local":
+        raise UserError(
+            f"this command does not exist for backend {settings.backend!r}",
+            field="--backend",
+            fix="use --backend local",
+        )
+
+
+def local_endpoint(settings: Settings, *, require_running: bool = True) -> Endpoint:
+    """The endpoint of the local GitHub."""
+    endpoint = read_endpoint(layout(settings).github)
+    if endpoint is None or (require_running and procfs.read_process(endpoint.pid) is None):
+        raise UserError(
+            f"the local backend in {settings.dir} is not running",
+            field="--dir",
+            fix=f"run remuda up --dir {settings.dir}",
+        )
+    return endpoint
+
+
+@asynccontextmanager
+async def open_local(
+    settings: Settings, system: SystemPorts, *, needs_github: bool, require_local_github: bool
+) -> AsyncIterator[Backend]:
+    clock, ids, calls = system
+    async with AsyncExitStack() as stack:
+        database = layout(settings).database
+        endpoint = local_endpoint(settings, require_running=require_local_github)
+        store = SqliteInstanceStore(path=database, clock=clock, ids=ids, calls=calls)
+        stack.push_async_callback(store.close)
+        settings = with_stored_pool(settings, await store.get_config())
+        pool = SqliteResourcePool(path=database, clock=clock, ids=ids, calls=calls)
+        stack.push_async_callback(pool.close)
+        compute = local_compute(settings, calls)
+        stack.push_async_callback(compute.close)
+        github: GitHub | None = None
+        if needs_github or settings.github_token:
+            token = settings.github_token.text if settings.github_token else endpoint.token
+            github = token_client(endpoint.url, clock, ids, calls, token=token)
+            stack.push_async_callback(github.close)
+        yield Backend(settings.pool, store, pool, compute, github)
+
+
+def with_stored_pool(settings: Settings, config: PoolConfig | None) -> Settings:
+    """The settings with the pool name of the store, which belongs to one pool; an explicit other name is an error.
+
+    Tags of instances and names of runners contain it: with a wrong name a sweep would consider every instance lost.
+    """
+    if config is None or config.pool == settings.pool:
+        return settings
+    if settings.given("pool"):
+        raise UserError(
+            f"pool is {settings.pool!r}, but {settings.dir} belongs to pool {config.pool!r}",
+            field="--pool",
+            fix=f"omit --pool, or use another state directory with --dir for pool {settings.pool!r}",
+        )
+    return replace(settings, pool=config.pool)
+
+
+def local_compute(settings: Settings, calls: CallCounter) -> LocalCompute:
+    places = layout(settings)
+    return LocalCompute(
+        root=places.instances,
+        pool=settings.pool,
+        runner_source=places.runner,
+        agent_command=[
+            *(sys.executable, "-m", "remuda", "agent", "--dir", str(places.root)),
+            *("--log-format", settings.log_format),
+        ],
+        clock=SystemClock(),
+        ids=SystemIds(),
+        calls=calls,
+        environment=child_environment(os.environ),
+    )
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of background processes and local instances."""
+    return {name: environ[name] for name in _INHERITED_VARIABLES if name in environ}
