@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.system.clock import SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
@@ -20,10 +20,10 @@ from remuda.ports.fleet import TaggedFleet
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from tests.support.aws.ec2 import LINUX_AMI, RecordingClock, shared_ec2_server
-from tests.support.clock import FixedClock
-from tests.support.fleet_world import FleetWorld, Machine, serve
-from tests.support.fleets import ENVIRONMENT, tags
+from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
 from tests.support.records import NOW
+from tests.support.scripted_fleet import ENVIRONMENT, tags
+from tests.support.virtual_time import FixedClock
 
 ORPHAN = "ghr:orphan"
 
@@ -92,7 +92,7 @@ class MotoStage:
         self._client = client
 
     def open(self) -> TaggedFleet:
-        return Ec2RunnerFleet(
+        return Ec2Fleet(
             client=self._client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
         )
 
@@ -181,20 +181,20 @@ async def test_what_this_fleet_has_not_listed_is_refused(stage: Stage) -> None:
 
 
 @asynccontextmanager
-async def scripted(world: FleetWorld) -> AsyncIterator[Ec2RunnerFleet]:
+async def scripted(world: FleetState) -> AsyncIterator[Ec2Fleet]:
     from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - beside this file
 
-    with serve(world) as served:
+    with serve_fleet(world) as served:
         async with ec2_client(served) as client:
-            yield Ec2RunnerFleet(
+            yield Ec2Fleet(
                 client=client, environment=ENVIRONMENT, clock=RecordingClock(), ids=SystemIds(), calls=CallCounter()
             )
 
 
-def crowd(count: int) -> FleetWorld:
-    world = FleetWorld()
+def crowd(count: int) -> FleetState:
+    world = FleetState()
     for number in range(count):
-        world.add_machine(Machine(f"i-{number:017x}", NOW, "running", tags()))
+        world.add_machine(FleetInstance(f"i-{number:017x}", NOW, "running", tags()))
     return world
 
 
@@ -205,8 +205,8 @@ async def test_all_pages_are_read_and_changes_go_in_batches() -> None:
         assert len(names) == 250
         assert await fleet.mark_orphans(names) == {}
         assert await fleet.terminate(names) == {}
-    assert world.did.calls == {"ec2 DescribeInstances": 3, "ec2 CreateTags": 3, "ec2 TerminateInstances": 3}
-    assert len(world.did.terminated) == 250
+    assert world.effects.calls == {"ec2 DescribeInstances": 3, "ec2 CreateTags": 3, "ec2 TerminateInstances": 3}
+    assert len(world.effects.terminated) == 250
 
 
 @pytest.mark.parametrize("protected", [(7, 40), (0, 1), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)])
@@ -224,7 +224,7 @@ async def test_one_that_cannot_be_ended_does_not_save_the_others(protected: tupl
     async with scripted(world) as fleet:
         names = [item.instance_id for item in await fleet.list_machines()]
         assert sorted(await fleet.terminate(names)) == [f"i-{number:017x}" for number in protected]
-    assert len(world.did.terminated) == 60 - len(protected)
+    assert len(world.effects.terminated) == 60 - len(protected)
 
 
 async def test_where_ec2_does_not_work_at_all_it_is_not_asked_for_each_one() -> None:
@@ -233,13 +233,13 @@ async def test_where_ec2_does_not_work_at_all_it_is_not_asked_for_each_one() -> 
     async with scripted(world) as fleet:
         names = [item.instance_id for item in await fleet.list_machines()]
         assert len(await fleet.terminate(names)) == 100
-    assert world.did.calls["ec2 TerminateInstances"] <= 40
+    assert world.effects.calls["ec2 TerminateInstances"] <= 40
 
 
 async def test_only_what_runs_or_boots_is_listed_and_systems_are_told_apart() -> None:
-    world = FleetWorld()
+    world = FleetState()
     for number, state in enumerate(("pending", "running", "stopping", "stopped", "shutting-down", "terminated")):
-        world.add_machine(Machine(f"i-{number:017x}", None, state, tags(), platform="windows" if number else ""))
+        world.add_machine(FleetInstance(f"i-{number:017x}", None, state, tags(), platform="windows" if number else ""))
     async with scripted(world) as fleet:
         found = await fleet.list_machines()
     assert [(item.instance_id[-1], item.os, item.launched_at) for item in found] == [

@@ -101,9 +101,9 @@ def desired(settings: Settings, *, pool: str) -> DesiredConfig:
         )
     launch = settings.launch_options()
     if settings.backend == "aws":
-        from remuda.adapters.aws.ec2.options import Options  # noqa: PLC0415 - slow to import
+        from remuda.adapters.aws.ec2.options import Ec2LaunchOptions  # noqa: PLC0415 - slow to import
 
-        Options.parse(launch)  # Checked before any API call.
+        Ec2LaunchOptions.parse(launch)  # Checked before any API call.
     return DesiredConfig(
         pool=pool,
         classes=settings.resource_class_config,

@@ -14,8 +14,8 @@ from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
 from tests.support.agents import ID, MARGIN_S, Stable
-from tests.support.clock import run, until
 from tests.support.records import assignment, at
+from tests.support.virtual_time import run_virtual, until
 
 FIRST, SECOND = assignment(1).runner_name, assignment(2).runner_name
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
@@ -70,7 +70,7 @@ def test_machine_serves_two_runs_and_ends() -> None:
         assert await task == "record state is terminating"
         assert stable.machine.ended == ["record state is terminating"]
 
-    run(story())
+    run_virtual(story())
 
 
 def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> None:
@@ -88,7 +88,7 @@ def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> N
             (action, why) for action, why, _ in stable.event_log.notes
         ]
 
-    run(story())
+    run_virtual(story())
 
 
 def test_events_carry_instance_run_and_epoch() -> None:
@@ -110,7 +110,7 @@ def test_events_carry_instance_run_and_epoch() -> None:
         resets = [facts for action, _, facts in noted if action == "step" and facts["step"] == AgentAction.RESET.value]
         assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
-    run(story())
+    run_virtual(story())
 
 
 @pytest.mark.parametrize("nth", range(1, 12))
@@ -139,7 +139,7 @@ def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  #
         assert stable.record.state is State.IDLE
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 @pytest.mark.parametrize("after", range(1, len(LIFE) + 1))
@@ -177,7 +177,7 @@ def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
         assert once == [each for each in LIFE if each.split()[0] not in again]
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> 
         assert urgent[-1]
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 @pytest.mark.parametrize("state", ["created", "registered", "listening", "busy", "clean"])
@@ -236,7 +236,7 @@ def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
         assert not stable.task.done()
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 # Signals and their details ----------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_signal_contains_the_duration_of_the_machines_work() -> None:
         assert stable.report.duration_s == pytest.approx(2.5)
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
@@ -272,7 +272,7 @@ def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
         assert stable.log == ["script"]
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -289,7 +289,7 @@ def test_script_failure_before_the_record_is_signalled_with_its_output(restart: 
         assert "no such package" in stable.report.detail
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_script_runs_once_per_machine() -> None:
@@ -302,7 +302,7 @@ def test_script_runs_once_per_machine() -> None:
         assert stable.log.count("script") == 1
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_failed_registration_is_signalled_immediately() -> None:
@@ -317,7 +317,7 @@ def test_failed_registration_is_signalled_immediately() -> None:
         assert len(stable.runner.configured) == 1
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_failed_reset_is_signalled_and_not_repeated() -> None:
@@ -336,7 +336,7 @@ def test_failed_reset_is_signalled_and_not_repeated() -> None:
         assert stable.log.count("reset") == 1
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_machine_waits_for_a_late_record() -> None:
@@ -350,7 +350,7 @@ def test_machine_waits_for_a_late_record() -> None:
         await until(lambda: stable.signalled(Signal.UD_REG_OK), within_s=1)
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() -> None:
@@ -373,4 +373,4 @@ def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() 
         assert stable.machine.armed == [armed]
         await stable.crash()
 
-    run(story())
+    run_virtual(story())

@@ -16,9 +16,10 @@ from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
 from remuda.ports.machine import AgentState, ScriptStatus
 from remuda.ports.runner import RemovalStatus
+from simulation.loop import VirtualClock
 from tests.support.agents import ID, MARGIN_S, Stable
-from tests.support.clock import VirtualClock, run, until
 from tests.support.records import at
+from tests.support.virtual_time import run_virtual, until
 
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
@@ -46,7 +47,7 @@ def test_unreachable_store_last_threshold_applies() -> None:
         late = stable.clock.now() - threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
 
-    run(story())
+    run_virtual(story())
 
 
 def test_last_threshold_applies_after_a_restart() -> None:
@@ -59,7 +60,7 @@ def test_last_threshold_applies_after_a_restart() -> None:
         assert stable.clock.now() >= at(50 + MARGIN_S)
         assert stable.machine.ended == [why]
 
-    run(story())
+    run_virtual(story())
 
 
 def test_without_threshold_the_agent_waits_for_the_store() -> None:
@@ -74,7 +75,7 @@ def test_without_threshold_the_agent_waits_for_the_store() -> None:
         await until(lambda: stable.signalled(Signal.UD_REG_OK), within_s=10)
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_job_continues_while_the_store_is_unreachable() -> None:
@@ -91,7 +92,7 @@ def test_job_continues_while_the_store_is_unreachable() -> None:
         assert stable.report.busy
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_requests_to_an_unreachable_store_back_off() -> None:
@@ -104,7 +105,7 @@ def test_requests_to_an_unreachable_store_back_off() -> None:
         assert 100 < len(asked) < 150
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 # The end ----------------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def test_record_is_read_again_before_the_end() -> None:
         assert not stable.task.done()
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_renewed_threshold_applies() -> None:
@@ -152,7 +153,7 @@ def test_renewed_threshold_applies() -> None:
         late = stable.clock.now() - stable.record.threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
 
-    run(story())
+    run_virtual(story())
 
 
 def test_machine_without_record_ends_at_its_last_threshold() -> None:
@@ -165,21 +166,21 @@ def test_machine_without_record_ends_at_its_last_threshold() -> None:
         assert await stable.task == "threshold passed and the record is gone"
         assert stable.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
 
-    run(story())
+    run_virtual(story())
 
 
 @pytest.mark.parametrize("skew_s", [-30.0, 30.0])
 def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
     async def story() -> None:
         stable = Stable()
-        stable.clock = VirtualClock(skew_s)
+        stable.clock = VirtualClock(skew_s=skew_s)
         await running(stable)
         await stable.release()
         await until(lambda: stable.signalled(CLEAN))
         assert stable.log[-3:] == ["remove REMOVED", "stop", "reset"]
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 # The heartbeat ----------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def test_heartbeat_is_regular_and_reports_the_runner() -> None:
         assert stable.report.busy
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_spot_notice_is_reported_and_the_job_continues() -> None:
@@ -214,7 +215,7 @@ def test_spot_notice_is_reported_and_the_job_continues() -> None:
         assert stable.runner.current.busy
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_heartbeat_of_a_hung_agent_stops() -> None:
@@ -233,7 +234,7 @@ def test_heartbeat_of_a_hung_agent_stops() -> None:
         assert stable.report.beat == beat
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_heartbeats_continue_after_a_failed_one() -> None:
@@ -248,7 +249,7 @@ def test_heartbeats_continue_after_a_failed_one() -> None:
         assert stable.report.beat >= beat + 5
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 # The runner -------------------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def test_release_waits_for_a_running_job() -> None:
         await until(lambda: stable.signalled(CLEAN), within_s=1)
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
@@ -285,7 +286,7 @@ def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
         assert "stop" not in stable.log[: stable.log.index("remove REMOVED")]
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_failed_removal_is_retried_with_backoff() -> None:
@@ -300,7 +301,7 @@ def test_failed_removal_is_retried_with_backoff() -> None:
         assert stable.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -> None:
@@ -316,7 +317,7 @@ def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -
         assert "reset" not in stable.log
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
@@ -329,7 +330,7 @@ def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
         assert stable.log.count("remove UNREACHABLE") == MAX_REMOVALS + 3
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_exited_listener_is_restarted_with_backoff() -> None:
@@ -342,7 +343,7 @@ def test_exited_listener_is_restarted_with_backoff() -> None:
         assert stable.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 @pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
@@ -359,7 +360,7 @@ def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> Non
         assert stable.log.count("start") == starts
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_release_during_registration_leaves_no_registration() -> None:
@@ -380,7 +381,7 @@ def test_release_during_registration_leaves_no_registration() -> None:
         assert stable.record.state is State.RELEASING
         await stable.crash()
 
-    run(story())
+    run_virtual(story())
 
 
 def test_attempt_counters_restart_with_each_assignment() -> None:
@@ -399,4 +400,4 @@ def test_attempt_counters_restart_with_each_assignment() -> None:
         assert stable.log.count("start") == 2 * MAX_STARTS
         await stable.crash()
 
-    run(story())
+    run_virtual(story())

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from simulation.loop import new_loop
 from tests.support.world import World
-from tests.support.world_time import VirtualLoop
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
-    return {"virtual": VirtualLoop}
+    return {"virtual": new_loop}
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any
 
 from remuda.domain.errors import Unavailable
+from tests.support.virtual_time import Call, Hook, Killed
 from tests.support.world import Host
-from tests.support.world_time import Call, Gone, Hook
 
 
 class CutKind(Enum):
@@ -76,11 +76,11 @@ class Cut:
 
     async def _hang_forever(self) -> None:
         if self._discarded:
-            raise Gone
+            raise Killed
         try:
             await asyncio.Future[None]()
         except asyncio.CancelledError:
-            raise Gone from None
+            raise Killed from None
 
     async def _cancel(self) -> None:
         assert self._task is not None
@@ -124,7 +124,7 @@ class AgentCut:
         async def hook(name: str, call: Call) -> Any:
             nonlocal alive
             if not alive:
-                raise Gone
+                raise Killed
             self.calls.append(name)
             if len(self.calls) != self._at:
                 return await call()
@@ -132,6 +132,6 @@ class AgentCut:
                 await call()
             alive = False
             host.kill_agent()
-            raise Gone
+            raise Killed
 
         return hook

@@ -14,8 +14,8 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
+from tests.support.virtual_time import Call
 from tests.support.world import LIFETIMES, SCOPE, World
-from tests.support.world_time import Call
 from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 

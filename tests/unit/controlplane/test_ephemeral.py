@@ -10,8 +10,8 @@ import pytest
 from remuda.controlplane.release import ReleaseStatus
 from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import RetireReason, State
+from tests.support.virtual_time import Call
 from tests.support.world import World
-from tests.support.world_time import Call
 
 
 async def provisioned(world: World, count: int = 1, hook: Any = None) -> list[str]:

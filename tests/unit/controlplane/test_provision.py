@@ -18,8 +18,8 @@ from remuda.domain.resources import UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import StepResult
 from simulation.memory.compute import MemoryCompute
+from tests.support.virtual_time import Call, EventRecorder
 from tests.support.world import POOL, SCOPE, World
-from tests.support.world_time import Call, Notes
 from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
@@ -283,7 +283,7 @@ async def test_on_demand_fallback_is_recorded_and_pooled_as_on_demand(world: Wor
     context = replace(context, compute=FallsBack(cloud=world.cloud, pool=POOL, calls=context.calls))
     made = await world.provision("1", process=context, usage_class=UsageClass.SPOT)
     assert [item.instance.usage_class for item in made.instances] == [UsageClass.ON_DEMAND]
-    assert isinstance(context.event_log, Notes)
+    assert isinstance(context.event_log, EventRecorder)
     assert context.event_log.count("launch-refused") == 1, "the user hears of it"
     await world.release("1")
     (hint,) = [item.message for item in world.queues.named("large").messages]

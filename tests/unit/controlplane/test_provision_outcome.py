@@ -21,9 +21,9 @@ from remuda.domain.provision_outcome import (
     RunnerSource,
 )
 from remuda.domain.resources import TypePatterns, UsageClass
+from simulation.loop import VirtualClock
 from tests.support.records import instance, instance_id, message
 from tests.support.world import World
-from tests.support.world_time import VirtualClock
 
 
 def provision_of(world: World, run_id: str = "1") -> Provision:

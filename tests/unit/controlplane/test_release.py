@@ -13,8 +13,8 @@ from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
+from tests.support.virtual_time import Call, Hook
 from tests.support.world import LIFETIMES, SCOPE, World
-from tests.support.world_time import Call, Hook
 from tests.unit.controlplane.interruption import Cut, CutKind
 
 

@@ -13,10 +13,11 @@ from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.ports.calls import CallCounter
+from simulation.loop import VirtualClock
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
-from tests.support.fleets import ENVIRONMENT, Hub, Runner, machine
 from tests.support.records import instance_id
-from tests.support.world_time import Call, Gone, Notes, VirtualClock, hooked
+from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, machine
+from tests.support.virtual_time import Call, EventRecorder, Killed, hooked
 
 
 class Fleet:
@@ -26,13 +27,13 @@ class Fleet:
         self.machines = MemoryMachines()
         for item in machines:
             self.machines.add(item)
-        self.hub = Hub()
-        self.notes = Notes()
+        self.hub = ScriptedGitHub()
+        self.notes = EventRecorder()
         self.fleet = MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=CallCounter())
 
-    def runner(self, number: int, **more: object) -> Runner:
+    def runner(self, number: int, **more: object) -> ScriptedRunner:
         values: dict[str, object] = {"runner_id": number, "name": f"r-{instance_id(number)}", **more}
-        return self.hub.add(Runner(**values))  # type: ignore[arg-type]
+        return self.hub.add(ScriptedRunner(**values))  # type: ignore[arg-type]
 
     async def cycle(self, policy: ScaleDownPolicy | None = None, *, dry_run: bool = False) -> ScaleDownResult:
         context = FleetContext(
@@ -55,7 +56,7 @@ async def test_thousand_busy_runners_cost_only_list_calls() -> None:
     for number in range(1, 1_001):
         fleet.runner(number, busy=True)
     result = await fleet.cycle()
-    assert len(fleet.hub.asked) == 10
+    assert len(fleet.hub.requests) == 10
     assert {item.decision.action for item in result.outcomes} == {Action.KEEP}
     assert not fleet.machines.ended
 
@@ -68,7 +69,7 @@ async def test_calls_per_removal_and_per_orphan_lookup() -> None:
     fleet.runner(4, busy=True)
     await fleet.cycle()
     assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 2, 3)))
-    assert len(fleet.hub.asked) == 1 + 2 * 2 + 1
+    assert len(fleet.hub.requests) == 1 + 2 * 2 + 1
 
 
 async def test_removals_respect_the_github_rate_limit() -> None:
@@ -100,7 +101,7 @@ async def test_dry_run_has_the_same_decisions_and_changes_nothing() -> None:
     before = dict(fleet.machines.alive)
     planned = await fleet.cycle(dry_run=True)
     assert fleet.machines.alive == before
-    assert all(operation in {"list", "get"} for operation, *_ in fleet.hub.asked)
+    assert all(operation in {"list", "get"} for operation, *_ in fleet.hub.requests)
     done = await fleet.cycle()
     shown = [(item.decision.instance_id, item.decision.action) for item in planned.outcomes]
     assert shown == [(item.decision.instance_id, item.decision.action) for item in done.outcomes]
@@ -210,7 +211,7 @@ async def test_runner_id_tag_is_looked_up_before_termination() -> None:
     """Two registrations, one of them missing in a stale list."""
     fleet = Fleet(machine(1, github_runner_id="9"))
     fleet.runner(1)
-    fleet.hub.add(Runner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
+    fleet.hub.add(ScriptedRunner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
     await fleet.cycle()
     assert not fleet.machines.ended
     assert 1 in fleet.hub.runners
@@ -288,8 +289,8 @@ async def test_pool_is_opened_only_if_a_machine_has_its_tag() -> None:
 
 async def test_job_assigned_between_check_and_deletion_is_not_killed() -> None:
     fleet = Fleet(machine(1), machine(2, orphan="true"))
-    fleet.runner(1, busy_after_looks=1)
-    fleet.runner(2, busy_after_looks=1)
+    fleet.runner(1, busy_after_lookups=1)
+    fleet.runner(2, busy_after_lookups=1)
     result = await fleet.cycle()
     assert not fleet.machines.ended
     assert not fleet.orphans
@@ -335,13 +336,13 @@ async def test_cycle_killed_at_each_call_is_finished_by_later_cycles(*, after: b
                 return await call()
             if after:
                 await call()
-            raise Gone(operation)
+            raise Killed(operation)
 
         usual = fleet.fleet, fleet.hub
         fleet.fleet, fleet.hub = hooked(fleet.fleet, "fleet", cut), hooked(fleet.hub, "github", cut)
         try:
             await fleet.cycle()
-        except Gone:
+        except Killed:
             pass
         else:
             break

@@ -21,10 +21,10 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.ports.github import GitHub
 from remuda.web.dashboard.serialize import decisions, milliseconds
-from tests.support.fleets import tags
 from tests.support.records import NOW
+from tests.support.scripted_fleet import tags
+from tests.support.virtual_time import Call, Hook
 from tests.support.world import POOL, SCOPE, World
-from tests.support.world_time import Call, Hook
 
 ORPHAN = "ghr:orphan"
 CYCLE_S = 30.0

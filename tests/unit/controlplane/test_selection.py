@@ -15,8 +15,8 @@ from remuda.domain.resources import PoolMessage, Tier, TypePatterns, UsageClass
 from remuda.domain.signals import FailureKind, Signal
 from remuda.ports.machine import StepResult
 from tests.support.records import message
+from tests.support.virtual_time import Call
 from tests.support.world import World, number_of
-from tests.support.world_time import Call
 
 MISFITS: dict[str, dict[str, Any]] = {
     "usage": {"usage_class": UsageClass.SPOT},

@@ -19,8 +19,8 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth
 from tests.support.records import instance as make_record
+from tests.support.virtual_time import Call
 from tests.support.world import LIFETIMES, SCOPE, World, number_of
-from tests.support.world_time import Call
 
 
 async def stray(world: World) -> str:

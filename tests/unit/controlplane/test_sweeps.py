@@ -18,8 +18,8 @@ from remuda.domain.transitions import Actor, Change, Confirm
 from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth, message, provision
 from tests.support.records import instance as make_record
+from tests.support.virtual_time import Call, EventRecorder
 from tests.support.world import LIFETIMES, World
-from tests.support.world_time import Call, Notes
 from tests.unit.controlplane.interruption import AmbiguousAnswer, Cut, CutKind
 
 MARGIN_S = LIFETIMES.margin_s
@@ -342,7 +342,7 @@ async def test_successful_writes_of_a_failed_batch_are_logged(world: World) -> N
     records = [make_record(number, state=State.TERMINATING, threshold=world.clock.now()) for number in (1, 2, 3)]
     for record in records:
         await store.apply(birth(record))
-    notes = Notes()
+    notes = EventRecorder()
     context = replace(context, store=store, event_log=notes)
     event = Confirm(keep_records_s=60.0)
     results = await transition_all(context, records, event, by=Actor.REFRESH, why="over")
