@@ -16,7 +16,7 @@ from typing import Any
 from remuda.agent.loop import Agent
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.refresh import Desired, RefreshResult, refresh
+from remuda.controlplane.refresh import DesiredConfig, RefreshResult, refresh
 from remuda.controlplane.release import ReleaseResult, release
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ASSIGNED, Assignment, Instance, State
@@ -287,7 +287,7 @@ class World:
             calls=calls,
         )
 
-    def desired(self, **changed: Any) -> Desired:
+    def desired(self, **changed: Any) -> DesiredConfig:
         values: dict[str, Any] = {
             "pool": POOL,
             "classes": DEFAULT_CLASSES,
@@ -296,7 +296,7 @@ class World:
             "github_url": "https://github.com",
             "scope": SCOPE,
         }
-        return Desired(**{**values, **changed})
+        return DesiredConfig(**{**values, **changed})
 
     async def configure(self, **changed: Any) -> RefreshResult:
         return await refresh(self.process(credentialed=True), self.desired(**changed))

@@ -210,7 +210,7 @@ class Trial:
 
 @given(cases())
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_job_is_killed_and_no_recorded_machine_ended(case: Case) -> None:
+def test_no_job_is_killed_and_no_recorded_machine_terminated(case: Case) -> None:
     trial = Trial(case)
     results = run_virtual(trial.run())
     assert not trial.machines.broken, trial.machines.broken

@@ -36,7 +36,7 @@ async def running(fixture: AgentFixture, max_runtime_s: float = 1_800.0) -> None
 
 
 def test_unreachable_store_last_threshold_applies() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture, max_runtime_s=100)
         threshold = fixture.record.threshold
@@ -47,11 +47,11 @@ def test_unreachable_store_last_threshold_applies() -> None:
         late = fixture.clock.now() - threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_last_threshold_applies_after_a_restart() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
         fixture.store.down = True
@@ -60,11 +60,11 @@ def test_last_threshold_applies_after_a_restart() -> None:
         assert fixture.clock.now() >= at(50 + MARGIN_S)
         assert fixture.machine.ended == [why]
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_without_threshold_the_agent_waits_for_the_store() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.store.down = True
         task = fixture.start()
@@ -75,11 +75,11 @@ def test_without_threshold_the_agent_waits_for_the_store() -> None:
         await until(lambda: fixture.signalled(Signal.UD_REG_OK), within_s=10)
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_job_continues_while_the_store_is_unreachable() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         fixture.runner.become(busy=True)
@@ -92,11 +92,11 @@ def test_job_continues_while_the_store_is_unreachable() -> None:
         assert fixture.report.busy
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_requests_to_an_unreachable_store_back_off() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.store.down = True
         fixture.start()
@@ -105,7 +105,7 @@ def test_requests_to_an_unreachable_store_back_off() -> None:
         assert 100 < len(asked) < 150
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 # The end ----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_requests_to_an_unreachable_store_back_off() -> None:
 def test_record_is_read_again_before_the_end() -> None:
     """The threshold was extended after the agent's last read, so the agent continues."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture, max_runtime_s=100)
         await fixture.release(release_time_s=20)
@@ -134,11 +134,11 @@ def test_record_is_read_again_before_the_end() -> None:
         assert not fixture.task.done()
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_renewed_threshold_applies() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         await fixture.release()
@@ -153,11 +153,11 @@ def test_renewed_threshold_applies() -> None:
         late = fixture.clock.now() - fixture.record.threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_machine_without_record_ends_at_its_last_threshold() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture, max_runtime_s=100)
         threshold = fixture.record.threshold
@@ -166,12 +166,12 @@ def test_machine_without_record_ends_at_its_last_threshold() -> None:
         assert await fixture.task == "threshold passed and the record is gone"
         assert fixture.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("skew_s", [-30.0, 30.0])
 def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.clock = VirtualClock(skew_s=skew_s)
         await running(fixture)
@@ -180,14 +180,14 @@ def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
         assert fixture.log[-3:] == ["remove REMOVED", "stop", "reset"]
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 # The heartbeat ----------------------------------------------------------------------------------------------------
 
 
 def test_heartbeat_is_regular_and_reports_the_runner() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         await asyncio.sleep(1)
@@ -200,11 +200,11 @@ def test_heartbeat_is_regular_and_reports_the_runner() -> None:
         assert fixture.report.busy
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_spot_notice_is_reported_and_the_job_continues() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         fixture.runner.become(busy=True)
@@ -215,11 +215,11 @@ def test_spot_notice_is_reported_and_the_job_continues() -> None:
         assert fixture.runner.current.busy
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_heartbeat_of_a_hung_agent_stops() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.machine.reset_s = 100_000
         await running(fixture)
@@ -234,11 +234,11 @@ def test_heartbeat_of_a_hung_agent_stops() -> None:
         assert fixture.report.beat == beat
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_heartbeats_continue_after_a_failed_one() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         fixture.store.fails = lambda name: name == "beat"
@@ -249,14 +249,14 @@ def test_heartbeats_continue_after_a_failed_one() -> None:
         assert fixture.report.beat >= beat + 5
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 # The runner -------------------------------------------------------------------------------------------------------
 
 
 def test_release_waits_for_a_running_job() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         fixture.runner.become(busy=True)
@@ -269,11 +269,11 @@ def test_release_waits_for_a_running_job() -> None:
         await until(lambda: fixture.signalled(CLEAN), within_s=1)
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         refusals = 3 * MAX_REMOVALS
@@ -286,11 +286,11 @@ def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
         assert "stop" not in fixture.log[: fixture.log.index("remove REMOVED")]
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_failed_removal_is_retried_with_backoff() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         fixture.runner.removals = [RemovalStatus.FAILED] * (MAX_REMOVALS - 1)
@@ -301,11 +301,11 @@ def test_failed_removal_is_retried_with_backoff() -> None:
         assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         fixture.runner.removals = [RemovalStatus.FAILED] * 100
@@ -317,11 +317,11 @@ def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -
         assert "reset" not in fixture.log
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         fixture.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_REMOVALS + 3)
@@ -330,11 +330,11 @@ def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
         assert fixture.log.count("remove UNREACHABLE") == MAX_REMOVALS + 3
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_exited_listener_is_restarted_with_backoff() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.runner.exits = [2] * (MAX_STARTS - 1)
         started = fixture.clock.monotonic()
@@ -343,12 +343,12 @@ def test_exited_listener_is_restarted_with_backoff() -> None:
         assert fixture.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
 def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.runner.exits = [code] * 100
         fixture.start()
@@ -360,13 +360,13 @@ def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> Non
         assert fixture.log.count("start") == starts
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_release_during_registration_leaves_no_registration() -> None:
     """The claim was rolled back before the agent read it: the agent cleans up."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         await running(fixture)
         await fixture.release()
@@ -381,11 +381,11 @@ def test_release_during_registration_leaves_no_registration() -> None:
         assert fixture.record.state is State.RELEASING
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
 
 
 def test_attempt_counters_restart_with_each_assignment() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         fixture = AgentFixture()
         fixture.runner.exits = [2] * (MAX_STARTS - 1)
         await running(fixture)
@@ -400,4 +400,4 @@ def test_attempt_counters_restart_with_each_assignment() -> None:
         assert fixture.log.count("start") == 2 * MAX_STARTS
         await fixture.crash()
 
-    run_virtual(story())
+    run_virtual(scenario())
