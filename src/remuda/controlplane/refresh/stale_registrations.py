@@ -71,7 +71,7 @@ class StaleRegistrationSweep:
             unrecorded_since=self._unrecorded_since(runner) if record is None else None,
             # This process may have stood still since then: that is no time in which anybody looked.
             now=self._listed_at,
-            grace_s=self._config.lifetimes.ghost_after_s,
+            grace_s=self._config.lifetimes.registration_stale_after_s,
         )
 
     def _unrecorded_since(self, runner: GitHubRunner) -> datetime | None:
