@@ -18,8 +18,8 @@ from benchmarks.json_lines import read_response, send_request
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.pool_config import runner_name
 from remuda.ports.compute import POOL_TAG
-from tests.support.fleet_world import FleetWorld, Machine, serve
-from tests.support.fleets import tags
+from tests.support.fleet_servers import FleetInstance, FleetState, serve_fleet
+from tests.support.scripted_fleet import tags
 
 PROCESS_NAME = "external servers"
 #: EC2's page size.
@@ -27,18 +27,18 @@ EC2_PAGE = 1_000
 
 
 def main() -> None:
-    fleet = FleetWorld()
+    fleet = FleetState()
     fleet.ec2_page = EC2_PAGE
     fleet.owners.add(SCOPE)
     launched_at = SystemClock().now() - timedelta(hours=1)
-    with serve(fleet) as served:
+    with serve_fleet(fleet) as served:
         _respond({"github": served.github_url, "ec2": served.ec2_url})
         for line in sys.stdin:
             request = json.loads(line)
             pool = request["pool"]
             for name in request["instances"]:
                 instance_tags = {**tags(SCOPE), "ghr:environment": pool, POOL_TAG: pool}
-                fleet.add_machine(Machine(name, launched_at, "running", instance_tags))
+                fleet.add_machine(FleetInstance(name, launched_at, "running", instance_tags))
             for name in request["runners"]:
                 runner = {"name": runner_name(pool, 1, name), "owner": SCOPE, "busy": True}
                 fleet.add_runner({"id": len(fleet.runners) + 1, **runner})

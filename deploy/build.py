@@ -19,7 +19,7 @@ from policies import CLASSES, policies
 from remuda.action.inputs import input_variable
 from remuda.config.declaration import Group
 from remuda.config.settings import SETTINGS
-from statements import Policy, Statement, filled
+from statements import Policy, Statement, fill_placeholders
 from template import template
 
 DEPLOY = Path(__file__).parent
@@ -43,7 +43,7 @@ class TemplateDumper(yaml.SafeDumper):
 
 
 def policy_text(policy: Policy) -> str:
-    return json.dumps(filled(policy), indent=2) + "\n"
+    return json.dumps(fill_placeholders(policy), indent=2) + "\n"
 
 
 def template_text(document: Mapping[str, Any]) -> str:
@@ -53,7 +53,7 @@ def template_text(document: Mapping[str, Any]) -> str:
 def table(made: Sequence[Policy]) -> str:
     parts = []
     for policy in made:
-        parts += [f"## {policy.name}", "", f"For {policy.who}.", ""]
+        parts += [f"## {policy.name}", "", f"For {policy.holder}.", ""]
         parts += ["| actions | resources | conditions | purpose |", "|---|---|---|---|"]
         parts += [_row(statement) for statement in policy.statements]
         parts.append("")
@@ -68,7 +68,7 @@ def _row(statement: Statement) -> str:
         for operator, keys in (statement.conditions or {}).items()
         for key, values in keys.items()
     )
-    return f"| {actions} | {resources} | {conditions} | {statement.why} |"
+    return f"| {actions} | {resources} | {conditions} | {statement.purpose} |"
 
 
 def _short(value: str) -> str:

@@ -1,7 +1,6 @@
-"""Packs the Lambda function: the same input gives the same bytes.
+"""Builder of the Lambda package: `lambda_package.py --to build/remuda-lambda.zip`. Builds are reproducible.
 
-`lambda_package.py --to build/remuda-lambda.zip`. What it depends on is installed for Lambda's platform, in the versions
-of requirements/constraints.txt; nothing is built, and no tool or test goes in.
+Dependencies are installed as wheels for the platform of Lambda, in the versions of requirements/constraints.txt.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 ARCHITECTURES = ("x86_64", "arm64")
-#: By glibc, the newest first: what a wheel may be built against on Amazon Linux 2023.
-GLIBC = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
-#: Of AWS's hundreds of services, those whose models the function reads.
+#: Wheel platforms that Amazon Linux 2023 supports, newest glibc first.
+PLATFORMS = ("manylinux_2_34", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
+#: AWS services whose models the function needs, out of hundreds.
 SERVICES = ("dynamodb", "ec2", "iam", "secretsmanager", "sqs", "sts")
-#: Made by the installation, with paths of this machine in it, or of no use to a function.
-LEFT_OUT = ("__pycache__", "bin", "RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "tests", "docs.json.gz")
-#: The first time that a zip can hold.
+#: Files that contain local paths or that a function does not need.
+EXCLUDED = ("__pycache__", "bin", "RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "tests", "docs.json.gz")
+#: The earliest timestamp in a zip file.
 EPOCH = (1980, 1, 1, 0, 0, 0)
 FILE_MODE = 0o100644 << 16
-#: Lambda's own limits: as it is sent, and unpacked.
+#: Limits of Lambda in bytes.
 MAX_ZIPPED = 50 * 1024 * 1024
 MAX_UNPACKED = 250 * 1024 * 1024
 
@@ -39,9 +38,9 @@ def requirements() -> list[str]:
 
 
 def install(folder: Path, *, architecture: str, python: str) -> None:
-    """Wheels only: what would be built here would be built for this machine."""
+    """Install wheels only: a build here would be for this computer, not for Lambda."""
     machine = {"arm64": "aarch64"}.get(architecture, architecture)
-    platforms = [word for glibc in GLIBC for word in ("--platform", f"{glibc}_{machine}")]
+    platforms = [word for platform in PLATFORMS for word in ("--platform", f"{platform}_{machine}")]
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"),
@@ -55,19 +54,19 @@ def install(folder: Path, *, architecture: str, python: str) -> None:
 
 
 def contents(installed: Path) -> Iterator[tuple[str, Path]]:
-    """What goes in, by name: the package from its source, then what it depends on."""
+    """The files of the package by name: Remuda from its source, then the installed dependencies."""
     source = ROOT / "src"
     for file in (source / "remuda").rglob("*"):
         if file.is_file() and "__pycache__" not in file.parts:
             yield file.relative_to(source).as_posix(), file
     for file in installed.rglob("*"):
         name = file.relative_to(installed)
-        if file.is_file() and not set(name.parts) & set(LEFT_OUT) and _is_used(name.parts):
+        if file.is_file() and not set(name.parts) & set(EXCLUDED) and _is_used(name.parts):
             yield name.as_posix(), file
 
 
 def _is_used(parts: Sequence[str]) -> bool:
-    """Of botocore, which carries a model of every service, only what is used: the rest is nine tenths of it."""
+    """Whether a file is needed. botocore has models of all services; the unused ones are nine tenths of it."""
     is_model = parts[:2] == ("botocore", "data") and len(parts) > 3
     return not is_model or parts[2] in SERVICES
 
@@ -84,7 +83,9 @@ def pack(files: Sequence[tuple[str, Path]], target: Path) -> None:
             archive.writestr(entry, file.read_bytes())
     zipped = target.stat().st_size
     if zipped > MAX_ZIPPED or unpacked > MAX_UNPACKED:
-        sys.exit(f"{target} is {zipped} bytes and {unpacked} unpacked: Lambda takes {MAX_ZIPPED} and {MAX_UNPACKED}")
+        sys.exit(
+            f"{target}: {zipped} bytes, {unpacked} unpacked; the limits of Lambda are {MAX_ZIPPED} and {MAX_UNPACKED}"
+        )
     print(f"{target}: {zipped / 1e6:.1f} MB, {unpacked / 1e6:.1f} MB unpacked, {len(files)} files")  # noqa: T201
 
 

@@ -1,8 +1,7 @@
-"""Every right that Remuda has on AWS, as data. JSON policies, template and docs are made from it (build.py).
+"""The IAM policies of Remuda, as data. build.py generates JSON policies, the template and the reference from them.
 
-`<partition>`, `<region>`, `<account>`, `<pool>`, `<environment>` (the value of the tag ghr:environment) and
-`<github-credential>` (the ARN of a secret) stand for what differs between deployments; `${…}` is IAM's own, and filled
-in by IAM for each request.
+Placeholders that differ between deployments: `<partition>`, `<region>`, `<account>`, `<pool>`, `<environment>` (the
+value of the ghr:environment tag) and `<github-credential>` (the ARN of a secret). `${…}` are IAM policy variables.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ from collections.abc import Sequence
 
 from remuda.adapters.aws.dynamodb import items
 from remuda.adapters.aws.ec2.template import template_name
-from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.domain.resources import DEFAULT_CLASSES
+from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import Conditions, Policy, Statement
 
 CLASSES = tuple(each.name for each in DEFAULT_CLASSES)
 EC2 = "ec2.amazonaws.com"
-#: The one resource that some calls know; each use says why.
-EVERYTHING = "*"
-#: What scale-down notes on a machine. Never the pool's tag: with it anything could be made terminable.
+#: For calls that IAM cannot restrict to resources; a comment at each use says why.
+ANY_RESOURCE = "*"
+#: The only tag that scale-down may set. With the tag of the pool it could make any instance terminable.
 ORPHAN_TAG = "ghr:orphan"
 
 
 # Names --------------------------------------------------------------------------------------------------------------
 
-#: Of the table, of the launch template; queues and roles begin with it.
+#: Name of the table and of the launch template; prefix of queues and roles.
 NAME = template_name("<pool>")
 AGENT_NAME = f"{NAME}-agent"
 
@@ -36,7 +35,7 @@ def arn(service: str, resource: str, *, region: str = "<region>", account: str =
 
 
 def ec2(*kinds: str) -> tuple[str, ...]:
-    # An image or a snapshot may be another account's: AWS's own, as a rule. Their ARNs name no account of ours.
+    # Images and snapshots often belong to other accounts, such as those of AWS.
     return tuple(
         arn("ec2", f"{kind}/*", account="*" if kind in {"image", "snapshot"} else "<account>") for kind in kinds
     )
@@ -52,18 +51,18 @@ INSTANCES = ec2("instance")
 AGENT_ROLE = arn("iam", f"role/{AGENT_NAME}", region="")
 AGENT_PROFILE = arn("iam", f"instance-profile/{AGENT_NAME}", region="")
 CREDENTIAL = "<github-credential>"
-#: Where it may lie while the template was not told where it does.
+#: Secrets that may contain it if the stack has no GithubSecretArn.
 CREDENTIALS = arn("secretsmanager", "secret:remuda/<pool>/*")
 ENVIRONMENT = "<environment>"
 
-OF_THE_POOL = {f"aws:ResourceTag/{POOL_TAG}": "<pool>"}
-#: A fleet of GitHub runners that scale-down looks after: the pool's machines carry these tags, too.
-OF_THE_FLEET = {
+HAS_POOL_TAG = {f"aws:ResourceTag/{POOL_TAG}": "<pool>"}
+#: Tags of the instances that scale-down manages; instances of the pool have them, too.
+HAS_FLEET_TAGS = {
     f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
     f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": ENVIRONMENT,
 }
-ASKS_FOR_THE_POOL = {f"aws:RequestTag/{POOL_TAG}": "<pool>"}
-#: The partition keys that a request touches. IAM has no word for sort keys.
+REQUESTS_POOL_TAG = {f"aws:RequestTag/{POOL_TAG}": "<pool>"}
+#: Condition key for the partition keys of a request. IAM has none for sort keys.
 LEADING_KEYS = "dynamodb:LeadingKeys"
 
 
@@ -73,7 +72,7 @@ LEADING_KEYS = "dynamodb:LeadingKeys"
 def _own_item(kind: str) -> Conditions:
     return {
         "ForAllValues:StringEquals": {LEADING_KEYS: f"{kind}${{aws:userid}}"},
-        # ForAllValues holds where there are no values at all: a request without keys is refused by this.
+        # ForAllValues is true for a request without keys; this condition denies such a request.
         "Null": {LEADING_KEYS: "false"},
     }
 
@@ -81,39 +80,39 @@ def _own_item(kind: str) -> Conditions:
 def agent() -> Policy:
     return Policy(
         name="agent",
-        who="every machine of the pool, by its instance profile",
+        holder="every instance of the pool, through its instance profile",
         statements=(
             Statement(
                 sid="ReadOwnControl",
-                why="read what it is to do",
+                purpose="read its own control record",
                 actions=("dynamodb:GetItem",),
                 resources=(TABLE,),
                 conditions=_own_item(items.CONTROL_PREFIX),
             ),
             Statement(
                 sid="WriteOwnReport",
-                why="signals and heartbeat",
+                purpose="write signals and heartbeats",
                 actions=("dynamodb:UpdateItem",),
                 resources=(TABLE,),
                 conditions=_own_item(items.REPORT_PREFIX),
             ),
             Statement(
                 sid="TerminateItself",
-                why="end itself, and no other machine",
+                purpose="terminate itself, and no other instance",
                 actions=("ec2:TerminateInstances",),
                 resources=INSTANCES,
-                # Who asks is whom it is about: `ec2:InstanceID` is the target's.
+                # The caller must be the target: `ec2:InstanceID` is the id of the target.
                 conditions={"ArnLike": {"ec2:SourceInstanceARN": arn("ec2", "instance/${ec2:InstanceID}")}},
             ),
         ),
     )
 
 
-# Parts of several ---------------------------------------------------------------------------------------------------
+# Shared statements --------------------------------------------------------------------------------------------------
 
 
 def _queues(classes: Sequence[str]) -> tuple[str, ...]:
-    # One by one: `remuda-ci-*` would be the queues of a pool named `ci-nightly`, too.
+    # Listed individually: `remuda-ci-*` would also match the queues of a pool named `ci-nightly`.
     return tuple(arn("sqs", queue_name(each)) for each in classes)
 
 
@@ -121,7 +120,7 @@ def _read_records(*more: str) -> Statement:
     operations = ("BatchGetItem", "GetItem", "Query", *more)
     return Statement(
         sid="ReadRecords",
-        why="the pool's records",
+        purpose="read the records of the pool",
         actions=_on_items(*operations),
         resources=(TABLE, *INDEXES),
     )
@@ -131,29 +130,31 @@ def _on_items(*operations: str) -> tuple[str, ...]:
     return tuple(f"dynamodb:{operation}" for operation in sorted(operations))
 
 
-def _write(sid: str, why: str, operation: str, *partitions: str) -> Statement:
-    """Of items whose keys begin so, and of no others: never the pool's configuration."""
-    begins = tuple(f"{partition}*" for partition in partitions)
+def _write(sid: str, purpose: str, operation: str, *partitions: str) -> Statement:
+    """Write access to items with these key prefixes. None of them matches the configuration of the pool."""
+    prefixes = tuple(f"{partition}*" for partition in partitions)
     return Statement(
         sid=sid,
-        why=why,
+        purpose=purpose,
         actions=_on_items(operation),
         resources=(TABLE,),
-        conditions={"ForAllValues:StringLike": {LEADING_KEYS: begins}, "Null": {LEADING_KEYS: "false"}},
+        conditions={"ForAllValues:StringLike": {LEADING_KEYS: prefixes}, "Null": {LEADING_KEYS: "false"}},
     )
 
 
-def _write_machines() -> tuple[Statement, ...]:
+def _write_instances() -> tuple[Statement, ...]:
     return (
-        _write("WriteMachines", "records of machines", "UpdateItem", items.CONTROL_PREFIX, items.REPORT_PREFIX),
-        _write("WriteHistory", "lines of their histories", "BatchWriteItem", items.history_pk("")),
+        _write(
+            "WriteInstances", "write the records of instances", "UpdateItem", items.CONTROL_PREFIX, items.REPORT_PREFIX
+        ),
+        _write("WriteHistory", "write their histories", "BatchWriteItem", items.history_pk("")),
     )
 
 
 def _credential() -> Statement:
     return Statement(
         sid="ReadGitHubCredential",
-        why="the one secret that holds the GitHub credential",
+        purpose="read the secret with the GitHub credential",
         actions=("secretsmanager:GetSecretValue",),
         resources=(CREDENTIAL,),
     )
@@ -162,8 +163,8 @@ def _credential() -> Statement:
 def _messages(classes: Sequence[str]) -> Statement:
     return Statement(
         sid="Messages",
-        # SQS judges a batch call by the right to the single one.
-        why="announce, receive, hand back and delete hints about idle machines",
+        # The permission for a single message covers batch calls.
+        purpose="publish, receive, return and delete messages about idle instances",
         actions=(
             "sqs:ChangeMessageVisibility",
             "sqs:DeleteMessage",
@@ -178,21 +179,21 @@ def _messages(classes: Sequence[str]) -> Statement:
 
 def _terminate() -> Statement:
     return Statement(
-        sid="TerminateThePools",
-        why="end machines of this pool",
+        sid="TerminatePoolInstances",
+        purpose="terminate instances of this pool",
         actions=("ec2:TerminateInstances",),
         resources=INSTANCES,
-        conditions={"StringEquals": OF_THE_POOL},
+        conditions={"StringEquals": HAS_POOL_TAG},
     )
 
 
-def _look(*operations: str) -> Statement:
+def _describe(*operations: str) -> Statement:
     return Statement(
-        sid="Look",
-        why="see what there is",
+        sid="Describe",
+        purpose="list resources",
         actions=tuple(f"ec2:{operation}" for operation in operations),
-        # EC2's Describe calls know neither resources nor tags.
-        resources=(EVERYTHING,),
+        # Describe calls of EC2 support neither resources nor tags.
+        resources=(ANY_RESOURCE,),
     )
 
 
@@ -202,54 +203,54 @@ def _look(*operations: str) -> Statement:
 def workflow(classes: Sequence[str] = CLASSES) -> Policy:
     return Policy(
         name="workflow",
-        who="workflows, for `provision` and `release`",
+        holder="workflows, for `provision` and `release`",
         statements=(
             _read_records(),
-            *_write_machines(),
-            _write("WriteProvisions", "what a run has asked for", "PutItem", items.run_pk("")),
+            *_write_instances(),
+            _write("WriteProvisions", "write the provisions of runs", "PutItem", items.run_pk("")),
             _messages(classes),
             *_launch(),
             _terminate(),
-            _look("DescribeInstances", "DescribeTags"),
+            _describe("DescribeInstances", "DescribeTags"),
         ),
     )
 
 
 def _launch() -> tuple[Statement, ...]:
-    """EC2 judges a launch by each resource that it touches: as CreateFleet, then again as the RunInstances within."""
+    """EC2 authorizes a launch for each resource involved: first CreateFleet, then the RunInstances that it makes."""
     any_template = {"ec2:LaunchTemplate": ec2("launch-template")[0]}
     return (
         Statement(
-            sid="LaunchByThePoolsTemplate",
-            why="launch with this pool's template (it is told by its tag: EC2 knows its name only as an id)",
+            sid="LaunchWithPoolTemplate",
+            purpose="launch with the template of this pool (identified by its tag, as its ARN contains only an id)",
             actions=("ec2:CreateFleet", "ec2:RunInstances"),
             resources=ec2("launch-template"),
-            conditions={"StringEquals": OF_THE_POOL},
+            conditions={"StringEquals": HAS_POOL_TAG},
         ),
         Statement(
             sid="LaunchTagged",
-            why="launch machines and volumes that carry this pool's tag from the start",
+            purpose="launch instances and volumes that have the tag of this pool from the start",
             actions=("ec2:RunInstances",),
             resources=ec2("instance", "volume"),
-            conditions={"StringEquals": ASKS_FOR_THE_POOL, "ArnLike": any_template},
+            conditions={"StringEquals": REQUESTS_POOL_TAG, "ArnLike": any_template},
         ),
         Statement(
-            sid="LaunchWhatTheTemplateNames",
-            why="the image, groups and key that the template names, none of one's own choice",
+            sid="LaunchWithTemplateResources",
+            purpose="use the image, security groups and key pair of the template, and no others",
             actions=("ec2:RunInstances",),
             resources=ec2("image", "key-pair", "security-group", "snapshot"),
             conditions={"Bool": {"ec2:IsLaunchTemplateResource": "true"}, "ArnLike": any_template},
         ),
         Statement(
             sid="LaunchInSubnets",
-            why="a provision chooses among the pool's subnets",
+            purpose="launch in the subnets that the provision selects",
             actions=("ec2:RunInstances",),
             resources=ec2("network-interface", "subnet"),
             conditions={"ArnLike": any_template},
         ),
         Statement(
-            sid="AskForFleets",
-            why="ask for machines; what is launched is judged by the rows above",
+            sid="RequestFleets",
+            purpose="request a fleet; the statements above restrict what it launches",
             actions=("ec2:CreateFleet",),
             resources=ec2(
                 "fleet",
@@ -264,30 +265,30 @@ def _launch() -> tuple[Statement, ...]:
             ),
         ),
         Statement(
-            sid="AskForSpot",
-            why="the request behind a spot machine; the machine itself is judged by the rows above",
+            sid="RequestSpot",
+            purpose="request spot instances; the statements above restrict the instances",
             actions=("ec2:RunInstances",),
             resources=ec2("spot-instances-request"),
         ),
         Statement(
             sid="TagAtLaunch",
-            why="tag what it launches, and nothing later",
+            purpose="tag new instances and volumes at launch only",
             actions=("ec2:CreateTags",),
             resources=ec2("instance", "volume"),
             conditions={
-                "StringEquals": {"ec2:CreateAction": ("CreateFleet", "RunInstances"), **ASKS_FOR_THE_POOL},
+                "StringEquals": {"ec2:CreateAction": ("CreateFleet", "RunInstances"), **REQUESTS_POOL_TAG},
             },
         ),
         Statement(
-            sid="GiveTheAgentsRole",
-            why="machines get the agent's role, and only machines",
+            sid="PassAgentRole",
+            purpose="pass the role of the agent to EC2 instances only",
             actions=("iam:PassRole",),
             resources=(AGENT_ROLE,),
             conditions={"StringEquals": {"iam:PassedToService": EC2}},
         ),
         Statement(
             sid="ResolveImages",
-            why="an image given as `resolve:ssm:…`: AWS's public ones, or the pool's own",
+            purpose="resolve an image given as `resolve:ssm:…`: public parameters of AWS, or those of the pool",
             actions=("ssm:GetParameters",),
             resources=(
                 arn("ssm", "parameter/aws/service/*", account=""),
@@ -301,21 +302,21 @@ def _launch() -> tuple[Statement, ...]:
 
 
 def refresh(classes: Sequence[str] = CLASSES) -> Policy:
-    """It launches nothing: so it may not."""
+    """Without permission to launch: refresh launches nothing."""
     return Policy(
         name="refresh",
-        who="whoever runs `refresh` and `doctor`: the scheduled function, a scheduled workflow, an operator",
+        holder="callers of `refresh` and `doctor`: the scheduled function, a scheduled workflow, an operator",
         statements=(
             _read_records("Scan"),
             Statement(
                 sid="WriteRecords",
-                why="the pool's records, its configuration among them",
+                purpose="write the records of the pool, including its configuration",
                 actions=_on_items("BatchWriteItem", "PutItem", "UpdateItem"),
                 resources=(TABLE,),
             ),
             Statement(
                 sid="PrepareTable",
-                why="create and verify the table",
+                purpose="create and verify the table",
                 actions=(
                     "dynamodb:CreateTable",
                     "dynamodb:DescribeTable",
@@ -327,13 +328,13 @@ def refresh(classes: Sequence[str] = CLASSES) -> Policy:
             _messages(classes),
             Statement(
                 sid="PrepareQueues",
-                why="create and correct the queues",
+                purpose="create and update the queues",
                 actions=("sqs:CreateQueue", "sqs:SetQueueAttributes"),
                 resources=_queues(classes),
             ),
             *_templates(),
             _terminate(),
-            _look(
+            _describe(
                 "DescribeImages",
                 "DescribeInstances",
                 "DescribeLaunchTemplates",
@@ -344,8 +345,8 @@ def refresh(classes: Sequence[str] = CLASSES) -> Policy:
                 "DescribeTags",
             ),
             Statement(
-                sid="KnowTheAgentsRole",
-                why="the role's unique id, which the keys of records begin with",
+                sid="ReadAgentProfile",
+                purpose="read the unique id of the role, which is the prefix of record keys",
                 actions=("iam:GetInstanceProfile",),
                 resources=(AGENT_PROFILE,),
             ),
@@ -358,24 +359,24 @@ def _templates() -> tuple[Statement, ...]:
     return (
         Statement(
             sid="CreateTemplate",
-            why="create the launch template, with this pool's tag",
+            purpose="create the launch template with the tag of this pool",
             actions=("ec2:CreateLaunchTemplate",),
             resources=ec2("launch-template"),
-            conditions={"StringEquals": ASKS_FOR_THE_POOL},
+            conditions={"StringEquals": REQUESTS_POOL_TAG},
         ),
         Statement(
             sid="TagTemplate",
-            why="tag that template, and nothing later",
+            purpose="tag the template at creation only",
             actions=("ec2:CreateTags",),
             resources=ec2("launch-template"),
-            conditions={"StringEquals": {"ec2:CreateAction": "CreateLaunchTemplate", **ASKS_FOR_THE_POOL}},
+            conditions={"StringEquals": {"ec2:CreateAction": "CreateLaunchTemplate", **REQUESTS_POOL_TAG}},
         ),
         Statement(
             sid="ChangeTemplate",
-            why="new versions of this pool's launch template",
+            purpose="create new versions of the launch template of this pool",
             actions=("ec2:CreateLaunchTemplateVersion", "ec2:ModifyLaunchTemplate"),
             resources=ec2("launch-template"),
-            conditions={"StringEquals": OF_THE_POOL},
+            conditions={"StringEquals": HAS_POOL_TAG},
         ),
     )
 
@@ -386,55 +387,55 @@ def _templates() -> tuple[Statement, ...]:
 def scale_down() -> Policy:
     return Policy(
         name="scale-down",
-        who="whoever runs `scale-down`: the scheduled function, a scheduled workflow, an operator",
+        holder="callers of `scale-down`: the scheduled function, a scheduled workflow, an operator",
         statements=(
             _read_records(),
-            *_write_machines(),
+            *_write_instances(),
             Statement(
-                sid="TerminateTheFleets",
-                why="end machines of this environment's fleet",
+                sid="TerminateFleetInstances",
+                purpose="terminate instances of this environment",
                 actions=("ec2:TerminateInstances",),
                 resources=INSTANCES,
-                conditions={"StringEquals": OF_THE_FLEET},
+                conditions={"StringEquals": HAS_FLEET_TAGS},
             ),
             Statement(
                 sid="MarkOrphans",
-                why="note on a machine of this fleet that it is an orphan, or that it is none",
+                purpose="mark or unmark an instance of this environment as an orphan",
                 actions=("ec2:CreateTags", "ec2:DeleteTags"),
                 resources=INSTANCES,
                 conditions={
-                    "StringEquals": OF_THE_FLEET,
+                    "StringEquals": HAS_FLEET_TAGS,
                     "ForAllValues:StringEquals": {"aws:TagKeys": (ORPHAN_TAG,)},
-                    # DeleteTags without keys removes all of them.
+                    # DeleteTags without keys would remove all tags.
                     "Null": {"aws:TagKeys": "false"},
                 },
             ),
-            _look("DescribeInstances"),
+            _describe("DescribeInstances"),
             _credential(),
         ),
     )
 
 
-# The functions ------------------------------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------------------------------------
 
-#: What runs on a schedule: each has a function, a role and a log of its own.
+#: Scheduled commands. Each has its own function, role and log group.
 SCHEDULED = ("refresh", "scale-down")
 
 
-def log_group(who: str) -> str:
-    return f"/remuda/<pool>/{who}"
+def log_group(command: str) -> str:
+    return f"/remuda/<pool>/{command}"
 
 
-def function_logs(who: str) -> Policy:
+def function_logs(command: str) -> Policy:
     return Policy(
-        name=f"{who}-logs",
-        who=f"the function that runs `{who}`, beside the policy `{who}`",
+        name=f"{command}-logs",
+        holder=f"the function that runs `{command}`, in addition to the policy `{command}`",
         statements=(
             Statement(
-                sid="WriteItsLog",
-                why="write its own log; the group itself is the template's",
+                sid="WriteLog",
+                purpose="write its own log; the template creates the log group",
                 actions=("logs:CreateLogStream", "logs:PutLogEvents"),
-                resources=(arn("logs", f"log-group:{log_group(who)}:*"),),
+                resources=(arn("logs", f"log-group:{log_group(command)}:*"),),
             ),
         ),
     )

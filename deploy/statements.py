@@ -1,4 +1,4 @@
-"""What a policy is made of, and how its placeholders are filled in."""
+"""IAM policies and statements, and the replacement of their placeholders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Operator, then key, then the values that it takes.
+#: Operator to condition key to accepted values.
 Conditions = Mapping[str, Mapping[str, str | Sequence[str]]]
 Document = dict[str, Any]
 
@@ -16,8 +16,8 @@ VERSION = "2012-10-17"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statement:
     sid: str
-    #: For the docs: what it is for, in a few words.
-    why: str
+    #: For the reference.
+    purpose: str
     actions: tuple[str, ...]
     resources: tuple[str, ...]
     conditions: Conditions | None = None
@@ -40,8 +40,8 @@ class Statement:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     name: str
-    #: For the docs: who carries it.
-    who: str
+    #: Who has the policy, for the reference.
+    holder: str
     statements: tuple[Statement, ...]
 
     def document(self) -> Document:
@@ -49,7 +49,7 @@ class Policy:
 
 
 def render(value: Any, text: Callable[[str], Any]) -> Any:
-    """The same document, every string in it but the keys through `text`."""
+    """The document with `text` applied to every string that is not a key."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, Mapping):
@@ -57,7 +57,7 @@ def render(value: Any, text: Callable[[str], Any]) -> Any:
     return [render(item, text) for item in value]
 
 
-def filled(
+def fill_placeholders(
     policy: Policy,
     *,
     pool: str = "<pool>",
@@ -67,7 +67,7 @@ def filled(
     environment: str = "<environment>",
     credential: str = "<github-credential>",
 ) -> Document:
-    given = {
+    values = {
         "<pool>": pool,
         "<account>": account,
         "<region>": region,
@@ -76,10 +76,10 @@ def filled(
         "<github-credential>": credential,
     }
 
-    def put(text: str) -> str:
-        for placeholder, value in given.items():
+    def fill(text: str) -> str:
+        for placeholder, value in values.items():
             text = text.replace(placeholder, value)
         return text
 
-    document: Document = render(policy.document(), put)
+    document: Document = render(policy.document(), fill)
     return document

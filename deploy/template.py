@@ -1,4 +1,4 @@
-"""The CloudFormation template: everything that a pool needs before its first refresh, from the code's own names."""
+"""The CloudFormation template: table, queues, roles and scheduled functions of one pool."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from statements import VERSION, Policy, render
 
 Resource = dict[str, Any]
 
+#: Placeholders of the policies to CloudFormation expressions.
 PARAMETERS = {
     "<partition>": "${AWS::Partition}",
     "<region>": "${AWS::Region}",
@@ -38,42 +39,42 @@ PARAMETERS = {
 }
 GITHUB = "token.actions.githubusercontent.com"
 LOG_DAYS = 30
-EVERY = "rate(5 minutes)"
-#: Within the five minutes, so that no two runs of a function meet.
-FUNCTION_TIME_S = 240
-#: A function's share of a processor grows with its memory: reading AWS's models takes one.
+SCHEDULE = "rate(5 minutes)"
+#: Timeout of a function in seconds, below the schedule's interval so that runs never overlap.
+FUNCTION_TIMEOUT_S = 240
+#: Memory of a function. CPU time grows with it, and loading the models of the AWS libraries needs a full CPU.
 FUNCTION_MB = 1_024
-#: An event that could not be delivered is of no use later: the next one is due. The least that EventBridge takes.
+#: Maximum age of an undelivered event in seconds, the minimum of EventBridge. The next event replaces it.
 EVENT_AGE_S = 60
 HANDLER = "remuda.aws_lambda.handler.handler"
 HAS_FUNCTIONS = "HasFunctions"
 ALARMS = "Alarms"
-#: So many runs in a row must have failed: one that did is made good by the next.
+#: Consecutive failed runs before an alarm. The next run makes up for a single failure.
 ALARM_AFTER = 3
 #: Settings of the functions that are parameters of the stack.
 STACK_SETTINGS = tuple(declared for declared in SETTINGS.values() if declared.is_parameter)
 TAGS = [{"Key": POOL_TAG, "Value": {"Ref": "Pool"}}]
 
 
-def _filled_in(text: str) -> str:
+def _with_parameters(text: str) -> str:
     for placeholder, value in PARAMETERS.items():
         text = text.replace(placeholder, value)
     return text
 
 
-#: What is not part of a longer text.
+#: Placeholders that are never part of a longer text.
 EXACT: dict[str, Any] = {
-    CREDENTIAL: {"Fn::If": ["HasSecret", {"Ref": "GithubSecretArn"}, {"Fn::Sub": _filled_in(CREDENTIALS)}]},
+    CREDENTIAL: {"Fn::If": ["HasSecret", {"Ref": "GithubSecretArn"}, {"Fn::Sub": _with_parameters(CREDENTIALS)}]},
     ENVIRONMENT: {"Fn::If": ["HasEnvironment", {"Ref": "GithubEnvironment"}, {"Ref": "Pool"}]},
 }
 
 
 def substituted(text: str) -> Any:
-    """As CloudFormation wants it; IAM's own `${…}` stay IAM's."""
+    """The text as a CloudFormation expression. IAM policy variables (`${…}`) are escaped."""
     if text in EXACT:
         return EXACT[text]
     text = text.replace("${", "${!")
-    changed = _filled_in(text)
+    changed = _with_parameters(text)
     return {"Fn::Sub": changed} if changed != text else text.replace("${!", "${")
 
 
@@ -81,7 +82,7 @@ def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
     made = policies(classes)
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
-        "Description": "Remuda: warm EC2 machines for GitHub Actions. Table, queues, roles and schedules of one pool.",
+        "Description": "Remuda: reusable EC2 runners for GitHub Actions. Table, queues, roles and functions of a pool.",
         "Metadata": _metadata(),
         "Parameters": _parameters(),
         "Rules": _rules(),
@@ -96,7 +97,7 @@ def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
                 "Properties": {"InstanceProfileName": substituted(AGENT_NAME), "Roles": [{"Ref": "AgentRole"}]},
             },
             "WorkflowRole": _github_role("workflow", "repo:${Repository}:*", ("workflow",)),
-            # What is not on this branch was not reviewed: it may use the pool, not change it.
+            # Only reviewed code on this branch may change the pool; other branches may only use it.
             "RefreshRole": _github_role("refresh", "repo:${Repository}:ref:refs/heads/${Branch}", SCHEDULED),
             **{_logical(who, "Logs"): _logs(who) for who in SCHEDULED},
             **{name: resource for who in SCHEDULED for name, resource in _function(who).items()},
@@ -106,48 +107,50 @@ def template(classes: Sequence[str] = CLASSES) -> dict[str, Any]:
     }
 
 
-def _given(parameter: str) -> dict[str, Any]:
+def _is_set(parameter: str) -> dict[str, Any]:
     return {"Fn::Not": [{"Fn::Equals": [{"Ref": parameter}, ""]}]}
 
 
 def _conditions() -> dict[str, Any]:
     return {
-        "HasWorkflow": {"Fn::And": [_given("OidcProviderArn"), _given("Repository")]},
-        HAS_FUNCTIONS: {"Fn::And": [_given("CodeBucket"), _given("CodeKey")]},
-        ALARMS: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, _given("AlarmTopicArn")]},
-        "HasSecret": _given("GithubSecretArn"),
-        "IsApp": _given("GithubAppId"),
-        "HasEnvironment": _given("GithubEnvironment"),
-        # Without an image the functions cannot know how machines are to be: then somebody else's refresh says.
-        "Configures": _given("Ami"),
+        "HasWorkflow": {"Fn::And": [_is_set("OidcProviderArn"), _is_set("Repository")]},
+        HAS_FUNCTIONS: {"Fn::And": [_is_set("CodeBucket"), _is_set("CodeKey")]},
+        ALARMS: {"Fn::And": [{"Condition": HAS_FUNCTIONS}, _is_set("AlarmTopicArn")]},
+        "HasSecret": _is_set("GithubSecretArn"),
+        "IsApp": _is_set("GithubAppId"),
+        "HasEnvironment": _is_set("GithubEnvironment"),
+        # Without an image the functions leave the stored configuration as it is.
+        "Configures": _is_set("Ami"),
         "Reserves": {"Fn::Equals": [{"Ref": "ReserveConcurrency"}, "true"]},
         "ScalesDown": {"Fn::Equals": [{"Ref": "ScaleDown"}, "true"]},
     }
 
 
 def _rules() -> dict[str, Any]:
-    """Told before anything is made."""
-    needed = {
-        "GithubSecretArn": "The functions need a GitHub credential: give GithubSecretArn.",
-        "GithubScope": "The functions need to know whom runners serve: give GithubScope.",
+    """Checks of the parameters before any resource is created."""
+    required = {
+        "GithubSecretArn": "The functions need a GitHub credential. Set GithubSecretArn.",
+        "GithubScope": "The functions need the scope of the runners. Set GithubScope.",
     }
     return {
         "Functions": {
-            "RuleCondition": _given("CodeBucket"),
-            "Assertions": [{"Assert": _given(name), "AssertDescription": said} for name, said in needed.items()],
+            "RuleCondition": _is_set("CodeBucket"),
+            "Assertions": [
+                {"Assert": _is_set(name), "AssertDescription": message} for name, message in required.items()
+            ],
         },
-        "Machines": {
-            "RuleCondition": _given("Ami"),
-            "Assertions": [{"Assert": _given("SubnetIds"), "AssertDescription": "An image needs subnets: SubnetIds."}],
+        "Instances": {
+            "RuleCondition": _is_set("Ami"),
+            "Assertions": [{"Assert": _is_set("SubnetIds"), "AssertDescription": "Ami requires SubnetIds."}],
         },
     }
 
 
 def _metadata() -> dict[str, Any]:
-    """How the console groups the parameters."""
+    """Groups of the parameters in the CloudFormation console."""
     groups = {
-        "The pool": ["Pool"],
-        "Workflows that use it": ["OidcProviderArn", "Repository", "Branch"],
+        "Pool": ["Pool"],
+        "Workflows": ["OidcProviderArn", "Repository", "Branch"],
         "Scheduled functions": list(_function_parameters()),
         "Settings of refresh": [item.parameter for item in STACK_SETTINGS if item.group is not Group.SCALE_DOWN],
         "Settings of scale-down": [item.parameter for item in STACK_SETTINGS if item.group is Group.SCALE_DOWN],
@@ -170,20 +173,20 @@ def _parameters() -> dict[str, Any]:
         "OidcProviderArn": {
             "Type": "String",
             "Default": "",
-            "Description": "GitHub's OIDC provider in this account. Empty: no roles for workflows are made.",
+            "Description": "ARN of GitHub's OIDC provider. If empty, no roles for workflows are created.",
         },
         "Repository": {
             "Type": "String",
             "Default": "",
-            # No wildcard: the trust is by StringLike.
+            # No wildcard, because the trust policy uses StringLike.
             "AllowedPattern": "([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)?",
-            "Description": "owner/name of the repository whose workflows may use the pool.",
+            "Description": "Repository (owner/name) whose workflows may use the pool.",
         },
         "Branch": {
             "Type": "String",
             "Default": "main",
             "AllowedPattern": "[A-Za-z0-9_./-]+",
-            "Description": "The branch whose workflows may run refresh and scale-down.",
+            "Description": "Branch whose workflows may run refresh and scale-down.",
         },
         **_function_parameters(),
         **{declared.parameter: _setting(declared) for declared in STACK_SETTINGS},
@@ -196,19 +199,23 @@ def _text(what: str, default: str = "", **more: Any) -> dict[str, Any]:
 
 def _function_parameters() -> dict[str, Any]:
     return {
-        "CodeBucket": _text("S3 bucket of the functions' code. Empty: no functions and no schedules are made."),
-        "CodeKey": _text("Key of remuda-lambda.zip there (make lambda builds it).", "remuda-lambda.zip"),
-        "Architecture": _text("What the code was built for.", "x86_64", AllowedValues=["x86_64", "arm64"]),
+        "CodeBucket": _text(
+            "S3 bucket with the code of the functions. If empty, no functions and schedules are created."
+        ),
+        "CodeKey": _text("Key of remuda-lambda.zip in the bucket ('make lambda' builds it).", "remuda-lambda.zip"),
+        "Architecture": _text("Architecture that the code was built for.", "x86_64", AllowedValues=["x86_64", "arm64"]),
         "Runtime": _text(
-            "What the code was built for.", "python3.13", AllowedValues=["python3.11", "python3.12", "python3.13"]
+            "Python version that the code was built for.",
+            "python3.13",
+            AllowedValues=["python3.11", "python3.12", "python3.13"],
         ),
         "GithubSecretArn": _text(
-            "ARN of the secret with the GitHub token, or with the App's private key where GithubAppId is given.",
+            "ARN of the secret with the GitHub token, or with the private key of the GitHub App if GithubAppId is set.",
             AllowedPattern="(arn:[a-z-]+:secretsmanager:[a-z0-9-]+:[0-9]{12}:secret:.+)?",
         ),
         "ScaleDown": _text("Whether scale-down runs on its schedule.", "true", AllowedValues=["true", "false"]),
         "AlarmTopicArn": _text(
-            "SNS topic that hears of functions that fail again and again. Empty: no alarms are made.",
+            "SNS topic for alarms about functions that fail repeatedly. If empty, no alarms are created.",
             AllowedPattern="(arn:[a-z-]+:sns:[a-z0-9-]+:[0-9]{12}:.+)?",
         ),
         "ReserveConcurrency": _text(
@@ -233,7 +240,7 @@ def _table() -> Resource:
     names = dict.fromkeys(name for keys in (KEYS, *INDEXES.values()) for name in keys)
     return {
         "Type": "AWS::DynamoDB::Table",
-        # Records of machines that may still run: with the stack, but never by a change of it.
+        # Deleted with the stack, but never by an update: instances with these records may still run.
         "DeletionPolicy": "Delete",
         "UpdateReplacePolicy": "Retain",
         "Properties": {
@@ -259,7 +266,7 @@ def _queue(resource_class: str) -> Resource:
     attributes = {name: int(value) for name, value in ATTRIBUTES.items()}
     return {
         "Type": "AWS::SQS::Queue",
-        # Hints only: refresh announces idle machines again.
+        # Not retained: refresh publishes idle instances again.
         "DeletionPolicy": "Delete",
         "UpdateReplacePolicy": "Delete",
         "Properties": {"QueueName": substituted(queue_name(resource_class)), **attributes, "Tags": TAGS},
@@ -271,7 +278,7 @@ def _managed(policy: Policy) -> Resource:
         "Type": "AWS::IAM::ManagedPolicy",
         "Properties": {
             "ManagedPolicyName": substituted(f"{NAME}-{policy.name}"),
-            "Description": f"For {policy.who.replace('`', '')}.",
+            "Description": f"For {policy.holder.replace('`', '')}.",
             "PolicyDocument": render(policy.document(), substituted),
         },
     }
@@ -281,7 +288,7 @@ def _role(
     name: str,
     principal: Mapping[str, Any],
     action: str,
-    carries: Sequence[str],
+    attached: Sequence[str],
     conditions: Mapping[str, Any] | None = None,
 ) -> Resource:
     trust: dict[str, Any] = {"Effect": "Allow", "Principal": dict(principal), "Action": action}
@@ -290,26 +297,26 @@ def _role(
     return {
         "Type": "AWS::IAM::Role",
         "Properties": {
-            # The policies name the agent's: what they name must be what there is.
+            # Fixed names, because policies refer to the role of the agent by name.
             "RoleName": substituted(f"{NAME}-{name}"),
             "AssumeRolePolicyDocument": {"Version": VERSION, "Statement": [trust]},
-            "ManagedPolicyArns": [{"Ref": _logical(policy, "Policy")} for policy in carries],
+            "ManagedPolicyArns": [{"Ref": _logical(policy, "Policy")} for policy in attached],
             "Tags": TAGS,
         },
     }
 
 
-def _github_role(name: str, subject: str, carries: Sequence[str]) -> Resource:
+def _github_role(name: str, subject: str, attached: Sequence[str]) -> Resource:
     conditions = {
         "StringEquals": {f"{GITHUB}:aud": "sts.amazonaws.com"},
         "StringLike": {f"{GITHUB}:sub": {"Fn::Sub": subject}},
     }
-    role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", carries, conditions)
+    role = _role(name, {"Federated": {"Ref": "OidcProviderArn"}}, "sts:AssumeRoleWithWebIdentity", attached, conditions)
     return _only_if("HasWorkflow", role)
 
 
 def _logs(who: str) -> Resource:
-    # Made here for their retention alone: a group that its first writer makes keeps everything for ever.
+    # Created here to set the retention: a group that Lambda creates never expires its events.
     return {
         "Type": "AWS::Logs::LogGroup",
         "DeletionPolicy": "Delete",
@@ -323,11 +330,11 @@ def _only_if(condition: str, resource: Resource) -> Resource:
 
 
 def _function(who: str) -> dict[str, Resource]:
-    """What runs a command every five minutes: a function, its role, and the rule that calls it."""
+    """A command every five minutes: a function, its role, and the rule that invokes it."""
     role, function, rule = (_logical(who, kind) for kind in ("FunctionRole", "Function", "Schedule"))
-    trusted = {"Service": "lambda.amazonaws.com"}
+    service = {"Service": "lambda.amazonaws.com"}
     made: dict[str, Resource] = {
-        role: _role(f"{who}-function", trusted, "sts:AssumeRole", (who, f"{who}-logs")),
+        role: _role(f"{who}-function", service, "sts:AssumeRole", (who, f"{who}-logs")),
         function: {
             "Type": "AWS::Lambda::Function",
             "Properties": {
@@ -339,14 +346,14 @@ def _function(who: str) -> dict[str, Resource]:
                 "Architectures": [{"Ref": "Architecture"}],
                 "Role": {"Fn::GetAtt": [role, "Arn"]},
                 "MemorySize": FUNCTION_MB,
-                "Timeout": FUNCTION_TIME_S,
+                "Timeout": FUNCTION_TIMEOUT_S,
                 "ReservedConcurrentExecutions": {"Fn::If": ["Reserves", 1, {"Ref": "AWS::NoValue"}]},
                 "LoggingConfig": {"LogGroup": {"Ref": _logical(who, "Logs")}, "LogFormat": "Text"},
                 "Environment": {"Variables": _variables(who)},
                 "Tags": TAGS,
             },
         },
-        # The next event does the work of one that failed: nothing piles up, and there is nothing to keep for later.
+        # No retries and no queue: the next scheduled event makes up for a failed one.
         _logical(who, "Invocations"): {
             "Type": "AWS::Lambda::EventInvokeConfig",
             "Properties": {
@@ -361,7 +368,7 @@ def _function(who: str) -> dict[str, Resource]:
             "Properties": {
                 "Name": substituted(f"{NAME}-{who}"),
                 "Description": f"remuda {who}, every five minutes",
-                "ScheduleExpression": EVERY,
+                "ScheduleExpression": SCHEDULE,
                 "State": _state(who),
                 "Targets": [
                     {
@@ -387,13 +394,13 @@ def _function(who: str) -> dict[str, Resource]:
 
 
 def _alarm(who: str) -> Resource:
-    # A refresh that is not even tried is as bad as one that fails; scale-down may be off.
+    # A missing refresh is as bad as a failed one; scale-down may be disabled.
     missing = "breaching" if who == "refresh" else "notBreaching"
     alarm: Resource = {
         "Type": "AWS::CloudWatch::Alarm",
         "Properties": {
             "AlarmName": substituted(f"{NAME}-{who}"),
-            "AlarmDescription": f"remuda {who} fails: its log says why, in one sentence.",
+            "AlarmDescription": f"remuda {who} fails; its log contains the error.",
             "Namespace": "AWS/Lambda",
             "MetricName": "Errors",
             "Dimensions": [{"Name": "FunctionName", "Value": {"Ref": _logical(who, "Function")}}],
@@ -426,7 +433,7 @@ def _variables(who: str) -> dict[str, Any]:
     shared = {
         "REMUDA_BACKEND": "aws",
         "REMUDA_POOL": {"Ref": "Pool"},
-        # Which of them it is: the other stays empty, as if it were not there.
+        # The secret contains either a token or a private key; an empty variable counts as unset.
         variable("github_token"): {"Fn::If": ["IsApp", "", secret]},
         variable("github_app_key"): {"Fn::If": ["IsApp", secret, ""]},
         variable("iam_instance_profile"): {"Ref": "AgentProfile"},
@@ -448,13 +455,13 @@ def _outputs() -> dict[str, Any]:
         return {"Fn::GetAtt": [name, "Arn"]}
 
     return {
-        "TableName": output("The table.", {"Ref": "Table"}),
-        "AgentProfileName": output("For iam-instance-profile.", {"Ref": "AgentProfile"}),
-        "WorkflowPolicyArn": output("For a role of your own.", {"Ref": "WorkflowPolicy"}),
-        "RefreshPolicyArn": output("For a role of your own.", {"Ref": "RefreshPolicy"}),
-        "WorkflowRoleArn": output("For workflows.", role("WorkflowRole"), Condition="HasWorkflow"),
-        "RefreshRoleArn": output("For the scheduled workflow.", role("RefreshRole"), Condition="HasWorkflow"),
-        "ScaleDownPolicyArn": output("For a role of your own.", {"Ref": "ScaleDownPolicy"}),
+        "TableName": output("Name of the table.", {"Ref": "Table"}),
+        "AgentProfileName": output("Value for iam-instance-profile.", {"Ref": "AgentProfile"}),
+        "WorkflowPolicyArn": output("Policy for your own role.", {"Ref": "WorkflowPolicy"}),
+        "RefreshPolicyArn": output("Policy for your own role.", {"Ref": "RefreshPolicy"}),
+        "WorkflowRoleArn": output("Role for workflows.", role("WorkflowRole"), Condition="HasWorkflow"),
+        "RefreshRoleArn": output("Role for a scheduled workflow.", role("RefreshRole"), Condition="HasWorkflow"),
+        "ScaleDownPolicyArn": output("Policy for your own role.", {"Ref": "ScaleDownPolicy"}),
         **{
             _logical(who, "FunctionName"): output(
                 f"Runs {who} every five minutes.", {"Ref": _logical(who, "Function")}, Condition=HAS_FUNCTIONS

@@ -1,6 +1,6 @@
-"""Installs Remuda into a virtualenv of its own in the runner's tool cache, once for each version and Python.
+"""Installer of Remuda for the action: one virtualenv per version and Python in the runner's tool cache.
 
-It runs on a bare Python before anything is installed: standard library alone.
+Uses the standard library only, because nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 PROJECT = Path("pyproject.toml")
 PACKAGE = Path("src", "remuda")
 CONSTRAINTS = Path("requirements", "constraints.txt")
-#: Written last: without it an installation is half done.
+#: Marker file, written last: an installation without it is incomplete.
 COMPLETE = ".complete"
 EXIT_UNAVAILABLE = 4
 EXIT_INTERRUPTED = 130
@@ -34,9 +34,9 @@ def main() -> int:
     place = cache() / f"{project(source)['version']}-{fingerprint(source)}"
     if not (place / COMPLETE).exists():
         with locked(place.parent / f"{place.name}.lock"):
-            # Another job on this machine may have been first.
+            # Another job on this runner may have installed it meanwhile.
             if not (place / COMPLETE).exists() and not install(source, place):
-                tell("::error title=remuda::pip could not install remuda; see its own words in the log above")
+                say("::error title=remuda::pip could not install remuda; its output is in the log above")
                 return EXIT_UNAVAILABLE
     python = place / "bin" / "python"
     with Path(os.environ["GITHUB_OUTPUT"]).open("a", encoding="utf-8") as out:
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def cache() -> Path:
-    """The tool cache outlives a job on machines that do; where it cannot be written, the job's own folder."""
+    """The tool cache, which persists on self-hosted runners, or else the temporary directory of the job."""
     for name in ("RUNNER_TOOL_CACHE", "RUNNER_TEMP"):
         folder = Path(os.environ.get(name) or os.devnull, "remuda")
         with suppress(OSError):
@@ -61,7 +61,7 @@ def project(source: Path) -> dict[str, Any]:
 
 
 def fingerprint(source: Path) -> str:
-    """A branch changes under the same version; a virtualenv belongs to one Python."""
+    """Hash of Python and the sources: the same version may have different sources on a branch."""
     digest = hashlib.sha256(f"{sys.version} {platform.machine()} {Path(sys.executable).resolve()}".encode())
     for file in sorted([source / PROJECT, source / CONSTRAINTS, *walk(source / PACKAGE)]):
         digest.update(f"\0{file.relative_to(source)}\0".encode() + file.read_bytes())
@@ -80,46 +80,46 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def install(source: Path, place: Path) -> bool:
-    """What it needs by pip, and the package as it is: nothing has to be built."""
+    """Install the dependencies with pip and copy the package, so that nothing is built."""
     wanted = project(source)
-    tell(f"::group::install remuda {wanted['version']}")
+    say(f"::group::install remuda {wanted['version']}")
     try:
         shutil.rmtree(place, ignore_errors=True)
-        # Its own pip: that of this Python would start the other without -I, and with modules of the workspace.
+        # With its own pip: that of this Python would run the other one without -I, and import from the workspace.
         venv.create(place, with_pip=True)
-        needs = [*wanted["dependencies"], *wanted["optional-dependencies"]["aws"]]
-        done = pip(needs, source / CONSTRAINTS, place / "bin" / "python")
+        requirements = [*wanted["dependencies"], *wanted["optional-dependencies"]["aws"]]
+        done = pip(requirements, source / CONSTRAINTS, place / "bin" / "python")
         if done:
             (packages,) = place.glob("lib/python3.*/site-packages")
             shutil.copytree(source / PACKAGE, packages / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
             (place / COMPLETE).touch()
     finally:
-        tell("::endgroup::")
+        say("::endgroup::")
     return done
 
 
-def pip(needs: list[str], constraints: Path, python: Path) -> bool:
+def pip(requirements: list[str], constraints: Path, python: Path) -> bool:
     words = [
         str(python),
         "-I",
         "-m",
         "pip",
         "install",
-        # What is used is compiled then: most of it is not.
+        # Modules are compiled at their first import; most are never imported.
         "--no-compile",
         "--quiet",
         "--disable-pip-version-check",
         "--no-input",
         "--constraint",
         str(constraints),
-        *needs,
+        *requirements,
     ]
-    # A virtualenv knows no user's folder.
+    # pip refuses a user installation in a virtualenv.
     environment = {**os.environ, "PIP_USER": "0"}
     return subprocess.run(words, env=environment, check=False).returncode == 0
 
 
-def tell(line: str) -> None:
+def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -128,5 +128,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        # Half done, and not marked as complete: the next one starts anew.
+        # Not marked as complete, so the next run starts over.
         sys.exit(EXIT_INTERRUPTED)

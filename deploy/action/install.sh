@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The action's first step: finds a Python for Remuda, which then installs it, or says what to do.
+# First step of the action: find a Python for Remuda and install it.
 set -euo pipefail
 
 usable() {
@@ -11,11 +11,11 @@ fail() {
   exit 2
 }
 
-[ "${RUNNER_OS:-}" != Windows ] || fail 'remuda runs on Linux and macOS runners; let this job run on one of them'
+[ "${RUNNER_OS:-}" != Windows ] || fail 'remuda requires a Linux or macOS runner; change runs-on of this job'
 
 if [ -n "${INPUT_PYTHON:-}" ]; then
-  # Not repeated in the message: it is text from outside.
-  usable "$INPUT_PYTHON" || fail 'the input python names no Python 3.11 or newer with venv; name another, or leave it out'
+  # The message does not quote the input, which is untrusted text.
+  usable "$INPUT_PYTHON" || fail 'the input python must be a Python 3.11 or newer with venv; give another path, or omit it'
   exec "$INPUT_PYTHON" -I "$GITHUB_ACTION_PATH/deploy/action/install.py"
 fi
 
@@ -25,4 +25,4 @@ for python in python3 python3.14 python3.13 python3.12 python3.11 python \
     exec "$python" -I "$GITHUB_ACTION_PATH/deploy/action/install.py"
   fi
 done
-fail 'remuda needs Python 3.11 or newer with venv; use actions/setup-python before this step, or name one with the input python'
+fail 'remuda requires Python 3.11 or newer with venv; use actions/setup-python before this step, or set the input python'

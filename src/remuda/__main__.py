@@ -1,4 +1,4 @@
-"""`python -m remuda` and the `remuda` command. Light: the agent must not pay for the CLI, nor help for AWS."""
+"""Entry point of `remuda` and `python -m remuda`. Imports only what the command needs, so that it starts fast."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 def main() -> None:
     if sys.argv[1:2] == ["agent"]:
-        from remuda.cli.agent import main as run_agent  # noqa: PLC0415 - only what this command needs
+        from remuda.cli.agent import main as run_agent  # noqa: PLC0415 - see above
 
         sys.exit(run_agent(sys.argv[2:]))
-    from remuda.cli.main import main as run_cli  # noqa: PLC0415 - only what this command needs
+    from remuda.cli.main import main as run_cli  # noqa: PLC0415 - see above
 
     sys.exit(run_cli(sys.argv[1:]))
 

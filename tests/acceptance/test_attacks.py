@@ -15,8 +15,8 @@ from tests.support import attacks
 from tests.support.attacks import KEPT, LOG, LOOSE, PLANTED, REFUSED, RETIRED, SPOOL, Attack, AttackOutcome
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
 from tests.support.aws.stack import aws_stack
-from tests.support.clock import until
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
+from tests.support.virtual_time import until
 
 pytestmark = [pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason()), pytest.mark.timeout(900)]
 

@@ -122,7 +122,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({}, "this is no machine that Remuda made"),
+        ({}, "this is no instance of Remuda"),
         ({"REMUDA_BACKEND": "aws"}, "there is no user 'remuda-job' to run jobs as"),
     ],
 )

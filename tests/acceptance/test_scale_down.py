@@ -18,10 +18,10 @@ import pytest
 
 from tests.support.cli import CommandResult, run_cli
 from tests.support.emf import check_emf
-from tests.support.fleet_world import TOKEN, FleetWorld, Machine, Served, serve
-from tests.support.fleets import tags
+from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
 from tests.support.oracle import SCENARIOS, expected, variables
 from tests.support.records import NOW
+from tests.support.scripted_fleet import tags
 
 REMUDA = Path(sys.executable).with_name("remuda")
 LAUNCHER = "tests.support.frozen_launcher"
@@ -42,7 +42,7 @@ SAMPLE = (
 )
 
 
-def environment(served: Served, more: Mapping[str, str]) -> dict[str, str]:
+def environment(served: FleetUrls, more: Mapping[str, str]) -> dict[str, str]:
     return {
         "PATH": os.environ["PATH"],
         "AWS_ACCESS_KEY_ID": "test",
@@ -59,7 +59,7 @@ def environment(served: Served, more: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(
-    served: Served, folder: Path, now: str, *arguments: str, **more: str
+    served: FleetUrls, folder: Path, now: str, *arguments: str, **more: str
 ) -> tuple[int, dict[str, Any], CommandResult]:
     done = run_cli(
         [now, "scale-down", "--backend", "aws", "--json", *arguments],
@@ -77,20 +77,20 @@ def run(
     "scenario", [item for item in SCENARIOS if item["name"] in SAMPLE], ids=lambda item: item["name"]
 )
 def test_does_as_the_verdict_says(scenario: Mapping[str, Any], tmp_path: Path) -> None:
-    world = FleetWorld.of_scenario(scenario)
-    with serve(world) as served:
+    world = FleetState.from_scenario(scenario)
+    with serve_fleet(world) as served:
         for cycle in scenario["cycles"]:
-            world.begin(changes=cycle["changes"], faults=cycle["faults"])
+            world.begin_cycle(changes=cycle["changes"], faults=cycle["faults"])
             began = time.monotonic()
             code, document, _ = run(served, tmp_path, cycle["now"], **variables(scenario))
             wanted = expected(scenario, cycle)
-            assert set(world.did.terminated) == wanted.terminated, document
-            assert set(world.did.tagged) == wanted.tagged, document
-            assert set(world.did.untagged) == wanted.untagged, document
-            assert not world.did.killed_busy
+            assert set(world.effects.terminated) == wanted.terminated, document
+            assert set(world.effects.tagged) == wanted.tagged, document
+            assert set(world.effects.untagged) == wanted.untagged, document
+            assert not world.effects.killed_busy
             assert code == (4 if document["errors"] else 0)
             assert time.monotonic() - began < HELD_UP_S, "one fault does not hold up a cycle"
-            assert sum(document["calls"].get("github", {}).values()) == world.did.of_github()
+            assert sum(document["calls"].get("github", {}).values()) == world.effects.github_calls()
             for decision in document["decisions"]:
                 assert set(decision) == {"instance_id", "owner", "action", "reason", "phase", "done"}
                 assert decision["phase"] in {1, 2}
@@ -98,24 +98,24 @@ def test_does_as_the_verdict_says(scenario: Mapping[str, Any], tmp_path: Path) -
 
 
 def test_a_thousand_busy_runners_cost_eleven_calls_at_most(tmp_path: Path) -> None:
-    world = FleetWorld()
+    world = FleetState()
     world.owners.add("acme")
     for number in range(1_000):
-        world.add_machine(Machine(f"i-{number:017x}", NOW, "running", tags()))
+        world.add_machine(FleetInstance(f"i-{number:017x}", NOW, "running", tags()))
         world.add_runner({"id": number + 1, "name": f"x-i-{number:017x}", "busy": True, "owner": "acme"})
-    with serve(world) as served:
+    with serve_fleet(world) as served:
         code, document, _ = run(served, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci")
     assert (code, len(document["decisions"])) == (0, 1_000)
-    assert world.did.of_github() <= 11
-    assert not world.did.terminated
+    assert world.effects.github_calls() <= 11
+    assert not world.effects.terminated
 
 
 def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> None:
-    world = FleetWorld.of_scenario(
+    world = FleetState.from_scenario(
         next(item for item in SCENARIOS if item["name"] == "B07_orphan_id_get_500_aborts_phase1")
     )
     config = {"ENVIRONMENT": "oracle-ci", "SCALE_DOWN_CONFIG": "[]"}
-    with serve(world) as served:
+    with serve_fleet(world) as served:
         done = run_cli(
             ["2026-03-11T10:00:00Z", "scale-down", "--backend", "aws", "--dry-run"],
             environment={**environment(served, config), "COLUMNS": "160"},
@@ -127,8 +127,8 @@ def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> 
     assert "what would be done" in done.stdout
     assert done.stdout.count("terminate") == 4
     assert "offline and busy" in done.stdout
-    assert not world.did.terminated + world.did.tagged + world.did.untagged
-    assert not world.did.deregistered
+    assert not world.effects.terminated + world.effects.tagged + world.effects.untagged
+    assert not world.effects.deregistered
 
 
 @pytest.mark.parametrize(
@@ -142,19 +142,19 @@ def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> 
     ],
 )
 def test_bad_values_are_one_sentence_before_any_call(tmp_path: Path, name: str, value: str) -> None:
-    world = FleetWorld()
-    with serve(world) as served:
+    world = FleetState()
+    with serve_fleet(world) as served:
         code, document, done = run(served, tmp_path, "2026-03-11T10:00:00Z", **{"ENVIRONMENT": "ci", name: value})
     assert (code, document["error"]["field"]) == (2, name)
     assert document["error"]["fix"]
     assert len(done.stderr.splitlines()) == 1
-    assert not world.did.calls
+    assert not world.effects.calls
 
 
 def test_a_refused_token_is_told_by_owner_and_nothing_is_touched(tmp_path: Path) -> None:
     scenario = next(item for item in SCENARIOS if item["name"] == "G01_org_and_two_repos")
-    world = FleetWorld.of_scenario(scenario)
-    with serve(world) as served:
+    world = FleetState.from_scenario(scenario)
+    with serve_fleet(world) as served:
         code, document, _ = run(
             served, tmp_path, scenario["config"]["now"], **variables(scenario), REMUDA_GITHUB_TOKEN="no"
         )
@@ -165,11 +165,11 @@ def test_a_refused_token_is_told_by_owner_and_nothing_is_touched(tmp_path: Path)
 
 
 def test_it_needs_a_credential(tmp_path: Path) -> None:
-    world = FleetWorld()
-    with serve(world) as served:
+    world = FleetState()
+    with serve_fleet(world) as served:
         code, document, _ = run(served, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci", REMUDA_GITHUB_TOKEN="")
     assert (code, document["error"]["field"]) == (2, "REMUDA_GITHUB_TOKEN")
-    assert not world.did.calls
+    assert not world.effects.calls
 
 
 def test_the_installed_command_knows_it() -> None:
@@ -200,9 +200,9 @@ json.dump(handler(json.loads(sys.argv[2]), Invocation()), sys.stderr)
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None:
     scenario = next(item for item in SCENARIOS if item["name"] == "G01_org_and_two_repos")
-    world = FleetWorld.of_scenario(scenario)
+    world = FleetState.from_scenario(scenario)
     event = json.dumps({"command": "scale-down", "dry_run": dry_run})
-    with serve(world) as served:
+    with serve_fleet(world) as served:
         done = subprocess.run(
             [sys.executable, "-c", _INVOKE, scenario["config"]["now"], event],
             cwd=tmp_path,
@@ -214,7 +214,7 @@ def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None
         )
     document = json.loads(done.stderr)
     assert {item["action"] for item in document["decisions"]} == {"terminate"}
-    assert len(world.did.terminated) == (0 if dry_run else 3)
+    assert len(world.effects.terminated) == (0 if dry_run else 3)
     *told, metrics = [json.loads(line) for line in done.stdout.splitlines()]
     check_emf(metrics)
     assert (metrics["Command"], metrics["InstancesExamined"], metrics["Failed"]) == ("scale-down", 3, 0)

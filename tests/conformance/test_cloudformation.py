@@ -22,8 +22,8 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.aws_lambda.handler import parse_event
 from remuda.config.sources import load
 from remuda.ports.calls import CallCounter
-from statements import filled
-from template import ALARMS, FUNCTION_TIME_S, HANDLER, LOG_DAYS, template
+from statements import fill_placeholders
+from template import ALARMS, FUNCTION_TIMEOUT_S, HANDLER, LOG_DAYS, template
 from tests.support.aws.ec2 import shared_ec2_server
 from tests.support.aws.servers import REGION
 
@@ -108,7 +108,7 @@ async def test_the_policies_in_the_stack_are_those_of_the_source(stack):
     iam = await stack.client("iam")
     for policy in policies():
         found = await attached(iam, f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-{policy.name}")
-        assert found == filled(
+        assert found == fill_placeholders(
             policy, pool=stack.pool, account=ACCOUNT, region=REGION, environment=stack.pool, credential=SECRET
         )
 
@@ -131,7 +131,7 @@ async def test_a_secret_that_is_not_named_must_be_among_the_pools_own(stack):
 async def test_another_environments_fleet_is_scaled_down_where_it_is_named(stack):
     await stack.create(GithubEnvironment="theirs")
     document = await attached(await stack.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-scale-down")
-    (ends,) = [each for each in document["Statement"] if each["Sid"] == "TerminateTheFleets"]
+    (ends,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
     assert ends["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
 
 
@@ -179,7 +179,7 @@ async def test_each_function_has_a_role_of_its_own(stack, who):
     functions = await stack.client("lambda")
     found = (await functions.get_function(FunctionName=f"{stack.name}-{who}"))["Configuration"]
     assert (found["Role"], found["Handler"]) == (role["Arn"], HANDLER)
-    assert found["Timeout"] == FUNCTION_TIME_S
+    assert found["Timeout"] == FUNCTION_TIMEOUT_S
 
 
 async def test_the_handler_is_there():

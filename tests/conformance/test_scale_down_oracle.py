@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiobotocore.session import AioSession, get_session
 
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.github import client as github_client
 from remuda.adapters.system.clock import SystemIds
 from remuda.config.settings import Settings
@@ -25,10 +25,10 @@ from remuda.domain.scale_down.decisions import Action
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 from tests.support.aws.ec2 import slow_server_config
-from tests.support.clock import FixedClock
-from tests.support.fleet_world import TOKEN, FleetWorld, Served, serve
+from tests.support.fleet_servers import TOKEN, FleetState, FleetUrls, serve_fleet
 from tests.support.oracle import REFUSED, SCENARIOS, expected, variables
 from tests.support.records import LONG_S
+from tests.support.virtual_time import FixedClock
 
 
 @cache
@@ -37,7 +37,7 @@ def _session() -> AioSession:
     return get_session()
 
 
-def ec2_client(served: Served) -> Any:
+def ec2_client(served: FleetUrls) -> Any:
     return _session().create_client(
         "ec2",
         region_name="eu-central-1",
@@ -53,7 +53,7 @@ class Hangs:
     however slow this computer is.
     """
 
-    def __init__(self, world: FleetWorld) -> None:
+    def __init__(self, world: FleetState) -> None:
         self._open: set[asyncio.Timeout] = set()
         self._hanging = 0
         loop = asyncio.get_running_loop()
@@ -80,13 +80,13 @@ class Hangs:
                 limit.reschedule(asyncio.get_running_loop().time())
 
 
-async def run_cycle(served: Served, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
+async def run_cycle(served: FleetUrls, settings: Settings, now: datetime, *, dry_run: bool = False) -> ScaleDownResult:
     clock, ids, calls = FixedClock(now), SystemIds(), CallCounter()
     github = github_client.GitHubClient(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
     async with ec2_client(served) as client:
         context = FleetContext(
             environment=settings.environment,
-            fleet=Ec2RunnerFleet(client=client, environment=settings.environment, clock=clock, ids=ids, calls=calls),
+            fleet=Ec2Fleet(client=client, environment=settings.environment, clock=clock, ids=ids, calls=calls),
             github=github,
             clock=clock,
             event_log=SilentEventLog(),
@@ -102,38 +102,38 @@ def carried_out(result: ScaleDownResult, action: Action) -> set[str]:
     return {item.decision.instance_id for item in result.of(action) if item.done}
 
 
-def call_bound(world: FleetWorld, scenario: Mapping[str, Any]) -> int:
+def call_bound(world: FleetState, scenario: Mapping[str, Any]) -> int:
     """Pages, two for each registration that goes or is looked at, one for each orphan with an id."""
     owners = {item["owner"] for item in scenario["github"]["owners"]}
     runners = Counter(str(item["owner"]) for item in scenario["github"]["runners"])
     pages = sum(max(1, math.ceil(runners[owner] / 100)) for owner in owners)
     with_id = sum("ghr:github_runner_id" in item["tags"] for item in scenario["instances"])
-    return pages + 2 * (len(world.did.deregistered) + len(world.did.terminated) + 1) + with_id
+    return pages + 2 * (len(world.effects.deregistered) + len(world.effects.terminated) + 1) + with_id
 
 
 @pytest.mark.usefixtures("patient_client")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
 async def test_does_as_the_verdict_says(scenario: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    world = FleetWorld.of_scenario(scenario)
+    world = FleetState.from_scenario(scenario)
     monkeypatch.setattr(github_client, "asyncio", Hangs(world))
     if scenario["name"] in REFUSED:
         with pytest.raises(UserError):
             load({}, environ=variables(scenario))
         return
     settings = load({}, environ=variables(scenario))
-    with serve(world) as served:
+    with serve_fleet(world) as served:
         for cycle in scenario["cycles"]:
-            world.begin(changes=cycle["changes"], faults=cycle["faults"])
+            world.begin_cycle(changes=cycle["changes"], faults=cycle["faults"])
             result = await run_cycle(served, settings, datetime.fromisoformat(cycle["now"]))
             wanted = expected(scenario, cycle)
-            assert set(world.did.terminated) == wanted.terminated, result
-            assert set(world.did.tagged) == wanted.tagged, result
-            assert set(world.did.untagged) == wanted.untagged, result
-            assert not world.did.killed_busy
+            assert set(world.effects.terminated) == wanted.terminated, result
+            assert set(world.effects.tagged) == wanted.tagged, result
+            assert set(world.effects.untagged) == wanted.untagged, result
+            assert not world.effects.killed_busy
             assert carried_out(result, Action.TERMINATE) == wanted.terminated
             assert carried_out(result, Action.MARK_ORPHAN) == wanted.tagged
             assert all(item.decision.reason for item in result.outcomes)
             reachable = all(owner["app_installed"] for owner in scenario["github"]["owners"])
             if reachable and not any(cycle["faults"].values()):
                 assert not result.errors
-                assert world.did.of_github() <= call_bound(world, scenario)
+                assert world.effects.github_calls() <= call_bound(world, scenario)

@@ -18,8 +18,8 @@ from remuda.ports.calls import CallCounter
 from remuda.ports.machine import AgentState, Identity, StepResult
 from remuda.ports.runner import RemovalStatus, RunnerState
 from remuda.ports.store import InstanceStore
+from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
-from tests.support.clock import PlainIds, VirtualClock
 from tests.support.records import assignment, at, instance, instance_id
 
 ID = instance_id(1)
@@ -27,7 +27,7 @@ MARGIN_S = 1.0
 IDENTITY = Identity(instance_id=ID, pool="test", margin_s=MARGIN_S)
 
 
-class FakeMachine:
+class RecordingMachine:
     """Its memory survives the agent. `log` is shared with the runner: the order of all that was done."""
 
     def __init__(self, log: list[str], identity: Identity = IDENTITY) -> None:
@@ -70,7 +70,7 @@ class FakeMachine:
         self.ended.append(reason)
 
 
-class FakeRunner:
+class RecordingRunner:
     """Registration and listener outlive the agent. A job is `busy` set and cleared by the test."""
 
     def __init__(self, log: list[str]) -> None:
@@ -175,8 +175,8 @@ class Stable:
         self.database = MemoryDatabase()
         self.control = MemoryInstanceStore(clock=self.clock, calls=CallCounter(), database=self.database)
         self.store = FlakyStore(self.control)
-        self.machine = FakeMachine(self.log)
-        self.runner = FakeRunner(self.log)
+        self.machine = RecordingMachine(self.log)
+        self.runner = RecordingRunner(self.log)
         self.event_log = RecordingEventLog()
         self.task: asyncio.Task[str] | None = None
 
@@ -188,7 +188,7 @@ class Stable:
             machine=self.machine,
             runner=self.runner,
             clock=self.clock,
-            ids=PlainIds(),
+            ids=SeededIds(jitter=1.0),
             event_log=self.event_log,
             version="1",
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from policies import LEADING_KEYS, policies
 from remuda.adapters.aws.dynamodb.items import PK
-from statements import filled
+from statements import fill_placeholders
 from tests.support.iam import Request, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
@@ -16,7 +16,7 @@ ACCOUNT, REGION = "123456789012", "eu-central-1"
 def refused(who: str, pool: str, asked: Iterable[Request]) -> list[Request]:
     """What the policy of this name does not allow."""
     (policy,) = [each for each in policies() if each.name == who]
-    document = filled(policy, pool=pool, account=ACCOUNT, region=REGION)
+    document = fill_placeholders(policy, pool=pool, account=ACCOUNT, region=REGION)
     return [each for each in asked if not allows(document, each)]
 
 

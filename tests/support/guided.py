@@ -19,7 +19,7 @@ with atheris.instrument_imports(include=["remuda", "yaml", "tomllib"]):
     import httpx
     import yaml
 
-    from remuda.adapters.github import answers
+    from remuda.adapters.github import responses
     from remuda.adapters.sqlite import documents
     from remuda.cli.workflow_file import load_workflow, parse_workflow
     from remuda.config.sources import load
@@ -51,7 +51,7 @@ def _cron(data: bytes) -> object:
 
 
 def _page(data: bytes) -> object:
-    return answers.page(answers.fields(httpx.Response(200, content=data)))
+    return responses.parse_runner_page(responses.json_object(httpx.Response(200, content=data)))
 
 
 def _json(record: object) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from remuda.domain.instance import Assignment, Credential, HistoryEntry, Instance, State
@@ -12,13 +12,14 @@ from remuda.domain.provision import Provision
 from remuda.domain.resources import DEFAULT_CLASSES, PoolMessage, UsageClass
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Actor, Change, Claim, WriteCondition, advance
+from simulation.loop import START
 
 #: Where a test waits for what must happen: long enough for the slowest machine, and never waited out.
 LONG_S = 60.0
 #: Where a test waits for what must not happen.
 SHORT_S = 0.05
 
-NOW = datetime(2025, 5, 31, 12, 0, tzinfo=UTC)
+NOW = START
 
 
 def at(seconds: float) -> datetime:

@@ -1,4 +1,4 @@
-"""`remuda agent`: the on-machine loop. Started by the machine, with its identity in the environment."""
+"""`remuda agent`: the agent of an instance. The instance starts it, with its identity in the environment."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ LOG_FORMAT = "REMUDA_LOG_FORMAT"
 
 
 class LineEventLog:
-    """One line an event on stdout, which the machine keeps as the agent's log: plain, or JSON as everywhere."""
+    """One line per event on stdout, which the instance keeps as the log of the agent."""
 
     def __init__(self, clock: SystemClock, *, as_json: bool = False) -> None:
         self._clock = clock
         self._as_json = as_json
 
     def record(self, action: str, why: str = "", **facts: Any) -> None:
-        # Whatever a job or another program said: an event is one line.
+        # Texts of jobs and other programs may contain line breaks.
         why = " ".join(why.splitlines())
         if self._as_json:
             line = record_line(self._clock.now(), action, why, facts)
         else:
-            told = " ".join(f"{key}={value}" for key, value in facts.items() if value not in {None, ""})
-            line = f"{to_text(self._clock.now())} {action} {told} {why}".rstrip()
+            fields = " ".join(f"{key}={value}" for key, value in facts.items() if value not in {None, ""})
+            line = f"{to_text(self._clock.now())} {action} {fields} {why}".rstrip()
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
     def fail(self, error: RemudaError) -> None:
-        """Why it cannot go on: on stderr, which the machine keeps as well."""
+        """Report the error that stops the agent, on stderr."""
         fix = f"; {error.fix}" if error.fix else ""
         plain = " ".join(f"remuda agent: {error.message}{fix}".splitlines())
         sys.stderr.write((error_line(self._clock.now(), error) if self._as_json else plain) + "\n")
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="remuda agent", description="Run the agent of this machine.")
-    parser.add_argument("--dir", help="State folder of the local backend. Machines on EC2 need none.")
+    parser = argparse.ArgumentParser(prog="remuda agent", description="Run the agent of this instance.")
+    parser.add_argument("--dir", help="State directory of the local backend; omitted on EC2.")
     parser.add_argument(
         "--log-format",
         choices=("text", JSON_LOGS),
-        # What is unknown there is no reason to leave a machine without an agent.
+        # An unknown value must not keep the agent from starting.
         default=JSON_LOGS if os.environ.get(LOG_FORMAT) == JSON_LOGS else "text",
-        help="text, or json: a line an event.",
+        help="Format of the log. (default: text)",
     )
     parsed = parser.parse_args(arguments)
     event_log = LineEventLog(SystemClock(), as_json=parsed.log_format == JSON_LOGS)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         event_log.fail(error)
         return error.exit_code
     except OSError as problem:
-        event_log.fail(Unavailable(f"the machine does not work: {problem}"))
+        event_log.fail(Unavailable(f"the instance does not work: {problem}"))
         return Unavailable.exit_code
     return 0
 
@@ -83,12 +83,12 @@ def _run_on_ec2(event_log: EventLog) -> None:
     backend = os.environ.get(BACKEND, "")
     if backend != "aws":
         raise UserError(
-            f"{BACKEND} is {backend!r}, and there is no --dir: this is no machine that Remuda made",
+            f"{BACKEND} is {backend!r} and --dir is not given, so this is no instance of Remuda",
             field=BACKEND,
-            fix="let `remuda provision` launch machines; they start their agents themselves",
+            fix="launch instances with 'remuda provision'; they start their agents",
         )
     try:
-        from remuda.cli.agent_ec2 import run  # noqa: PLC0415 - only machines on EC2 pay for AWS's libraries
+        from remuda.cli.agent_ec2 import run  # noqa: PLC0415 - AWS libraries are slow to import
     except ImportError as error:
         raise UserError(
             f"the agent needs a library that is not installed: {error.name}", fix="install remuda[aws]"
@@ -98,8 +98,7 @@ def _run_on_ec2(event_log: EventLog) -> None:
 
 
 async def _run_local(root: Path, event_log: EventLog) -> None:
-    # Only local machines need them.
-    from remuda.adapters.local.layout import LocalLayout  # noqa: PLC0415 - as above
+    from remuda.adapters.local.layout import LocalLayout  # noqa: PLC0415 - not needed on EC2
     from remuda.adapters.local.machine import (  # noqa: PLC0415 - as above
         LocalMachine,
         job_environment,
@@ -112,7 +111,7 @@ async def _run_local(root: Path, event_log: EventLog) -> None:
     places, folder = LocalLayout(root), machine_folder(os.environ)
     clock, ids = SystemClock(), SystemIds()
     reset = Reset(
-        # The supervisor adopts whatever a job leaves behind.
+        # Processes that a job leaves behind become children of the supervisor.
         kill=partial(processes.kill_descendants, supervisor_pid(folder), keep={os.getpid()}, clock=clock),
         runner_folder=folder / "runner",
         pristine=pristine_runner(folder),

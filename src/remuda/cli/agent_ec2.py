@@ -1,4 +1,4 @@
-"""The agent's ports on an EC2 machine."""
+"""The agent on an EC2 instance: its ports and its first start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from remuda import __version__
 from remuda.adapters.aws.clients import AwsClients, config
+from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import Ec2Calls, client_config
-from remuda.adapters.aws.identity import own_key_prefix
 from remuda.adapters.aws.imds import Ec2Machine, Imds, imds_endpoint
-from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import processes
 from remuda.agent.job_hook import REFUSED, JobHook
@@ -33,14 +33,14 @@ from remuda.ports.machine import AgentState, Identity
 T = TypeVar("T")
 
 POOL = "REMUDA_POOL"
-#: A machine's metadata and its credentials may be late at boot. After that long systemd starts the agent anew.
-READY_WITHIN_S = 60.0
-PAUSE_S = 1.0
+#: Seconds to wait for metadata and credentials, which may be late at boot. Then systemd restarts the agent.
+READY_TIMEOUT_S = 60.0
+RETRY_DELAY_S = 1.0
 
 
 async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: EventLog) -> None:
     processes.disable_core_dumps()
-    layout = Layout()
+    layout = MachineLayout()
     user = JobUser.find(layout.job_user)
     folders = MachineFolders(
         state=Path(layout.state), jobs=Path(layout.jobs), pristine=Path(layout.opt) / "runner", user=user
@@ -60,10 +60,10 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         clients = await stack.enter_async_context(AwsClients())
 
         async def terminate(instance_id: str) -> None:
-            # Opened for this alone, at the very end: EC2's is the largest of all clients.
+            # Opened on demand: the EC2 client is the largest of all.
             client = await clients.client("ec2", "EC2", client_config())
             ec2 = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
-            await ec2.ask("TerminateInstances", InstanceIds=[instance_id])
+            await ec2.call("TerminateInstances", InstanceIds=[instance_id])
 
         machine = Ec2Machine(
             imds=Imds(endpoint=imds_endpoint(environment), clock=clock),
@@ -73,12 +73,12 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
             terminate=terminate,
         )
         stack.push_async_callback(machine.close)
-        identity = await _patiently(machine.identity, clock, event_log)
+        identity = await _retry_until_ready(machine.identity, clock, event_log)
         _check_pool(identity, environment)
         sts = await clients.client("sts", "STS", config())
-        prefix = await _patiently(partial(own_key_prefix, sts, identity.instance_id), clock, event_log)
+        prefix = await _retry_until_ready(partial(own_key_prefix, sts, identity.instance_id), clock, event_log)
         leftovers.prepare(anew=not folders.belong_to(identity.instance_id))
-        await _first_time(folders, identity.instance_id, machine, reset, leftovers)
+        await _prepare_new_instance(folders, identity.instance_id, machine, reset, leftovers)
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
             table=f"remuda-{identity.pool}",
@@ -108,38 +108,38 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
         ).run()
 
 
-async def _first_time(
+async def _prepare_new_instance(
     folders: MachineFolders, instance_id: str, machine: Ec2Machine, reset: Reset, leftovers: Leftovers
 ) -> None:
     if folders.belong_to(instance_id):
         return
-    # An image that was made of a machine in use remembers what that one did.
+    # An image of a used instance contains the state of that instance.
     machine.save(AgentState())
     folders.make_registrar()
     await asyncio.to_thread(leftovers.sweep)
     outcome = await reset.make()
     if not outcome.ok:
-        raise Unavailable(f"the machine cannot be made ready for jobs: {outcome.detail}")
+        raise Unavailable(f"the instance cannot be prepared for jobs: {outcome.detail}")
     folders.assign_to(instance_id)
 
 
 def _check_pool(identity: Identity, environment: Mapping[str, str]) -> None:
-    told = environment.get(POOL, identity.pool)
-    if told != identity.pool:
+    configured = environment.get(POOL, identity.pool)
+    if configured != identity.pool:
         raise UserError(
-            f"{POOL} is {told!r}, but the machine's tag says {identity.pool!r}",
+            f"{POOL} is {configured!r}, but the tag of the instance is {identity.pool!r}",
             field=POOL,
-            fix="let Remuda launch machines, and leave their tags alone",
+            fix="launch instances with Remuda, and do not change their tags",
         )
 
 
-async def _patiently(ask: Callable[[], Awaitable[T]], clock: SystemClock, event_log: EventLog) -> T:
-    give_up_at = clock.monotonic() + READY_WITHIN_S
+async def _retry_until_ready(call: Callable[[], Awaitable[T]], clock: SystemClock, event_log: EventLog) -> T:
+    give_up_at = clock.monotonic() + READY_TIMEOUT_S
     while True:
         try:
-            return await ask()
+            return await call()
         except Unavailable as error:
             if clock.monotonic() >= give_up_at:
                 raise
             event_log.record("not-ready", error.message)
-        await clock.sleep(PAUSE_S)
+        await clock.sleep(RETRY_DELAY_S)

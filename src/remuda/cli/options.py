@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from remuda.config.declaration import Group, Setting, flag
-from remuda.config.kinds import InvalidValue, Kind
+from remuda.config.kinds import InvalidValue, ValueKind
 from remuda.config.settings import SETTINGS
 from remuda.domain.errors import UserError
 from remuda.domain.resources import MAX_SHOWN
@@ -25,7 +25,7 @@ HELP_WIDTH = 80
 class _Value(click.ParamType[Any]):
     """The value of an option that is no setting, with the same errors as a setting."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: ValueKind) -> None:
         self.name = kind.metavar
         self._kind = kind
 
@@ -52,7 +52,7 @@ class GroupedOption(click.Option):
 def option(
     name: str,
     help: str,  # noqa: A002 - the name that click has for it
-    kind: Kind | None = None,
+    kind: ValueKind | None = None,
     *,
     to: str | None = None,
     default: Any = None,

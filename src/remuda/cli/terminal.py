@@ -1,4 +1,4 @@
-"""A console that shows text as text, whoever wrote it."""
+"""A rich console that escapes control characters in texts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from remuda.domain.text import sanitize
 
 
 class PlainConsole(Console):
-    """Rich's, which colours and moves by itself. What comes in a text does neither: it may be of GitHub, of a record
-    that was written by hand, or of a machine that somebody has taken.
+    """Styles and cursor movements come from rich alone, never from a text.
+
+    Texts may come from GitHub, from a record edited by hand, or from a compromised instance.
     """
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:

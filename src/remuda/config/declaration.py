@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from remuda.config.kinds import Kind
+from remuda.config.kinds import ValueKind
 
 
 class Group(StrEnum):
@@ -52,7 +52,7 @@ class Setting:
     """The declaration of one setting."""
 
     name: str = ""
-    kind: Kind
+    kind: ValueKind
     default: Any
     description: str
     #: The default in words, if it depends on something else.
@@ -88,7 +88,7 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """The default for people; empty if there is none."""
+        """The default in words, or an empty text."""
         if self.default_text or self.default in {None, "", ()}:
             return self.default_text
         if isinstance(self.default, bool):
@@ -97,7 +97,7 @@ class Setting:
 
     @property
     def full_description(self) -> str:
-        """The description with choices and default, where nothing else shows them."""
+        """The description with choices and default, for formats that have no fields for these."""
         choices = f" One of {', '.join(self.kind.choices)}." if self.kind.choices else ""
         return self.description + choices + (f" Default: {self.shown_default}." if self.shown_default else "")
 
@@ -120,7 +120,7 @@ def key(name: str) -> str:
 
 
 def declare(
-    kind: Kind,
+    kind: ValueKind,
     default: Any,
     description: str,
     *,

@@ -32,7 +32,7 @@ class Secret:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class ValueKind:
     #: Placeholder of the value in `--help`.
     metavar: str
     #: Completes the sentence "--flag must be …".
@@ -48,7 +48,7 @@ class Kind:
 
 def text(
     *, expected: str = "text", metavar: str = "TEXT", parse: Callable[[str], Any] | None = None, numbers: bool = False
-) -> Kind:
+) -> ValueKind:
     """`parse` checks or converts the text. With `numbers`, an integer of the file counts as text."""
 
     def convert(value: Any) -> Any:
@@ -58,10 +58,10 @@ def text(
             raise InvalidValue
         return parse(value) if parse else value
 
-    return Kind(metavar=metavar, expected=expected, parse=convert)
+    return ValueKind(metavar=metavar, expected=expected, parse=convert)
 
 
-def integer(least: int, most: int) -> Kind:
+def integer(least: int, most: int) -> ValueKind:
     def convert(value: Any) -> int:
         if isinstance(value, str) and _INTEGER.fullmatch(value):
             value = int(value)
@@ -69,10 +69,10 @@ def integer(least: int, most: int) -> Kind:
             raise InvalidValue
         return value
 
-    return Kind(metavar="INTEGER", expected=f"an integer from {least} to {most}", parse=convert, is_number=True)
+    return ValueKind(metavar="INTEGER", expected=f"an integer from {least} to {most}", parse=convert, is_number=True)
 
 
-def number(least: float, most: float, unit: str) -> Kind:
+def number(least: float, most: float, unit: str) -> ValueKind:
     """`unit` is a plural, such as seconds."""
 
     def convert(value: Any) -> float:
@@ -88,7 +88,7 @@ def number(least: float, most: float, unit: str) -> Kind:
             raise InvalidValue
         return float(value)
 
-    return Kind(
+    return ValueKind(
         metavar=unit.upper(),
         expected=f"a number of {unit} from {least:g} to {most:.15g}",
         parse=convert,
@@ -96,7 +96,7 @@ def number(least: float, most: float, unit: str) -> Kind:
     )
 
 
-def choice(values: type[StrEnum] | tuple[str, ...]) -> Kind:
+def choice(values: type[StrEnum] | tuple[str, ...]) -> ValueKind:
     known = {str(value): value for value in values}
 
     def convert(value: Any) -> str:
@@ -105,7 +105,7 @@ def choice(values: type[StrEnum] | tuple[str, ...]) -> Kind:
         return known[value]
 
     names = tuple(known)
-    return Kind(
+    return ValueKind(
         metavar=f"[{'|'.join(names)}]",
         expected=f"{', '.join(names[:-1])} or {names[-1]}",
         parse=convert,
@@ -113,7 +113,7 @@ def choice(values: type[StrEnum] | tuple[str, ...]) -> Kind:
     )
 
 
-def boolean() -> Kind:
+def boolean() -> ValueKind:
     def convert(value: Any) -> bool:
         if isinstance(value, bool):
             return value
@@ -121,10 +121,10 @@ def boolean() -> Kind:
             raise InvalidValue
         return value == "true"
 
-    return Kind(metavar="", expected="true or false", parse=convert, choices=("true", "false"), is_boolean=True)
+    return ValueKind(metavar="", expected="true or false", parse=convert, choices=("true", "false"), is_boolean=True)
 
 
-def secret(*, expected: str, is_token: bool = False) -> Kind:
+def secret(*, expected: str, is_token: bool = False) -> ValueKind:
     """A credential, or the ARN of a Secrets Manager secret that contains it."""
 
     def convert(value: Any) -> Secret:
@@ -138,7 +138,7 @@ def secret(*, expected: str, is_token: bool = False) -> Kind:
             raise InvalidValue("a token contains no spaces or line breaks")
         return Secret(value)
 
-    return Kind(metavar="SECRET", expected=expected, parse=convert, is_secret=True)
+    return ValueKind(metavar="SECRET", expected=expected, parse=convert, is_secret=True)
 
 
 def is_secret_arn(value: str) -> bool:

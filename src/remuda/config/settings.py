@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from remuda.config.declaration import ALL_COMMANDS, POOL_COMMANDS, Group, Setting, declare, flag, variable
-from remuda.config.kinds import InvalidValue, Kind, Secret, boolean, choice, integer, number, secret, text
+from remuda.config.kinds import InvalidValue, Secret, ValueKind, boolean, choice, integer, number, secret, text
 from remuda.domain.errors import UserError
 from remuda.domain.resources import (
     DEFAULT_CLASSES,
@@ -39,7 +39,7 @@ from remuda.domain.thresholds import Lifetimes
 DAY_S = 86_400.0
 WEEK_S = 7 * DAY_S
 WEEK_MIN = 7 * 1_440
-#: A GitHub token lives for an hour and is renewed after ten minutes; it must outlive a provision.
+#: A GitHub token is valid for an hour and renewed after ten minutes; it must stay valid throughout a provision.
 MAX_PROVISION_S = 2_400.0
 MAX_SCRIPT_CHARS = 10_000
 MAX_TAG_CHARS = 256
@@ -130,7 +130,7 @@ def _from_json(value: Any, *, field: str, fix: str) -> Any:
 
 
 def time_zone(name: str) -> tzinfo:
-    """The time zone of that name, in any letter case as in a browser. Raises ValueError if there is none."""
+    """The time zone of that name, in any letter case as in a browser. Raises ValueError for an unknown name."""
     from zoneinfo import ZoneInfo, available_timezones  # noqa: PLC0415 - only idle windows have a time zone
 
     try:
@@ -142,7 +142,7 @@ def time_zone(name: str) -> tzinfo:
         raise ValueError(f"there is no time zone {name!r}") from None
 
 
-def _seconds(least: float, most: float) -> Kind:
+def _seconds(least: float, most: float) -> ValueKind:
     return number(least, most, "seconds")
 
 
@@ -279,7 +279,7 @@ class Settings:
         commands=("provision",),
     )
     allowed_instance_types: TypePatterns = declare(
-        Kind(metavar="PATTERNS", expected="words such as 'c* m6i.large'", parse=_parse_types),
+        ValueKind(metavar="PATTERNS", expected="words such as 'c* m6i.large'", parse=_parse_types),
         TypePatterns(("*",)),
         "Instance types that may serve the run, such as 'c* m6i.large'.",
         group=Group.RUN,
@@ -386,7 +386,7 @@ class Settings:
         is_parameter=True,
     )
     resource_class_config: tuple[ResourceClass, ...] = declare(
-        Kind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
+        ValueKind(metavar="JSON", expected=f"JSON such as {CLASSES_EXAMPLE}", parse=_parse_classes),
         DEFAULT_CLASSES,
         f"Resource classes of the pool as JSON, such as {CLASSES_EXAMPLE} (memory in MiB).",
         group=Group.POOL,
@@ -488,7 +488,7 @@ class Settings:
         default_text="github-environment, or the name of the pool",
     )
     idle_config: tuple[IdleWindow, ...] = declare(
-        Kind(metavar="JSON", expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}", parse=_parse_idle_config),
+        ValueKind(metavar="JSON", expected=f"JSON such as {IDLE_CONFIG_EXAMPLE}", parse=_parse_idle_config),
         (),
         f"Number of idle runners to keep, by time of the week, as JSON: {IDLE_CONFIG_EXAMPLE}.",
         group=Group.SCALE_DOWN,

@@ -72,8 +72,8 @@ def _read_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
     for given in document:
         if given not in known:
             near = difflib.get_close_matches(given, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "'remuda config' lists the settings"
-            raise UserError(f"{path} has an unknown key {given[:MAX_SHOWN]!r}", field=given[:MAX_SHOWN], fix=hint)
+            fix = f"did you mean {near[0]}?" if near else "'remuda config' lists the settings"
+            raise UserError(f"{path} has an unknown key {given[:MAX_SHOWN]!r}", field=given[:MAX_SHOWN], fix=fix)
     return {known[given]: value for given, value in document.items()}
 
 

@@ -22,13 +22,14 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import Eviction, IdleWindow
 from remuda.ports.calls import CallCounter
+from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
-from tests.support.fleets import ENVIRONMENT, Hub, Runner, machine
 from tests.support.records import NOW, birth, instance, instance_id, pool_config
-from tests.support.world_time import Notes, SeededIds, VirtualClock, hooked, run_virtual
+from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, machine
+from tests.support.virtual_time import EventRecorder, hooked, run_virtual
 
 POOL = "test"
 OWNERS = ("acme", "beta", "solo/tool")
@@ -39,7 +40,7 @@ EXAMPLES = 400
 @dataclass(frozen=True)
 class Case:
     machines: list[FleetMachine]
-    runners: list[Runner]
+    runners: list[ScriptedRunner]
     #: States of records, by machine.
     records: dict[int, State]
     #: Calls to GitHub that fail, by their number.
@@ -70,7 +71,7 @@ def machine_tags(draw: st.DrawFn, number: int) -> dict[str, str]:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     machines: list[FleetMachine] = []
-    runners: list[Runner] = []
+    runners: list[ScriptedRunner] = []
     records: dict[int, State] = {}
     for number in range(1, draw(st.integers(1, 6)) + 1):
         owner = draw(st.sampled_from(OWNERS))
@@ -83,7 +84,7 @@ def cases(draw: st.DrawFn) -> Case:
         machines.append(made)
         for extra in range(draw(st.integers(0, 2))):
             flags = st.sampled_from([None, True, False])
-            runner = Runner(
+            runner = ScriptedRunner(
                 runner_id=number if not extra else 100 * extra + number,
                 name=f"r{extra}-{instance_id(number)}",
                 scope=owner,
@@ -91,7 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
                 busy=draw(st.booleans()),
                 listed_online=draw(flags),
                 listed_busy=draw(flags),
-                busy_after_looks=draw(st.sampled_from([None, None, 1, 2])),
+                busy_after_lookups=draw(st.sampled_from([None, None, 1, 2])),
             )
             runners.append(runner)
     return Case(
@@ -111,7 +112,7 @@ class Watched(MemoryMachines):
 
     __slots__ = ("broken", "case", "database", "hub")
 
-    def __init__(self, case: Case, hub: Hub, database: MemoryDatabase) -> None:
+    def __init__(self, case: Case, hub: ScriptedGitHub, database: MemoryDatabase) -> None:
         super().__init__()
         self.case = case
         self.hub = hub
@@ -142,7 +143,7 @@ class Trial:
         self.case = case
         self.asked = 0
         self.store_asked = 0
-        self.hub = Hub(fails=self._fails)
+        self.hub = ScriptedGitHub(fails=self._fails)
         for runner in case.runners:
             self.hub.add(runner)
         self.database = MemoryDatabase()
@@ -174,7 +175,7 @@ class Trial:
             github=None,
             clock=clock,
             ids=ids,
-            event_log=Notes(),
+            event_log=EventRecorder(),
             calls=calls,
         )
 
@@ -195,7 +196,7 @@ class Trial:
             fleet=MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=calls),
             github=self.hub,
             clock=clock,
-            event_log=Notes(),
+            event_log=EventRecorder(),
             calls=calls,
             open_pool=open_pool,
         )
@@ -209,7 +210,7 @@ class Trial:
 
 @given(cases())
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_job_is_killed_and_no_recorded_machine_ended(case: Case) -> None:
+def test_no_job_is_killed_and_no_recorded_machine_terminated(case: Case) -> None:
     trial = Trial(case)
     results = run_virtual(trial.run())
     assert not trial.machines.broken, trial.machines.broken

@@ -54,9 +54,9 @@ def test_times_and_order_of_files_do_not_show(tmp_path: Path):
     assert {entry.date_time for entry in zipfile.ZipFile(first).infolist()} == {lambda_package.EPOCH}
 
 
-def test_what_lambda_would_refuse_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_package_beyond_the_limits_of_lambda_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lambda_package, "MAX_ZIPPED", 1_000)
-    with pytest.raises(SystemExit, match="Lambda takes"):
+    with pytest.raises(SystemExit, match="limits of Lambda"):
         lambda_package.pack(made(tmp_path), tmp_path / "big.zip")
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from policies import CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
+from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from template import GITHUB, template
 from tests.support.iam import Request, Value, allows
@@ -78,7 +78,7 @@ class Place:
 
     @property
     def own_keys(self) -> list[str]:
-        keys = items.Keys(prefix=f"{self.role_id}:")
+        keys = items.ItemKeys(prefix=f"{self.role_id}:")
         return [str(kind(self.instance)[items.PK]["S"]) for kind in (keys.control, keys.report)]
 
     @property

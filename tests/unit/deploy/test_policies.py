@@ -14,11 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import build
-from policies import EVERYTHING, ORPHAN_TAG, policies
+from policies import ANY_RESOURCE, ORPHAN_TAG, policies
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
+from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
-from statements import filled
+from statements import fill_placeholders
 from tests.support.iam import Request, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
@@ -56,7 +56,7 @@ LEADING = "dynamodb:LeadingKeys"
 
 @cache
 def of(name: str, pool: str = "ci") -> dict[str, Any]:
-    return filled(
+    return fill_placeholders(
         MADE[name], pool=pool, account=ACCOUNT, region=REGION, environment=f"{pool}-env", credential=credential_of(pool)
     )
 
@@ -92,7 +92,7 @@ def caller(role: str, instance: str) -> dict[str, Value]:
 @unhurried
 @given(INSTANCE_IDS, ROLE_IDS)
 def test_an_instance_reads_its_control_and_writes_its_report_and_no_more(instance, role):
-    keys = items.Keys(prefix=f"{role}:")
+    keys = items.ItemKeys(prefix=f"{role}:")
     control, report = partition(keys.control(instance)), partition(keys.report(instance))
     allowed = {
         (action, key)
@@ -170,7 +170,7 @@ def test_scale_down_ends_and_marks_machines_of_its_environment_alone(pool, other
         for keys in ([], [GHR_ENVIRONMENT_TAG], [ORPHAN_TAG, POOL_TAG]):
             assert not may(policy, action, machine, {**own, "aws:TagKeys": keys})
     # The records: what it renews, and none that it would have to make.
-    record: dict[str, Value] = {LEADING: [partition(items.Keys(prefix="AROA:").control(instance))]}
+    record: dict[str, Value] = {LEADING: [partition(items.ItemKeys(prefix="AROA:").control(instance))]}
     assert may(policy, "dynamodb:UpdateItem", table_of(pool), record)
     for action in ("dynamodb:PutItem", "dynamodb:DeleteItem", "dynamodb:Scan", "dynamodb:CreateTable"):
         assert not may(policy, action, table_of(pool), record)
@@ -246,13 +246,15 @@ def test_a_workflow_gives_machines_the_agents_role_and_nobody_else_any():
 def test_no_action_has_a_wildcard_and_no_statement_all_resources_but_to_look(name):
     for statement in MADE[name].statements:
         assert not any("*" in action or "?" in action for action in statement.actions)
-        if EVERYTHING in statement.resources:
+        if ANY_RESOURCE in statement.resources:
             assert all(action.startswith("ec2:Describe") for action in statement.actions)
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_iam_takes_its_length(name):
-    longest = filled(MADE[name], pool="p" * 20, account=ACCOUNT, region="ap-southeast-1", partition="aws-us-gov")
+    longest = fill_placeholders(
+        MADE[name], pool="p" * 20, account=ACCOUNT, region="ap-southeast-1", partition="aws-us-gov"
+    )
     assert len(json.dumps(longest, separators=(",", ":"))) <= MAX_POLICY
 
 

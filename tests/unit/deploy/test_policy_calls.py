@@ -12,18 +12,20 @@ import pytest
 import remuda.adapters.aws
 from policies import policies
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
+from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
-from statements import filled
+from statements import fill_placeholders
 from tests.support.iam import Request, Value, allows
 
 ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
 INSTANCE = "i-0123456789abcdef0"
 USER_ID = f"AROA{'A' * 17}:{INSTANCE}"
-KEYS = items.Keys(prefix=USER_ID.removesuffix(INSTANCE))
+KEYS = items.ItemKeys(prefix=USER_ID.removesuffix(INSTANCE))
 CREDENTIAL = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
 MADE = {
-    policy.name: filled(policy, pool=POOL, account=ACCOUNT, region=REGION, environment=POOL, credential=CREDENTIAL)
+    policy.name: fill_placeholders(
+        policy, pool=POOL, account=ACCOUNT, region=REGION, environment=POOL, credential=CREDENTIAL
+    )
     for policy in policies()
 }
 SERVICES = ("dynamodb", "ec2", "iam", "sqs")

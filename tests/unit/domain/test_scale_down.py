@@ -24,8 +24,8 @@ from remuda.domain.scale_down.decisions import (
 )
 from remuda.domain.scale_down.fleet import FleetMachine, Registration, match_registrations
 from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, Quota, quota_at
-from tests.support.fleets import machine
 from tests.support.records import NOW, at, instance, instance_id
+from tests.support.scripted_fleet import machine
 
 MINUTE = 60.0
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from remuda.action.channel import plain_lines
 from remuda.action.inputs import SETTINGS_BY_MODE, input_variable, read_inputs
-from remuda.adapters.aws.ec2.options import Options
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.local.options import LocalOptions
 from remuda.adapters.system.prices import read_prices
 from remuda.aws_lambda.handler import parse_event
@@ -203,7 +203,7 @@ def test_words_of_a_command(text: str) -> None:
 )
 def test_launch_options(launch: dict[str, str]) -> None:
     """They are read from the stored configuration again, at every launch."""
-    judged(lambda: Options.parse(launch))
+    judged(lambda: Ec2LaunchOptions.parse(launch))
     judged(lambda: LocalOptions.parse(launch))
 
 

@@ -27,8 +27,8 @@ from simulation.memory.github import MemoryGitHub
 from tests.support.corrupting_store import Spoil, SpoiledStore
 from tests.support.mutations import any_json, check_shown, check_told, fuzzed, mutated
 from tests.support.records import message as make_message
+from tests.support.virtual_time import run_virtual
 from tests.support.world import World
-from tests.support.world_time import run_virtual
 
 FEW = 10
 #: Of an instance of another class.

@@ -1,7 +1,7 @@
-"""An EC2 and a GitHub on loopback with a scripted fleet: what scale-down sees, and the faults it must bear.
+"""EC2 and GitHub servers on loopback with a scripted fleet and faults, for scale-down.
 
-They answer as the real ones do, as far as scale-down goes, and count what they were asked. Launch times and ids are
-the script's own, which no ready-made EC2 server allows.
+They implement the calls of scale-down and count them. The script sets launch times and instance ids, which no existing
+EC2 test server allows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -29,7 +29,7 @@ _RUNNERS = re.compile(r"/(?:orgs/(?P<org>[^/]+)|repos/(?P<repo>[^/]+/[^/]+))/act
 
 
 @dataclass
-class Machine:
+class FleetInstance:
     instance_id: str
     launched_at: datetime | None
     state: str
@@ -38,7 +38,7 @@ class Machine:
 
 
 @dataclass
-class Runner:
+class FleetRunner:
     runner_id: int
     name: str
     owner: str
@@ -55,46 +55,46 @@ class Runner:
 
 
 @dataclass
-class Did:
-    """What one cycle made of the world."""
+class CycleEffects:
+    """The changes and calls of one scale-down cycle."""
 
     terminated: list[str] = field(default_factory=list)
     tagged: list[str] = field(default_factory=list)
     untagged: list[str] = field(default_factory=list)
     deregistered: list[int] = field(default_factory=list)
-    #: Terminated while the single lookup of one of its runners said busy, and it was not offline.
+    #: Terminated although a lookup of one of its runners returned busy and online.
     killed_busy: list[str] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
 
-    def of_github(self) -> int:
+    def github_calls(self) -> int:
         return sum(count for name, count in self.calls.items() if name.startswith("github "))
 
 
-class FleetWorld:
+class FleetState:
     def __init__(self) -> None:
-        self.machines: dict[str, Machine] = {}
-        self.runners: dict[int, Runner] = {}
-        #: Those that the credential may see.
+        self.machines: dict[str, FleetInstance] = {}
+        self.runners: dict[int, FleetRunner] = {}
+        #: Owners that the credential has access to.
         self.owners: set[str] = set()
         self.github_faults: list[dict[str, Any]] = []
         self.ec2_faults: list[dict[str, Any]] = []
-        self.did = Did()
-        #: How many machines one DescribeInstances shows.
+        self.effects = CycleEffects()
+        #: Instances per page of DescribeInstances.
         self.ec2_page = EC2_PAGE
         self.lock = threading.RLock()
         self.closing = threading.Event()
-        #: Called in a thread of the server's when a call begins to hang.
+        #: Called in a server thread when a call starts to hang.
         self.on_hang: Callable[[], object] = lambda: None
         self._seen: Counter[int] = Counter()
 
     @classmethod
-    def of_scenario(cls, scenario: Mapping[str, Any]) -> FleetWorld:
+    def from_scenario(cls, scenario: Mapping[str, Any]) -> FleetState:
         world = cls()
         now = datetime.fromisoformat(scenario["config"]["now"])
         for item in scenario["instances"]:
             offset = item["launch_offset_seconds"]
             launched_at = None if offset is None else now + timedelta(seconds=offset)
-            world.add_machine(Machine(item["id"], launched_at, item["state"], dict(item["tags"])))
+            world.add_machine(FleetInstance(item["id"], launched_at, item["state"], dict(item["tags"])))
         for owner in scenario["github"]["owners"]:
             if owner["app_installed"]:
                 world.owners.add(owner["owner"])
@@ -102,15 +102,15 @@ class FleetWorld:
             world.add_runner(item)
         return world
 
-    def add_machine(self, machine: Machine) -> None:
+    def add_machine(self, machine: FleetInstance) -> None:
         self.machines[machine.instance_id] = machine
 
     def add_runner(self, item: Mapping[str, Any]) -> None:
         named = {key: value for key, value in item.items() if key != "id"}
-        self.runners[item["id"]] = Runner(runner_id=item["id"], **named)
+        self.runners[item["id"]] = FleetRunner(runner_id=item["id"], **named)
 
-    def begin(self, *, changes: Mapping[str, Any] | None = None, faults: Mapping[str, Any] | None = None) -> None:
-        """A new cycle."""
+    def begin_cycle(self, *, changes: Mapping[str, Any] | None = None, faults: Mapping[str, Any] | None = None) -> None:
+        """Apply the changes and faults of a new cycle and reset the effects."""
         for item in (changes or {}).get("github_add", ()):
             self.add_runner(item)
         for item in (changes or {}).get("instances_update", ()):
@@ -118,10 +118,10 @@ class FleetWorld:
         self.github_faults = [dict(fault) for fault in (faults or {}).get("github", ())]
         self.ec2_faults = [dict(fault) for fault in (faults or {}).get("ec2", ())]
         self._seen.clear()
-        self.did = Did()
+        self.effects = CycleEffects()
 
     def fault(self, faults: list[dict[str, Any]], **call: Any) -> dict[str, Any] | None:
-        """The first that this call meets. `nth` and `times` count the calls that fit."""
+        """The first fault that matches this call. `nth` and `times` count the matching calls."""
         for fault in faults:
             keys = {"op", "owner", "runner_id", "page", "scope", "action" if "code" in fault else ""} & set(fault)
             if any(fault[key] != call.get(key) for key in keys):
@@ -137,8 +137,8 @@ class FleetWorld:
 
     # EC2
 
-    def describe(self, filters: Mapping[str, list[str]]) -> list[Machine]:
-        def fits(machine: Machine) -> bool:
+    def describe(self, filters: Mapping[str, list[str]]) -> list[FleetInstance]:
+        def fits(machine: FleetInstance) -> bool:
             for name, values in filters.items():
                 own = {"instance-state-name": machine.state, "instance-id": machine.instance_id}
                 if own.get(name, machine.tags.get(name.removeprefix("tag:"))) not in values:
@@ -150,29 +150,29 @@ class FleetWorld:
     def terminate(self, names: list[str]) -> None:
         for name in names:
             self.machines[name].state = "terminated"
-            self.did.terminated.append(name)
+            self.effects.terminated.append(name)
             for runner in self.runners.values():
                 seen = runner.document(runner.get_view)
                 if runner.name.endswith(name) and seen["busy"] and seen["status"] == "online":
-                    self.did.killed_busy.append(name)
+                    self.effects.killed_busy.append(name)
 
     def tag(self, names: list[str], tags: Mapping[str, str]) -> None:
         for name in names:
             self.machines[name].tags.update(tags)
-            self.did.tagged += [name] if GHR_ORPHAN_TAG in tags else []
+            self.effects.tagged += [name] if GHR_ORPHAN_TAG in tags else []
 
     def untag(self, names: list[str], keys: list[str]) -> None:
         for name in names:
             for key in keys:
                 self.machines[name].tags.pop(key, None)
-            self.did.untagged += [name] if GHR_ORPHAN_TAG in keys else []
+            self.effects.untagged += [name] if GHR_ORPHAN_TAG in keys else []
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    #: One packet an answer: else each waits for an acknowledgement.
+    #: One packet per response: otherwise each waits for an acknowledgement.
     wbufsize = 1 << 16
-    world: ClassVar[FleetWorld]
+    world: ClassVar[FleetState]
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -203,16 +203,16 @@ class _Github(_Handler):
         page = int(query.get("page", "1"))
         op = "list_runners" if runner_id is None else {"GET": "get_runner", "DELETE": "delete_runner"}[method]
         with self.world.lock:
-            self.world.did.calls[f"github {op}"] += 1
+            self.world.effects.calls[f"github {op}"] += 1
             fault = self.world.fault(self.world.github_faults, op=op, owner=owner, runner_id=runner_id, page=page)
-        if fault is not None and self._play(fault):
+        if fault is not None and self._inject(fault):
             return
         with self.world.lock:
             status, document, headers = self._answer(op, owner, runner_id, page)
         body = b"" if document is None else json.dumps(document).encode()
         self.answer(status, body, "application/json", headers)
 
-    def _play(self, fault: Mapping[str, Any]) -> bool:
+    def _inject(self, fault: Mapping[str, Any]) -> bool:
         if fault["action"] == "hang":
             self.world.on_hang()
             self.world.closing.wait(HANG_S)
@@ -222,7 +222,7 @@ class _Github(_Handler):
             self.close_connection = True
             self.connection.close()
             return True
-        body = json.dumps({"message": fault.get("message", "played")}).encode()
+        body = json.dumps({"message": fault.get("message", "injected")}).encode()
         self.answer(fault["status"], body, "application/json", fault.get("headers"))
         return True
 
@@ -245,9 +245,9 @@ class _Github(_Handler):
                 return 404, {"message": "Not Found"}, {}
             return 200, runner.document(runner.get_view), {}
         if runner.document(runner.get_view)["busy"]:
-            return 422, {"message": "Bad request - Runner is still running a job"}, {}
+            return 422, {"message": "Bad request - FleetRunner is still running a job"}, {}
         del world.runners[runner.runner_id]
-        world.did.deregistered.append(runner.runner_id)
+        world.effects.deregistered.append(runner.runner_id)
         return 204, None, {}
 
 
@@ -259,17 +259,17 @@ class _Ec2(_Handler):
         filters = {form[f"Filter.{n}.Name"]: _listed(form, f"Filter.{n}.Value") for n in _numbers(form, "Filter")}
         scope = "orphans" if f"tag:{GHR_ORPHAN_TAG}" in filters else "all"
         with self.world.lock:
-            self.world.did.calls[f"ec2 {action}"] += 1
+            self.world.effects.calls[f"ec2 {action}"] += 1
             fault = self.world.fault(self.world.ec2_faults, action=action, scope=scope, instance_ids=names)
             if fault is not None:
-                self._refuse(fault)
+                self._fail(fault)
                 return
             body = getattr(self, f"_{action}")(form, names, filters)
         text = f"<{action}Response><requestId>r</requestId>{body}</{action}Response>"
         self.answer(200, text.encode(), "text/xml")
 
-    def _refuse(self, fault: Mapping[str, Any]) -> None:
-        error = f"<Error><Code>{fault['code']}</Code><Message>played</Message></Error>"
+    def _fail(self, fault: Mapping[str, Any]) -> None:
+        error = f"<Error><Code>{fault['code']}</Code><Message>injected</Message></Error>"
         body = f"<Response><Errors>{error}</Errors><RequestID>r</RequestID></Response>"
         self.answer(fault["http_status"], body.encode(), "text/xml")
 
@@ -314,7 +314,7 @@ def _listed(form: Mapping[str, str], prefix: str) -> list[str]:
     return [value for _, value in sorted(numbered)]
 
 
-def _xml(machine: Machine) -> str:
+def _xml(machine: FleetInstance) -> str:
     tags = "".join(
         f"<item><key>{escape(key)}</key><value>{escape(value)}</value></item>" for key, value in machine.tags.items()
     )
@@ -329,13 +329,13 @@ def _xml(machine: Machine) -> str:
 
 
 @dataclass(frozen=True)
-class Served:
+class FleetUrls:
     github_url: str
     ec2_url: str
 
 
 @contextmanager
-def serve(world: FleetWorld):
+def serve_fleet(world: FleetState) -> Iterator[FleetUrls]:
     servers = []
     for kind in (_Github, _Ec2):
         handler = type(kind.__name__, (kind,), {"world": world})
@@ -345,7 +345,7 @@ def serve(world: FleetWorld):
         servers.append(server)
     github, ec2 = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
     try:
-        yield Served(github_url=github, ec2_url=ec2)
+        yield FleetUrls(github_url=github, ec2_url=ec2)
     finally:
         world.closing.set()
         for server in servers:

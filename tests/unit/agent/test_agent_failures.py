@@ -16,9 +16,10 @@ from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S
 from remuda.domain.transitions import Actor, Extend, Renew
 from remuda.ports.machine import AgentState, ScriptStatus
 from remuda.ports.runner import RemovalStatus
+from simulation.loop import VirtualClock
 from tests.support.agents import ID, MARGIN_S, Stable
-from tests.support.clock import VirtualClock, run, until
 from tests.support.records import at
+from tests.support.virtual_time import run_virtual, until
 
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
@@ -35,7 +36,7 @@ async def running(stable: Stable, max_runtime_s: float = 1_800.0) -> None:
 
 
 def test_unreachable_store_last_threshold_applies() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable, max_runtime_s=100)
         threshold = stable.record.threshold
@@ -46,11 +47,11 @@ def test_unreachable_store_last_threshold_applies() -> None:
         late = stable.clock.now() - threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 6)
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_last_threshold_applies_after_a_restart() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.machine.memory = AgentState(script=ScriptStatus.OK, threshold=at(50))
         stable.store.down = True
@@ -59,11 +60,11 @@ def test_last_threshold_applies_after_a_restart() -> None:
         assert stable.clock.now() >= at(50 + MARGIN_S)
         assert stable.machine.ended == [why]
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_without_threshold_the_agent_waits_for_the_store() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.store.down = True
         task = stable.start()
@@ -74,11 +75,11 @@ def test_without_threshold_the_agent_waits_for_the_store() -> None:
         await until(lambda: stable.signalled(Signal.UD_REG_OK), within_s=10)
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_job_continues_while_the_store_is_unreachable() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         stable.runner.become(busy=True)
@@ -91,11 +92,11 @@ def test_job_continues_while_the_store_is_unreachable() -> None:
         assert stable.report.busy
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_requests_to_an_unreachable_store_back_off() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.store.down = True
         stable.start()
@@ -104,7 +105,7 @@ def test_requests_to_an_unreachable_store_back_off() -> None:
         assert 100 < len(asked) < 150
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 # The end ----------------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def test_requests_to_an_unreachable_store_back_off() -> None:
 def test_record_is_read_again_before_the_end() -> None:
     """The threshold was extended after the agent's last read, so the agent continues."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable, max_runtime_s=100)
         await stable.release(release_time_s=20)
@@ -133,11 +134,11 @@ def test_record_is_read_again_before_the_end() -> None:
         assert not stable.task.done()
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_renewed_threshold_applies() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         await stable.release()
@@ -152,11 +153,11 @@ def test_renewed_threshold_applies() -> None:
         late = stable.clock.now() - stable.record.threshold
         assert timedelta(seconds=MARGIN_S) <= late < timedelta(seconds=MARGIN_S + 1)
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_machine_without_record_ends_at_its_last_threshold() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable, max_runtime_s=100)
         threshold = stable.record.threshold
@@ -165,28 +166,28 @@ def test_machine_without_record_ends_at_its_last_threshold() -> None:
         assert await stable.task == "threshold passed and the record is gone"
         assert stable.clock.now() >= threshold + timedelta(seconds=MARGIN_S)
 
-    run(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("skew_s", [-30.0, 30.0])
 def test_clock_skew_within_the_margin_is_tolerated(skew_s: float) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
-        stable.clock = VirtualClock(skew_s)
+        stable.clock = VirtualClock(skew_s=skew_s)
         await running(stable)
         await stable.release()
         await until(lambda: stable.signalled(CLEAN))
         assert stable.log[-3:] == ["remove REMOVED", "stop", "reset"]
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 # The heartbeat ----------------------------------------------------------------------------------------------------
 
 
 def test_heartbeat_is_regular_and_reports_the_runner() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         await asyncio.sleep(1)
@@ -199,11 +200,11 @@ def test_heartbeat_is_regular_and_reports_the_runner() -> None:
         assert stable.report.busy
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_spot_notice_is_reported_and_the_job_continues() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         stable.runner.become(busy=True)
@@ -214,11 +215,11 @@ def test_spot_notice_is_reported_and_the_job_continues() -> None:
         assert stable.runner.current.busy
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_heartbeat_of_a_hung_agent_stops() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.machine.reset_s = 100_000
         await running(stable)
@@ -233,11 +234,11 @@ def test_heartbeat_of_a_hung_agent_stops() -> None:
         assert stable.report.beat == beat
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_heartbeats_continue_after_a_failed_one() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         stable.store.fails = lambda name: name == "beat"
@@ -248,14 +249,14 @@ def test_heartbeats_continue_after_a_failed_one() -> None:
         assert stable.report.beat >= beat + 5
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 # The runner -------------------------------------------------------------------------------------------------------
 
 
 def test_release_waits_for_a_running_job() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         stable.runner.become(busy=True)
@@ -268,11 +269,11 @@ def test_release_waits_for_a_running_job() -> None:
         await until(lambda: stable.signalled(CLEAN), within_s=1)
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         refusals = 3 * MAX_REMOVALS
@@ -285,11 +286,11 @@ def test_removal_rejected_for_a_running_job_does_not_count_as_failed() -> None:
         assert "stop" not in stable.log[: stable.log.index("remove REMOVED")]
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_failed_removal_is_retried_with_backoff() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         stable.runner.removals = [RemovalStatus.FAILED] * (MAX_REMOVALS - 1)
@@ -300,11 +301,11 @@ def test_failed_removal_is_retried_with_backoff() -> None:
         assert stable.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         stable.runner.removals = [RemovalStatus.FAILED] * 100
@@ -316,11 +317,11 @@ def test_repeatedly_failed_removal_is_signalled_and_the_runner_keeps_running() -
         assert "reset" not in stable.log
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         stable.runner.removals = [RemovalStatus.UNREACHABLE] * (MAX_REMOVALS + 3)
@@ -329,11 +330,11 @@ def test_removal_is_retried_without_limit_while_github_is_unreachable() -> None:
         assert stable.log.count("remove UNREACHABLE") == MAX_REMOVALS + 3
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_exited_listener_is_restarted_with_backoff() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.runner.exits = [2] * (MAX_STARTS - 1)
         started = stable.clock.monotonic()
@@ -342,12 +343,12 @@ def test_exited_listener_is_restarted_with_backoff() -> None:
         assert stable.clock.monotonic() - started >= 0.2 + 0.4 + 0.8 + 1.6
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize(("code", "starts"), [(2, MAX_STARTS), (1, 1)])
 def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.runner.exits = [code] * 100
         stable.start()
@@ -359,13 +360,13 @@ def test_listener_that_keeps_exiting_is_signalled(code: int, starts: int) -> Non
         assert stable.log.count("start") == starts
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_release_during_registration_leaves_no_registration() -> None:
     """The claim was rolled back before the agent read it: the agent cleans up."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         await running(stable)
         await stable.release()
@@ -380,11 +381,11 @@ def test_release_during_registration_leaves_no_registration() -> None:
         assert stable.record.state is State.RELEASING
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_attempt_counters_restart_with_each_assignment() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.runner.exits = [2] * (MAX_STARTS - 1)
         await running(stable)
@@ -399,4 +400,4 @@ def test_attempt_counters_restart_with_each_assignment() -> None:
         assert stable.log.count("start") == 2 * MAX_STARTS
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())

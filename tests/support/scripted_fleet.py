@@ -1,4 +1,4 @@
-"""Fleets for tests: machines with the tags of terraform-aws-github-runner, and a GitHub whose lists may lie."""
+"""A fleet in memory: machines with the tags of terraform-aws-github-runner, and a GitHub with outdated lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tags(owner: str = ORG, **more: str) -> dict[str, str]:
 
 
 def machine(number: int, *, age_s: float | None = 3_600, owner: str = ORG, **more: Any) -> FleetMachine:
-    """`orphan="true"`, `github_runner_id="11"`, … become tags, `bypass` too; `os` does not."""
+    """A machine with tags from keywords such as `orphan="true"`, `github_runner_id="11"` and `bypass`."""
     if "bypass" in more:
         more["bypass-removal"] = more.pop("bypass")
     system = more.pop("os", "linux")
@@ -40,8 +40,8 @@ def machine(number: int, *, age_s: float | None = 3_600, owner: str = ORG, **mor
 
 
 @dataclass(kw_only=True)
-class Runner:
-    """The truth, and what the owner's list makes of it."""
+class ScriptedRunner:
+    """A runner, and its possibly different entry in the list of its owner."""
 
     runner_id: int
     name: str
@@ -51,33 +51,33 @@ class Runner:
     listed: bool = True
     listed_online: bool | None = None
     listed_busy: bool | None = None
-    #: A job arrives after so many looks at it.
-    busy_after_looks: int | None = None
+    #: Lookups after which the runner gets a job.
+    busy_after_lookups: int | None = None
 
-    def seen(self) -> GitHubRunner:
-        if self.busy_after_looks is not None:
-            self.busy_after_looks -= 1
+    def lookup(self) -> GitHubRunner:
+        if self.busy_after_lookups is not None:
+            self.busy_after_lookups -= 1
         view = GitHubRunner(runner_id=self.runner_id, name=self.name, online=self.online, busy=self.busy)
-        if self.busy_after_looks == 0 and not self.busy:
+        if self.busy_after_lookups == 0 and not self.busy:
             self.busy = self.online = True
         return view
 
-    def in_list(self) -> GitHubRunner:
+    def list_entry(self) -> GitHubRunner:
         online = self.online if self.listed_online is None else self.listed_online
         busy = self.busy if self.listed_busy is None else self.listed_busy
         return GitHubRunner(runner_id=self.runner_id, name=self.name, online=online, busy=busy)
 
 
 @dataclass(kw_only=True)
-class Hub:
-    """GitHub's runners as a github. `fails` says which calls do, by operation, scope and runner id."""
+class ScriptedGitHub:
+    """The GitHub port over scripted runners. `fails` selects failing calls by operation, scope and runner id."""
 
-    runners: dict[int, Runner] = field(default_factory=dict)
+    runners: dict[int, ScriptedRunner] = field(default_factory=dict)
     fails: Callable[[str, str, int], bool] = lambda _operation, _scope, _runner_id: False
     calls: CallCounter = field(default_factory=CallCounter)
-    asked: list[tuple[str, str, int]] = field(default_factory=list)
+    requests: list[tuple[str, str, int]] = field(default_factory=list)
 
-    def add(self, runner: Runner) -> Runner:
+    def add(self, runner: ScriptedRunner) -> ScriptedRunner:
         self.runners[runner.runner_id] = runner
         return runner
 
@@ -88,12 +88,12 @@ class Hub:
         mine = [runner for runner in self.runners.values() if runner.scope == scope and runner.listed]
         for _ in range(0, max(1, len(mine)), 100):
             self._enter("list", scope, 0)
-        return [runner.in_list() for runner in mine]
+        return [runner.list_entry() for runner in mine]
 
     async def get_runner(self, scope: str, runner_id: int) -> GitHubRunner | None:
         self._enter("get", scope, runner_id)
         runner = self.runners.get(runner_id)
-        return runner.seen() if runner is not None and runner.scope == scope else None
+        return runner.lookup() if runner is not None and runner.scope == scope else None
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         self._enter("delete", scope, runner_id)
@@ -116,6 +116,6 @@ class Hub:
 
     def _enter(self, operation: str, scope: str, runner_id: int) -> None:
         self.calls.add("github", operation)
-        self.asked.append((operation, scope, runner_id))
+        self.requests.append((operation, scope, runner_id))
         if self.fails(operation, scope, runner_id):
             raise Unavailable(f"{operation} of {scope} fails")

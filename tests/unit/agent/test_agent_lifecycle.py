@@ -14,8 +14,8 @@ from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
 from tests.support.agents import ID, MARGIN_S, Stable
-from tests.support.clock import run, until
 from tests.support.records import assignment, at
+from tests.support.virtual_time import run_virtual, until
 
 FIRST, SECOND = assignment(1).runner_name, assignment(2).runner_name
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
@@ -58,7 +58,7 @@ async def life(stable: Stable) -> None:
 
 
 def test_machine_serves_two_runs_and_ends() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         task = stable.start()
         await life(stable)
@@ -70,11 +70,11 @@ def test_machine_serves_two_runs_and_ends() -> None:
         assert await task == "record state is terminating"
         assert stable.machine.ended == ["record state is terminating"]
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.start()
         await stable.create()
@@ -88,11 +88,11 @@ def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> N
             (action, why) for action, why, _ in stable.event_log.notes
         ]
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_events_carry_instance_run_and_epoch() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.start()
         await life(stable)
@@ -110,7 +110,7 @@ def test_events_carry_instance_run_and_epoch() -> None:
         resets = [facts for action, _, facts in noted if action == "step" and facts["step"] == AgentAction.RESET.value]
         assert [(facts["epoch"], facts["run_id"]) for facts in resets] == [(1, "1234"), (2, "1235")]
 
-    run(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("nth", range(1, 12))
@@ -118,7 +118,7 @@ def test_events_carry_instance_run_and_epoch() -> None:
 def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  # noqa: FBT001
     """Each store call of the agent fails once: before it is applied, or after (the response is lost)."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         seen = 0
 
@@ -139,14 +139,14 @@ def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  #
         assert stable.record.state is State.IDLE
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("after", range(1, len(LIFE) + 1))
 def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
     """The step is done, but not signalled: the new process decides from the disk and the record."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         died = asyncio.Event()
 
@@ -177,13 +177,13 @@ def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
         assert once == [each for each in LIFE if each.split()[0] not in again]
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run may release a machine without a job at any time, and waits for the release."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         stable, urgent = Stable(), [False]
         wait = stable.control.wait_for_control
 
@@ -207,12 +207,12 @@ def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> 
         assert urgent[-1]
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("state", ["created", "registered", "listening", "busy", "clean"])
 def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.start()
         await stable.create()
@@ -236,14 +236,14 @@ def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
         assert not stable.task.done()
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 # Signals and their details ----------------------------------------------------------------------------------------
 
 
 def test_signal_contains_the_duration_of_the_machines_work() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.machine.reset_s = 2.5
         stable.start()
@@ -257,11 +257,11 @@ def test_signal_contains_the_duration_of_the_machines_work() -> None:
         assert stable.report.duration_s == pytest.approx(2.5)
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.machine.script = StepResult(ok=False, detail="no such package")
         await stable.create()
@@ -272,12 +272,12 @@ def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
         assert stable.log == ["script"]
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_script_failure_before_the_record_is_signalled_with_its_output(restart: bool) -> None:  # noqa: FBT001
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.machine.script = StepResult(ok=False, detail="no such package")
         stable.start()
@@ -289,11 +289,11 @@ def test_script_failure_before_the_record_is_signalled_with_its_output(restart: 
         assert "no such package" in stable.report.detail
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_script_runs_once_per_machine() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.start()
         await life(stable)
@@ -302,11 +302,11 @@ def test_script_runs_once_per_machine() -> None:
         assert stable.log.count("script") == 1
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_failed_registration_is_signalled_immediately() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
         stable.start()
@@ -317,11 +317,11 @@ def test_failed_registration_is_signalled_immediately() -> None:
         assert len(stable.runner.configured) == 1
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_failed_reset_is_signalled_and_not_repeated() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
         stable.start()
@@ -336,11 +336,11 @@ def test_failed_reset_is_signalled_and_not_repeated() -> None:
         assert stable.log.count("reset") == 1
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_machine_waits_for_a_late_record() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.start()
         await asyncio.sleep(200)
@@ -350,11 +350,11 @@ def test_machine_waits_for_a_late_record() -> None:
         await until(lambda: stable.signalled(Signal.UD_REG_OK), within_s=1)
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
 
 
 def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         stable = Stable()
         stable.start()
         await stable.create()
@@ -373,4 +373,4 @@ def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() 
         assert stable.machine.armed == [armed]
         await stable.crash()
 
-    run(story())
+    run_virtual(scenario())
