@@ -522,15 +522,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         argument(
             _REGISTRATION_SWEEP,
-<<<<<<< HEAD
-            "StaleRegistrationSweep._why",
+            "StaleRegistrationSweep._stale_reason",
             "grace_s=self._config.lifetimes.registration_stale_after_s",
             "grace_s=self._config.lifetimes.registration_grace_s",
-=======
-            "StaleRegistrationSweep._stale_reason",
-            "grace_s=self._config.lifetimes.ghost_after_s",
-            "grace_s=self._config.lifetimes.ghost_grace_s",
->>>>>>> main
         ),
     ),
     _mutant(
