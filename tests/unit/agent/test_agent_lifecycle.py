@@ -13,7 +13,7 @@ from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, End, RetireReason
 from remuda.ports.machine import ScriptStatus, StepResult
-from tests.support.agents import ID, MARGIN_S, Stable
+from tests.support.agents import ID, MARGIN_S, AgentFixture
 from tests.support.records import assignment, at
 from tests.support.virtual_time import run_virtual, until
 
@@ -35,57 +35,57 @@ LIFE = [
 ]
 
 
-async def use(stable: Stable, epoch: int) -> None:
+async def use(fixture: AgentFixture, epoch: int) -> None:
     """Register, commit, run a job, release, return to the pool."""
-    await until(lambda: stable.signalled(Signal.UD_REG_OK, epoch))
-    assert not stable.runner.current.listening
-    await stable.commit()
-    await until(lambda: stable.runner.current.listening)
-    stable.runner.become(busy=True)
+    await until(lambda: fixture.signalled(Signal.UD_REG_OK, epoch))
+    assert not fixture.runner.current.listening
+    await fixture.commit()
+    await until(lambda: fixture.runner.current.listening)
+    fixture.runner.become(busy=True)
     await asyncio.sleep(10)
-    stable.runner.become(busy=False)
-    await stable.release()
-    await until(lambda: stable.signalled(CLEAN, epoch))
-    await stable.pool()
+    fixture.runner.become(busy=False)
+    await fixture.release()
+    await until(lambda: fixture.signalled(CLEAN, epoch))
+    await fixture.pool()
 
 
-async def life(stable: Stable) -> None:
-    await stable.create()
-    await use(stable, 1)
+async def life(fixture: AgentFixture) -> None:
+    await fixture.create()
+    await use(fixture, 1)
     await asyncio.sleep(60)
-    await stable.claim()
-    await use(stable, 2)
+    await fixture.claim()
+    await use(fixture, 2)
 
 
 def test_machine_serves_two_runs_and_ends() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        task = stable.start()
-        await life(stable)
-        assert stable.log == LIFE
-        assert [each.runner_name for each in stable.runner.configured] == [FIRST, SECOND]
-        assert {each.token for each in stable.runner.removed_with if each} == {"removal-t0ken"}
-        assert stable.record.uses == 2
-        await stable.apply(End(reason=RetireReason.GONE), Actor.REFRESH)
+        fixture = AgentFixture()
+        task = fixture.start()
+        await life(fixture)
+        assert fixture.log == LIFE
+        assert [each.runner_name for each in fixture.runner.configured] == [FIRST, SECOND]
+        assert {each.token for each in fixture.runner.removed_with if each} == {"removal-t0ken"}
+        assert fixture.record.uses == 2
+        await fixture.apply(End(reason=RetireReason.GONE), Actor.REFRESH)
         assert await task == "record state is terminating"
-        assert stable.machine.ended == ["record state is terminating"]
+        assert fixture.machine.ended == ["record state is terminating"]
 
     run_virtual(scenario())
 
 
 def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.start()
-        await stable.create()
-        stable.runner.turned_away = "refused 1 foreign job: run 9 of evil/corp"
-        await use(stable, 1)
-        assert [each.runner_name for each in stable.runner.started] == [FIRST]
-        report = await stable.store.get_report(ID)
+        fixture = AgentFixture()
+        fixture.start()
+        await fixture.create()
+        fixture.runner.turned_away = "refused 1 foreign job: run 9 of evil/corp"
+        await use(fixture, 1)
+        assert [each.runner_name for each in fixture.runner.started] == [FIRST]
+        report = await fixture.store.get_report(ID)
         assert report is not None
         assert "refused 1 foreign job: run 9 of evil/corp; " in report.detail
         assert ("job-refused", "refused 1 foreign job: run 9 of evil/corp") in [
-            (action, why) for action, why, _ in stable.event_log.notes
+            (action, why) for action, why, _ in fixture.event_log.notes
         ]
 
     run_virtual(scenario())
@@ -93,10 +93,10 @@ def test_listener_starts_for_its_assignment_and_refused_jobs_are_reported() -> N
 
 def test_events_carry_instance_run_and_epoch() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.start()
-        await life(stable)
-        noted = stable.event_log.notes
+        fixture = AgentFixture()
+        fixture.start()
+        await life(fixture)
+        noted = fixture.event_log.notes
         assert {action for action, _, _ in noted} == {"state", "step", "reset"}
         assert {facts["instance_id"] for _, _, facts in noted} == {ID}
         assert all(why for _, why, _ in noted)
@@ -119,7 +119,7 @@ def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  #
     """Each store call of the agent fails once: before it is applied, or after (the response is lost)."""
 
     async def scenario() -> None:
-        stable = Stable()
+        fixture = AgentFixture()
         seen = 0
 
         def cut(_name: str) -> bool:
@@ -128,16 +128,16 @@ def test_failed_store_call_only_delays(nth: int, loses_answer: bool) -> None:  #
             return seen % 12 == nth
 
         if loses_answer:
-            stable.store.loses_answer = cut
+            fixture.store.loses_answer = cut
         else:
-            stable.store.fails = cut
-        stable.start()
-        await life(stable)
-        assert [each for each in stable.log if not each.startswith(("reset", "configure"))] == [
+            fixture.store.fails = cut
+        fixture.start()
+        await life(fixture)
+        assert [each for each in fixture.log if not each.startswith(("reset", "configure"))] == [
             each for each in LIFE if not each.startswith(("reset", "configure"))
         ]
-        assert stable.record.state is State.IDLE
-        await stable.crash()
+        assert fixture.record.state is State.IDLE
+        await fixture.crash()
 
     run_virtual(scenario())
 
@@ -147,7 +147,7 @@ def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
     """The step is done, but not signalled: the new process decides from the disk and the record."""
 
     async def scenario() -> None:
-        stable = Stable()
+        fixture = AgentFixture()
         died = asyncio.Event()
 
         class Log(list[str]):
@@ -155,27 +155,27 @@ def test_agent_continues_after_a_kill_at_any_step(after: int) -> None:
                 super().append(item)
                 if len(self) == after and not died.is_set():
                     died.set()
-                    asyncio.get_running_loop().call_soon(lambda: stable.task and stable.task.cancel())
+                    asyncio.get_running_loop().call_soon(lambda: fixture.task and fixture.task.cancel())
 
-        stable.log = stable.machine.log = stable.runner.log = Log()
+        fixture.log = fixture.machine.log = fixture.runner.log = Log()
 
         async def nurse() -> None:
             await died.wait()
             await asyncio.sleep(3)
-            await stable.restart()
+            await fixture.restart()
 
-        stable.start()
+        fixture.start()
         nursing = asyncio.create_task(nurse())
-        await life(stable)
+        await life(fixture)
         await nursing
-        assert stable.record.state is State.IDLE
-        assert stable.record.uses == 2
-        assert not stable.runner.current.listening
-        assert stable.runner.current.configured_as == ""
+        assert fixture.record.state is State.IDLE
+        assert fixture.record.uses == 2
+        assert not fixture.runner.current.listening
+        assert fixture.runner.current.configured_as == ""
         again = {"configure", "reset", "script"}
-        once = [each for each in stable.log if each.split()[0] not in again]
+        once = [each for each in fixture.log if each.split()[0] not in again]
         assert once == [each for each in LIFE if each.split()[0] not in again]
-        await stable.crash()
+        await fixture.crash()
 
     run_virtual(scenario())
 
@@ -184,28 +184,28 @@ def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> 
     """A run may release a machine without a job at any time, and waits for the release."""
 
     async def scenario() -> None:
-        stable, urgent = Stable(), [False]
-        wait = stable.control.wait_for_control
+        fixture, urgent = AgentFixture(), [False]
+        wait = fixture.control.wait_for_control
 
         async def noted(*given: Any, **named: Any) -> Any:
             urgent.append(named["urgent"])
             return await wait(*given, **named)
 
-        monkeypatch.setattr(stable.control, "wait_for_control", noted)
-        stable.start()
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_REG_OK))
-        await stable.commit()
-        await until(lambda: stable.runner.current.listening)
+        monkeypatch.setattr(fixture.control, "wait_for_control", noted)
+        fixture.start()
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+        await fixture.commit()
+        await until(lambda: fixture.runner.current.listening)
         await asyncio.sleep(1)
         assert urgent[-1], "it waits for a job"
-        stable.runner.become(busy=True)
+        fixture.runner.become(busy=True)
         await asyncio.sleep(1)
         assert not urgent[-1]
-        stable.runner.become(busy=False)
+        fixture.runner.become(busy=False)
         await asyncio.sleep(1)
         assert urgent[-1]
-        await stable.crash()
+        await fixture.crash()
 
     run_virtual(scenario())
 
@@ -213,28 +213,28 @@ def test_waits_are_urgent_unless_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("state", ["created", "registered", "listening", "busy", "clean"])
 def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.start()
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_REG_OK))
+        fixture = AgentFixture()
+        fixture.start()
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
         if state != "registered":
-            await stable.commit()
-            await until(lambda: stable.runner.current.listening)
+            await fixture.commit()
+            await until(lambda: fixture.runner.current.listening)
         if state == "busy":
-            stable.runner.become(busy=True)
-            await stable.release()
+            fixture.runner.become(busy=True)
+            await fixture.release()
         if state == "clean":
-            await stable.release()
-            await until(lambda: stable.signalled(CLEAN))
-            await stable.pool()
+            await fixture.release()
+            await until(lambda: fixture.signalled(CLEAN))
+            await fixture.pool()
         await asyncio.sleep(5)
-        done = list(stable.log)
-        await stable.restart()
+        done = list(fixture.log)
+        await fixture.restart()
         await asyncio.sleep(60)
-        assert stable.log == done
-        assert stable.task is not None
-        assert not stable.task.done()
-        await stable.crash()
+        assert fixture.log == done
+        assert fixture.task is not None
+        assert not fixture.task.done()
+        await fixture.crash()
 
     run_virtual(scenario())
 
@@ -244,33 +244,33 @@ def test_restart_during_a_wait_repeats_no_work(state: str) -> None:
 
 def test_signal_contains_the_duration_of_the_machines_work() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.machine.reset_s = 2.5
-        stable.start()
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_REG_OK))
-        assert stable.report.duration_s == 0.0
-        await stable.commit()
-        await until(lambda: stable.runner.current.listening)
-        await stable.release()
-        await until(lambda: stable.signalled(CLEAN))
-        assert stable.report.duration_s == pytest.approx(2.5)
-        await stable.crash()
+        fixture = AgentFixture()
+        fixture.machine.reset_s = 2.5
+        fixture.start()
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+        assert fixture.report.duration_s == 0.0
+        await fixture.commit()
+        await until(lambda: fixture.runner.current.listening)
+        await fixture.release()
+        await until(lambda: fixture.signalled(CLEAN))
+        assert fixture.report.duration_s == pytest.approx(2.5)
+        await fixture.crash()
 
     run_virtual(scenario())
 
 
 def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.machine.script = StepResult(ok=False, detail="no such package")
-        await stable.create()
-        stable.start()
-        await until(lambda: stable.signalled(Signal.UD_FAILED))
-        assert "no such package" in stable.report.detail
-        assert stable.machine.memory.script is ScriptStatus.FAILED
-        assert stable.log == ["script"]
-        await stable.crash()
+        fixture = AgentFixture()
+        fixture.machine.script = StepResult(ok=False, detail="no such package")
+        await fixture.create()
+        fixture.start()
+        await until(lambda: fixture.signalled(Signal.UD_FAILED))
+        assert "no such package" in fixture.report.detail
+        assert fixture.machine.memory.script is ScriptStatus.FAILED
+        assert fixture.log == ["script"]
+        await fixture.crash()
 
     run_virtual(scenario())
 
@@ -278,99 +278,99 @@ def test_script_failure_after_the_record_is_signalled_with_its_output() -> None:
 @pytest.mark.parametrize("restart", [False, True])
 def test_script_failure_before_the_record_is_signalled_with_its_output(restart: bool) -> None:  # noqa: FBT001
     async def scenario() -> None:
-        stable = Stable()
-        stable.machine.script = StepResult(ok=False, detail="no such package")
-        stable.start()
-        await until(lambda: stable.machine.memory.script is ScriptStatus.FAILED)
+        fixture = AgentFixture()
+        fixture.machine.script = StepResult(ok=False, detail="no such package")
+        fixture.start()
+        await until(lambda: fixture.machine.memory.script is ScriptStatus.FAILED)
         if restart:
-            await stable.restart()
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_FAILED))
-        assert "no such package" in stable.report.detail
-        await stable.crash()
+            await fixture.restart()
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_FAILED))
+        assert "no such package" in fixture.report.detail
+        await fixture.crash()
 
     run_virtual(scenario())
 
 
 def test_script_runs_once_per_machine() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.start()
-        await life(stable)
-        await stable.restart()
+        fixture = AgentFixture()
+        fixture.start()
+        await life(fixture)
+        await fixture.restart()
         await asyncio.sleep(30)
-        assert stable.log.count("script") == 1
-        await stable.crash()
+        assert fixture.log.count("script") == 1
+        await fixture.crash()
 
     run_virtual(scenario())
 
 
 def test_failed_registration_is_signalled_immediately() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
-        stable.start()
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_REG_FAILED), within_s=1)
-        assert "credential refused: 401" in stable.report.detail
+        fixture = AgentFixture()
+        fixture.runner.configure_outcome = StepResult(ok=False, detail="credential refused: 401")
+        fixture.start()
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_REG_FAILED), within_s=1)
+        assert "credential refused: 401" in fixture.report.detail
         await asyncio.sleep(60)
-        assert len(stable.runner.configured) == 1
-        await stable.crash()
+        assert len(fixture.runner.configured) == 1
+        await fixture.crash()
 
     run_virtual(scenario())
 
 
 def test_failed_reset_is_signalled_and_not_repeated() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
-        stable.start()
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_REG_OK))
-        await stable.commit()
-        await until(lambda: stable.runner.current.listening)
-        await stable.release()
-        await until(lambda: stable.signalled(Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED))
-        assert "2 processes left" in stable.report.detail
+        fixture = AgentFixture()
+        fixture.machine.reset_outcome = StepResult(ok=False, detail="2 processes left")
+        fixture.start()
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+        await fixture.commit()
+        await until(lambda: fixture.runner.current.listening)
+        await fixture.release()
+        await until(lambda: fixture.signalled(Signal.UD_REMOVE_REG_REMOVE_RUN_FAILED))
+        assert "2 processes left" in fixture.report.detail
         await asyncio.sleep(60)
-        assert stable.log.count("reset") == 1
-        await stable.crash()
+        assert fixture.log.count("reset") == 1
+        await fixture.crash()
 
     run_virtual(scenario())
 
 
 def test_machine_waits_for_a_late_record() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.start()
+        fixture = AgentFixture()
+        fixture.start()
         await asyncio.sleep(200)
-        assert stable.log == ["script"]
-        assert stable.report.beat > 10
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_REG_OK), within_s=1)
-        await stable.crash()
+        assert fixture.log == ["script"]
+        assert fixture.report.beat > 10
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_REG_OK), within_s=1)
+        await fixture.crash()
 
     run_virtual(scenario())
 
 
 def test_dead_man_timer_follows_thresholds_and_fires_after_the_agents_own_end() -> None:
     async def scenario() -> None:
-        stable = Stable()
-        stable.start()
-        await stable.create()
-        await until(lambda: stable.signalled(Signal.UD_REG_OK))
-        await stable.commit(max_runtime_s=600)
-        await until(lambda: stable.runner.current.listening)
+        fixture = AgentFixture()
+        fixture.start()
+        await fixture.create()
+        await until(lambda: fixture.signalled(Signal.UD_REG_OK))
+        await fixture.commit(max_runtime_s=600)
+        await until(lambda: fixture.runner.current.listening)
         slack_s = MARGIN_S + DEAD_MAN_SLACK_S
-        assert stable.machine.armed[0] == at(300 + slack_s)
-        assert (stable.machine.armed[-1] - stable.record.threshold).total_seconds() == slack_s
-        assert stable.machine.memory.threshold == stable.record.threshold
-        await stable.restart()
-        armed = stable.machine.armed[-1]
-        stable.machine.armed.clear()
-        stable.store.down = True
+        assert fixture.machine.armed[0] == at(300 + slack_s)
+        assert (fixture.machine.armed[-1] - fixture.record.threshold).total_seconds() == slack_s
+        assert fixture.machine.memory.threshold == fixture.record.threshold
+        await fixture.restart()
+        armed = fixture.machine.armed[-1]
+        fixture.machine.armed.clear()
+        fixture.store.down = True
         await asyncio.sleep(1)
-        assert stable.machine.armed == [armed]
-        await stable.crash()
+        assert fixture.machine.armed == [armed]
+        await fixture.crash()
 
     run_virtual(scenario())
