@@ -78,7 +78,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
         yield Patient(servers)
 
 
-def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
+def test_a_healthy_pool_has_no_findings_and_is_not_changed(patient: Patient):
     before = patient.servers.ec2.requests()
     code, told = patient.servers.remuda("doctor", pool=POOL)
     assert list(told) == ["checks"]
@@ -96,7 +96,7 @@ def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
     assert patient.servers.remuda("refresh", "--sweep-only", pool=POOL)[1]["applied"] == []
 
 
-def test_for_people_it_is_one_line_a_check(patient: Patient):
+def test_text_output_has_one_line_per_check(patient: Patient):
     done = run_cli(
         ["doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
         environment={**patient.servers.environment(), "COLUMNS": "40"},
@@ -160,7 +160,7 @@ def test_for_people_it_is_one_line_a_check(patient: Patient):
     ],
     ids=["nothing of it exists", "bad input", "no region", "no credentials"],
 )
-def test_what_is_broken_is_told_once_with_its_fix(
+def test_each_problem_is_reported_once_with_its_fix(
     patient: Patient, flags: dict[str, str], changed: dict[str, str], told: dict[str, tuple[str, str]]
 ):
     code, lines = patient.doctor(flags=flags, **changed)
@@ -172,7 +172,7 @@ def test_what_is_broken_is_told_once_with_its_fix(
         assert fix in lines[name]["fix"]
 
 
-def test_credentials_that_aws_refuses(patient: Patient):
+def test_credentials_that_aws_rejects(patient: Patient):
     class Refuses(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -248,7 +248,7 @@ def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patien
     assert lines["queues"]["status"] == "ok"
 
 
-def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(patient: Patient):
+def test_a_missing_launch_permission_is_a_warning_and_a_missing_terminate_permission_a_problem(patient: Patient):
     refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
     patient.servers.ec2.configure(
         faults=[{"action": "RunInstances", **refused}, {"action": "TerminateInstances", **refused}]
@@ -259,7 +259,7 @@ def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(pa
     assert "workflow.json" in lines["right to launch"]["fix"]
 
 
-def test_who_may_not_see_tags_cannot_end_machines(patient: Patient):
+def test_without_permission_to_read_tags_instances_cannot_be_terminated(patient: Patient):
     refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
     patient.servers.ec2.configure(faults=[{"action": "DescribeTags", **refused}])
     code, lines = patient.doctor()
@@ -267,7 +267,7 @@ def test_who_may_not_see_tags_cannot_end_machines(patient: Patient):
     assert "refresh.json" in lines["right to terminate"]["fix"]
 
 
-def test_options_that_differ_from_the_template_are_told(patient: Patient):
+def test_options_that_differ_from_the_launch_template_are_reported(patient: Patient):
     subnets = patient.servers.launch["subnet-ids"].split(",")[0]
     code, lines = patient.doctor(flags={"subnet-ids": subnets})
     assert (code, lines["launch template"]["status"]) == (0, "ok"), lines
@@ -275,7 +275,7 @@ def test_options_that_differ_from_the_template_are_told(patient: Patient):
     assert (code, lines["launch template"]["status"]) == (0, "warning"), lines
 
 
-def test_an_image_must_fit_what_is_put_on_it(patient: Patient):
+def test_the_architecture_of_the_image_must_fit(patient: Patient):
     code, lines = patient.doctor(flags={"ami": WINDOWS_AMI})
     assert (code, problems(lines)) == (2, {"image"}), lines
     assert "Windows" in lines["image"]["found"]

@@ -92,7 +92,7 @@ async def stack() -> AsyncIterator[Stack]:
         yield Stack(opened)
 
 
-async def test_refresh_finds_table_and_queues_as_it_wants_them(stack):
+async def test_refresh_changes_nothing_in_a_new_stack(stack):
     await stack.create()
     given: dict[str, Any] = {"clock": SystemClock(), "ids": SystemIds(), "calls": CallCounter()}
     store = DynamoInstanceStore(client=await stack.client("dynamodb"), table=stack.name, **given)
@@ -103,7 +103,7 @@ async def test_refresh_finds_table_and_queues_as_it_wants_them(stack):
     await store.close()
 
 
-async def test_the_policies_in_the_stack_are_those_of_the_source(stack):
+async def test_the_stack_contains_the_generated_policies(stack):
     await stack.create(GithubSecretArn=SECRET)
     iam = await stack.client("iam")
     for policy in policies():
@@ -119,7 +119,7 @@ async def attached(iam: Any, arn: str) -> Any:
     return json.loads(version) if isinstance(version, str) else version
 
 
-async def test_a_secret_that_is_not_named_must_be_among_the_pools_own(stack):
+async def test_without_an_arn_only_secrets_of_the_pool_may_be_read(stack):
     await stack.create()
     iam = await stack.client("iam")
     for name in ("refresh", "scale-down"):
@@ -128,14 +128,14 @@ async def test_a_secret_that_is_not_named_must_be_among_the_pools_own(stack):
         assert read["Resource"] == [f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:remuda/{stack.pool}/*"]
 
 
-async def test_another_environments_fleet_is_scaled_down_where_it_is_named(stack):
+async def test_scale_down_uses_the_environment_of_the_stack(stack):
     await stack.create(GithubEnvironment="theirs")
     document = await attached(await stack.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-scale-down")
     (ends,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
     assert ends["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
 
 
-async def test_roles_for_workflows_are_made_for_a_repository_only(stack):
+async def test_roles_for_workflows_require_a_repository(stack):
     assert await stack.create() == {f"{stack.name}-agent"}
 
 
@@ -152,7 +152,7 @@ async def test_the_roles_trust_the_repository(stack):
     assert subjects == {"workflow": "repo:acme/app:*", "refresh": "repo:acme/app:ref:refs/heads/main"}
 
 
-async def test_the_profile_carries_the_agents_role(stack):
+async def test_the_instance_profile_has_the_role_of_the_agent(stack):
     await stack.create()
     iam = await stack.client("iam")
     profile = (await iam.get_instance_profile(InstanceProfileName=f"{stack.name}-agent"))["InstanceProfile"]
@@ -162,14 +162,14 @@ async def test_the_profile_carries_the_agents_role(stack):
 # The functions ------------------------------------------------------------------------------------------------------
 
 
-async def test_without_code_there_is_no_function_and_no_schedule(stack):
+async def test_without_code_no_function_and_no_schedule_is_created(stack):
     await stack.create()
     names = [rule["Name"] for rule in (await (await stack.client("events")).list_rules())["Rules"]]
     assert not [name for name in names if name.startswith(stack.name)]
 
 
 @pytest.mark.parametrize("who", SCHEDULED)
-async def test_each_function_has_a_role_of_its_own(stack, who):
+async def test_each_function_has_its_own_role(stack, who):
     roles = await stack.create_functions()
     assert f"{stack.name}-{who}-function" in roles
     iam = await stack.client("iam")
@@ -182,7 +182,7 @@ async def test_each_function_has_a_role_of_its_own(stack, who):
     assert found["Timeout"] == FUNCTION_TIMEOUT_S
 
 
-async def test_the_handler_is_there():
+async def test_the_handler_exists():
     module, _, name = HANDLER.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
 
@@ -198,7 +198,7 @@ async def test_the_handler_is_there():
     ],
     ids=["sweeps only", "applies its settings"],
 )
-async def test_each_is_called_every_five_minutes_with_what_it_is_to_do(stack, given, inputs):
+async def test_each_function_is_invoked_every_five_minutes_with_its_command(stack, given, inputs):
     await stack.create_functions(**given)
     events, functions = await stack.client("events"), await stack.client("lambda")
     for who in SCHEDULED:
@@ -217,7 +217,7 @@ async def test_each_is_called_every_five_minutes_with_what_it_is_to_do(stack, gi
         assert rule["Arn"] in json.dumps(statement)
 
 
-async def test_scale_down_can_be_left_off(stack):
+async def test_scale_down_can_be_disabled(stack):
     await stack.create_functions(ScaleDown="false")
     events = await stack.client("events")
     states = {who: (await events.describe_rule(Name=f"{stack.name}-{who}"))["State"] for who in SCHEDULED}
@@ -229,7 +229,7 @@ async def test_scale_down_can_be_left_off(stack):
     [("", {"REMUDA_GITHUB_TOKEN": SECRET}), ("7", {"REMUDA_GITHUB_APP_KEY": SECRET, "REMUDA_GITHUB_APP_ID": "7"})],
     ids=["token", "app"],
 )
-async def test_the_functions_settings_are_what_the_stack_was_given(stack, app, named):
+async def test_functions_get_the_settings_of_the_stack(stack, app, named):
     await stack.create_functions(GithubAppId=app, Ami="ami-12c6146b", SubnetIds="subnet-12345678,subnet-23456789")
     functions = await stack.client("lambda")
     for who in SCHEDULED:
@@ -242,7 +242,7 @@ async def test_the_functions_settings_are_what_the_stack_was_given(stack, app, n
         assert {key: variables[key] for key in keys if variables[key]} == named
 
 
-async def test_every_log_ends(stack):
+async def test_every_log_group_has_a_retention(stack):
     await stack.create()
     logs = await stack.client("logs")
     found = (await logs.describe_log_groups(logGroupNamePrefix=f"/remuda/{stack.pool}/"))["logGroups"]
@@ -250,7 +250,7 @@ async def test_every_log_ends(stack):
     assert {group["retentionInDays"] for group in found} == {LOG_DAYS}
 
 
-def test_alarms_are_made_where_somebody_hears_them():
+def test_alarms_require_a_topic():
     """As the template says it: the server makes none."""
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
@@ -266,7 +266,7 @@ def test_alarms_are_made_where_somebody_hears_them():
     assert made["Parameters"]["AlarmTopicArn"]["Default"] == ""
 
 
-def test_each_role_carries_its_policies_and_no_more():
+def test_each_role_has_only_its_policies():
     """As the template says it: the server attaches none."""
     resources = template()["Resources"]
     carried = {
@@ -283,11 +283,11 @@ def test_each_role_carries_its_policies_and_no_more():
     }
 
 
-def test_cloudformation_takes_it_in_one_piece():
+def test_the_template_fits_the_limit_of_cloudformation():
     assert len((DEPLOY / "cloudformation.yml").read_bytes()) < MAX_TEMPLATE
 
 
-def test_what_fails_is_not_tried_again_and_writes_where_its_role_may():
+def test_failed_invocations_are_not_retried_and_logs_go_to_the_log_group():
     """As the template says it: the server knows neither."""
     resources = template()["Resources"]
     for name in ("Refresh", "ScaleDown"):

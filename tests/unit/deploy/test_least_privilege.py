@@ -305,7 +305,7 @@ def test_the_control_plane_reaches_nothing_of_another_pool(role, pair):
 @pytest.mark.parametrize("role", CONTROL_PLANE)
 @thorough
 @given(PLACES)
-def test_what_a_role_was_given_it_can_do_in_its_own_pool(role, place):
+def test_a_role_can_use_every_granted_action_in_its_pool(role, place):
     """The same requests, aimed at its own: a right that none of them uses would not have been tried on others."""
     documents = carried(role, place)
     allowed = {each.action for each in reached(documents, requests(granted(documents), of=place, by=place))}
@@ -318,7 +318,7 @@ def test_what_a_role_was_given_it_can_do_in_its_own_pool(role, place):
 @pytest.mark.parametrize("role", CONTROL_PLANE)
 @thorough
 @given(PLACES, st.from_regex(r"[a-z0-9]{1,8}", fullmatch=True))
-def test_what_is_nobodys_is_out_of_reach(role, place, word):
+def test_a_role_cannot_reach_unrelated_resources(role, place, word):
     """In the same account, with names like ours, and without our tags."""
     assume(word not in CLASSES)
     documents = carried(role, place)
@@ -381,7 +381,7 @@ NOBODYS = (
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_some_rights_nobody_has(role):
+def test_no_role_has_dangerous_permissions(role):
     place = Place()
     documents = carried(role, place)
     resources = {
@@ -393,7 +393,7 @@ def test_some_rights_nobody_has(role):
 
 
 @pytest.mark.parametrize("who", SCHEDULED)
-def test_a_function_writes_no_log_but_its_own(who):
+def test_a_function_cannot_write_the_log_of_another(who):
     (other,) = set(SCHEDULED) - {who}
     place = Place()
     role = {"refresh": "RefreshFunctionRole", "scale-down": "ScaleDownFunctionRole"}[who]
@@ -408,7 +408,7 @@ def test_a_function_writes_no_log_but_its_own(who):
 @pytest.mark.parametrize("role", ["WorkflowRole", "ScaleDownFunctionRole"])
 @thorough
 @given(PLACES)
-def test_only_refresh_writes_the_pools_configuration(role, place):
+def test_only_refresh_may_write_the_configuration(role, place):
     """It says where runners register and what machines run: any branch may take on a workflow's role."""
     pool = str(items.CONFIG[items.PK]["S"])
     assert pool == items.PREFIXES[items.PK]["S"] == items.SIGHTINGS[items.PK]["S"]
@@ -493,7 +493,7 @@ def misuses(own: Place, other: Place) -> list[Request]:
 @pytest.mark.parametrize("role", ROLES)
 @thorough
 @given(pairs("pool"))
-def test_nothing_is_made_or_tagged_that_is_not_the_pools(role, pair):
+def test_a_role_cannot_create_or_tag_resources_outside_its_pool(role, pair):
     own, other = pair
     other = replace(own, pool=other.pool)
     assert not reached(carried(role, own), iter(misuses(own, other)))
@@ -527,7 +527,7 @@ def unkeyed(place: Place) -> Iterator[Request]:
 
 
 @pytest.mark.parametrize(("role", "number", "operator", "key"), list(_conditions()))
-def test_a_condition_that_is_taken_out_is_missed(role, number, operator, key):
+def test_removing_any_condition_allows_more(role, number, operator, key):
     own = Place()
     other = replace(own, instance="i-00000000000000002", pool="ci" if role == "AgentRole" else "ci-2")
     whole = carried(role, own)
@@ -543,7 +543,7 @@ def test_a_condition_that_is_taken_out_is_missed(role, number, operator, key):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_name_that_is_widened_is_missed(role):
+def test_widening_any_resource_name_allows_more(role):
     own, other = Place(), Place(pool="ci-2")
     named = [
         (document, statement, resource)
@@ -580,7 +580,7 @@ def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com") 
 @pytest.mark.parametrize("role", ["WorkflowRole", "RefreshRole"])
 @thorough
 @given(NAMES, NAMES)
-def test_no_other_repository_takes_on_a_role(role, owner, name):
+def test_other_repositories_cannot_assume_a_role(role, owner, name):
     assume(f"{owner}/{name}" != REPOSITORY)
     branch = f"ref:refs/heads/{BRANCH}"
     for repository in (f"{owner}/{name}", f"acme/{name}x", f"{owner}acme/app", f"acme/app-{name}", f"acme/app/{name}"):
@@ -592,7 +592,7 @@ def test_no_other_repository_takes_on_a_role(role, owner, name):
 
 @thorough
 @given(NAMES)
-def test_refresh_trusts_one_branch(name):
+def test_only_one_branch_can_assume_the_refresh_role(name):
     assume(name != BRANCH)
     for subject in (f"ref:refs/heads/{name}", f"ref:refs/tags/{BRANCH}", "pull_request", f"environment:{name}"):
         assert not trusts("RefreshRole", f"repo:{REPOSITORY}:{subject}")
@@ -603,7 +603,7 @@ def test_refresh_trusts_one_branch(name):
     ("role", "service"),
     [("AgentRole", "ec2"), ("RefreshFunctionRole", "lambda"), ("ScaleDownFunctionRole", "lambda")],
 )
-def test_the_other_roles_are_for_a_service(role, service):
+def test_other_roles_are_assumed_by_a_service(role, service):
     (statement,) = TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
     assert statement["Principal"] == {"Service": f"{service}.amazonaws.com"}
     assert statement["Action"] == "sts:AssumeRole"

@@ -84,7 +84,7 @@ PRICES = {
 @example(values={"resource_class_config": '{"' + LONE + '": {"cpu": 1, "mmem": 1}}'}, flags=True)
 @example(values={"github_api_url": "http://[::1"}, flags=True)
 @example(values={"dir": "\x00"}, flags=True)
-def test_settings_of_flags_and_variables(values: dict[str, Any], flags: bool) -> None:  # noqa: FBT001 - drawn
+def test_random_flags_and_variables_are_accepted_or_rejected_cleanly(values: dict[str, Any], flags: bool) -> None:  # noqa: FBT001 - drawn
     if flags:
         judged(lambda: load(values, environ={}))
     else:
@@ -131,7 +131,7 @@ toml_values = st.sampled_from(
 )
 @example(data=b"pool = 7\n[scale_down]\nidle_config = 7")
 @example(data=b"\xff")
-def test_settings_of_a_file(file: Path, data: bytes) -> None:
+def test_random_settings_files_are_accepted_or_rejected_cleanly(file: Path, data: bytes) -> None:
     file.write_bytes(data)
     judged(lambda: load({}, environ={}, file=file))
 
@@ -139,7 +139,7 @@ def test_settings_of_a_file(file: Path, data: bytes) -> None:
 @fuzzed()
 @given(mutated(CLASSES) | any_json)
 @example({"large": {"cpu": 10**5_000, "mmem": 1}})
-def test_resource_classes(document: Any) -> None:
+def test_random_resource_classes(document: Any) -> None:
     judged(lambda: parse_classes(document))
 
 
@@ -150,7 +150,7 @@ def test_resource_classes(document: Any) -> None:
 @example([{**WINDOWS[0], "timeZone": "\x00"}])
 @example([{**WINDOWS[0], "timeZone": "x" * 5_000}])
 @example([{**WINDOWS[0], "evictionStrategy": []}])
-def test_idle_windows(document: Any) -> None:
+def test_random_idle_windows(document: Any) -> None:
     windows = judged(lambda: parse_idle_config(document, zone_of=time_zone))
     assert quota_at(windows or (), NOW).idle_count >= 0
 
@@ -162,7 +162,7 @@ def test_idle_windows(document: Any) -> None:
 @example("\u0661 * * * *")
 @example("ß * * * *")
 @example(("," * 199) + " ")
-def test_a_cron(text: str) -> None:
+def test_random_cron_expressions(text: str) -> None:
     try:
         cron = parse_cron(text)
     except ValueError:
@@ -174,7 +174,7 @@ def test_a_cron(text: str) -> None:
 @given(data=spoiled_text(PRICES))
 @example(data=json.dumps({**PRICES, "spot": {"a": 10**400}}).encode())
 @example(data=json.dumps({**PRICES, "spot": {ESCAPES: "x" * 5_000}}).encode())
-def test_a_file_of_prices(file: Path, data: bytes) -> None:
+def test_random_price_files(file: Path, data: bytes) -> None:
     file.write_bytes(data)
     table = judged(lambda: read_prices(file))
     if table is not None:
@@ -184,13 +184,13 @@ def test_a_file_of_prices(file: Path, data: bytes) -> None:
 @fuzzed()
 @given(mutated(PRICES) | any_json)
 @example({**PRICES, "spot": {"a": 10**5_000}})
-def test_prices(document: Any) -> None:
+def test_random_price_tables(document: Any) -> None:
     judged(lambda: parse_prices(document))
 
 
 @fuzzed()
 @given(texts)
-def test_words_of_a_command(text: str) -> None:
+def test_random_arguments(text: str) -> None:
     for parse in (TypePatterns.parse, check_run_id, check_scope):
         judged(lambda parse=parse: parse(text))  # type: ignore[misc]
     found = parse_duration(text)
@@ -201,7 +201,7 @@ def test_words_of_a_command(text: str) -> None:
 @given(
     st.dictionaries(st.sampled_from(["ami", "subnet-ids", "security-group-ids", "machines", "boot-delay", "x"]), texts)
 )
-def test_launch_options(launch: dict[str, str]) -> None:
+def test_random_launch_options(launch: dict[str, str]) -> None:
     """They are read from the stored configuration again, at every launch."""
     judged(lambda: Options.parse(launch))
     judged(lambda: LocalOptions.parse(launch))
@@ -212,7 +212,7 @@ def test_launch_options(launch: dict[str, str]) -> None:
 
 @fuzzed()
 @given(st.dictionaries(st.sampled_from(["mode", "aws-region", "dry-run", "run-id", "config", "pool"]), texts))
-def test_inputs_of_a_step(given_ones: dict[str, str]) -> None:
+def test_random_action_inputs(given_ones: dict[str, str]) -> None:
     inputs = read_inputs({input_variable(name): value for name, value in given_ones.items()})
     judged(lambda: (inputs.mode, inputs.flags(), inputs.unused()))
     judged(lambda: inputs.region)
@@ -222,7 +222,7 @@ def test_inputs_of_a_step(given_ones: dict[str, str]) -> None:
 
 @fuzzed()
 @given(st.text(max_size=60) | st.sampled_from(TEXTS))
-def test_lines_of_a_log(text: str) -> None:
+def test_log_lines_contain_no_commands_or_control_characters(text: str) -> None:
     """None of them is a command to the runner, or moves a cursor."""
     for line in plain_lines(text):
         assert not line.lstrip().startswith("::")
@@ -237,7 +237,7 @@ def test_lines_of_a_log(text: str) -> None:
 )
 @example({"command": "refresh", "dry_run": 10**5_000})
 @example({"command": 10**5_000})
-def test_an_event(event: Any) -> None:
+def test_random_lambda_events(event: Any) -> None:
     order = judged(lambda: parse_event(event))
     assert order is None or order.name in {"refresh", "scale-down"}
 
@@ -298,7 +298,7 @@ def check_workflow(document: Any) -> None:
     }
 )
 @example({"jobs": {str(n): {"runs-on": "x", "steps": [{"run": "x"}] * MAX_STEPS} for n in range(2)}})
-def test_a_workflow(document: Any) -> None:
+def test_random_workflows(document: Any) -> None:
     check_workflow(document)
 
 
@@ -327,7 +327,7 @@ GOOD_TEXT = yaml.safe_dump(WORKFLOW).encode()
 @example(b"on: 1" + b":59" * 5_000)
 @example(b"? [a, b]\n: 1")
 @example(b"\x00")
-def test_a_file_of_a_workflow(text: bytes) -> None:
+def test_random_workflow_files(text: bytes) -> None:
     began = time.monotonic()
     try:
         document = load_workflow(text)
