@@ -1,6 +1,6 @@
-"""Bad input at the command: refused with one sentence, before anything is made.
+"""Invalid input of commands: rejected with one line, before any change.
 
-Where many values of a kind are tried, the command runs in this process: that it does the same there is a test, too.
+Most cases run the command in this process; one test compares it with the installed command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY_RUN = ("provision", "--run-id", "1")
 
 
 class Shell:
-    """Runs `remuda` in a folder of its own, with nothing of ours in its environment."""
+    """Runs `remuda` in an empty directory with a minimal environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,9 +45,9 @@ class Shell:
         )
 
     def here(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """The same, without a process of its own."""
-        out, told = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
+        """Run the command in this process."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.folder)
             patch.setattr(sys, "argv", [str(REMUDA), *arguments])
             for name in os.environ.keys() - self.environ.keys():
@@ -55,10 +55,10 @@ class Shell:
             for name, value in self.environ.items():
                 patch.setenv(name, value)
             code = main(list(arguments))
-        return subprocess.CompletedProcess(arguments, code, out.getvalue(), told.getvalue())
+        return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
     def refused(self, *arguments: str, code: int = 2, installed: bool = False) -> dict[str, Any]:
-        """The error, told to people and to programs alike; nothing was made."""
+        """Run the command and return its error. Check that it is one line and one document, and that no file is created."""
         before = sorted(self.folder.rglob("*"))
         done = (self if installed else self.here)(*arguments, "--json")
         assert done.returncode == code, done.stderr
@@ -152,7 +152,9 @@ def test_ephemeral_runners_require_a_credential(shell: Shell) -> None:
         (("refresh", "--reuse", "sometimes"), "--reuse"),
     ],
 )
-def test_an_invalid_repository_or_reuse_policy_is_rejected(shell: Shell, arguments: tuple[str, ...], field: str) -> None:
+def test_an_invalid_repository_or_reuse_policy_is_rejected(
+    shell: Shell, arguments: tuple[str, ...], field: str
+) -> None:
     error = shell.refused(*arguments)
     assert error["field"] == field
     assert error["fix"] or "must be" in error["message"]
@@ -273,7 +275,7 @@ def test_aws_requires_a_region(shell: Shell, arguments: tuple[str, ...]) -> None
     assert (error["field"], error["fix"]) == ("AWS_REGION", "set AWS_REGION")
 
 
-# The state folder -------------------------------------------------------------------------------------------------
+# State directory --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_a_file_as_state_directory_is_rejected(shell: Shell) -> None:
 
 @pytest.fixture
 def store(shell: Shell) -> Path:
-    """A folder that looks as if its backend were up, with room for a store."""
+    """The path of the store in a directory whose backend seems to run."""
     (shell.state / "github").mkdir(parents=True)
     endpoint = {"url": "http://127.0.0.1:9", "pid": os.getpid(), "token": "t0ken"}
     (shell.state / "github" / "endpoint.json").write_text(json.dumps(endpoint))
@@ -336,11 +338,11 @@ def test_no_error_shows_the_token_of_the_local_github(shell: Shell, store: Path)
     assert "t0ken" not in done.stdout + done.stderr
 
 
-# The settings file ------------------------------------------------------------------------------------------------
+# Settings file ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "told"),
+    ("text", "field", "message"),
     [
         ("pool = ", "config", "is not TOML"),
         ("pool = " + "[" * 50_000, "config", "is not TOML"),
@@ -352,10 +354,12 @@ def test_no_error_shows_the_token_of_the_local_github(shell: Shell, store: Path)
     ],
     ids=["syntax", "nesting", "number", "key", "value", "truth", "table"],
 )
-def test_an_invalid_settings_file_is_reported_before_any_change(shell: Shell, text: str, field: str, told: str) -> None:
+def test_an_invalid_settings_file_is_reported_before_any_change(
+    shell: Shell, text: str, field: str, message: str
+) -> None:
     (shell.folder / "remuda.toml").write_text(text)
     error = shell.refused("up")
-    assert (error["field"], told in error["message"]) == (field, True)
+    assert (error["field"], message in error["message"]) == (field, True)
     assert error["fix"] or "must be" in error["message"]
 
 
@@ -379,7 +383,7 @@ def test_config_prints_values_and_sources_but_no_secret(shell: Shell) -> None:
     assert "ghp_s3cret" not in done.stdout + done.stderr + shell("config").stderr
 
 
-# Help is cheap ----------------------------------------------------------------------------------------------------
+# Imports of help ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["provision", "--help"], ["--version"]], ids=" ".join)
@@ -398,7 +402,7 @@ def test_help_imports_neither_clients_nor_servers(shell: Shell, arguments: list[
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# A backend that is up ---------------------------------------------------------------------------------------------
+# Running backend --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

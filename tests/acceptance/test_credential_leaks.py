@@ -314,7 +314,7 @@ async def test_no_credential_leaks(stack: MachineStack, tmp_path: Path) -> None:
         app = {"REMUDA_GITHUB_APP_ID": APP_ID, "REMUDA_GITHUB_APP_KEY": str(key_file)}
         settings = (sys.executable, "-m", "remuda", "config", "--json")
         await asyncio.gather(
-            leak_test.remuda_forked("doctor", "--json", *scope, **app),
+            leak_test.remuda_forked("doctor", "--json", *scope, code=0, **app),
             leak_test.run("remuda config", settings, 0, app | {"REMUDA_GITHUB_TOKEN": admin}),
             run_failing_commands(leak_test, scope, own=own, refused=refused, private=private),
         )

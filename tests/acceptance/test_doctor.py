@@ -1,4 +1,4 @@
-"""`remuda doctor` against servers: a healthy pool is well, and each thing that is broken is told with its fix."""
+"""`remuda doctor` on AWS servers: a healthy pool has no findings, and each problem is reported with its fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSAL = """<ErrorResponse><Error><Type>Sender</Type><Code>InvalidClientTokenId
 
 
 class Patient:
-    """A cloud with one pool that is well."""
+    """AWS servers with one healthy pool."""
 
     def __init__(self, servers: AwsStack) -> None:
         self.servers = servers
@@ -80,9 +80,9 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
 
 def test_a_healthy_pool_has_no_findings_and_is_not_changed(patient: Patient):
     before = patient.servers.ec2.requests()
-    code, told = patient.servers.remuda("doctor", pool=POOL)
-    assert list(told) == ["checks"]
-    lines = patient.judged(told["checks"])
+    code, document = patient.servers.remuda("doctor", pool=POOL)
+    assert list(document) == ["checks"]
+    lines = patient.judged(document["checks"])
     assert {name: line["status"] for name, line in lines.items()} == dict.fromkeys(lines, "ok"), lines
     assert code == 0
     assert {"aws credentials", "table", "queues", "image", "tokens", "github access"} <= set(lines)
@@ -110,14 +110,14 @@ def test_text_output_has_one_line_per_check(patient: Patient):
 
 
 @pytest.mark.parametrize(
-    ("flags", "changed", "told"),
+    ("flags", "changed", "expected"),
     [
         (
             {
                 "subnet-ids": NOBODY,
                 "security-group-ids": "sg-0123456789abcdef0",
                 "ami": "ami-0123456789abcdef0",
-                "iam-instance-profile": "nobody",
+                "iam-instance-profile": "unknown",
                 "github-scope": "octo/other",
             },
             {"REMUDA_GITHUB_TOKEN": "no"},
@@ -125,7 +125,7 @@ def test_text_output_has_one_line_per_check(patient: Patient):
                 "subnets": (NOBODY, "subnet-ids"),
                 "security groups": ("sg-0123456789abcdef0", "security-group-ids"),
                 "image": ("ami-0123456789abcdef0", "give another ami"),
-                "instance profile": ("no instance profile nobody", "create it"),
+                "instance profile": ("no instance profile unknown", "create it"),
                 "github access": ("refuses the credential", "REMUDA_GITHUB_TOKEN"),
                 "tokens": ("none for octo/other", "refresh --github-scope octo/other"),
             },
@@ -144,7 +144,7 @@ def test_text_output_has_one_line_per_check(patient: Patient):
             {
                 "aws region": ("no AWS region", "AWS_REGION"),
                 "github credential": ("no GitHub credential", "REMUDA_GITHUB_TOKEN"),
-                # What the pool has cannot be read then.
+                # The stored configuration cannot be read then.
                 "launch options": ("ami is missing", "give an image"),
             },
         ),
@@ -161,14 +161,14 @@ def test_text_output_has_one_line_per_check(patient: Patient):
     ids=["nothing of it exists", "bad input", "no region", "no credentials"],
 )
 def test_each_problem_is_reported_once_with_its_fix(
-    patient: Patient, flags: dict[str, str], changed: dict[str, str], told: dict[str, tuple[str, str]]
+    patient: Patient, flags: dict[str, str], changed: dict[str, str], expected: dict[str, tuple[str, str]]
 ):
     code, lines = patient.doctor(flags=flags, **changed)
     assert code == 2
-    # What follows from one of them is not told again.
-    assert problems(lines) == set(told), lines
-    for name, (says, fix) in told.items():
-        assert says in lines[name]["found"]
+    # Consequences of a problem are not reported again.
+    assert problems(lines) == set(expected), lines
+    for name, (found, fix) in expected.items():
+        assert found in lines[name]["found"]
         assert fix in lines[name]["fix"]
 
 
@@ -196,12 +196,12 @@ def test_credentials_that_aws_rejects(patient: Patient):
 
 
 def test_a_pool_that_was_never_refreshed(patient: Patient):
-    code, lines = patient.doctor(flags={**patient.servers.launch, "github-scope": SCOPE}, pool="nobody")
+    code, lines = patient.doctor(flags={**patient.servers.launch, "github-scope": SCOPE}, pool="unknown")
     assert code == 2
     for name in ("table", "queues", "launch template", "configuration"):
         assert lines[name]["status"] == "problem", lines
         assert "run remuda refresh" in lines[name]["fix"]
-    # What the first refresh needs is there.
+    # The prerequisites of the first refresh exist.
     for name in ("image", "subnets", "security groups", "instance profile", "github access"):
         assert lines[name]["status"] == "ok", lines
 

@@ -1,4 +1,4 @@
-"""The template makes what refresh would make, as far as a server shows: refresh finds nothing left to do."""
+"""The CloudFormation template on a test server."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.support.aws.servers import REGION
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
-#: What CloudFormation takes without a bucket.
+#: Maximum length of a template that is not in a bucket.
 MAX_TEMPLATE = 51_200
 PROVIDER = f"arn:aws:iam::{ACCOUNT}:oidc-provider/token.actions.githubusercontent.com"
 
 
-class Stack:
-    """A stack of the template, and clients for what is in it."""
+class TestedStack:
+    """A stack of the template, and clients for its resources."""
 
     def __init__(self, opened: AsyncExitStack) -> None:
         self._opened = opened
         self._session = open_session()
-        # A pool and a bucket that no other test has: the server is shared.
+        # Unique names, because tests share the server.
         self.pool = secrets.token_hex(4)
         self.bucket = f"code-{self.pool}"
         self.name = f"remuda-{self.pool}"
@@ -58,7 +58,7 @@ class Stack:
         return await self._opened.enter_async_context(made)
 
     async def create_functions(self, **parameters: str) -> set[str]:
-        """With code for the functions, as `make lambda` would give it."""
+        """Create the stack with a package for the functions."""
         s3 = await self.client("s3")
         await s3.create_bucket(Bucket=self.bucket, CreateBucketConfiguration={"LocationConstraint": REGION})
         code = io.BytesIO()
@@ -69,7 +69,7 @@ class Stack:
         return await self.create(**given, **parameters)
 
     async def create(self, **parameters: str) -> set[str]:
-        """The names of its roles."""
+        """Create the stack and return the names of its roles."""
         client = await self.client("cloudformation")
         await client.create_stack(
             StackName=self.name,
@@ -87,9 +87,9 @@ class Stack:
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
+async def stack() -> AsyncIterator[TestedStack]:
     async with AsyncExitStack() as opened:
-        yield Stack(opened)
+        yield TestedStack(opened)
 
 
 async def test_refresh_changes_nothing_in_a_new_stack(stack):
@@ -97,7 +97,7 @@ async def test_refresh_changes_nothing_in_a_new_stack(stack):
     given: dict[str, Any] = {"clock": SystemClock(), "ids": SystemIds(), "calls": CallCounter()}
     store = DynamoInstanceStore(client=await stack.client("dynamodb"), table=stack.name, **given)
     pool = SqsResourcePool(client=await stack.client("sqs"), prefix=stack.name, **given)
-    # Where it is not the server's known gap (TTL in templates), there is nothing to do.
+    # The server ignores the TTL of templates.
     assert set(await store.prepare()) <= {f"expiry of old items in table {stack.name}"}
     assert not await pool.prepare(CLASSES)
     await store.close()
@@ -131,8 +131,8 @@ async def test_without_an_arn_only_secrets_of_the_pool_may_be_read(stack):
 async def test_scale_down_uses_the_environment_of_the_stack(stack):
     await stack.create(GithubEnvironment="theirs")
     document = await attached(await stack.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-scale-down")
-    (ends,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
-    assert ends["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
+    (statement,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
+    assert statement["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
 
 
 async def test_roles_for_workflows_require_a_repository(stack):
@@ -159,7 +159,7 @@ async def test_the_instance_profile_has_the_role_of_the_agent(stack):
     assert [role["RoleName"] for role in profile["Roles"]] == [f"{stack.name}-agent"]
 
 
-# The functions ------------------------------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------------------------------------
 
 
 async def test_without_code_no_function_and_no_schedule_is_created(stack):
@@ -209,7 +209,7 @@ async def test_each_function_is_invoked_every_five_minutes_with_its_command(stac
         function = (await functions.get_function(FunctionName=name))["Configuration"]
         assert target["Arn"] == function["FunctionArn"]
         assert json.loads(target["Input"]) == inputs[who]
-        # What is sent is what the handler takes.
+        # The handler accepts the input.
         assert parse_event(json.loads(target["Input"])).name == who
         assert target["RetryPolicy"]["MaximumRetryAttempts"] == 0
         policy = json.loads((await functions.get_policy(FunctionName=name))["Policy"])
@@ -251,7 +251,7 @@ async def test_every_log_group_has_a_retention(stack):
 
 
 def test_alarms_require_a_topic():
-    """As the template says it: the server makes none."""
+    """Checked in the template: the server creates no alarms."""
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
     assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm"}
@@ -267,7 +267,7 @@ def test_alarms_require_a_topic():
 
 
 def test_each_role_has_only_its_policies():
-    """As the template says it: the server attaches none."""
+    """Checked in the template: the server attaches no policies."""
     resources = template()["Resources"]
     carried = {
         name: {each["Ref"].removesuffix("Policy") for each in resource["Properties"]["ManagedPolicyArns"]}
@@ -288,7 +288,7 @@ def test_the_template_fits_the_limit_of_cloudformation():
 
 
 def test_failed_invocations_are_not_retried_and_logs_go_to_the_log_group():
-    """As the template says it: the server knows neither."""
+    """Checked in the template: the server supports neither."""
     resources = template()["Resources"]
     for name in ("Refresh", "ScaleDown"):
         assert resources[f"{name}Invocations"]["Properties"]["MaximumRetryAttempts"] == 0

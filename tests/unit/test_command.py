@@ -127,8 +127,8 @@ def test_an_agent_logs_one_line_per_event_in_both_formats(why: str, capsys: pyte
     LineEventLog(SystemClock()).record("removal-failed", why, **facts)
     (logged, plain) = capsys.readouterr().out.splitlines()
     line = json.loads(logged)
-    told = {name: line[name] for name in ("event", "level", "reason", "instance_id", "run_id", "epoch")}
-    assert told == {
+    fields = {name: line[name] for name in ("event", "level", "reason", "instance_id", "run_id", "epoch")}
+    assert fields == {
         "event": "removal-failed",
         "level": "warning",
         "reason": " ".join(why.splitlines()),
@@ -141,7 +141,7 @@ def test_an_agent_logs_one_line_per_event_in_both_formats(why: str, capsys: pyte
 
 
 def test_agents_get_the_log_format_only_if_it_is_not_the_default() -> None:
-    """Else every pool's launch template would change once more."""
+    """Otherwise the launch template of every pool would change."""
     assert agent_log_environment(Settings()) == {}
     assert agent_log_environment(Settings(log_format="json")) == {"REMUDA_LOG_FORMAT": "json"}
 
@@ -170,9 +170,9 @@ def test_an_agent_reports_a_failed_start_in_its_log_format(
     assert run_agent(arguments) == UserError.exit_code
     (line,) = capsys.readouterr().err.splitlines()
     if is_json:
-        told = json.loads(line)
-        assert (told["level"], told["event"], told["type"]) == ("error", "error", "UserError")
-        assert told["fix"]
+        logged = json.loads(line)
+        assert (logged["level"], logged["event"], logged["type"]) == ("error", "error", "UserError")
+        assert logged["fix"]
     else:
         assert line.startswith("remuda agent: REMUDA_BACKEND is ''")
 
@@ -218,7 +218,9 @@ def test_quiet_json_logs_contain_only_errors(capsys: pytest.CaptureFixture[str])
         (["status"], {}, ""),
     ],
 )
-def test_the_log_format_is_found_before_settings_are_loaded(arguments: list[str], environ: dict[str, str], found: str) -> None:
+def test_the_log_format_is_found_before_settings_are_loaded(
+    arguments: list[str], environ: dict[str, str], found: str
+) -> None:
     assert early_log_format(arguments, environ) == found
 
 

@@ -240,7 +240,7 @@ def test_a_run_id_may_be_a_number_in_the_file(file: SettingsFile) -> None:
 
 @pytest.mark.parametrize("text", ["", "  ", "x" * 5_000, "a\0b"], ids=["empty", "blank", "long", "nul"])
 def test_an_invalid_directory_is_rejected(text: str) -> None:
-    """An empty one would be the present folder, which `down --purge` would remove."""
+    """An empty one would be the current directory, which `down --purge` would remove."""
     error = refuse({"dir": text})
     assert error.field == "--dir"
     assert len(error.message) < 300

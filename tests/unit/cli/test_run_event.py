@@ -1,4 +1,4 @@
-"""What a workflow tells about its run, read from its environment and its event's file."""
+"""Trust, repository and label of a run from its environment and its event payload."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_unreadable_payload_is_reported_with_its_cause(tmp_path: Path, text: 
 
 def test_a_missing_payload_file_names_the_variable() -> None:
     assert trust(loaded(GITHUB_EVENT_NAME="pull_request")).why.endswith("GITHUB_EVENT_PATH is not set")
-    # The name of this one tells enough.
+    # The name of this event is sufficient.
     assert trust(loaded(GITHUB_EVENT_NAME="push")).tier is Tier.TRUSTED
 
 
@@ -93,7 +93,7 @@ def test_the_repository_comes_from_the_workflow_or_the_scope() -> None:
     assert repository(loaded(GITHUB_REPOSITORY="octo/r")) == "octo/r"
     assert repository(loaded({"github_scope": "octo"}, GITHUB_REPOSITORY="octo/r")) == "octo/r"
     assert repository(loaded({"github_scope": "octo"})) == ""
-    # Another repository's workflow may ask for runners of this one; they serve this one alone.
+    # A workflow of another repository may provision runners of this one; they serve only this one.
     assert repository(loaded({"github_scope": "octo/r"}, GITHUB_REPOSITORY="octo/other")) == "octo/r"
 
 
