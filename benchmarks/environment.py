@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agents import AgentGroup, AgentHostProcess, agent_host
+from remuda.adapters.aws.calls import chunks, gather
 from remuda.adapters.aws.clients import AwsClients, config
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.items import Item, Keys
+from remuda.adapters.aws.dynamodb.items import Item, ItemKeys
+from remuda.adapters.aws.dynamodb.keys import role_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import client_config
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.gather import chunks, gathered
-from remuda.adapters.aws.identity import key_prefix_of
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
@@ -200,7 +200,7 @@ class BenchmarkPool:
 
     def store(self, calls: CallCounter) -> DynamoInstanceStore:
         async def newest_prefix() -> str:
-            return await key_prefix_of(self.environment.iam, self.settings.launch_options(), calls)
+            return await role_key_prefix(self.environment.iam, self.settings.launch_options(), calls)
 
         return DynamoInstanceStore(
             client=self.environment.dynamodb,
@@ -217,7 +217,7 @@ class BenchmarkPool:
         if done.errors:
             raise RuntimeError(f"refresh failed: {done.errors}")
         if not self.prefix:
-            self.prefix = await key_prefix_of(self.environment.iam, self.settings.launch_options(), CallCounter())
+            self.prefix = await role_key_prefix(self.environment.iam, self.settings.launch_options(), CallCounter())
         return done
 
     def request(self, number: int, **changed: Any) -> ProvisionRequest:
@@ -264,7 +264,7 @@ class BenchmarkPool:
 
     async def write(self, records: Collection[Instance], reports: Collection[Report] = ()) -> None:
         """Write records directly, in the form that regular changes leave behind."""
-        keys = Keys(prefix=self.prefix)
+        keys = ItemKeys(prefix=self.prefix)
         await self.put([control_item(keys, record) for record in records])
         await self.put(
             [items.document_item(keys.report(report.instance_id), report) for report in reports],
@@ -274,9 +274,7 @@ class BenchmarkPool:
         requests: list[Any] = [{"PutRequest": {"Item": without_nulls(item)}} for item in new]
         batches = list(chunks(requests, WRITE_BATCH))
         for part in chunks(batches, WRITERS):
-            await gathered(
-                self.environment.dynamodb.batch_write_item(RequestItems={self.table: batch}) for batch in part
-            )
+            await gather(self.environment.dynamodb.batch_write_item(RequestItems={self.table: batch}) for batch in part)
 
 
 def without_nulls(item: Item) -> Item:
@@ -284,7 +282,7 @@ def without_nulls(item: Item) -> Item:
     return {name: value for name, value in item.items() if "NULL" not in value}
 
 
-def control_item(keys: Keys, record: Instance) -> Item:
+def control_item(keys: ItemKeys, record: Instance) -> Item:
     item = {**items.document_item(keys.control(record.instance_id), record)}
     if record.provision_id:
         item[items.PROVISION_PK] = items.attribute(items.provision_partition(record.provision_id))

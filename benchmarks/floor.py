@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.environment import CLASS, SCOPE, BenchmarkEnvironment, BenchmarkPool, control_item, idle, without_nulls
 from benchmarks.figures import median
 from remuda.adapters.aws.dynamodb import items, schema
-from remuda.adapters.aws.dynamodb.items import Keys
-from remuda.adapters.aws.dynamodb.poll_intervals import CONTROL
+from remuda.adapters.aws.dynamodb.items import ItemKeys
+from remuda.adapters.aws.dynamodb.polling import CONTROL
 from remuda.adapters.aws.sqs import ATTRIBUTES
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.resources import DEFAULT_CLASSES
@@ -123,7 +123,7 @@ class Floor:
         self._pool = pool
         self._clock = SystemClock()
         self._record = idle(1)
-        self._key = Keys(prefix=pool.prefix).control(self._record.instance_id)
+        self._key = ItemKeys(prefix=pool.prefix).control(self._record.instance_id)
         self._queue = ""
         self._github = environment.github(CallCounter())
         self._terminated: list[str] = []
@@ -157,7 +157,7 @@ class Floor:
         await self._world.dynamodb.get_item(TableName=self._pool.table, Key=self._key, ConsistentRead=True)
 
     async def _put(self) -> None:
-        item = without_nulls(control_item(Keys(prefix="floor:"), self._record))
+        item = without_nulls(control_item(ItemKeys(prefix="floor:"), self._record))
         await self._world.dynamodb.put_item(TableName=self._pool.table, Item=item)
 
     async def _update(self) -> None:

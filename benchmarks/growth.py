@@ -14,12 +14,12 @@ from benchmarks.external_servers import ExternalServers, external_servers
 from benchmarks.figures import Figure, FigureKind, GrowthPoint, Results
 from benchmarks.floor import Floor
 from benchmarks.warm import polls
+from remuda.adapters.aws.calls import chunks
 from remuda.adapters.aws.clients import open_session
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.items import Item, Keys
+from remuda.adapters.aws.dynamodb.items import Item, ItemKeys
 from remuda.adapters.aws.ec2.calls import client_config
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
-from remuda.adapters.aws.gather import chunks
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
@@ -109,7 +109,7 @@ class GrowingPool:
 
     async def write_old_records(self, old: int) -> None:
         """Write terminated instances with their histories, and settled provisions."""
-        keys, now = Keys(prefix=self.pool.prefix), to_milliseconds(SystemClock().now())
+        keys, now = ItemKeys(prefix=self.pool.prefix), to_milliseconds(SystemClock().now())
         instances = int(old * OLD_INSTANCES_SHARE)
         for part in chunks(range(instances), CHUNK):
             await self.pool.put([item for number in part for item in _terminated(keys, 10_000_000 + number, now)])
@@ -187,7 +187,7 @@ class GrowingPool:
         github = _github(self.servers.github_url, calls)
         context = FleetContext(
             environment=self.pool.name,
-            fleet=Ec2RunnerFleet(client=self.pool.ec2, environment=self.pool.name, clock=clock, ids=ids, calls=calls),
+            fleet=Ec2Fleet(client=self.pool.ec2, environment=self.pool.name, clock=clock, ids=ids, calls=calls),
             github=github,
             clock=clock,
             event_log=SilentEventLog(),
@@ -221,7 +221,7 @@ def _running(record: Instance) -> Instance:
     return replace(record, state=State.RUNNING, run_id="1", owner="p-1/w-1", provision_id="p-1", announced_at=None)
 
 
-def _terminated(keys: Keys, number: int, now: datetime) -> list[Item]:
+def _terminated(keys: ItemKeys, number: int, now: datetime) -> list[Item]:
     terminated = replace(
         idle(number), state=State.TERMINATED, provision_id=f"p-{number % 997}", forget_at=now + timedelta(days=30)
     )

@@ -20,7 +20,7 @@ from benchmarks.environment import SCOPE, BenchmarkEnvironment, BenchmarkPool, f
 from benchmarks.figures import Figure, FigureKind, Results, percentile
 from benchmarks.floor import Floor
 from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.dynamodb.poll_intervals import CONTROL, WARM_FOR_S
+from remuda.adapters.aws.dynamodb.polling import CONTROL, WARM_FOR_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.errors import DYNAMODB
 from remuda.adapters.system.clock import SystemClock, SystemIds

@@ -9,7 +9,7 @@ from benchmarks.figures import Figure, FigureKind, Results
 from benchmarks.floor import Floor
 from remuda.adapters.aws.clients import open_session
 from remuda.adapters.aws.ec2.calls import client_config
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.github.client import GitHubClient
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
@@ -43,7 +43,7 @@ async def run(environment: BenchmarkEnvironment, _floor: Floor) -> Results:
             github = GitHubClient(api_url=served.github_url, token=TOKEN, clock=clock, ids=ids, calls=calls)
             context = FleetContext(
                 environment=ENVIRONMENT,
-                fleet=Ec2RunnerFleet(client=client, environment=ENVIRONMENT, clock=clock, ids=ids, calls=calls),
+                fleet=Ec2Fleet(client=client, environment=ENVIRONMENT, clock=clock, ids=ids, calls=calls),
                 github=github,
                 clock=clock,
                 event_log=SilentEventLog(),

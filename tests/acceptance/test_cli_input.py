@@ -58,7 +58,7 @@ class Shell:
         return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
     def refused(self, *arguments: str, code: int = 2, installed: bool = False) -> dict[str, Any]:
-        """Run the command and return its error. Check that it is one line and one document, and that no file is created."""
+        """Run the command and return its error. Check that it is one line and that no file is created."""
         before = sorted(self.folder.rglob("*"))
         done = (self if installed else self.here)(*arguments, "--json")
         assert done.returncode == code, done.stderr

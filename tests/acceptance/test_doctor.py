@@ -86,8 +86,8 @@ def test_a_healthy_pool_has_no_findings_and_is_not_changed(patient: Patient):
     assert {name: line["status"] for name, line in lines.items()} == dict.fromkeys(lines, "ok"), lines
     assert code == 0
     assert {"aws credentials", "table", "queues", "image", "tokens", "github access"} <= set(lines)
-    assert "dry run" in lines["right to launch"]["found"]
-    assert "dry run" in lines["right to terminate"]["found"]
+    assert "dry run" in lines["launch permission"]["found"]
+    assert "dry run" in lines["terminate permission"]["found"]
     asked = {name for name, count in patient.servers.ec2.requests().items() if count > before.get(name, 0)}
     dry = {"CreateFleet", "RunInstances", "TerminateInstances"}
     assert asked >= dry
@@ -124,8 +124,8 @@ def test_text_output_has_one_line_per_check(patient: Patient):
             {
                 "subnets": (NOBODY, "subnet-ids"),
                 "security groups": ("sg-0123456789abcdef0", "security-group-ids"),
-                "image": ("ami-0123456789abcdef0", "give another ami"),
-                "instance profile": ("no instance profile unknown", "create it"),
+                "image": ("ami-0123456789abcdef0", "set another ami"),
+                "instance profile": ("instance profile 'unknown' does not exist", "create it"),
                 "github access": ("refuses the credential", "REMUDA_GITHUB_TOKEN"),
                 "tokens": ("none for octo/other", "refresh --github-scope octo/other"),
             },
@@ -134,8 +134,8 @@ def test_text_output_has_one_line_per_check(patient: Patient):
             {"ami": "nothing"},
             {"REMUDA_GITHUB_TOKEN": NO_SECRET},
             {
-                "launch options": ("ami is 'nothing'", "give an image"),
-                "github credential": ("there is no secret", "ARN"),
+                "launch options": ("ami is invalid: 'nothing'", "set an image"),
+                "github credential": ("does not exist", "ARN"),
             },
         ),
         (
@@ -145,7 +145,7 @@ def test_text_output_has_one_line_per_check(patient: Patient):
                 "aws region": ("no AWS region", "AWS_REGION"),
                 "github credential": ("no GitHub credential", "REMUDA_GITHUB_TOKEN"),
                 # The stored configuration cannot be read then.
-                "launch options": ("ami is missing", "give an image"),
+                "launch options": ("ami is missing", "set an image"),
             },
         ),
         (
@@ -153,8 +153,8 @@ def test_text_output_has_one_line_per_check(patient: Patient):
             {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
             {
                 "aws credentials": ("needs AWS credentials", "credentials"),
-                "launch options": ("ami is missing", "give an image"),
-                "github access": ("nobody says which scope", "--github-scope"),
+                "launch options": ("ami is missing", "set an image"),
+                "github access": ("no scope is configured", "--github-scope"),
             },
         ),
     ],
@@ -219,7 +219,7 @@ def test_a_queue_deleted_by_hand(patient: Patient):
     code, lines = patient.doctor(pool="gap")
     assert (code, problems(lines)) == (2, {"queues"}), lines
     assert "remuda-gap-xlarge is missing" in lines["queues"]["found"]
-    assert "remuda-gap-large has other values of VisibilityTimeout" in lines["queues"]["found"]
+    assert "remuda-gap-large has wrong values of VisibilityTimeout" in lines["queues"]["found"]
     assert "remuda refresh" in lines["queues"]["fix"]
 
 
@@ -236,7 +236,7 @@ def test_a_table_with_other_keys(patient: Patient):
     code, lines = patient.doctor(pool="other")
     assert (code, lines["table"]["status"]) == (2, "problem"), lines
     assert "is not a Remuda store" in lines["table"]["found"]
-    assert "name another pool" in lines["table"]["fix"]
+    assert "choose another pool name" in lines["table"]["fix"]
 
 
 def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patient: Patient):
@@ -254,17 +254,17 @@ def test_a_missing_launch_permission_is_a_warning_and_a_missing_terminate_permis
         faults=[{"action": "RunInstances", **refused}, {"action": "TerminateInstances", **refused}]
     )
     code, lines = patient.doctor()
-    assert (code, problems(lines)) == (2, {"right to terminate"}), lines
-    assert lines["right to launch"]["status"] == "warning"
-    assert "workflow.json" in lines["right to launch"]["fix"]
+    assert (code, problems(lines)) == (2, {"terminate permission"}), lines
+    assert lines["launch permission"]["status"] == "warning"
+    assert "workflow.json" in lines["launch permission"]["fix"]
 
 
 def test_without_permission_to_read_tags_instances_cannot_be_terminated(patient: Patient):
     refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
     patient.servers.ec2.configure(faults=[{"action": "DescribeTags", **refused}])
     code, lines = patient.doctor()
-    assert (code, problems(lines)) == (2, {"right to terminate"}), lines
-    assert "refresh.json" in lines["right to terminate"]["fix"]
+    assert (code, problems(lines)) == (2, {"terminate permission"}), lines
+    assert "refresh.json" in lines["terminate permission"]["fix"]
 
 
 def test_options_that_differ_from_the_launch_template_are_reported(patient: Patient):

@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from remuda.adapters.aws import clients as aws_clients
 from remuda.adapters.aws.clients import AwsClients, open_session
-from remuda.adapters.aws.dynamodb.items import Keys, key, run_pk
+from remuda.adapters.aws.dynamodb.items import ItemKeys, key, run_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.adapters.github import client as github_client
@@ -151,8 +151,8 @@ class DynamoStores:
 
     async def spoil(self, number: int) -> None:
         for where, field in (
-            (Keys().control(instance_id(number)), "cpu"),
-            (Keys().report(instance_id(number)), "beat"),
+            (ItemKeys().control(instance_id(number)), "cpu"),
+            (ItemKeys().report(instance_id(number)), "beat"),
             (key(run_pk("1234"), f"p-{number}"), "count"),
         ):
             await self._client.update_item(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.aws.identity import key_prefix_of, own_key_prefix
+from remuda.adapters.aws.dynamodb.keys import own_key_prefix, role_key_prefix
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
 from tests.support.aws.ec2 import PROFILE, Ec2Server, instance_credentials, shared_ec2_server
@@ -24,7 +24,7 @@ class Account:
     iam: Any
 
     async def prefix_of(self, profile: str) -> str:
-        return await key_prefix_of(self.iam, {**LAUNCH, "iam-instance-profile": profile}, CallCounter())
+        return await role_key_prefix(self.iam, {**LAUNCH, "iam-instance-profile": profile}, CallCounter())
 
 
 @pytest.fixture
@@ -48,18 +48,18 @@ async def test_machine_and_control_plane_agree(account: Account) -> None:
         aws_session_token=given["Token"],
     ) as sts:
         assert await own_key_prefix(sts, INSTANCE) == prefix
-        with pytest.raises(UserError, match="not those of machine i-0"):
+        with pytest.raises(UserError, match="not to instance i-0"):
             await own_key_prefix(sts, "i-0" + "1" * 16)
 
 
 async def test_credentials_of_somebody_else_are_refused(account: Account) -> None:
     async with aws_client("sts", account.server.url) as sts:
-        with pytest.raises(UserError, match="not those of machine"):
+        with pytest.raises(UserError, match="not to instance"):
             await own_key_prefix(sts, INSTANCE)
 
 
 async def test_a_profile_that_there_is_not_or_that_has_no_role(account: Account) -> None:
-    with pytest.raises(UserError, match="no instance profile 'nobody'") as caught:
+    with pytest.raises(UserError, match="instance profile 'nobody' does not exist") as caught:
         await account.prefix_of("nobody")
     assert caught.value.field == "iam-instance-profile"
     await account.iam.create_instance_profile(InstanceProfileName="empty")

@@ -34,7 +34,7 @@ MAX_TEMPLATE = 51_200
 PROVIDER = f"arn:aws:iam::{ACCOUNT}:oidc-provider/token.actions.githubusercontent.com"
 
 
-class TestedStack:
+class CreatedStack:
     """A stack of the template, and clients for its resources."""
 
     def __init__(self, opened: AsyncExitStack) -> None:
@@ -87,9 +87,9 @@ class TestedStack:
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[TestedStack]:
+async def stack() -> AsyncIterator[CreatedStack]:
     async with AsyncExitStack() as opened:
-        yield TestedStack(opened)
+        yield CreatedStack(opened)
 
 
 async def test_refresh_changes_nothing_in_a_new_stack(stack):

@@ -11,9 +11,9 @@ import pytest
 from aiobotocore.session import AioSession
 from aiohttp import web
 
-from remuda.adapters.aws.clients import ATTEMPTS, AwsClients, config
-from remuda.adapters.aws.dynamodb.store import TOGETHER, DynamoInstanceStore
-from remuda.adapters.aws.dynamodb.table import BATCH_TRIES
+from remuda.adapters.aws.clients import MAX_ATTEMPTS, AwsClients, config
+from remuda.adapters.aws.dynamodb.store import CHANGES_PER_TRANSACTION, DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.table import BATCH_ATTEMPTS
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import is_applied
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
@@ -32,7 +32,7 @@ from tests.support.aws.fault_proxy import (
 )
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
-from tests.support.world_time import Notes
+from tests.support.virtual_time import EventRecorder
 
 ID = instance_id(1)
 
@@ -229,8 +229,8 @@ async def test_lasting_throttling(store: DynamoInstanceStore, between: FaultProx
     with pytest.raises(Throttled) as throttled:
         await store.apply(birth(instance()))
     assert throttled.value.retry_after_s > 0
-    assert between.requests["UpdateItem"] == calls.by_service()["dynamodb"]["UpdateItem"] == ATTEMPTS
-    assert calls.outcomes()["dynamodb", "UpdateItem"] == (0, ATTEMPTS)
+    assert between.requests["UpdateItem"] == calls.by_service()["dynamodb"]["UpdateItem"] == MAX_ATTEMPTS
+    assert calls.outcomes()["dynamodb", "UpdateItem"] == (0, MAX_ATTEMPTS)
     assert await store.get(ID) is None
 
 
@@ -283,7 +283,7 @@ LOST_TRANSACTIONS = {
         fail(400, "TransactionCanceledException", CancellationReasons=[{"Code": "ConditionalCheckFailed"}] * 4),
     ],
     "never told": [after_forwarding(fail(400, "SomethingNew"))],
-    "in progress": [after_forwarding(fail(400, "TransactionInProgressException"))] * ATTEMPTS,
+    "in progress": [after_forwarding(fail(400, "TransactionInProgressException"))] * MAX_ATTEMPTS,
 }
 
 
@@ -306,11 +306,13 @@ async def test_a_transaction_whose_answer_was_lost_has_one_line_for_each(
 
 
 async def test_a_part_that_fails_leaves_the_others(store: DynamoInstanceStore, between: FaultProxy) -> None:
-    records = await asyncio.gather(*(store.apply(birth(instance(number))) for number in range(TOGETHER + 2)))
+    records = await asyncio.gather(
+        *(store.apply(birth(instance(number))) for number in range(CHANGES_PER_TRANSACTION + 2))
+    )
     between.then("TransactWriteItems", fail(400, "AccessDeniedException"))
     failures = await store.apply_all([change(record, uses=7) for record in records])
     made = [record.instance_id for record, failure in zip(records, failures, strict=True) if failure is None]
-    assert len(made) in {2, TOGETHER}
+    assert len(made) in {2, CHANGES_PER_TRANSACTION}
     assert {type(failure) for failure in failures} == {type(None), UserError}
     found = await store.get_many([record.instance_id for record in records])
     assert [name for name, record in found.items() if record.uses == 7] == sorted(made)
@@ -371,7 +373,7 @@ async def test_what_a_batch_left_out_is_asked_for_again(
     between.always["BatchGetItem"] = respond(left)
     with pytest.raises(Throttled):
         await store.get_many([instance_id(1), instance_id(2)])
-    assert between.requests["BatchGetItem"] == 3 + BATCH_TRIES
+    assert between.requests["BatchGetItem"] == 3 + BATCH_ATTEMPTS
 
 
 async def test_a_history_that_cannot_be_written_holds_up_nothing(
@@ -389,7 +391,7 @@ async def test_a_history_that_cannot_be_written_holds_up_nothing(
 async def test_a_store_closes_though_its_history_is_refused(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
-    notes = Notes()
+    notes = EventRecorder()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
     between.always["BatchWriteItem"] = fail(400, "AccessDeniedException")
     await other.apply(birth(instance()))
@@ -400,7 +402,7 @@ async def test_a_store_closes_though_its_history_is_refused(
 async def test_a_history_that_is_late_is_told_of(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
-    notes = Notes()
+    notes = EventRecorder()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
     between.then("BatchWriteItem", fail(400, "AccessDeniedException"))
     record = await other.apply(birth(instance()))

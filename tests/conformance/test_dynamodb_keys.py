@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from remuda.adapters.aws.clients import AwsClients
-from remuda.adapters.aws.dynamodb.items import Keys
-from remuda.adapters.aws.dynamodb.keys import READ_AGAIN_S
+from remuda.adapters.aws.dynamodb.items import ItemKeys
+from remuda.adapters.aws.dynamodb.keys import CACHE_TTL_S
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Unavailable, UserError
@@ -62,7 +62,7 @@ class Pool:
         return self.opened[-1]
 
     async def is_at(self, prefix: str, name: str) -> bool:
-        answer = await self._client.get_item(TableName=self._table, Key=Keys(prefix=prefix).control(name))
+        answer = await self._client.get_item(TableName=self._table, Key=ItemKeys(prefix=prefix).control(name))
         return "Item" in answer
 
     async def spoil(self) -> None:
@@ -135,7 +135,7 @@ async def test_a_process_that_lives_on_learns_of_the_new_role_in_time(pool: Pool
     other = pool.control_plane()
     await other.prepare()
     await other.apply(birth(instance(2)))
-    pool.clock.ahead_s += READ_AGAIN_S
+    pool.clock.ahead_s += CACHE_TTL_S
     assert await sweeper.get(SECOND) is not None
 
 
@@ -184,5 +184,5 @@ async def test_a_table_that_was_never_refreshed_says_so(
 async def test_what_cannot_be_read_is_told(pool: Pool) -> None:
     await pool.control_plane().prepare()
     await pool.spoil()
-    with pytest.raises(Unavailable, match="keys"):
+    with pytest.raises(Unavailable, match="key prefixes"):
         await pool.control_plane().get(FIRST)

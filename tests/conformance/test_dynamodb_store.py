@@ -15,8 +15,16 @@ from aiobotocore.session import AioSession
 
 from remuda.adapters.aws.clients import AwsClients
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.dynamodb.poll_intervals import BUSY, BUSY_REPORT, CONTROL, LONG_IDLE, REPORT, WARM_FOR_S, Paces
-from remuda.adapters.aws.dynamodb.store import ALONE_AT_ONCE, TOGETHER, DynamoInstanceStore
+from remuda.adapters.aws.dynamodb.polling import (
+    BUSY,
+    BUSY_REPORT,
+    CONTROL,
+    LONG_IDLE,
+    REPORT,
+    WARM_FOR_S,
+    PollIntervals,
+)
+from remuda.adapters.aws.dynamodb.store import CHANGES_PER_TRANSACTION, CONCURRENT_WRITES, DynamoInstanceStore
 from remuda.adapters.aws.dynamodb.table import WRITE_BATCH
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import map_concurrently
@@ -30,7 +38,7 @@ from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
 from tests.support.aws.fault_proxy import FaultProxy, fail, fault_proxy, respond_together
 from tests.support.aws.servers import Ministack, ministack
-from tests.support.dynamodb_rights import refused, requests
+from tests.support.dynamodb_permissions import denied_requests, iam_requests
 from tests.support.records import (
     LONG_S,
     NOW,
@@ -200,7 +208,7 @@ async def github(client: Any, table: str, liar: str, document: Any, **indexed: s
     }
     await client.update_item(
         TableName=table,
-        Key=items.Keys(prefix=PREFIX).report(liar),
+        Key=items.ItemKeys(prefix=PREFIX).report(liar),
         UpdateExpression="SET " + ", ".join(f"#{name} = :{name}" for name in written),
         ExpressionAttributeNames={f"#{name}": name for name in written},
         ExpressionAttributeValues={f":{name}": value for name, value in written.items()},
@@ -380,7 +388,7 @@ async def test_what_a_machine_puts_below_its_own_report_counts_as_no_instance(
 ) -> None:
     """Its policy binds it to a partition of the table, not to one item there."""
     await store.apply(birth(instance()))
-    own = items.Keys(prefix=PREFIX).report(ID)
+    own = items.ItemKeys(prefix=PREFIX).report(ID)
     for number in range(items.SHARDS):
         more = items.key(own[items.PK]["S"], f"more-{number}")
         indexed = {items.LIVE_PK: {"S": items.shard(number)}, items.LIVE_SK: {"S": "0"}}
@@ -401,10 +409,10 @@ async def test_every_call_of_an_agent_is_within_its_rights(
     assert await other.wait_for_control(ID, None, LONG_S) == record
     assert await other.wait_for_control(ID, record, SHORT_S) == record
     pool = table_name.removeprefix("remuda-")
-    asked = [requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
-    assert not refused("agent", pool, asked[0])
+    asked = [iam_requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
+    assert not denied_requests("agent", pool, asked[0])
     others = list(asked[1])
-    assert refused("agent", pool, others) == others, "another instance may make none of them"
+    assert denied_requests("agent", pool, others) == others, "another instance may make none of them"
 
 
 async def test_every_query_follows_its_pages(
@@ -473,15 +481,15 @@ async def test_a_refusal_costs_no_second_read(store: DynamoInstanceStore, betwee
 async def test_ends_are_confirmed_in_one_call(
     store: DynamoInstanceStore, client: Any, table_name: str, between: FaultProxy
 ) -> None:
-    records = [await store.apply(birth(instance(number))) for number in range(TOGETHER)]
+    records = [await store.apply(birth(instance(number))) for number in range(CHANGES_PER_TRANSACTION)]
     for record in records:
         await store.beat(record.instance_id, **BEAT)
     between.requests.clear()
     over: dict[str, Any] = {"state": State.TERMINATED, "forget_at": at(600)}
-    assert await store.apply_all([change(record, **over) for record in records]) == [None] * TOGETHER
+    assert await store.apply_all([change(record, **over) for record in records]) == [None] * CHANGES_PER_TRANSACTION
     assert between.requests["TransactWriteItems"] == 1
     assert "UpdateItem" not in between.requests
-    report = await client.get_item(TableName=table_name, Key=items.Keys(prefix=PREFIX).report(ID))
+    report = await client.get_item(TableName=table_name, Key=items.ItemKeys(prefix=PREFIX).report(ID))
     assert report["Item"]["ttl"] == items.seconds(at(600)), "a report goes with its record"
     assert await store.count_live() == 0
 
@@ -519,7 +527,9 @@ async def test_a_record_that_is_refused_is_written_alone_and_the_others_together
 async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
     store: DynamoInstanceStore, between: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = await asyncio.gather(*(store.apply(birth(instance(number))) for number in range(3 * TOGETHER)))
+    records = await asyncio.gather(
+        *(store.apply(birth(instance(number))) for number in range(3 * CHANGES_PER_TRANSACTION))
+    )
     between.always["TransactWriteItems"] = fail(400, "TransactionConflictException")
     at_once: list[int] = []
     apply, under_way = store.apply, set[str]()
@@ -534,7 +544,7 @@ async def test_those_who_are_written_alone_are_written_a_few_at_a_time(
 
     monkeypatch.setattr(store, "apply", counted)
     assert await store.apply_all([change(record, uses=7) for record in records]) == [None] * len(records)
-    assert max(at_once) == ALONE_AT_ONCE
+    assert max(at_once) == CONCURRENT_WRITES
 
 
 async def test_histories_share_calls(store: DynamoInstanceStore, between: FaultProxy) -> None:
@@ -565,14 +575,14 @@ async def test_all_who_wait_share_one_call_a_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = 130
-    look, looks = store._watch._look, 0
+    read, reads = store._poller._read, 0
 
     async def counted(keys: Collection[tuple[str, str]]) -> Any:
-        nonlocal looks
-        looks += 1
-        return await look(keys)
+        nonlocal reads
+        reads += 1
+        return await read(keys)
 
-    monkeypatch.setattr(store._watch, "_look", counted)
+    monkeypatch.setattr(store._poller, "_read", counted)
     for number in range(count):
         await other.beat(instance_id(number), **BEAT)
     reports = await store.get_reports([instance_id(number) for number in range(count)])
@@ -580,7 +590,7 @@ async def test_all_who_wait_share_one_call_a_look(
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
         waits = [group.create_task(store.wait_for_report(key, report, 2 * LONG_S)) for key, report in reports.items()]
         await store.wait_for_report(ID, None, LONG_S)
-        assert between.requests["BatchGetItem"] <= 4, "two batches for the first look, two for that of the newcomer"
+        assert between.requests["BatchGetItem"] <= 4, "two batches per read, two reads"
         await asyncio.gather(*(other.beat(key, **BEAT) for key in reports))
         for wait in waits:
             report = await wait
@@ -588,7 +598,7 @@ async def test_all_who_wait_share_one_call_a_look(
             assert report.beat == 2
     made = calls.by_service()["dynamodb"]
     assert made["poll:BatchGetItem"] == between.requests["BatchGetItem"]
-    assert between.requests["BatchGetItem"] <= 2 * looks, "however long it took, and however many looks"
+    assert between.requests["BatchGetItem"] <= 2 * reads, "at most two batches per read"
     assert "GetItem" not in made
 
 
@@ -601,7 +611,7 @@ class SetClock(SystemClock):
 
 def test_the_pace_follows_the_state() -> None:
     clock = SetClock()
-    paces = Paces(clock=clock)
+    paces = PollIntervals(clock=clock)
     running = instance(state=State.RUNNING)
     assert paces.for_report(None) is REPORT
     assert paces.for_report(Report(instance_id=ID)) is REPORT

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from remuda.adapters.aws.ec2.create_fleet import Refusal, is_shortage
+from remuda.adapters.aws.ec2.create_fleet import FleetLaunchError, is_shortage
 from remuda.domain.errors import CapacityError, Throttled, Unavailable, UserError
 from remuda.ports.compute import POOL_TAG, PROVISION_TAG, MachineState
 from tests.support.aws.ec2 import Ec2Fixture, ec2_fixture, instance_ids
@@ -162,7 +162,7 @@ async def test_spot_falls_back_to_on_demand_for_the_rest(world: Ec2Fixture) -> N
     ],
 )
 def test_only_a_shortage_makes_spot_fall_back(code: str, falls_back: bool) -> None:  # noqa: FBT001
-    assert is_shortage([Refusal(code=code, sentence="")]) is falls_back
+    assert is_shortage([FleetLaunchError(code=code, sentence="")]) is falls_back
 
 
 async def test_what_spot_gave_is_known_when_the_rest_fails(world: Ec2Fixture) -> None:

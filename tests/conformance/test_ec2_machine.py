@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from remuda.adapters.aws import imds as metadata
-from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_LIFE_S, Ec2Machine, Imds, imds_endpoint
-from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.aws.imds import DEFAULT_ENDPOINT, TOKEN_TTL_S, Ec2Machine, Imds, imds_endpoint
+from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.system.clock import SystemClock
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.machine import AgentState, Identity, Machine, ScriptStatus, StepResult
@@ -56,7 +56,7 @@ class Commands:
 @pytest.fixture
 def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
     """It answers at once, as soon as this computer lets it."""
-    for limit in ("TIMEOUT_S", "ANSWER_S"):
+    for limit in ("TIMEOUT_S", "RESPONSE_TIMEOUT_S"):
         monkeypatch.setattr(metadata, limit, LONG_S)
     with fake_imds() as server:
         yield server
@@ -88,7 +88,7 @@ async def machine(imds: FakeImds, clock: Clock, commands: Commands, tmp_path: Pa
         imds=Imds(endpoint=imds_endpoint({"AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.url}), clock=clock),
         clock=clock,
         reset=clean,
-        layout=Layout(state=str(tmp_path)),
+        layout=MachineLayout(state=str(tmp_path)),
         run=commands,
     )
     yield made
@@ -121,7 +121,7 @@ async def test_the_token_is_renewed_before_it_ends_and_when_refused(
     machine: Ec2Machine, imds: FakeImds, clock: Clock
 ) -> None:
     await machine.identity()
-    clock.passed_s = TOKEN_LIFE_S - 30
+    clock.passed_s = TOKEN_TTL_S - 30
     await machine.identity()
     assert len(imds.tokens) == 2
     imds.tokens.append("another")  # what the machine holds is not valid any more
@@ -134,8 +134,8 @@ async def test_memory_is_kept_for_roots_eyes(machine: Ec2Machine, tmp_path: Path
     memory = AgentState(script=ScriptStatus.OK, script_detail="fine", threshold=START)
     machine.save(memory)
     assert machine.load() == memory
-    assert (tmp_path / "memory.json").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "memory.json").write_text("{")
+    assert (tmp_path / "state.json").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "state.json").write_text("{")
     assert machine.load() == AgentState()
 
 

@@ -79,7 +79,7 @@ async def test_two_refreshes_at_once_make_one_template(world: Ec2Fixture) -> Non
 
 async def test_somebody_elses_template_is_left_alone(world: Ec2Fixture) -> None:
     await world.client.create_launch_template(LaunchTemplateName="remuda-pool", LaunchTemplateData={"ImageId": "ami-1"})
-    with pytest.raises(UserError, match="not this pool's"):
+    with pytest.raises(UserError, match="does not belong to this pool"):
         await world.compute().prepare(world.options)
     assert (await default_version(world))["LaunchTemplateData"]["ImageId"] == "ami-1"
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from remuda.adapters.github.client import LIST_TRIES, TRIES, GitHubClient, web_url
+from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient, web_url
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.errors import Conflict, Throttled, Unavailable, UserError
 from remuda.fake_github import Endpoint, read_endpoint
@@ -143,7 +143,7 @@ async def fake_github(server: Endpoint) -> AsyncIterator[GitHubClients]:
 
 @pytest.fixture(params=["memory", "github"])
 def github_clients(request: pytest.FixtureRequest) -> GitHubs:
-    return MemoryGitHubs() if request.param == "memory" else request.getfixturevalue("github")
+    return MemoryGitHubs() if request.param == "memory" else request.getfixturevalue("fake_github")
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ async def test_a_lost_answer_of_a_deletion_is_looked_into(fake_github: GitHubCli
 
 @pytest.mark.parametrize("operation", ["list", "registration-token", "remove-token", "get"])
 async def test_lost_answers_are_asked_for_again(fake_github: GitHubClients, client: GitHub, operation: str) -> None:
-    await fake_github.admin.set_fault("lost_answer", operation=operation, times=TRIES - 1)
+    await fake_github.admin.set_fault("lost_answer", operation=operation, times=MAX_ATTEMPTS - 1)
     calls = {
         "list": client.list_runners(REPO),
         "registration-token": client.registration_token(REPO),
@@ -342,9 +342,9 @@ async def test_a_lost_answer_of_a_jit_configuration_leaves_one_registration(
 
 
 async def test_a_server_error_is_tried_again_and_then_told(fake_github: GitHubClients, client: GitHub) -> None:
-    await fake_github.admin.set_fault("status", operation="list", status=502, times=TRIES - 1)
+    await fake_github.admin.set_fault("status", operation="list", status=502, times=MAX_ATTEMPTS - 1)
     assert await client.list_runners(REPO) == []
-    await fake_github.admin.set_fault("status", operation="list", status=503, times=TRIES)
+    await fake_github.admin.set_fault("status", operation="list", status=503, times=MAX_ATTEMPTS)
     with pytest.raises(Unavailable) as error:
         await client.list_runners(REPO)
     assert not isinstance(error.value, Throttled)
@@ -373,10 +373,10 @@ async def test_a_list_shorter_than_github_says_is_read_again_and_then_refused(
 ) -> None:
     for name in ("one", "two"):
         await client.jit_config(REPO, name=name, labels=["x"])
-    await fake_github.admin.set_fault("short_list", operation="list", times=LIST_TRIES - 1)
+    await fake_github.admin.set_fault("short_list", operation="list", times=LIST_ATTEMPTS - 1)
     assert await names(client) == ["one", "two"]
-    await fake_github.admin.set_fault("short_list", operation="list", times=LIST_TRIES)
-    with pytest.raises(Unavailable, match=f"the runners of {REPO} is not complete: 1 of 2"):
+    await fake_github.admin.set_fault("short_list", operation="list", times=LIST_ATTEMPTS)
+    with pytest.raises(Unavailable, match=f"runners of {REPO} is incomplete: 1 of 2"):
         await client.list_runners(REPO)
 
 

@@ -163,7 +163,7 @@ async def test_a_proof_that_github_does_not_take_is_told(
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048) if change.get("key") else KEY
     auth = AppAuth(app_id=change.get("app_id", APP_ID), key=pem(key), clock=clock)
     github = GitHubClient(api_url=endpoint.url, auth=auth, clock=clock, ids=SystemIds(), calls=CallCounter())
-    with pytest.raises(UserError, match="refuses the App") as caught:
+    with pytest.raises(UserError, match="rejects the App") as caught:
         await github.list_runners(REPO)
     assert caught.value.field == "github-app-key"
     await github.close()
@@ -231,7 +231,7 @@ async def test_a_token_from_outside_is_not_logged(
 
 async def test_a_scope_that_was_renamed_is_told_and_not_followed(github: GitHubClient, sim: httpx.Client) -> None:
     plant(sim, "status", "list", status=301)
-    with pytest.raises(UserError, match="another name") as caught:
+    with pytest.raises(UserError, match="was probably renamed") as caught:
         await github.list_runners(REPO)
     assert caught.value.field == "github-scope"
 

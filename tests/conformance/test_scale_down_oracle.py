@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiobotocore.session import AioSession, get_session
 
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.github import client as github_client
 from remuda.adapters.system.clock import SystemIds
 from remuda.config.settings import Settings
@@ -25,10 +25,10 @@ from remuda.domain.scale_down.decisions import Action
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 from tests.support.aws.ec2 import slow_server_config
-from tests.support.clock import FixedClock
 from tests.support.fleet_servers import TOKEN, FleetState, FleetUrls, serve_fleet
-from tests.support.oracle import REFUSED, SCENARIOS, expected, variables
 from tests.support.records import LONG_S
+from tests.support.scale_down_scenarios import REFUSED, SCENARIOS, expected, variables
+from tests.support.virtual_time import FixedClock
 
 
 @cache
@@ -86,7 +86,7 @@ async def run_cycle(served: FleetUrls, settings: Settings, now: datetime, *, dry
     async with ec2_client(served) as client:
         context = FleetContext(
             environment=settings.environment,
-            fleet=Ec2RunnerFleet(client=client, environment=settings.environment, clock=clock, ids=ids, calls=calls),
+            fleet=Ec2Fleet(client=client, environment=settings.environment, clock=clock, ids=ids, calls=calls),
             github=github,
             clock=clock,
             event_log=SilentEventLog(),

@@ -51,10 +51,10 @@ async def test_a_secret_is_text_or_an_object(clients: AwsClients, content: dict[
     ("content", "says"),
     [
         ({"SecretString": " "}, "is empty"),
-        ({"SecretString": '{"tokens": "ghp_x"}'}, "has no 'token'"),
-        ({"SecretString": '{"token": 7}'}, "has no 'token'"),
-        ({"SecretString": "{ghp_x"}, "is none"),
-        ({"SecretBinary": b"\xff\xfe"}, "is no text"),
+        ({"SecretString": '{"tokens": "ghp_x"}'}, "has no key 'token'"),
+        ({"SecretString": '{"token": 7}'}, "has no key 'token'"),
+        ({"SecretString": "{ghp_x"}, "is not valid JSON"),
+        ({"SecretBinary": b"\xff\xfe"}, "is not text"),
     ],
     ids=["empty", "other key", "number", "not json", "bytes"],
 )
@@ -70,7 +70,7 @@ async def test_what_holds_no_credential_is_told_without_it(clients: AwsClients, 
 
 async def test_no_such_secret(clients: AwsClients):
     arn = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
-    with pytest.raises(UserError, match="there is no secret"):
+    with pytest.raises(UserError, match="does not exist"):
         await read(clients, arn)
 
 
@@ -78,7 +78,7 @@ async def test_one_that_is_marked_for_deletion(clients: AwsClients):
     arn = await put(clients, SecretString=TOKEN)
     client = await clients.client("secretsmanager", TITLE, config())
     await client.delete_secret(SecretId=arn, RecoveryWindowInDays=7)
-    with pytest.raises(UserError, match="marked for deletion"):
+    with pytest.raises(UserError, match="scheduled for deletion"):
         await read(clients, arn)
 
 
@@ -86,7 +86,7 @@ async def test_it_is_read_where_it_is_needed_only(clients: AwsClients):
     nowhere = f"arn:aws:secretsmanager:{REGION}:000000000000:secret:remuda/ci/none-AbCdEf"
     settings = Settings(github_token=Secret(nowhere))
     assert await github_credential(settings, clients, required=False) is None
-    with pytest.raises(UserError, match="there is no secret"):
+    with pytest.raises(UserError, match="does not exist"):
         await github_credential(settings, clients, required=True)
 
 
@@ -106,6 +106,6 @@ async def test_one_that_may_not_be_read(
         between.always["GetSecretValue"] = fail(400, "AccessDeniedException")
         monkeypatch.setenv("AWS_ENDPOINT_URL_SECRETS_MANAGER", between.url)
         async with AwsClients(session=aws_session) as refused_ones:
-            with pytest.raises(UserError, match="may not read secret") as refused:
+            with pytest.raises(UserError, match="do not permit reading secret") as refused:
                 await read(refused_ones, arn)
     assert "secretsmanager:GetSecretValue" in refused.value.fix

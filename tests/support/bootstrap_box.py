@@ -9,8 +9,8 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-from remuda.adapters.aws.ec2.options import Options
-from remuda.adapters.aws.user_data import Layout, build_user_data
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
+from remuda.adapters.aws.user_data import MachineLayout, build_user_data
 from tests.support.fake_imds import FakeImds
 
 NEEDED = {"ami": "ami-12345678", "subnet-ids": "subnet-12345678", "iam-instance-profile": "agent"}
@@ -33,7 +33,7 @@ exec "$REAL_CURL" "$@"
 
 
 def user_data(launch: dict[str, str] | None = None, **more: object) -> str:
-    options = Options.parse({**NEEDED, **(launch or {})})
+    options = Ec2LaunchOptions.parse({**NEEDED, **(launch or {})})
     return build_user_data(options, pool="pool", environment={}, **more)  # type: ignore[arg-type]
 
 
@@ -41,7 +41,7 @@ class BootstrapBox:
     """The folders of a machine, and replaced commands that record their calls."""
 
     def __init__(self, folder: Path, imds: FakeImds) -> None:
-        self.layout = Layout(
+        self.layout = MachineLayout(
             opt=str(folder / "opt"),
             state=str(folder / "state"),
             units=str(folder / "units"),

@@ -2,12 +2,12 @@
 
 # ruff: noqa: F401
 
+import remuda.adapters.aws.dynamodb.keys
 import remuda.adapters.aws.dynamodb.store
 import remuda.adapters.aws.ec2.compute
 import remuda.adapters.aws.ec2.options
 import remuda.adapters.aws.ec2.prices
 import remuda.adapters.aws.ec2.tagged_fleet
-import remuda.adapters.aws.identity
 import remuda.adapters.aws.secrets
 import remuda.adapters.aws.sqs
 import remuda.adapters.github.auth

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from remuda import __version__
 from remuda.adapters.aws.clients import AwsClients, config
+from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.calls import Ec2Calls, client_config
-from remuda.adapters.aws.identity import own_key_prefix
 from remuda.adapters.aws.imds import Ec2Machine, Imds, imds_endpoint
-from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.agent import processes
 from remuda.agent.job_hook import REFUSED, JobHook
@@ -40,7 +40,7 @@ RETRY_DELAY_S = 1.0
 
 async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: EventLog) -> None:
     processes.disable_core_dumps()
-    layout = Layout()
+    layout = MachineLayout()
     user = JobUser.find(layout.job_user)
     folders = MachineFolders(
         state=Path(layout.state), jobs=Path(layout.jobs), pristine=Path(layout.opt) / "runner", user=user
@@ -63,7 +63,7 @@ async def run(environment: Mapping[str, str], *, clock: SystemClock, event_log: 
             # Opened on demand: the EC2 client is the largest of all.
             client = await clients.client("ec2", "EC2", client_config())
             ec2 = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls)
-            await ec2.ask("TerminateInstances", InstanceIds=[instance_id])
+            await ec2.call("TerminateInstances", InstanceIds=[instance_id])
 
         machine = Ec2Machine(
             imds=Imds(endpoint=imds_endpoint(environment), clock=clock),

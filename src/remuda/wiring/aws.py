@@ -45,12 +45,12 @@ async def open_aws(
     settings: Settings, event_log: EventLog, system: SystemPorts, *, needs_github: bool
 ) -> AsyncIterator[Backend]:
     with aws_libraries():
-        from remuda.adapters.aws.clients import AwsClients, config, passed_to_agents  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.clients import AwsClients, agent_environment_from, config  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.dynamodb.keys import role_key_prefix  # noqa: PLC0415 - see above
         from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.compute import Ec2Compute  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.prices import Ec2SpotPrices  # noqa: PLC0415 - see above
-        from remuda.adapters.aws.identity import key_prefix_of  # noqa: PLC0415 - see above
         from remuda.adapters.aws.sqs import SqsResourcePool  # noqa: PLC0415 - see above
     clock, ids, calls = system
     async with AsyncExitStack() as stack:
@@ -58,7 +58,7 @@ async def open_aws(
         name = f"remuda-{settings.pool}"
 
         async def newest_prefix() -> str:
-            return await key_prefix_of(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
+            return await role_key_prefix(await clients.client("iam", "IAM", config()), settings.launch_options(), calls)
 
         store = DynamoInstanceStore(
             client=await clients.dynamodb(),
@@ -73,14 +73,14 @@ async def open_aws(
         pool = SqsResourcePool(client=await clients.sqs(), prefix=name, clock=clock, ids=ids, calls=calls)
         stack.push_async_callback(pool.close)
         # Opened at the first call: a warm provision, a release and the read commands never call EC2.
-        ec2 = clients.later("ec2", "EC2", client_config())
+        ec2 = clients.lazy_client("ec2", "EC2", client_config())
         compute = Ec2Compute(
             client=ec2,
             pool=settings.pool,
             clock=clock,
             ids=ids,
             calls=calls,
-            agent_environment=passed_to_agents(os.environ) | agent_log_environment(settings),
+            agent_environment=agent_environment_from(os.environ) | agent_log_environment(settings),
         )
         stack.push_async_callback(compute.close)
         credential = await github_credential(settings, clients, required=needs_github)
@@ -104,7 +104,7 @@ async def open_aws_fleet(
     with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - see above
         from remuda.adapters.aws.ec2.calls import client_config  # noqa: PLC0415 - see above
-        from remuda.adapters.aws.ec2.tagged_fleet import READ_TIMEOUT_S, Ec2RunnerFleet  # noqa: PLC0415 - see above
+        from remuda.adapters.aws.ec2.tagged_fleet import READ_TIMEOUT_S, Ec2Fleet  # noqa: PLC0415 - see above
     async with AsyncExitStack() as stack:
         clock, ids = SystemClock(), SystemIds()
         clients = await stack.enter_async_context(AwsClients())
@@ -116,7 +116,7 @@ async def open_aws_fleet(
         ec2 = await clients.client("ec2", "EC2", client_config(read_timeout_s=READ_TIMEOUT_S))
         yield FleetContext(
             environment=environment,
-            fleet=Ec2RunnerFleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),
+            fleet=Ec2Fleet(client=ec2, environment=environment, clock=clock, ids=ids, calls=calls),
             github=github,
             clock=clock,
             event_log=event_log,

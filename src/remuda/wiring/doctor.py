@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from remuda.adapters.github.client import GitHubClient
-from remuda.adapters.github.doctor import GithubDoctor
+from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.adapters.local.doctor import LocalDoctor
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import SETTINGS, Settings
@@ -97,7 +97,7 @@ def _local_checks(
     return (
         *local.checks(),
         *pool_checks(get_config, clock, scope=settings.github_scope, needs=(local.ready,)),
-        *GithubDoctor(github=Once(github), scope=settings.github_scope, clock=clock, needs=(local.ready,)).checks(),
+        *GitHubDoctor(github=Once(github), scope=settings.github_scope, clock=clock, needs=(local.ready,)).checks(),
     )
 
 
@@ -107,12 +107,12 @@ async def _aws_checks(
     clock = SystemClock()
     with aws_libraries():
         from remuda.adapters.aws.clients import AwsClients  # noqa: PLC0415 - AWS libraries are slow to import
-        from remuda.adapters.aws.doctor import CREDENTIALS, AwsDoctor, AwsParts  # noqa: PLC0415 - as above
+        from remuda.adapters.aws.doctor import CREDENTIALS, AwsAdapters, AwsDoctor  # noqa: PLC0415 - as above
     clients = await stack.enter_async_context(AwsClients())
 
-    async def parts() -> AwsParts:
+    async def adapters() -> AwsAdapters:
         opened = await context()
-        return AwsParts(
+        return AwsAdapters(
             store=cast("DynamoInstanceStore", opened.store),
             pool=cast("SqsResourcePool", opened.pool),
             compute=cast("Ec2Compute", opened.compute),
@@ -131,7 +131,7 @@ async def _aws_checks(
     return (
         *AwsDoctor(
             clients=clients,
-            parts=parts,
+            adapters=adapters,
             pool=settings.pool,
             launch=_launch_options(settings, stored),
             classes=stored.classes
@@ -140,7 +140,7 @@ async def _aws_checks(
             clock=clock,
         ).checks(),
         *pool_checks(get_config, clock, pool=settings.pool, scope=scope, needs=(CREDENTIALS,)),
-        *GithubDoctor(github=Once(github), scope=scope, clock=clock).checks(),
+        *GitHubDoctor(github=Once(github), scope=scope, clock=clock).checks(),
     )
 
 

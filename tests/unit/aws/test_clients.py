@@ -1,4 +1,4 @@
-"""Clients are opened when they are called, and addresses are looked at before."""
+"""AWS clients are opened lazily, and endpoint URLs for agents are validated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from remuda.adapters.aws.clients import AwsClients, config, passed_to_agents
+from remuda.adapters.aws.clients import AwsClients, agent_environment_from, config
 from remuda.domain.errors import UserError
 
 
@@ -15,7 +15,7 @@ class Service:
         return parameters
 
 
-async def test_a_client_is_opened_at_its_first_call(monkeypatch: pytest.MonkeyPatch):
+async def test_lazy_client_is_opened_on_its_first_call(monkeypatch: pytest.MonkeyPatch):
     opened: list[str] = []
 
     async def client(_clients: AwsClients, name: str, title: str, settings: object) -> Service:
@@ -23,24 +23,25 @@ async def test_a_client_is_opened_at_its_first_call(monkeypatch: pytest.MonkeyPa
         return Service()
 
     monkeypatch.setattr(AwsClients, "client", client)
-    later = AwsClients().later("things", "Things", config())
+    lazy = AwsClients().lazy_client("things", "Things", config())
     assert opened == []
-    assert await later.describe_things(Number=4) == {"Number": 4}
+    assert await lazy.describe_things(Number=4) == {"Number": 4}
     assert opened == ["things Things"]
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:4566", "https://ec2.example.com", "http://[::1]:8000"])
-def test_agents_call_the_same_addresses(address: str):
-    given = {"AWS_ENDPOINT_URL_EC2": address, "AWS_USE_FIPS_ENDPOINT": "true", "AWS_REGION": "eu-central-1"}
-    assert passed_to_agents(given) == {"AWS_ENDPOINT_URL_EC2": address, "AWS_USE_FIPS_ENDPOINT": "true"}
+@pytest.mark.parametrize("url", ["http://127.0.0.1:4566", "https://ec2.example.com", "http://[::1]:8000"])
+def test_agents_use_the_same_endpoints(url: str):
+    given = {"AWS_ENDPOINT_URL_EC2": url, "AWS_USE_FIPS_ENDPOINT": "true", "AWS_REGION": "eu-central-1"}
+    assert agent_environment_from(given) == {"AWS_ENDPOINT_URL_EC2": url, "AWS_USE_FIPS_ENDPOINT": "true"}
 
 
 @pytest.mark.parametrize(
-    ("address", "says"), [("nonsense", "'nonsense': no address"), ("http://me:s3cret@host", "carries a credential")]
+    ("url", "message"),
+    [("nonsense", "is not a URL: 'nonsense'"), ("http://me:s3cret@host", "contains a credential")],
 )
-def test_an_address_that_is_none_or_tells_too_much_is_named(address: str, says: str):
-    with pytest.raises(UserError) as refused:
-        passed_to_agents({"AWS_ENDPOINT_URL_EC2": address})
-    assert refused.value.field == "AWS_ENDPOINT_URL_EC2"
-    assert says in str(refused.value)
-    assert "s3cret" not in str(refused.value)
+def test_invalid_endpoint_url_is_rejected_without_its_credential(url: str, message: str):
+    with pytest.raises(UserError) as rejected:
+        agent_environment_from({"AWS_ENDPOINT_URL_EC2": url})
+    assert rejected.value.field == "AWS_ENDPOINT_URL_EC2"
+    assert message in str(rejected.value)
+    assert "s3cret" not in str(rejected.value)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from remuda.adapters.aws.ec2.options import Options
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.aws.user_data import MAX_BYTES, build_user_data
 from remuda.domain.errors import UserError
 from tests.support.bootstrap_box import LIMIT_S, NEEDED, RECORD_CALL, BootstrapBox, executable, user_data
@@ -77,7 +77,7 @@ def test_a_script_that_is_too_long_is_refused() -> None:
 @pytest.mark.parametrize("pair", [{"lower": "x"}, {"NAME": "two\nlines"}, {"NAME": 'quo"te'}])
 def test_an_environment_that_would_not_survive_is_refused(pair: dict[str, str]) -> None:
     with pytest.raises(UserError):
-        build_user_data(Options.parse(NEEDED), pool="pool", environment=pair)
+        build_user_data(Ec2LaunchOptions.parse(NEEDED), pool="pool", environment=pair)
 
 
 # Run for real

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from policies import CLASSES, LEADING_KEYS, ORPHAN_TAG, SCHEDULED
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
+from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from template import GITHUB, template
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 TEMPLATE = template()["Resources"]
 ROLES = tuple(name for name, each in TEMPLATE.items() if each["Type"] == "AWS::IAM::Role")
@@ -78,7 +78,7 @@ class Place:
 
     @property
     def own_keys(self) -> list[str]:
-        keys = items.Keys(prefix=f"{self.role_id}:")
+        keys = items.ItemKeys(prefix=f"{self.role_id}:")
         return [str(kind(self.instance)[items.PK]["S"]) for kind in (keys.control, keys.report)]
 
     @property
@@ -231,14 +231,14 @@ def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Va
         assert action in CREATE_ACTIONS or name.startswith("Describe"), f"nothing to try {action} on"
 
 
-def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[Request]:
+def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[IamRequest]:
     for action in actions:
         for resource, known in at(action, of, by):
             # The context of the target overrides that of the caller.
-            yield Request(action=action, resource=resource, context={**by.caller, **known})
+            yield IamRequest(action=action, resource=resource, context={**by.caller, **known})
 
 
-def allowed_requests(documents: Sequence[Mapping[str, Any]], requests: Iterator[Request]) -> list[Request]:
+def allowed_requests(documents: Sequence[Mapping[str, Any]], requests: Iterator[IamRequest]) -> list[IamRequest]:
     return [each for each in requests if allows(documents, each)]
 
 
@@ -347,7 +347,7 @@ def test_a_role_cannot_reach_unrelated_resources(role, place, word):
     for action in set(granted(documents)) - CREATE_ACTIONS:
         if not action.startswith("ec2:Describe"):
             for resource, known in (each for each in unrelated if f":{action.partition(':')[0]}:" in each[0]):
-                request = Request(action=action, resource=resource, context={**place.caller, **known})
+                request = IamRequest(action=action, resource=resource, context={**place.caller, **known})
                 assert not allows(documents, request), request
 
 
@@ -390,7 +390,7 @@ def test_no_role_has_dangerous_permissions(role):
     }
     context = {**place.caller, **place.tags, "ec2:InstanceID": place.instance, LEADING_KEYS: place.own_keys[:1]}
     attempts = (
-        Request(action=action, resource=each, context=context)
+        IamRequest(action=action, resource=each, context=context)
         for action in DANGEROUS_ACTIONS
         for each in sorted(resources)
     )
@@ -404,7 +404,7 @@ def test_a_function_cannot_write_the_log_of_another(who):
     role = {"refresh": "RefreshFunctionRole", "scale-down": "ScaleDownFunctionRole"}[who]
     for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
         stream = place.arn("logs", f"log-group:/remuda/ci/{other}:log-stream:1")
-        assert not allows(policies_of(role, place), Request(action=action, resource=stream))
+        assert not allows(policies_of(role, place), IamRequest(action=action, resource=stream))
 
 
 # Configuration --------------------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def test_only_refresh_may_write_the_configuration(role, place):
 
     def writes(operation: str, keys: list[str]) -> bool:
         context = {**place.caller, LEADING_KEYS: keys}
-        return allows(documents, Request(action=f"dynamodb:{operation}", resource=place.table, context=context))
+        return allows(documents, IamRequest(action=f"dynamodb:{operation}", resource=place.table, context=context))
 
     control, report = place.own_keys
     history, run = items.history_pk(place.instance), items.run_pk("4711")
@@ -433,19 +433,19 @@ def test_only_refresh_may_write_the_configuration(role, place):
         assert {key for key in place.keys if writes(operation, [key])} == its
         assert not any(writes(operation, [key, pool]) for key in place.keys)
         assert not writes(operation, [])
-    refresh = Request(action="dynamodb:PutItem", resource=place.table, context={LEADING_KEYS: [pool]})
+    refresh = IamRequest(action="dynamodb:PutItem", resource=place.table, context={LEADING_KEYS: [pool]})
     assert allows(policies_of("RefreshFunctionRole", place), refresh)
 
 
 # Creation of resources ------------------------------------------------------------------------------------------------
 
 
-def misuses(own: Place, other: Place) -> list[Request]:
+def misuses(own: Place, other: Place) -> list[IamRequest]:
     """Requests for parts of launches outside the pool. EC2 authorizes each part, so each must be denied."""
 
-    def part(action: str, resource: str, *known: Mapping[str, Value]) -> Request:
+    def part(action: str, resource: str, *known: Mapping[str, Value]) -> IamRequest:
         context = {key: value for each in known for key, value in each.items()}
-        return Request(action=f"ec2:{action}", resource=resource, context=context)
+        return IamRequest(action=f"ec2:{action}", resource=resource, context=context)
 
     ours: dict[str, Value] = {REQUESTED: own.pool}
     theirs: dict[str, Value] = {REQUESTED: other.pool}
@@ -481,14 +481,14 @@ def misuses(own: Place, other: Place) -> list[Request]:
         ),
         *(part("CreateLaunchTemplate", own.template, tags) for tags in ({}, theirs)),
         # A role for another service.
-        Request(
+        IamRequest(
             action="iam:PassRole",
             resource=own.arn("iam", f"role/remuda-{own.pool}-agent"),
             context={"iam:PassedToService": "lambda.amazonaws.com"},
         ),
         # Adding or removing the tag of the pool, together with the orphan tag, or by removing all tags.
         *(
-            Request(action=action, resource=own.machine, context={**own.tags, "aws:TagKeys": keys})
+            IamRequest(action=action, resource=own.machine, context={**own.tags, "aws:TagKeys": keys})
             for action in ("ec2:CreateTags", "ec2:DeleteTags")
             for keys in ([], [POOL_TAG], [ORPHAN_TAG, POOL_TAG], [GHR_ENVIRONMENT_TAG])
         ),
@@ -515,20 +515,20 @@ def _conditions() -> Iterator[tuple[str, int, str, str]]:
                     yield role, number, operator, key
 
 
-def half_tagged(place: Place) -> Iterator[Request]:
+def half_tagged(place: Place) -> Iterator[IamRequest]:
     """Requests for instances that have only one of the two fleet tags."""
     for name, value in place.tags.items():
         if name != POOL:
             for action in ("ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"):
                 context = {name: value, "aws:TagKeys": [ORPHAN_TAG]}
-                yield Request(action=action, resource=place.machine, context=context)
+                yield IamRequest(action=action, resource=place.machine, context=context)
 
 
-def unkeyed(place: Place) -> Iterator[Request]:
+def unkeyed(place: Place) -> Iterator[IamRequest]:
     """Writes to the configuration, and writes without keys."""
     for operation in ("BatchWriteItem", "PutItem", "UpdateItem"):
         for keys in ([], [str(items.CONFIG[items.PK]["S"])]):
-            yield Request(action=f"dynamodb:{operation}", resource=place.table, context={LEADING_KEYS: keys})
+            yield IamRequest(action=f"dynamodb:{operation}", resource=place.table, context={LEADING_KEYS: keys})
 
 
 @pytest.mark.parametrize(("role", "number", "operator", "key"), list(_conditions()))
@@ -578,7 +578,7 @@ def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com") 
     assert who == {"Federated": parameters_of(Place())["OidcProviderArn"]}
     context = {f"{GITHUB}:aud": audience, **({f"{GITHUB}:sub": subject} if subject is not None else {})}
     statement["Resource"] = "*"
-    request = Request(action="sts:AssumeRoleWithWebIdentity", resource=Place().arn("iam", "role/r"), context=context)
+    request = IamRequest(action="sts:AssumeRoleWithWebIdentity", resource=Place().arn("iam", "role/r"), context=context)
     return allows(document, request)
 
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import build
 from policies import ANY_RESOURCE, ORPHAN_TAG, policies
 from remuda.adapters.aws.dynamodb import items
-from remuda.adapters.aws.tags import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
+from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
 #: Maximum length of a managed policy, without white space.
@@ -75,7 +75,7 @@ def arn(service: str, resource: str) -> str:
 
 
 def may(policy: Mapping[str, Any], action: str, resource: str, context: Mapping[str, Value] | None = None) -> bool:
-    return allows(policy, Request(action=action, resource=resource, context=context or {}))
+    return allows(policy, IamRequest(action=action, resource=resource, context=context or {}))
 
 
 def table_of(pool: str) -> str:
@@ -97,7 +97,7 @@ def caller(role: str, instance: str) -> dict[str, Value]:
 @no_deadline
 @given(INSTANCE_IDS, ROLE_IDS)
 def test_an_instance_may_only_read_its_control_and_write_its_report(instance, role):
-    keys = items.Keys(prefix=f"{role}:")
+    keys = items.ItemKeys(prefix=f"{role}:")
     control, report = partition(keys.control(instance)), partition(keys.report(instance))
     allowed = {
         (action, key)
@@ -175,7 +175,7 @@ def test_scale_down_may_terminate_and_mark_only_instances_of_its_environment(poo
         for keys in ([], [GHR_ENVIRONMENT_TAG], [ORPHAN_TAG, POOL_TAG]):
             assert not may(policy, action, machine, {**own, "aws:TagKeys": keys})
     # It may update records, but not create them.
-    record: dict[str, Value] = {LEADING: [partition(items.Keys(prefix="AROA:").control(instance))]}
+    record: dict[str, Value] = {LEADING: [partition(items.ItemKeys(prefix="AROA:").control(instance))]}
     assert may(policy, "dynamodb:UpdateItem", table_of(pool), record)
     for action in ("dynamodb:PutItem", "dynamodb:DeleteItem", "dynamodb:Scan", "dynamodb:CreateTable"):
         assert not may(policy, action, table_of(pool), record)

@@ -15,13 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from remuda.adapters.aws.dynamodb import items
+from remuda.adapters.aws.dynamodb.keys import own_key_prefix
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
-from remuda.adapters.aws.ec2.create_fleet import failure, parse_fleet
+from remuda.adapters.aws.ec2.create_fleet import launch_failure, parse_fleet
 from remuda.adapters.aws.ec2.prices import Ec2SpotPrices, _point
-from remuda.adapters.aws.ec2.tagged_fleet import Ec2RunnerFleet
+from remuda.adapters.aws.ec2.tagged_fleet import Ec2Fleet
 from remuda.adapters.aws.errors import EC2, translate
-from remuda.adapters.aws.identity import own_key_prefix
 from remuda.adapters.aws.secrets import _value
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import RemudaError
@@ -30,9 +30,9 @@ from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePa
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineView
 from remuda.ports.pool import Delivery
+from simulation.loop import SeededIds, VirtualClock, new_loop
 from tests.support.mutations import ESCAPES, TEXTS, check_shown, check_told, extremes, fuzzed, mutated, spoiled_text
 from tests.support.records import NOW, instance, instance_id
-from tests.support.world_time import SeededIds, VirtualClock, VirtualLoop
 
 ONE = instance_id(1)
 CONTROL = dict(items.document_item(items.key(f"control#{ONE}", "control"), instance()))
@@ -100,7 +100,7 @@ class Aws:
 
     def __init__(self) -> None:
         self.wire = _Wire()
-        self.loop = VirtualLoop()
+        self.loop = new_loop()
         self.ports = self.loop.run_until_complete(self._open())
 
     async def _client(self, name: str) -> Any:
@@ -118,7 +118,7 @@ class Aws:
             "store": DynamoInstanceStore(client=await self._client("dynamodb"), table="t", **own),
             "pool": SqsResourcePool(client=await self._client("sqs"), prefix="p", **own),
             "compute": Ec2Compute(client=ec2, pool="p", **own),
-            "fleet": Ec2RunnerFleet(client=ec2, environment="e", **own),
+            "fleet": Ec2Fleet(client=ec2, environment="e", **own),
             "prices": Ec2SpotPrices(client=ec2, **own),
             "sts": await self._client("sts"),
         }
@@ -236,7 +236,7 @@ def test_a_launch_that_was_refused(refused: list[tuple[str, str, str]]) -> None:
         for code, said, usage in refused
     ]
     parsed = parse_fleet({"Instances": [{"InstanceIds": [ONE]}, {}], "Errors": errors}, UsageClass.SPOT)
-    check_told(failure(REQUEST, 1, parsed.refusals))
+    check_told(launch_failure(REQUEST, 1, parsed.errors))
     assert [launched.instance_id for launched in parsed.instances] == [ONE]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from remuda.action.channel import plain_lines
 from remuda.action.inputs import SETTINGS_BY_MODE, input_variable, read_inputs
-from remuda.adapters.aws.ec2.options import Options
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.local.options import LocalOptions
 from remuda.adapters.system.prices import read_prices
 from remuda.aws_lambda.handler import parse_event
@@ -203,7 +203,7 @@ def test_random_arguments(text: str) -> None:
 )
 def test_random_launch_options(launch: dict[str, str]) -> None:
     """Launch options are parsed again from the stored configuration at every launch."""
-    result_or_rejected(lambda: Options.parse(launch))
+    result_or_rejected(lambda: Ec2LaunchOptions.parse(launch))
     result_or_rejected(lambda: LocalOptions.parse(launch))
 
 

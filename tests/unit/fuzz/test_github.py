@@ -12,19 +12,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remuda.adapters.github.answers import MAX_BODY
 from remuda.adapters.github.auth import AppAuth, Auth, StaticToken
-from remuda.adapters.github.client import LIST_TRIES, TRIES, GitHubClient
-from remuda.adapters.github.doctor import GithubDoctor
+from remuda.adapters.github.client import LIST_ATTEMPTS, MAX_ATTEMPTS, GitHubClient
+from remuda.adapters.github.doctor import GitHubDoctor
 from remuda.adapters.github.errors import MAX_RETRY_AFTER_S
+from remuda.adapters.github.responses import MAX_BODY
 from remuda.domain.errors import RemudaError, Throttled
 from remuda.domain.instance import Credential
 from remuda.domain.skew import skew_s
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+from simulation.loop import SeededIds, VirtualClock
 from tests.support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from tests.support.records import NOW
-from tests.support.world_time import SeededIds, VirtualClock
 
 RUNNER = {
     "id": 7,
@@ -138,7 +138,7 @@ def test_an_answer(call: str, data: st.DataObject) -> None:
     status = data.draw(st.just(STATUS[kind]) | statuses)
     transport = Answering(status, data.draw(headers), data.draw(spoiled_text(GOOD[kind])))
     result = run(CALLS[call](github_on(transport)))
-    assert transport.asked <= 3 * TRIES * LIST_TRIES
+    assert transport.asked <= 3 * MAX_ATTEMPTS * LIST_ATTEMPTS
     if isinstance(result, Throttled):
         assert 0 <= result.retry_after_s <= MAX_RETRY_AFTER_S
     if not isinstance(result, RemudaError):
@@ -179,8 +179,8 @@ def test_pages_without_end_are_not_followed() -> None:
         200, {"link": '<x>; rel="next"'}, json.dumps({"total_count": 500, "runners": [RUNNER]}).encode()
     )
     error = run(github_on(transport).list_runners("octo"))
-    assert "not complete: 1 of 500" in str(error)
-    assert transport.asked <= 2 * LIST_TRIES
+    assert "incomplete: 1 of 500" in str(error)
+    assert transport.asked <= 2 * LIST_ATTEMPTS
 
 
 def test_a_giant_is_not_read_to_its_end() -> None:
@@ -200,7 +200,7 @@ def test_a_giant_is_not_read_to_its_end() -> None:
 
     error = run(github_on(Sending()).registration_token("octo"))
     assert "longer than" in str(error)
-    assert giant.sent <= TRIES * (MAX_BODY + 2_000_000)
+    assert giant.sent <= MAX_ATTEMPTS * (MAX_BODY + 2_000_000)
 
 
 @fuzzed()
@@ -240,7 +240,7 @@ def test_the_doctor(data: st.DataObject) -> None:
     async def opened() -> GitHubClient:
         return github
 
-    doctor = GithubDoctor(github=opened, scope="octo", clock=VirtualClock())
+    doctor = GitHubDoctor(github=opened, scope="octo", clock=VirtualClock())
     for check in doctor.checks():
         finding = run(check.look())
         if not isinstance(finding, RemudaError):

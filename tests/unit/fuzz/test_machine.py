@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from remuda.adapters.aws.imds import MEMORY, TIMERS, Ec2Machine, Imds
-from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.aws.imds import STATE_FILE, TIMERS, Ec2Machine, Imds
+from remuda.adapters.aws.user_data import MachineLayout
 from remuda.adapters.local import folder as machine_folder
 from remuda.adapters.local.folder import supervisor
 from remuda.adapters.local.record import MachineRecord, read_record
@@ -25,9 +25,9 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import MAX_DURATION_S, Report
 from remuda.ports.machine import AgentState, Identity, ScriptStatus, StepResult
+from simulation.loop import VirtualClock
 from tests.support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from tests.support.records import NOW
-from tests.support.world_time import VirtualClock
 
 ONE = "i-0123456789abcdef0"
 texts = st.sampled_from(TEXTS) | st.text(max_size=20)
@@ -74,7 +74,7 @@ class Machine:
         self.imds._client._transport = self.metadata
         self.imds._client._mounts = {}
         self.agent = Ec2Machine(
-            imds=self.imds, clock=VirtualClock(), reset=clean, layout=Layout(state=str(folder)), run=lambda _: 0
+            imds=self.imds, clock=VirtualClock(), reset=clean, layout=MachineLayout(state=str(folder)), run=lambda _: 0
         )
 
     def answers(self, **changed: bytes) -> None:
@@ -143,7 +143,7 @@ def test_a_spot_notice(machine: Machine, action: bytes, advice: bytes) -> None:
 @example(memory=b'{"threshold":"0001-01-01T00:00:00.000Z"}', timers=b"")
 def test_what_it_remembers(machine: Machine, memory: bytes, timers: bytes) -> None:
     """An agent that starts on it arms its timer, and stops nothing but its own."""
-    (machine.folder / MEMORY).write_bytes(memory)
+    (machine.folder / STATE_FILE).write_bytes(memory)
     (machine.folder / TIMERS).write_bytes(timers)
     stopped: list[str] = []
 

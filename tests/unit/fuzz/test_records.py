@@ -107,7 +107,7 @@ def test_an_item_in_dynamodb(kind: type[Any], data: st.DataObject) -> None:
     if record is not None:
         check_usable(record)
     judged(lambda: items.times_of(item))
-    records, unreadable = items.sorted_out(kind, [("bad", item), ("good", _whole(kind))])
+    records, unreadable = items.parse_all(kind, [("bad", item), ("good", _whole(kind))])
     assert "good" in records
     assert "good" not in unreadable
 
@@ -132,7 +132,7 @@ def _whole(kind: type[Any]) -> Any:
 
 
 @fuzzed()
-@given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "hints:large": "2025-05-31T12:00:00.000Z"}))
+@given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "surplus-messages:large": "2025-05-31T12:00:00.000Z"}))
 def test_sightings(text: bytes) -> None:
     times = judged(lambda: sqlite_documents.decode_times(text.decode(errors="replace")))
     for since in (times or {}).values():
@@ -161,5 +161,5 @@ def test_a_message(body: bytes) -> None:
 
 
 def test_an_attribute_that_is_no_number_is_not_quoted() -> None:
-    with pytest.raises(ValueError, match=r"^an attribute of kind N is no number$"):
+    with pytest.raises(ValueError, match=r"^an attribute of type N is not a number$"):
         items.value_of({"N": "a secret"})

@@ -1,8 +1,7 @@
-"""The clients for AWS: one session, one connection pool a service, closed together.
+"""Clients for AWS services: one session, one connection pool per service, closed together.
 
-Region, credentials and endpoints are botocore's business: it reads `AWS_PROFILE`, `AWS_ENDPOINT_URL`,
-`AWS_ENDPOINT_URL_DYNAMODB` and the rest by itself. Alone among AWS's libraries it does not read `AWS_REGION`: it is
-told to.
+botocore reads `AWS_PROFILE`, `AWS_ENDPOINT_URL`, `AWS_ENDPOINT_URL_DYNAMODB` and the other standard variables. Unlike
+the other AWS SDKs it does not read `AWS_REGION`, so the session is configured to do so.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from aiobotocore.session import AioSession
 from botocore.loaders import Loader, create_loader
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
-from remuda.adapters.aws.errors import DYNAMODB, SQS, settings_checked
+from remuda.adapters.aws.errors import DYNAMODB, SQS, checked_settings
 from remuda.domain.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,20 +27,19 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0
-#: A receive may be answered after twenty seconds: its wait is on top.
+#: Longer than the longest long poll of SQS (20 seconds).
 SQS_READ_TIMEOUT_S = 30.0
-#: The first try included. What is still refused then is the caller's to judge.
-ATTEMPTS = 3
-#: Not below what one process works on at a time (`controlplane.context.CONCURRENCY`), polls beside it.
+#: Attempts per call, including the first.
+MAX_ATTEMPTS = 3
+#: Connections per service: at least the number of concurrent operations of one process
+#: (`controlplane.context.CONCURRENCY`), plus polling.
 CONNECTIONS = 80
 
-
-#: As botocore wants it: the key in its own file, the variables, no default, no conversion.
+#: botocore's definition of a setting: key in the AWS config file, environment variables, default, conversion.
 REGION = ("region", ["AWS_REGION", "AWS_DEFAULT_REGION"], None, None)
 
-
-#: Agents call the same servers as whoever launches them, where these are not AWS's usual ones.
-PASSED_TO_AGENTS = (
+#: Variables copied to the agents, so that they use the same endpoints as the process that launches them.
+AGENT_VARIABLES = (
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_DYNAMODB",
     "AWS_ENDPOINT_URL_EC2",
@@ -51,27 +49,27 @@ PASSED_TO_AGENTS = (
 )
 
 
-def passed_to_agents(environment: Mapping[str, str]) -> dict[str, str]:
-    """It goes into user data, which many may read: no address that carries a credential."""
-    passed = {name: environment[name] for name in PASSED_TO_AGENTS if environment.get(name)}
+def agent_environment_from(environment: Mapping[str, str]) -> dict[str, str]:
+    """The endpoint settings for agents. They become part of the user data, so a URL with a credential is rejected."""
+    passed = {name: environment[name] for name in AGENT_VARIABLES if environment.get(name)}
     for name, value in passed.items():
         if "@" in value:
-            raise UserError(f"{name} carries a credential", field=name, fix="give an address without a user in it")
-        is_address = is_valid_endpoint_url(value) or is_valid_ipv6_endpoint_url(value)
-        if name.startswith("AWS_ENDPOINT_URL") and not is_address:
-            raise UserError(f"{name} is {value!r}: no address", field=name, fix="give one such as https://host:443")
+            raise UserError(f"{name} contains a credential", field=name, fix="remove the user part of the URL")
+        is_url = is_valid_endpoint_url(value) or is_valid_ipv6_endpoint_url(value)
+        if name.startswith("AWS_ENDPOINT_URL") and not is_url:
+            raise UserError(f"{name} is not a URL: {value!r}", field=name, fix="set a URL such as https://host:443")
     return passed
 
 
 def open_session() -> AioSession:
     session = AioSession(session_vars={"region": REGION})
-    session.lazy_register_component("data_loader", lambda: _models(session.get_config_variable("data_path")))
+    session.lazy_register_component("data_loader", lambda: _data_loader(session.get_config_variable("data_path")))
     return session
 
 
 @cache
-def _models(path: str | None) -> Loader:
-    """What botocore knows of AWS, read once: a function that stays warm opens a session for each event."""
+def _data_loader(path: str | None) -> Loader:
+    """The loader of botocore's service models, cached because a warm Lambda function opens a session per event."""
     return create_loader(path)
 
 
@@ -79,20 +77,20 @@ def config(*, read_timeout_s: float = READ_TIMEOUT_S) -> AioConfig:
     return AioConfig(
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=read_timeout_s,
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
         max_pool_connections=CONNECTIONS,
         tcp_keepalive=True,
     )
 
 
 class AwsClients:
-    """`async with AwsClients() as clients: await clients.dynamodb()`. A client is opened on first use."""
+    """Clients, opened on first use: `async with AwsClients() as clients: await clients.dynamodb()`."""
 
     def __init__(self, *, session: AioSession | None = None) -> None:
         self._session = session or open_session()
         self._stack = AsyncExitStack()
-        self._opened: dict[str, Any] = {}
-        self._opening = asyncio.Lock()
+        self._clients: dict[str, Any] = {}
+        self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,7 +101,7 @@ class AwsClients:
         await self.close()
 
     async def close(self) -> None:
-        self._opened.clear()
+        self._clients.clear()
         await self._stack.aclose()
 
     async def dynamodb(self) -> DynamoDBClient:
@@ -115,38 +113,38 @@ class AwsClients:
         return client
 
     def region(self) -> str:
-        """The one that calls go to, unless a client names its own."""
-        found = self._session.get_config_variable("region")
-        if not found:
-            raise UserError("there is no AWS region", field="AWS_REGION", fix="set AWS_REGION")
-        return str(found)
+        """The region of all clients whose settings do not name another one."""
+        region = self._session.get_config_variable("region")
+        if not region:
+            raise UserError("no AWS region is configured", field="AWS_REGION", fix="set AWS_REGION")
+        return str(region)
 
-    def later(self, name: str, title: str, settings: AioConfig) -> Any:
-        """A client that is opened at its first call. EC2's model is large: what never asks EC2 need not read it."""
-        return _Later(partial(self.client, name, title, settings))
+    def lazy_client(self, name: str, title: str, settings: AioConfig) -> Any:
+        """A client that is opened on its first call. EC2's service model takes long to load and is often not needed."""
+        return _LazyClient(partial(self.client, name, title, settings))
 
     async def client(self, name: str, title: str, settings: AioConfig) -> Any:
-        """Any other service's client, opened once for each region that `settings` may name."""
-        region = settings.region_name  # type: ignore[attr-defined]  # botocore makes it from its options
-        opened = f"{name}@{region or ''}"
+        """The client of a service, opened once per region. `title` is the service's name in error messages."""
+        region = settings.region_name  # type: ignore[attr-defined]  # set by botocore at run time
+        key = f"{name}@{region or ''}"
         if not region:
             self.region()
-        async with self._opening:
-            if opened not in self._opened:
+        async with self._lock:
+            if key not in self._clients:
                 create: Any = self._session.create_client
-                with settings_checked(title):
-                    self._opened[opened] = await self._stack.enter_async_context(create(name, config=settings))
-        return self._opened[opened]
+                with checked_settings(title):
+                    self._clients[key] = await self._stack.enter_async_context(create(name, config=settings))
+        return self._clients[key]
 
 
-class _Later:
-    """Calls as the client has them; nothing else of it."""
+class _LazyClient:
+    """Offers the operations of a client, which it opens on the first call."""
 
-    def __init__(self, opened: Callable[[], Awaitable[Any]]) -> None:
-        self._opened = opened
+    def __init__(self, open_client: Callable[[], Awaitable[Any]]) -> None:
+        self._open_client = open_client
 
     def __getattr__(self, operation: str) -> Callable[..., Awaitable[Any]]:
         async def call(**parameters: Any) -> Any:
-            return await getattr(await self._opened(), operation)(**parameters)
+            return await getattr(await self._open_client(), operation)(**parameters)
 
         return call

@@ -1,6 +1,7 @@
-"""Looks at AWS: who we are there, what the pool has, and what a launch would need. Nothing is changed or launched.
+"""Checks of the AWS setup: credentials, the pool's resources, launch options and permissions. All are read-only.
 
-Rights are tried by EC2's own dry runs. A role that may not launch is no fault by itself: refresh launches nothing.
+Permissions are checked by EC2's dry runs. Missing permission to launch is only a warning: `remuda refresh` does not
+need it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from remuda.adapters.aws.calls import await_response
 from remuda.adapters.aws.clients import AwsClients, config
+from remuda.adapters.aws.dynamodb.keys import instance_profile_role, profile_name
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.ec2.compute import Ec2Compute
 from remuda.adapters.aws.ec2.create_fleet import fleet_request
-from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Options
+from remuda.adapters.aws.ec2.options import AMI, SECURITY_GROUPS, SUBNETS, Ec2LaunchOptions
 from remuda.adapters.aws.ec2.template import template_name
-from remuda.adapters.aws.errors import answered, code_of, said_by, translated
+from remuda.adapters.aws.errors import code_of, message_of, translated
 from remuda.adapters.aws.sqs import SqsResourcePool
 from remuda.domain.errors import UserError
 from remuda.domain.resources import ResourceClass, RunnerRequest, Tier, TypePatterns, UsageClass
@@ -32,20 +35,20 @@ TEMPLATE = "launch template"
 IMAGE = "image"
 NETWORK = "subnets"
 
-#: Of a fleet that is never launched.
-DRY_TOKEN = "remuda-doctor"  # noqa: S105 - EC2's word for a name of a request
+#: Client token of the dry run of CreateFleet.
+DRY_RUN_TOKEN = "remuda-doctor"  # noqa: S105 - not a credential
 _DRY_RUN = "DryRunOperation"
 _UNAUTHORIZED = "UnauthorizedOperation"
-_NO_PROFILE = "NoSuchEntity"
-#: Architectures that the actions runner is built for; how downloads for the other are called; a type of each, to try.
-_OTHERS = {"x86_64": ("arm64", "aarch64"), "arm64": ("x64", "x86_64", "amd64")}
-_TYPES = {"x86_64": "m5.large", "arm64": "m6g.large"}
+#: Architectures supported by the actions runner, with the words in file names that mean the other architecture.
+_OTHER_ARCHITECTURE = {"x86_64": ("arm64", "aarch64"), "arm64": ("x64", "x86_64", "amd64")}
+#: Instance type for the dry run of RunInstances, by architecture.
+_DRY_RUN_TYPES = {"x86_64": "m5.large", "arm64": "m6g.large"}
 REFRESH_FIX = "run remuda refresh"
-WORKFLOW_FIX = "nothing where only refresh runs here; provision needs deploy/policies/workflow.json"
+WORKFLOW_FIX = "ignore this if only remuda refresh runs here; otherwise grant deploy/policies/workflow.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AwsParts:
+class AwsAdapters:
     """The pool's adapters."""
 
     store: DynamoInstanceStore
@@ -58,40 +61,40 @@ class AwsDoctor:
         self,
         *,
         clients: AwsClients,
-        parts: Callable[[], Awaitable[AwsParts]],
+        adapters: Callable[[], Awaitable[AwsAdapters]],
         pool: str,
         launch: Mapping[str, str],
         classes: Collection[ResourceClass],
         clock: Clock,
     ) -> None:
-        """`parts` opens the adapters, once: without a region there are none."""
+        """`adapters` opens the pool's adapters, which needs a region, so it is called only by checks that need them."""
         self._clients = clients
-        self._parts = parts
+        self._adapters = adapters
         self._pool = pool
         self._launch = launch
         self._classes = classes
         self._clock = clock
 
     def checks(self) -> Sequence[Check]:
-        known = (CREDENTIALS,)
-        asked = (CREDENTIALS, LAUNCH)
+        with_credentials = (CREDENTIALS,)
+        with_options = (CREDENTIALS, LAUNCH)
         return (
             Check(name=REGION, look=self._region),
             Check(name=CREDENTIALS, look=self._credentials, needs=(REGION,)),
-            Check(name="aws clock", look=self._clocks, needs=known),
-            Check(name="table", look=self._table, needs=known),
-            Check(name="queues", look=self._queues, needs=known),
+            Check(name="aws clock", look=self._clocks, needs=with_credentials),
+            Check(name="table", look=self._table, needs=with_credentials),
+            Check(name="queues", look=self._queues, needs=with_credentials),
             Check(name=LAUNCH, look=self._options),
-            Check(name=IMAGE, look=self._image, needs=asked),
-            Check(name=NETWORK, look=self._subnets, needs=asked),
-            Check(name="security groups", look=self._groups, needs=asked),
-            Check(name="instance profile", look=self._profile, needs=asked),
-            Check(name=TEMPLATE, look=self._template, needs=asked),
-            Check(name="right to launch", look=self._may_launch, needs=(TEMPLATE, IMAGE, NETWORK)),
-            Check(name="right to terminate", look=self._may_terminate, needs=known),
+            Check(name=IMAGE, look=self._image, needs=with_options),
+            Check(name=NETWORK, look=self._subnets, needs=with_options),
+            Check(name="security groups", look=self._groups, needs=with_options),
+            Check(name="instance profile", look=self._profile, needs=with_options),
+            Check(name=TEMPLATE, look=self._template, needs=with_options),
+            Check(name="launch permission", look=self._may_launch, needs=(TEMPLATE, IMAGE, NETWORK)),
+            Check(name="terminate permission", look=self._may_terminate, needs=with_credentials),
         )
 
-    # Who we are -----------------------------------------------------------------------------------------------
+    # Identity -------------------------------------------------------------------------------------------------
 
     async def _region(self) -> CheckResult:
         return ok(self._clients.region())
@@ -102,123 +105,113 @@ class AwsDoctor:
     async def _identity(self) -> dict[str, Any]:
         client = await self._clients.client("sts", "STS", config())
         with translated("STS", "the caller's identity"):
-            answer: dict[str, Any] = await answered(client.get_caller_identity())
+            answer: dict[str, Any] = await await_response(client.get_caller_identity())
         return answer
 
     async def _clocks(self) -> CheckResult:
         headers = (await self._identity())["ResponseMetadata"]["HTTPHeaders"]
         return clocks("AWS", str(headers.get("date", "")), self._clock)
 
-    # What the pool has ----------------------------------------------------------------------------------------
+    # Table and queues -----------------------------------------------------------------------------------------
 
     async def _table(self) -> CheckResult:
         name = template_name(self._pool)
-        found = await (await self._parts()).store.inspect()
+        found = await (await self._adapters()).store.inspect()
         if not found.active:
-            return warning(f"{name} is not active yet", "wait a moment")
+            return warning(f"table {name} is not active yet", "run remuda doctor again in a minute")
         if not found.expires:
-            return warning(f"{name}: old records do not expire", REFRESH_FIX)
+            return warning(f"table {name}: expiry of old records is not enabled", REFRESH_FIX)
         if not found.on_demand:
-            return warning(f"{name} has provisioned throughput", "switch it to on-demand: bursts would be throttled")
-        return ok(f"{name}: keys, indexes and expiry as they should be, paid on demand")
+            return warning(f"table {name} has provisioned throughput, which throttles bursts", "switch it to on-demand")
+        return ok(f"{name}: keys, indexes and expiry are correct, billed on demand")
 
     async def _queues(self) -> CheckResult:
-        wrong = await (await self._parts()).pool.inspect([each.name for each in self._classes])
-        if wrong:
-            return problem("; ".join(f"{name} {what}" for name, what in wrong.items()), REFRESH_FIX)
-        return ok(f"{len(self._classes)}, one a class")
+        deviations = await (await self._adapters()).pool.inspect([each.name for each in self._classes])
+        if deviations:
+            return problem("; ".join(f"{name} {deviation}" for name, deviation in deviations.items()), REFRESH_FIX)
+        return ok(f"{len(self._classes)} queues, one per class")
 
-    # What a launch needs --------------------------------------------------------------------------------------
+    # Launch options -------------------------------------------------------------------------------------------
 
     async def _options(self) -> CheckResult:
-        options = self._parsed()
+        options = self._launch_options()
         return ok(f"{options.ami}, {len(options.subnets)} subnets, profile {options.profile}")
 
-    def _parsed(self) -> Options:
-        return Options.parse(self._launch)
+    def _launch_options(self) -> Ec2LaunchOptions:
+        return Ec2LaunchOptions.parse(self._launch)
 
-    async def _described(self, operation: str, name: str, values: Sequence[str]) -> list[dict[str, Any]]:
-        listed = operation.removeprefix("Describe")
-        calls = (await self._parts()).compute.calls
-        pages = calls.pages(operation, Filters=[{"Name": name, "Values": list(values)}])
-        return [item async for page in pages for item in page.get(listed, ())]
+    async def _describe(self, operation: str, filter_name: str, values: Sequence[str]) -> list[dict[str, Any]]:
+        list_name = operation.removeprefix("Describe")
+        calls = (await self._adapters()).compute.calls
+        pages = calls.pages(operation, Filters=[{"Name": filter_name, "Values": list(values)}])
+        return [item async for page in pages for item in page.get(list_name, ())]
 
     async def _image(self) -> CheckResult:
-        options = self._parsed()
+        options = self._launch_options()
         if not options.ami.startswith("ami-"):
-            return ok(f"{options.ami}: EC2 looks it up at each launch")
-        images = await self._described("DescribeImages", "image-id", [options.ami])
+            return ok(f"{options.ami}, resolved by EC2 at each launch")
+        images = await self._describe("DescribeImages", "image-id", [options.ami])
         if not images:
-            return problem(f"there is no {options.ami} in this region, or it is not shared", f"give another {AMI}")
+            return problem(f"{options.ami} does not exist in this region, or is not shared", f"set another {AMI}")
         image = images[0]
         if image.get("State") != "available":
-            return problem(f"{options.ami} is {image.get('State')}", f"give another {AMI}, or wait")
-        return _fits(options, str(image.get("Architecture", "")), str(image.get("Platform", "")))
+            return problem(
+                f"{options.ami} is {image.get('State')}", f"wait until it is available, or set another {AMI}"
+            )
+        return _check_architecture(options, str(image.get("Architecture", "")), str(image.get("Platform", "")))
 
     async def _subnets(self) -> CheckResult:
-        wanted = self._parsed().subnets
-        found = {item["SubnetId"]: item for item in await self._described("DescribeSubnets", "subnet-id", wanted)}
+        wanted = self._launch_options().subnets
+        found = {item["SubnetId"]: item for item in await self._describe("DescribeSubnets", "subnet-id", wanted)}
         missing = [name for name in wanted if name not in found]
         if missing:
-            return problem(f"there is no {', '.join(missing)} in this region and account", f"correct {SUBNETS}")
+            return problem(f"{', '.join(missing)} not found in this region and account", f"correct {SUBNETS}")
         full = [name for name, item in found.items() if item.get("AvailableIpAddressCount", 1) == 0]
         if len(full) == len(found):
-            return problem(f"no free address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
+            return problem(f"no free IP address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
         if full:
-            return warning(f"no free address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
+            return warning(f"no free IP address in {', '.join(full)}", f"add a subnet to {SUBNETS}")
         zones = sorted({str(item.get("AvailabilityZone", "")) for item in found.values()})
         return ok(f"{', '.join(wanted)} in {', '.join(zones)}")
 
     async def _groups(self) -> CheckResult:
-        options = self._parsed()
+        options = self._launch_options()
         wanted = options.security_groups
         if not wanted:
-            return ok("none given: the network's default one")
-        groups = await self._described("DescribeSecurityGroups", "group-id", wanted)
+            return ok("none configured; the VPC's default group applies")
+        groups = await self._describe("DescribeSecurityGroups", "group-id", wanted)
         found = {item["GroupId"]: str(item.get("VpcId", "")) for item in groups}
         missing = [name for name in wanted if name not in found]
         if missing:
-            return problem(f"there is no {', '.join(missing)} in this region and account", f"correct {SECURITY_GROUPS}")
-        networks = {
-            str(item.get("VpcId", ""))
-            for item in await self._described("DescribeSubnets", "subnet-id", options.subnets)
+            return problem(f"{', '.join(missing)} not found in this region and account", f"correct {SECURITY_GROUPS}")
+        vpcs = {
+            str(item.get("VpcId", "")) for item in await self._describe("DescribeSubnets", "subnet-id", options.subnets)
         }
-        stray = [name for name, network in found.items() if networks and {network} != networks]
+        stray = [name for name, vpc in found.items() if vpcs and {vpc} != vpcs]
         if stray:
-            fix = f"give subnets and groups of one network: {SUBNETS}, {SECURITY_GROUPS}"
-            return problem(f"{', '.join(stray)} and the subnets are of different networks", fix)
+            fix = f"set {SUBNETS} and {SECURITY_GROUPS} of one VPC"
+            return problem(f"{', '.join(stray)} and the subnets are in different VPCs", fix)
         return ok(", ".join(wanted))
 
     async def _profile(self) -> CheckResult:
-        name = self._parsed().profile.rpartition("/")[2]
-        client = await self._clients.client("iam", "IAM", config())
-        with translated("IAM", name):
-            try:
-                answer = await answered(client.get_instance_profile(InstanceProfileName=name))
-            except ClientError as error:
-                if code_of(error) != _NO_PROFILE:
-                    raise
-                fix = "create it (deploy/cloudformation.yml does), or correct iam-instance-profile"
-                return problem(f"there is no instance profile {name}", fix)
-        roles = [str(role["RoleName"]) for role in answer["InstanceProfile"].get("Roles", ())]
-        if not roles:
-            return problem(f"instance profile {name} has no role", "add the agent's role to it")
-        return ok(f"{name}, with role {roles[0]}")
+        name = profile_name(self._launch_options().profile)
+        role = await instance_profile_role(await self._clients.client("iam", "IAM", config()), name)
+        return ok(f"{name}, with role {role['RoleName']}")
 
     async def _template(self) -> CheckResult:
         name = template_name(self._pool)
-        current = await (await self._parts()).compute.has_template(self._launch)
+        current = await (await self._adapters()).compute.has_template(self._launch)
         if current is None:
-            return problem(f"there is no launch template {name}", REFRESH_FIX)
+            return problem(f"launch template {name} does not exist", REFRESH_FIX)
         if not current:
-            return warning(f"{name} differs from these options", f"{REFRESH_FIX}: it makes a new version")
+            return warning(f"{name} does not match the launch options", f"{REFRESH_FIX}, which creates a new version")
         return ok(f"{name} is current")
 
-    # Rights ---------------------------------------------------------------------------------------------------
+    # Permissions ----------------------------------------------------------------------------------------------
 
     async def _may_launch(self) -> CheckResult:
-        """EC2 judges a fleet by the fleet and by each launch in it."""
-        options = self._parsed()
+        """Dry-run CreateFleet and RunInstances: a fleet needs the permissions of both."""
+        options = self._launch_options()
         tags = {POOL_TAG: self._pool, PROVISION_TAG: "doctor"}
         fleet = fleet_request(
             template=template_name(self._pool),
@@ -231,65 +224,67 @@ class AwsDoctor:
             subnets=options.subnets,
             count=1,
             usage=UsageClass.ON_DEMAND,
-            token=DRY_TOKEN,
+            token=DRY_RUN_TOKEN,
             tags=tags,
         )
         single = {
             "LaunchTemplate": {"LaunchTemplateName": template_name(self._pool), "Version": "$Default"},
-            "InstanceType": await self._any_type(options),
+            "InstanceType": await self._dry_run_type(options),
             "SubnetId": options.subnets[0],
             "MinCount": 1,
             "MaxCount": 1,
             "TagSpecifications": fleet["TagSpecifications"],
         }
         for operation, parameters in (("CreateFleet", fleet), ("RunInstances", single)):
-            refusal = await self._refused(operation, parameters)
-            if refusal:
-                return warning(f"these credentials may not launch ({operation}): {refusal}", WORKFLOW_FIX)
-        return ok("by a dry run of CreateFleet and of RunInstances")
+            denial = await self._dry_run(operation, parameters)
+            if denial:
+                return warning(f"the AWS credentials do not permit launches ({operation}): {denial}", WORKFLOW_FIX)
+        return ok("permitted, by a dry run of CreateFleet and RunInstances")
 
-    async def _any_type(self, options: Options) -> str:
-        images = await self._described("DescribeImages", "image-id", [options.ami])
-        return _TYPES.get(str(images[0].get("Architecture", "")) if images else "", _TYPES["x86_64"])
+    async def _dry_run_type(self, options: Ec2LaunchOptions) -> str:
+        images = await self._describe("DescribeImages", "image-id", [options.ami])
+        return _DRY_RUN_TYPES.get(str(images[0].get("Architecture", "")) if images else "", _DRY_RUN_TYPES["x86_64"])
 
     async def _may_terminate(self) -> CheckResult:
-        machines = await (await self._parts()).compute.list_pool()
+        machines = await (await self._adapters()).compute.list_pool()
         running = [item.instance_id for item in machines if item.state is MachineState.RUNNING]
         if not running:
-            return ok("the pool has no machine to try it on")
-        refusal = await self._refused("TerminateInstances", {"InstanceIds": running[:1]})
-        # It is asked for first: whose they are.
-        whose = {"Filters": [{"Name": "resource-id", "Values": running[:1]}]}
-        refusal = refusal or await self._refused("DescribeTags", whose)
-        if refusal:
+            return ok("not checked: the pool has no running instance")
+        denial = await self._dry_run("TerminateInstances", {"InstanceIds": running[:1]})
+        # Remuda reads the pool tag before it terminates an instance.
+        tags_of_instance = {"Filters": [{"Name": "resource-id", "Values": running[:1]}]}
+        denial = denial or await self._dry_run("DescribeTags", tags_of_instance)
+        if denial:
             return problem(
-                f"these credentials may not end the pool's machines: {refusal}",
-                "give the role the rights in deploy/policies/refresh.json",
+                f"the AWS credentials do not permit terminating the pool's instances: {denial}",
+                "grant the role the permissions in deploy/policies/refresh.json",
             )
-        return ok("by a dry run of TerminateInstances and of DescribeTags")
+        return ok("permitted, by a dry run of TerminateInstances and DescribeTags")
 
-    async def _refused(self, operation: str, parameters: Mapping[str, Any]) -> str:
-        """What EC2 says to a dry run; empty where it would have done it."""
-        calls = (await self._parts()).compute.calls
+    async def _dry_run(self, operation: str, parameters: Mapping[str, Any]) -> str:
+        """EC2's reason for denying the operation, or an empty string if it is permitted."""
+        calls = (await self._adapters()).compute.calls
         try:
-            await calls.ask(operation, passes={_DRY_RUN, _UNAUTHORIZED}, DryRun=True, **parameters)
+            await calls.call(operation, raw_codes={_DRY_RUN, _UNAUTHORIZED}, DryRun=True, **parameters)
         except ClientError as error:
-            return "" if code_of(error) == _DRY_RUN else said_by(error).partition(" Encoded authorization")[0]
-        raise UserError(f"EC2 did {operation} though it was asked for a dry run", fix="see what it made")
+            return "" if code_of(error) == _DRY_RUN else message_of(error).partition(" Encoded authorization")[0]
+        raise UserError(
+            f"EC2 ignored DryRun and executed {operation}", fix="check the EC2 endpoint and what was created"
+        )
 
 
-def _fits(options: Options, architecture: str, system: str) -> CheckResult:
-    """The image and what is put on it must be of one kind."""
+def _check_architecture(options: Ec2LaunchOptions, architecture: str, system: str) -> CheckResult:
+    """Whether the image runs Linux, and has the same architecture as the downloads for it."""
     if system.lower() == "windows":
-        return problem(f"{options.ami} is a Windows image", "give a Linux image: machines are set up by a shell script")
-    if architecture not in _OTHERS:
-        known = " or ".join(_OTHERS)
+        return problem(f"{options.ami} is a Windows image", f"set {AMI} to a Linux image")
+    if architecture not in _OTHER_ARCHITECTURE:
+        known = " or ".join(_OTHER_ARCHITECTURE)
         return problem(
-            f"{options.ami} is for {architecture or 'an unknown architecture'}", f"give an image for {known}"
+            f"{options.ami} is for {architecture or 'an unknown architecture'}", f"set {AMI} to an image for {known}"
         )
     downloads = {"actions-runner-url": options.runner_url, "python-url": options.python_url}
     for name, url in downloads.items():
-        word = next((word for word in _OTHERS[architecture] if word in url.rpartition("/")[2].lower()), "")
+        word = next((word for word in _OTHER_ARCHITECTURE[architecture] if word in url.rpartition("/")[2].lower()), "")
         if word:
-            return problem(f"{options.ami} is for {architecture}, {name} for {word}", f"give {name} for {architecture}")
+            return problem(f"{options.ami} is for {architecture}, {name} for {word}", f"set {name} for {architecture}")
     return ok(f"{options.ami}, {architecture}")

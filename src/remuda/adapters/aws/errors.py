@@ -1,16 +1,16 @@
-"""What AWS, botocore and the network say, as Remuda's errors: the one place that knows their codes.
+"""Translation of AWS error codes, botocore exceptions and network failures to Remuda's errors.
 
-An answer that was lost (`TimedOut`, `Unavailable`) may have been a yes: callers of conditional writes read and see.
+After `TimedOut` or `Unavailable` the call may still have been carried out: callers of conditional writes read the
+record to find out.
 """
 
 from __future__ import annotations
 
 import re
-import traceback
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 from botocore import exceptions as boto
@@ -18,63 +18,39 @@ from botocore.parsers import ResponseParserError
 
 from remuda.domain.errors import CapacityError, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 
-T = TypeVar("T")
-
-#: How much of a service's own words an error repeats.
-MAX_SAID = 300
-#: How long a service that throttles after all tries is left alone: none names a time.
+#: Maximum length of a service's message quoted in an error.
+MAX_MESSAGE = 300
+#: Seconds to wait after throttling that outlasts all retries. AWS does not name a time.
 RETRY_AFTER_S = 2.0
 
 DYNAMODB, SQS, EC2 = "DynamoDB", "SQS", "EC2"
 
 CONDITION_FAILED = "ConditionalCheckFailedException"
-#: A condition of one of its parts did not hold, or somebody else wrote at the same time: nothing was written. Not so
-#: TransactionInProgressException: our own earlier attempt is still under way, and may yet be carried out.
-TRANSACTION_REFUSED = frozenset({"TransactionCanceledException", "TransactionConflictException"})
-#: What a refused transaction says of a part whose condition did not hold, and of one that is not to blame.
-PART_CONDITION_FAILED, PART_BLAMELESS = "ConditionalCheckFailed", "None"
+#: A condition failed, or another write to one of the items was in progress: nothing was written.
+#: TransactionInProgressException is not among them: our earlier attempt is still running and may yet succeed.
+TRANSACTION_CANCELLED = frozenset({"TransactionCanceledException", "TransactionConflictException"})
+#: Cancellation reasons of a transaction's items: its condition failed, or it did not cause the cancellation.
+REASON_CONDITION_FAILED, NOT_THE_CAUSE = "ConditionalCheckFailed", "None"
 TABLE_MISSING = "ResourceNotFoundException"
 TABLE_BUSY = "ResourceInUseException"
 VALIDATION = "ValidationException"
-#: The first is what SQS says by its older protocol, and the newer one keeps it for compatibility.
+#: SQS's query protocol uses the first code; the JSON protocol still returns it for compatibility.
 QUEUE_MISSING = frozenset({"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"})
 _QUEUE_JUST_DELETED = frozenset({"AWS.SimpleQueueService.QueueDeletedRecently", "QueueDeletedRecently"})
 
-CAPACITY_FIX = "allow more instance types or subnets, another usage class, or try later"
-QUOTA_FIX = "ask AWS for a higher quota of running instances (Service Quotas), or lower max-instances"
-PERMISSION_FIX = "give the role the rights of Remuda's control plane (deploy/policies)"
+CAPACITY_FIX = "allow more instance types or subnets, allow another usage class, or retry later"
+QUOTA_FIX = "request a higher quota of running instances (Service Quotas), or lower max-instances"
+PERMISSION_FIX = "grant the role the permissions of Remuda's control plane (deploy/policies)"
 LAUNCH_FIX = "correct the launch options and run remuda refresh"
 _CREDENTIALS_FIX = "set valid AWS credentials for this region"
-_TABLE_FIX = "run remuda refresh, or check the region and the pool's name"
+_TABLE_FIX = "run remuda refresh, or check the region and the pool name"
 
-#: What the library raises in place of an answer.
+#: Exceptions that botocore and aiohttp raise instead of returning a response.
 FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError)
 
 
-#: Where botocore takes answers apart, and who takes what comes of it for a document.
-_PARSERS = frozenset({"botocore.parsers", "aiobotocore.parsers"})
-_TAKERS = tuple(
-    f"{of}botocore.{part}" for of in ("", "aio") for part in ("endpoint", "client", "errorfactory", "model", "retr")
-)
-
-
-async def answered(call: Awaitable[T]) -> T:
-    """One call. What no service would send fails botocore's parsers in ways of their own: here, in one."""
-    try:
-        return await call
-    except Exception as error:
-        if isinstance(error, FAILURES) or not _is_of_parsers(error):
-            raise
-        raise ResponseParserError(f"an answer cannot be read: {type(error).__name__}") from error
-
-
-def _is_of_parsers(error: Exception) -> bool:
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return modules[-1].startswith(_TAKERS) or not _PARSERS.isdisjoint(modules)
-
-
-class Kind(Enum):
-    """What a code is about."""
+class ErrorCategory(Enum):
+    """Category of an AWS error code."""
 
     THROTTLED = "throttled"
     PERMISSION = "permission"
@@ -87,34 +63,36 @@ class Kind(Enum):
 
 
 _CODES = {
-    Kind.THROTTLED: """
+    ErrorCategory.THROTTLED: """
         EC2ThrottledException ProvisionedThroughputExceededException RequestLimitExceeded RequestThrottled
         RequestThrottledException SlowDown ThrottledException Throttling ThrottlingException TooManyRequestsException
     """,
-    # The last one: the first spot machine of an account needs a role that EC2 would make by itself.
-    Kind.PERMISSION: """
+    # The last code: the first spot instance of an account needs a service-linked role, which EC2 tries to create.
+    ErrorCategory.PERMISSION: """
         AccessDenied AccessDeniedException KmsAccessDenied UnauthorizedOperation
         AuthFailure.ServiceLinkedRoleCreationNotPermitted
     """,
-    Kind.CREDENTIALS: """
+    ErrorCategory.CREDENTIALS: """
         AuthFailure Blocked ExpiredToken ExpiredTokenException IncompleteSignature InvalidAccessKeyId
         InvalidClientTokenId InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException
         OptInRequired PendingVerification RequestExpired SignatureDoesNotMatch UnrecognizedClientException
     """,
-    Kind.QUOTA: """
+    ErrorCategory.QUOTA: """
         FleetLimitExceeded InstanceLimitExceeded MaxSpotInstanceCountExceeded ResourceLimitExceeded VcpuLimitExceeded
         VolumeLimitExceeded
     """,
-    Kind.CAPACITY: """
+    ErrorCategory.CAPACITY: """
         InsufficientCapacity InsufficientCapacityOnHost InsufficientFreeAddressesInSubnet InsufficientHostCapacity
         InsufficientInstanceCapacity InsufficientReservedInstanceCapacity InvalidFleetConfiguration SpotMaxPriceTooLow
         UnfulfillableCapacity Unsupported UnsupportedOperation
     """,
-    Kind.SERVER: "InternalError InternalFailure InternalServerError RequestTimeout ServiceUnavailable Unavailable",
+    ErrorCategory.SERVER: """
+        InternalError InternalFailure InternalServerError RequestTimeout ServiceUnavailable Unavailable
+    """,
 }
-#: The machine does not allow it, as it is: protected, or on its way already. Asking again changes nothing.
-_AS_IT_IS = frozenset({"OperationNotPermitted", "IncorrectInstanceState", "IncorrectState"})
-_KINDS = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
+#: The instance is protected, or in a state that does not allow the operation. A retry does not help.
+_WRONG_INSTANCE_STATE = frozenset({"OperationNotPermitted", "IncorrectInstanceState", "IncorrectState"})
+_CATEGORIES = {code: category for category, codes in _CODES.items() for code in codes.split()}
 _INPUT = re.compile(
     r"(Invalid|Malformed|Missing|Unknown|Validation).*|.*NotFound(Exception)?|IdempotentParameterMismatch"
 )
@@ -132,40 +110,35 @@ _TIMEOUTS = (boto.ConnectTimeoutError, boto.ReadTimeoutError, TimeoutError)
 _SETTINGS = (boto.NoRegionError, boto.InvalidRegionError, boto.ConfigParseError, boto.ConfigNotFound)
 
 
-def kind_of(code: str) -> Kind:
-    return _KINDS.get(code) or (Kind.INPUT if _INPUT.fullmatch(code) else Kind.OTHER)
+def category_of(code: str) -> ErrorCategory:
+    return _CATEGORIES.get(code) or (ErrorCategory.INPUT if _INPUT.fullmatch(code) else ErrorCategory.OTHER)
 
 
 def code_of(error: boto.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def said_by(error: boto.ClientError) -> str:
-    return " ".join(str(error.response.get("Error", {}).get("Message", "")).split())[:MAX_SAID]
+def message_of(error: boto.ClientError) -> str:
+    return " ".join(str(error.response.get("Error", {}).get("Message", "")).split())[:MAX_MESSAGE]
 
 
 def item_of(error: boto.ClientError) -> dict[str, Any] | None:
-    """The item that made a condition fail: it came with the refusal."""
+    """The stored item that failed the condition, if the error includes it."""
     item: dict[str, Any] | None = error.response.get("Item")  # type: ignore[assignment]
     return item or None
 
 
-def blames_of(error: boto.ClientError) -> list[str]:
-    """What a refused transaction says of each of its parts, in their order; empty where it does not say."""
+def cancellation_reasons(error: boto.ClientError) -> list[str]:
+    """The cancellation code of each item of a transaction, in order. Empty if the error does not list them."""
     reasons: list[Mapping[str, Any]] = error.response.get("CancellationReasons") or []  # type: ignore[assignment]
-    return [str(reason.get("Code") or PART_BLAMELESS) for reason in reasons]
-
-
-def attempts_of(response: Any) -> int:
-    """How many requests went over the wire for one answer."""
-    return 1 + int(response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
+    return [str(reason.get("Code") or NOT_THE_CAUSE) for reason in reasons]
 
 
 @contextmanager
 def translated(service: str, what: str) -> Iterator[None]:
-    """Errors of botocore leave as Remuda's. `what` is the table, queue or operation that the call is about.
+    """Raise botocore's errors as Remuda's. `what` is the table, queue or operation of the call.
 
-    Arguments that botocore itself refuses are a bug and leave as they are.
+    Arguments that botocore rejects are a bug in Remuda and are raised unchanged.
     """
     try:
         yield
@@ -176,8 +149,8 @@ def translated(service: str, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def settings_checked(service: str) -> Iterator[None]:
-    """For the opening of a client, which says `ValueError` of an endpoint or a region that cannot be one."""
+def checked_settings(service: str) -> Iterator[None]:
+    """For the creation of a client, which raises `ValueError` for an invalid endpoint or region."""
     try:
         with translated(service, service):
             yield
@@ -186,60 +159,64 @@ def settings_checked(service: str) -> Iterator[None]:
 
 
 def translate(error: Exception, service: str, what: str) -> RemudaError:
-    """What a service says is quoted; requests and credentials are not."""
+    """The error to raise. It quotes the service's message, never the request or a credential."""
     if not isinstance(error, boto.ClientError):
         return _from_library(error, service, what)
-    code, said = code_of(error), said_by(error)
+    code, message = code_of(error), message_of(error)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    # Whatever it is called: a server's own fault passes. EC2 gives some refusals such a status, too.
-    if status >= 500 and kind_of(code) in {Kind.INPUT, Kind.OTHER}:
-        return Unavailable(_story(service, what, code, said))
-    return _of_service(code, said, service, what) or _of_kind(code, said, service, what)
+    # A 5xx status is temporary whatever its code. EC2 also returns 5xx with codes of the other categories.
+    if status >= 500 and category_of(code) in {ErrorCategory.INPUT, ErrorCategory.OTHER}:
+        return Unavailable(_refusal(service, what, code, message))
+    return _service_specific(code, message, service, what) or _by_category(code, message, service, what)
 
 
-def _of_service(code: str, said: str, service: str, what: str) -> RemudaError | None:
-    """Codes that mean something to one service alone."""
+def _service_specific(code: str, message: str, service: str, what: str) -> RemudaError | None:
+    """The error for codes that have a special meaning for one service."""
     if service == DYNAMODB and code == TABLE_MISSING:
         return no_table(what)
     if service == DYNAMODB and code == VALIDATION:
-        # Its expressions are ours and proven: what is left is a table with other keys or indexes.
-        return UserError(f"table {what} does not work as a Remuda store: {said}", fix=_TABLE_FIX)
+        # Remuda's expressions are valid, so the table has other keys or indexes.
+        return UserError(f"table {what} is not usable as a Remuda store: {message}", fix=_TABLE_FIX)
     if code in QUEUE_MISSING:
         return NotFound(f"no queue {what} in SQS", fix=_TABLE_FIX)
     if code in _QUEUE_JUST_DELETED:
-        return Unavailable(f"queue {what} was deleted a moment ago: {said}", fix="run remuda refresh in a minute")
-    if code in _AS_IT_IS:
-        return UserError(_story(service, what, code, said), field="instance", fix="look at the machine itself")
+        return Unavailable(
+            f"queue {what} was deleted less than a minute ago: {message}", fix="run remuda refresh in a minute"
+        )
+    if code in _WRONG_INSTANCE_STATE:
+        return UserError(
+            _refusal(service, what, code, message), field="instance", fix="check the instance in the EC2 console"
+        )
     if code.startswith("InvalidInstanceID."):
-        return NotFound(_story(service, what, code, said))
+        return NotFound(_refusal(service, what, code, message))
     return None
 
 
-def _of_kind(code: str, said: str, service: str, what: str) -> RemudaError:
-    story = _story(service, what, code, said)
-    match kind_of(code):
-        case Kind.THROTTLED:
+def _by_category(code: str, message: str, service: str, what: str) -> RemudaError:
+    text = _refusal(service, what, code, message)
+    match category_of(code):
+        case ErrorCategory.THROTTLED:
             return Throttled(f"{service} limits our calls ({what}): {code}", retry_after_s=RETRY_AFTER_S)
-        case Kind.PERMISSION:
-            return UserError(story, field="aws-permission", fix=PERMISSION_FIX)
-        case Kind.CREDENTIALS:
+        case ErrorCategory.PERMISSION:
+            return UserError(text, field="aws-permission", fix=PERMISSION_FIX)
+        case ErrorCategory.CREDENTIALS:
             return UserError(
-                f"{service} refuses the AWS credentials ({what}): {code}: {said}",
+                f"{service} refuses the AWS credentials ({what}): {code}: {message}",
                 field="aws-credentials",
                 fix=_CREDENTIALS_FIX,
             )
-        case Kind.QUOTA:
-            return CapacityError(story, fix=QUOTA_FIX)
-        case Kind.CAPACITY:
-            return CapacityError(story, fix=CAPACITY_FIX)
-        case Kind.INPUT if service == EC2:
-            return UserError(story, field="launch", fix=LAUNCH_FIX)
+        case ErrorCategory.QUOTA:
+            return CapacityError(text, fix=QUOTA_FIX)
+        case ErrorCategory.CAPACITY:
+            return CapacityError(text, fix=CAPACITY_FIX)
+        case ErrorCategory.INPUT if service == EC2:
+            return UserError(text, field="launch", fix=LAUNCH_FIX)
         case _:
-            return Unavailable(story)
+            return Unavailable(text)
 
 
-def _story(service: str, what: str, code: str, said: str) -> str:
-    return f"{service} refuses ({what}): {code}: {said}".rstrip(": ")
+def _refusal(service: str, what: str, code: str, message: str) -> str:
+    return f"{service} refuses ({what}): {code}: {message}".rstrip(": ")
 
 
 def no_table(name: str) -> UserError:
@@ -248,7 +225,8 @@ def no_table(name: str) -> UserError:
 
 def wrong_table(name: str, differences: list[str]) -> UserError:
     return UserError(
-        f"table {name} is not a Remuda store: {'; '.join(differences)}", fix="name another pool, or remove that table"
+        f"table {name} is not a Remuda store: {'; '.join(differences)}",
+        fix="choose another pool name, or delete that table",
     )
 
 
@@ -261,8 +239,8 @@ def _from_library(error: Exception, service: str, what: str) -> RemudaError:
         )
     if isinstance(error, _SETTINGS):
         return UserError(f"{service} cannot be called: {error}", fix="set AWS_REGION")
-    where = getattr(error, "kwargs", {}).get("endpoint_url", "")
-    at = f"{service} at {where}" if where else service
+    endpoint = getattr(error, "kwargs", {}).get("endpoint_url", "")
+    at = f"{service} at {endpoint}" if endpoint else service
     if isinstance(error, _TIMEOUTS):
         return TimedOut(f"{at} did not answer in time ({what})")
     if isinstance(error, boto.EndpointConnectionError):

@@ -1,4 +1,4 @@
-"""The EC2 machine as its agent sees it: its metadata, its files, its timers."""
+"""The EC2 machine of an agent: instance metadata, state files, dead-man timers, pre-runner script."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from typing import Any
 import httpx
 
 from remuda import procfs, scripts
-from remuda.adapters.aws.tags import MARGIN_TAG
-from remuda.adapters.aws.user_data import Layout
+from remuda.adapters.aws.user_data import MARGIN_TAG, MachineLayout
 from remuda.domain.errors import NotFound, RemudaError, Unavailable, UserError
 from remuda.domain.resources import is_instance_id
 from remuda.domain.serialization import from_document, to_document
@@ -30,35 +29,35 @@ from remuda.ports.machine import AgentState, Identity, StepResult
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
-#: It is on this very machine: what takes longer does not answer.
+#: Timeouts in seconds of connecting and of each read. The service runs on the same host.
 TIMEOUT_S = 2.0
-#: For a whole answer, byte by byte.
-ANSWER_S = 2 * TIMEOUT_S
-MAX_ANSWER_BYTES = 64 * 1024
-TOKEN_LIFE_S = 21_600
-#: A token is renewed when less than this is left of it.
-TOKEN_LEFT_S = 60.0
-COMMAND_LIMIT_S = 15.0
+#: Timeout in seconds of a whole response.
+RESPONSE_TIMEOUT_S = 2 * TIMEOUT_S
+MAX_RESPONSE_BYTES = 64 * 1024
+TOKEN_TTL_S = 21_600
+#: A token is renewed if it expires within this many seconds.
+RENEW_BEFORE_S = 60.0
+COMMAND_TIMEOUT_S = 15.0
 MAX_NOTICE = 500
-#: What EC2 allows.
+#: EC2's limit for a tag value.
 MAX_TAG = 256
-MAX_MEMORY_BYTES = 1024 * 1024
+MAX_STATE_BYTES = 1024 * 1024
 
-MEMORY = "memory.json"
+STATE_FILE = "state.json"
 SCRIPT = "pre-runner.sh"
 SCRIPT_LOG = "pre-runner.log"
-#: The timers that are set, one name a line: the bootstrap writes the first.
+#: File with the names of the timers that are set, one per line. The bootstrap writes the first.
 TIMERS = "dead-man"
 TIMER_PREFIX = "remuda-dead-man-"
-#: Starts with every boot, for machines that a job restarts.
+#: Starts at every boot, for machines that a job reboots.
 REBOOT_TIMER = f"{TIMER_PREFIX}reboot"
-#: What `systemctl stop` says of a unit that there is not (any more).
+#: Exit code of `systemctl stop` for a unit that does not exist.
 NOT_LOADED = 5
 POWER_OFF = ("systemctl", "poweroff", "--force")
 
-#: It goes into a header.
+#: A token that is valid as a header value.
 _TOKEN = re.compile(r"[!-~]{1,2000}")
-#: A tag may be written by hand; more than a day is no difference of clocks.
+#: Upper bound in seconds of a plausible clock margin; the tag may have been edited by hand.
 MAX_MARGIN_S = 86_400.0
 
 RunCommand = Callable[[Sequence[str]], int]
@@ -69,10 +68,10 @@ def imds_endpoint(environment: Mapping[str, str]) -> str:
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Its exit code; -1 where it could not be run to its end."""
+    """The exit code, or -1 if the command could not be started or timed out."""
     try:
         return subprocess.run(
-            list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_LIMIT_S, check=False
+            list(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False
         ).returncode
     except (OSError, subprocess.TimeoutExpired):
         return -1
@@ -86,7 +85,7 @@ class Imds:
         self._client = httpx.AsyncClient(
             base_url=endpoint.rstrip("/"),
             timeout=TIMEOUT_S,
-            # It is reached without any proxy, and without TLS: no authority has to be read.
+            # Plain HTTP without a proxy. The empty context saves the time to load CA certificates.
             trust_env=False,
             verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         )
@@ -97,16 +96,16 @@ class Imds:
         await self._client.aclose()
 
     async def get(self, path: str) -> str:
-        """`NotFound` where there is no such thing."""
+        """The value at a metadata path. Raises `NotFound` if it does not exist."""
         response = await self._get(path)
         if response.status_code == 401:
-            # The token was not taken: once more with a new one.
+            # The token was rejected; retry once with a new one.
             self._token_until = -math.inf
             response = await self._get(path)
         if response.status_code == 404:
-            raise NotFound(f"the machine's metadata has no {path}")
+            raise NotFound(f"the instance metadata has no {path}")
         if not response.is_success:
-            raise Unavailable(f"the machine's metadata service answers {response.status_code} for {path}")
+            raise Unavailable(f"the instance metadata service returned {response.status_code} for {path}")
         return response.text.strip()
 
     async def _get(self, path: str) -> httpx.Response:
@@ -115,29 +114,34 @@ class Imds:
 
     async def _fresh_token(self) -> str:
         if self._clock.monotonic() >= self._token_until:
-            asked_at = self._clock.monotonic()
-            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
+            requested_at = self._clock.monotonic()
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
             response = await self._request("PUT", "/latest/api/token", headers)
             if not response.is_success:
-                raise Unavailable(f"the machine's metadata service gives no token: {response.status_code}")
+                raise Unavailable(f"the instance metadata service returned {response.status_code} instead of a token")
             token = response.text.strip()
             if not _TOKEN.fullmatch(token):
-                raise Unavailable("the machine's metadata service gives no token that can be one")
+                raise Unavailable("the instance metadata service returned an invalid token")
             self._token = token
-            self._token_until = asked_at + TOKEN_LIFE_S - TOKEN_LEFT_S
+            self._token_until = requested_at + TOKEN_TTL_S - RENEW_BEFORE_S
         return self._token
 
     async def _request(self, method: str, path: str, headers: Mapping[str, str]) -> httpx.Response:
         try:
-            async with asyncio.timeout(ANSWER_S), self._client.stream(method, path, headers=headers) as response:
+            async with (
+                asyncio.timeout(RESPONSE_TIMEOUT_S),
+                self._client.stream(method, path, headers=headers) as response,
+            ):
                 body = bytearray()
                 async for chunk in response.aiter_raw():
                     body += chunk
-                    if len(body) > MAX_ANSWER_BYTES:
-                        raise Unavailable(f"the machine's metadata service answers more than {MAX_ANSWER_BYTES} bytes")
+                    if len(body) > MAX_RESPONSE_BYTES:
+                        raise Unavailable(
+                            f"the instance metadata service returned more than {MAX_RESPONSE_BYTES} bytes"
+                        )
                 return httpx.Response(response.status_code, content=bytes(body))
         except (httpx.HTTPError, TimeoutError) as error:
-            raise Unavailable(f"the machine's metadata service cannot be reached: {type(error).__name__}") from error
+            raise Unavailable(f"the instance metadata service cannot be reached: {type(error).__name__}") from error
 
 
 class Ec2Machine:
@@ -147,20 +151,20 @@ class Ec2Machine:
         imds: Imds,
         clock: Clock,
         reset: Callable[[], Awaitable[StepResult]],
-        layout: Layout | None = None,
+        layout: MachineLayout | None = None,
         run: RunCommand = run_command,
         terminate: Callable[[str], Awaitable[None]] | None = None,
         script_environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`terminate` asks EC2 for this machine's end; without it, or where it fails, the machine powers off: that ends
-        it too, and needs no right.
+        """`terminate` calls EC2 to terminate this instance. Without it, or if it fails, the machine powers off, which
+        also terminates the instance and needs no permission.
         """
         self._imds = imds
         self._clock = clock
         self._reset = reset
         self._run = run
         self._terminate = terminate
-        self._state = Path((layout or Layout()).state)
+        self._state = Path((layout or MachineLayout()).state)
         self._script_environment = {"PATH": scripts.SYSTEM_PATH, "LANG": "C.UTF-8", "HOME": "/root"} | dict(
             script_environment or {}
         )
@@ -173,29 +177,34 @@ class Ec2Machine:
     async def identity(self) -> Identity:
         instance_id = await self._imds.get("instance-id")
         if not is_instance_id(instance_id):
-            raise Unavailable("the machine's metadata has no usable instance id")
+            raise Unavailable("the instance metadata has no valid instance id")
         margin = await self._tag(MARGIN_TAG)
         try:
             margin_s = float(margin)
         except ValueError:
             margin_s = math.nan
         if not 0 <= margin_s <= MAX_MARGIN_S:
-            raise UserError(f"the machine's tag {MARGIN_TAG} is {margin[:40]!r}", field=MARGIN_TAG, fix=_TAG_FIX)
+            raise UserError(
+                f"the instance tag {MARGIN_TAG} is not a number of seconds: {margin[:40]!r}",
+                field=MARGIN_TAG,
+                fix=_TAG_FIX,
+            )
         return Identity(instance_id=instance_id, pool=truncate(await self._tag(POOL_TAG), MAX_TAG), margin_s=margin_s)
 
     def load(self) -> AgentState:
         try:
-            with (self._state / MEMORY).open("rb") as file:
-                return from_document(AgentState, json.loads(file.read(MAX_MEMORY_BYTES)))
+            with (self._state / STATE_FILE).open("rb") as file:
+                return from_document(AgentState, json.loads(file.read(MAX_STATE_BYTES)))
         except (OSError, ValueError, RecursionError):
             return AgentState()
 
     def save(self, state: AgentState) -> None:
-        self._write(MEMORY, json.dumps(to_document(state)).encode())
+        self._write(STATE_FILE, json.dumps(to_document(state)).encode())
 
     def set_dead_man_timer(self, at: datetime) -> None:
-        """The new timer first, then the old ones' end: at no moment there is none. Names are on disk before a timer is
-        set, so that no agent ever leaves one that nobody stops.
+        """Set the new timer before stopping the old ones, so that there is always one.
+
+        The name is written to disk before the timer is set, so that a restarted agent can stop every timer.
         """
         now = self._clock.now()
         left_s = max(1, math.ceil((at - now).total_seconds()))
@@ -208,22 +217,22 @@ class Ec2Machine:
         timer = ("systemd-run", "--quiet", f"--unit={new}", f"--on-active={left_s}", "--timer-property=AccuracySec=1s")
         code = self._run([*timer, *POWER_OFF])
         if code != 0:
-            raise Unavailable(f"the dead-man timer cannot be set: systemd-run ended with {code}")
+            raise Unavailable(f"the dead-man timer cannot be set: systemd-run exited with {code}")
         stuck = [name for name in old if self._run(["systemctl", "stop", f"{name}.timer"]) not in {0, NOT_LOADED}]
         self._write(TIMERS, _lines([*stuck, new]))
 
     async def spot_notice(self) -> str:
-        """Never fails: a beat must not be lost because the metadata does not answer. What was said once stays said."""
+        """The spot notice, kept once seen. Never raises: a heartbeat must not fail because of the metadata service."""
         with contextlib.suppress(RemudaError):
-            self._notice = await self._look_for_notice() or self._notice
+            self._notice = await self._read_notice() or self._notice
         return self._notice
 
     async def run_script(self, timeout_s: float) -> StepResult:
         script = self._state / SCRIPT
         if not script.exists():
-            return StepResult(ok=True, detail="there is no pre-runner script")
+            return StepResult(ok=True, detail="no pre-runner script")
         step = f"script {self._state}"
-        # One that an earlier agent began would run beside this one.
+        # A script started by an earlier agent process must not run at the same time.
         await asyncio.to_thread(procfs.kill_step, step)
         ended = await scripts.run(
             script,
@@ -244,25 +253,25 @@ class Ec2Machine:
                 return
         code = self._run(POWER_OFF)
         if code != 0:
-            raise Unavailable(f"the machine does not power off: systemctl ended with {code}")
+            raise Unavailable(f"the machine does not power off: systemctl exited with {code}")
 
     async def _tag(self, key: str) -> str:
         try:
             return await self._imds.get(f"tags/instance/{key}")
         except NotFound:
-            raise UserError(f"the machine cannot read its tag {key}", field=key, fix=_TAG_FIX) from None
+            raise UserError(f"the instance metadata has no tag {key}", field=key, fix=_TAG_FIX) from None
 
-    async def _look_for_notice(self) -> str:
+    async def _read_notice(self) -> str:
         if self._is_spot is None:
             self._is_spot = await self._imds.get("instance-life-cycle") == "spot"
         if not self._is_spot:
             return ""
         action = await self._document("spot/instance-action")
         if action is not None:
-            return _words(f"spot: {action.get('action', 'end')} at {action.get('time', 'an unknown time')}")
+            return _one_line(f"spot: {action.get('action', 'end')} at {action.get('time', 'an unknown time')}")
         advice = await self._document("events/recommendations/rebalance")
         if advice is not None:
-            return _words(f"spot: rebalance recommended at {advice.get('noticeTime', 'an unknown time')}")
+            return _one_line(f"spot: rebalance recommended at {advice.get('noticeTime', 'an unknown time')}")
         return ""
 
     async def _document(self, path: str) -> dict[str, Any] | None:
@@ -279,11 +288,11 @@ class Ec2Machine:
             text = (self._state / TIMERS).read_text(encoding="utf-8")
         except (OSError, ValueError):
             return []
-        # Nothing else may be stopped, whatever the file says.
+        # Other units must not be stopped, whatever the file contains.
         return [line for line in text.split() if line.startswith(TIMER_PREFIX)]
 
     def _write(self, name: str, data: bytes) -> None:
-        """For root's eyes only; a crash leaves the old content or the new one."""
+        """Write a file atomically, readable by root only."""
         draft = self._state / f".{name}.new"
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -299,15 +308,15 @@ class Ec2Machine:
             finally:
                 os.close(folder)
         except OSError as problem:
-            raise Unavailable(f"the agent's folder {self._state} does not work: {problem}") from problem
+            raise Unavailable(f"the agent's directory {self._state} is not usable: {problem}") from problem
 
 
-_TAG_FIX = "let Remuda launch machines: its template lets them read the tags that they need"
+_TAG_FIX = "launch instances with Remuda: its launch template enables tags in the instance metadata"
 
 
 def _lines(names: Sequence[str]) -> bytes:
     return "".join(f"{name}\n" for name in names).encode()
 
 
-def _words(text: str) -> str:
+def _one_line(text: str) -> str:
     return truncate(" ".join(text.split()), MAX_NOTICE)

@@ -1,4 +1,4 @@
-"""Secrets Manager: a credential that is read where it is used, and written down nowhere."""
+"""Credentials in AWS Secrets Manager. They are read when needed and never stored."""
 
 from __future__ import annotations
 
@@ -8,59 +8,60 @@ from typing import Any
 from aiobotocore.config import AioConfig
 from botocore.exceptions import ClientError
 
+from remuda.adapters.aws.calls import await_response
 from remuda.adapters.aws.clients import AwsClients, config
-from remuda.adapters.aws.errors import Kind, answered, code_of, kind_of, translated
+from remuda.adapters.aws.errors import ErrorCategory, category_of, code_of, translated
 from remuda.domain.errors import RemudaError, UserError
 
 TITLE = "Secrets Manager"
 _MISSING = "ResourceNotFoundException"
-#: Marked for deletion.
-_GOING = "InvalidRequestException"
-_NO_KEY = frozenset({"DecryptionFailure", "KMSAccessDeniedException"})
+#: The secret is scheduled for deletion.
+_BEING_DELETED = "InvalidRequestException"
+_DECRYPTION_FAILED = frozenset({"DecryptionFailure", "KMSAccessDeniedException"})
 
 
 async def read_secret(clients: AwsClients, arn: str, *, key: str, field: str) -> str:
-    """The secret as it is; of one that is a JSON object, the value of `key`.
+    """The text of a secret, or the value of `key` if the secret is a JSON object.
 
-    `field` is the setting that named it, for errors. They quote the ARN, never the secret.
+    `field` is the setting that contains the ARN. Errors name both, never the secret.
     """
     client = await clients.client("secretsmanager", TITLE, _in_region_of(arn))
     try:
         with translated(TITLE, arn):
             try:
-                answer = await answered(client.get_secret_value(SecretId=arn))
+                answer = await await_response(client.get_secret_value(SecretId=arn))
             except ClientError as error:
-                refusal = _refusal(error, arn, field)
-                if refusal is None:
+                known = _known_error(error, arn, field)
+                if known is None:
                     raise
-                raise refusal from None
+                raise known from None
     except UserError as error:
         raise UserError(error.message, field=field, fix=error.fix) from None
     return _value(_text(answer, arn, field), arn, key, field)
 
 
 def _in_region_of(arn: str) -> AioConfig:
-    """A secret may live in another region than the pool."""
+    """The client settings for the secret's region, which may differ from the pool's."""
     return config().merge(AioConfig(region_name=arn.split(":")[3]))
 
 
-def _refusal(error: ClientError, arn: str, field: str) -> RemudaError | None:
+def _known_error(error: ClientError, arn: str, field: str) -> RemudaError | None:
     code = code_of(error)
     if code == _MISSING:
-        return UserError(f"there is no secret {arn}", field=field, fix="give the ARN of a secret of this account")
-    if code == _GOING:
-        return UserError(f"secret {arn} is marked for deletion", field=field, fix="restore it, or name another")
-    if kind_of(code) is Kind.PERMISSION:
+        return UserError(f"secret {arn} does not exist", field=field, fix="set the ARN of a secret of this account")
+    if code == _BEING_DELETED:
+        return UserError(f"secret {arn} is scheduled for deletion", field=field, fix="restore it, or set another ARN")
+    if category_of(code) is ErrorCategory.PERMISSION:
         return UserError(
-            f"these AWS credentials may not read secret {arn}",
+            f"the AWS credentials do not permit reading secret {arn}",
             field=field,
-            fix="allow them secretsmanager:GetSecretValue on it",
+            fix="grant secretsmanager:GetSecretValue on it",
         )
-    if code in _NO_KEY:
+    if code in _DECRYPTION_FAILED:
         return UserError(
-            f"secret {arn} cannot be decrypted with these AWS credentials",
+            f"the AWS credentials do not permit decrypting secret {arn}",
             field=field,
-            fix="allow them kms:Decrypt with the secret's key",
+            fix="grant kms:Decrypt on the secret's key",
         )
     return None
 
@@ -71,7 +72,7 @@ def _text(answer: dict[str, Any], arn: str, field: str) -> str:
     try:
         return bytes(answer.get("SecretBinary", b"")).decode()
     except UnicodeDecodeError:
-        raise UserError(f"secret {arn} is no text", field=field, fix="store the credential as text") from None
+        raise UserError(f"secret {arn} is not text", field=field, fix="store the credential as text") from None
 
 
 def _value(text: str, arn: str, key: str, field: str) -> str:
@@ -81,11 +82,11 @@ def _value(text: str, arn: str, key: str, field: str) -> str:
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
-            raise UserError(f"secret {arn} begins like JSON and is none", field=field, fix=fix) from None
-        found = document.get(key)
-        if not isinstance(found, str):
-            raise UserError(f"secret {arn} has no {key!r}", field=field, fix=fix)
-        text = found.strip()
+            raise UserError(f"secret {arn} starts with {{ but is not valid JSON", field=field, fix=fix) from None
+        value = document.get(key)
+        if not isinstance(value, str):
+            raise UserError(f"secret {arn} has no key {key!r}", field=field, fix=fix)
+        text = value.strip()
     if not text:
         raise UserError(f"secret {arn} is empty", field=field, fix=fix)
     return text

@@ -1,4 +1,4 @@
-"""The pool in SQS: one standard queue a resource class."""
+"""The resource pool in SQS: one standard queue per resource class."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from remuda.adapters.aws.errors import FAILURES, QUEUE_MISSING, SQS, answered, attempts_of, code_of, translated
-from remuda.adapters.aws.gather import chunks, gathered
+from remuda.adapters.aws.calls import chunks, counted, gather
+from remuda.adapters.aws.errors import QUEUE_MISSING, SQS, code_of, translated
 from remuda.domain import serialization
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.resources import PoolMessage
@@ -26,36 +26,37 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE = "sqs"
-#: An idle instance is announced again long before its message is forgotten.
+#: Idle instances are published again long before their message expires.
 RETENTION_S = 4 * 24 * 3_600
 VISIBILITY_S = 60
-#: What SQS allows.
+#: Limits of SQS.
 MAX_VISIBILITY_S = 12 * 3_600
 MAX_DELAY_S = 900
 MAX_WAIT_S = 20
-#: A batch of which a part was refused is tried so often in all.
-BATCH_TRIES = 2
-#: A short poll asks only some of SQS's hosts: an empty answer is asked for again.
+#: Attempts for a batch whose entries were partly rejected.
+BATCH_ATTEMPTS = 2
+#: A short poll queries only a subset of SQS's servers, so an empty answer is checked by a second poll.
 SHORT_POLLS = 2
-#: How much a log may hear of a body that cannot be parsed.
+#: Maximum length of the reason why a message cannot be parsed.
 MAX_REASON = 200
 
-#: Of every queue.
+#: Attributes of every queue.
 ATTRIBUTES = {
     "MessageRetentionPeriod": str(RETENTION_S),
     "VisibilityTimeout": str(VISIBILITY_S),
     "DelaySeconds": "0",
     "ReceiveMessageWaitTimeSeconds": "0",
 }
-#: What no queue may have: a hint is received and handed back as often as it does not fit.
+#: Must not be set: a message that fits no provision is received and handed back many times, so a redrive policy would
+#: move it to the dead-letter queue.
 REDRIVE = "RedrivePolicy"
 _DEPTHS = (
     "ApproximateNumberOfMessages",
     "ApproximateNumberOfMessagesNotVisible",
     "ApproximateNumberOfMessagesDelayed",
 )
-#: What SQS says of a receipt whose message is gone, came back, or was of another queue.
-_STALE = frozenset({"ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight"}) | {
+#: SQS's codes for a receipt whose message was deleted, became visible again, or belongs to another queue.
+_STALE_RECEIPT = frozenset({"ReceiptHandleIsInvalid", "InvalidParameterValue", "MessageNotInflight"}) | {
     "AWS.SimpleQueueService.MessageNotInflight"
 }
 _QUEUE_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
@@ -68,7 +69,7 @@ class SqsResourcePool:
         self._clock = clock
         self._ids = ids
         self._calls = calls
-        #: By class. A queue's address never changes while it lives.
+        #: Queue URL by resource class. The URL of a queue never changes.
         self._urls: dict[str, str] = {}
 
     async def prepare(self, classes: Collection[str]) -> Sequence[str]:
@@ -76,17 +77,17 @@ class SqsResourcePool:
         for name in names:
             if not _QUEUE_NAME.fullmatch(self._queue(name)):
                 raise UserError(
-                    f"{self._queue(name)!r} cannot be the name of a queue",
-                    fix="shorten the names of pool and class to 79 letters, digits, '-' and '_' in all",
+                    f"{self._queue(name)!r} is not a valid queue name",
+                    fix="use at most 79 letters, digits, '-' and '_' for the names of pool and class together",
                 )
-        done = await gathered(self._prepare(name) for name in names)
-        return [what for what in done if what]
+        changes = await gather(self._prepare(name) for name in names)
+        return [change for change in changes if change]
 
     async def inspect(self, classes: Collection[str]) -> Mapping[str, str]:
-        """What `prepare` would do, by queue; empty where all is as it should be. Nothing is changed."""
+        """The deviations that `prepare` would repair or reject, by queue name. Read-only."""
         names = sorted(set(classes))
-        found = await gathered(self._inspect(name) for name in names)
-        return {self._queue(name): what for name, what in zip(names, found, strict=True) if what}
+        found = await gather(self._inspect(name) for name in names)
+        return {self._queue(name): deviation for name, deviation in zip(names, found, strict=True) if deviation}
 
     async def _inspect(self, name: str) -> str:
         try:
@@ -94,21 +95,21 @@ class SqsResourcePool:
         except NotFound:
             return "is missing"
         if found.get(REDRIVE):
-            return "has a dead-letter queue, which would swallow hints"
-        wrong = _wrong(found)
-        return f"has other values of {', '.join(sorted(wrong))}" if wrong else ""
+            return "has a dead-letter queue, which would take messages out of the pool"
+        wrong = _attributes_to_set(found)
+        return f"has wrong values of {', '.join(sorted(wrong))}" if wrong else ""
 
     async def close(self) -> None:
-        """The client is its owner's to close."""
+        """Does nothing: the client belongs to the caller."""
 
     async def send(self, messages: Collection[PoolMessage], *, delay_s: float = 0.0) -> None:
         by_class: dict[str, list[PoolMessage]] = {}
         for message in messages:
             by_class.setdefault(message.resource_class, []).append(message)
-        # All of them first: nothing is sent where one class has no queue.
-        urls = dict(zip(by_class, await gathered(self._url(name) for name in by_class), strict=True))
-        delay = _whole(delay_s, MAX_DELAY_S)
-        await gathered(
+        # Look up all queues first, so that nothing is sent if one of them is missing.
+        urls = dict(zip(by_class, await gather(self._url(name) for name in by_class), strict=True))
+        delay = _whole_seconds(delay_s, MAX_DELAY_S)
+        await gather(
             self._batch(
                 "SendMessageBatch",
                 self._client.send_message_batch,
@@ -126,25 +127,25 @@ class SqsResourcePool:
         url = await self._url(resource_class)
         if limit <= 0:
             return []
-        give_up_at = self._clock.monotonic() + wait_s
+        deadline = self._clock.monotonic() + wait_s
         polls = 0
         while True:
             polls += 1
-            # Whole seconds only: a wait may last up to one more.
-            remaining_s = max(0.0, give_up_at - self._clock.monotonic()) if wait_s > 0 else 0.0
+            # SQS takes whole seconds: the wait may take up to one second longer.
+            remaining_s = max(0.0, deadline - self._clock.monotonic()) if wait_s > 0 else 0.0
             answer = await self._call(
                 "ReceiveMessage",
                 self._client.receive_message,
                 resource_class,
                 QueueUrl=url,
                 MaxNumberOfMessages=min(limit, BATCH),
-                VisibilityTimeout=_whole(visibility_s, MAX_VISIBILITY_S),
-                WaitTimeSeconds=_whole(remaining_s, MAX_WAIT_S),
+                VisibilityTimeout=_whole_seconds(visibility_s, MAX_VISIBILITY_S),
+                WaitTimeSeconds=_whole_seconds(remaining_s, MAX_WAIT_S),
             )
             messages = answer.get("Messages", [])
-            over = self._clock.monotonic() >= give_up_at if wait_s > 0 else polls >= SHORT_POLLS
-            if messages or over:
-                # Without a receipt it can be neither deleted nor handed back: it comes again by itself.
+            is_over = self._clock.monotonic() >= deadline if wait_s > 0 else polls >= SHORT_POLLS
+            if messages or is_over:
+                # A message without a receipt can be neither deleted nor handed back; SQS delivers it again later.
                 return [_delivery(message) for message in messages if message.get("ReceiptHandle")]
 
     async def delete(self, resource_class: str, receipts: Collection[str]) -> None:
@@ -164,7 +165,9 @@ class SqsResourcePool:
         try:
             return sum(int(found.get(name, "0")) for name in _DEPTHS)
         except (TypeError, ValueError):
-            raise Unavailable(f"{SQS} gives no number for the depth of {self._queue(resource_class)}") from None
+            raise Unavailable(
+                f"{SQS} returned no number for the depth of queue {self._queue(resource_class)}"
+            ) from None
 
     # Queues ---------------------------------------------------------------------------------------------------
 
@@ -182,11 +185,11 @@ class SqsResourcePool:
     def _url_in(self, answer: Mapping[str, Any], resource_class: str) -> str:
         url = answer.get("QueueUrl")
         if not isinstance(url, str) or not url:
-            raise Unavailable(f"{SQS} gives no address for queue {self._queue(resource_class)}")
+            raise Unavailable(f"{SQS} returned no URL of queue {self._queue(resource_class)}")
         return url
 
     async def _prepare(self, name: str) -> str:
-        """What was done, or empty."""
+        """Create or repair one queue. Return the change for people, or an empty string."""
         self._urls.pop(name, None)
         try:
             url = await self._url(name)
@@ -203,10 +206,10 @@ class SqsResourcePool:
         found = await self._attributes(name, url, (*ATTRIBUTES, REDRIVE))
         if found.get(REDRIVE):
             raise UserError(
-                f"queue {self._queue(name)} has a dead-letter queue: hints that fit no run for a while would end there",
-                fix="remove its redrive policy, or name another pool",
+                f"queue {self._queue(name)} has a dead-letter queue, which would take messages out of the pool",
+                fix="remove its redrive policy, or choose another pool name",
             )
-        wrong = _wrong(found)
+        wrong = _attributes_to_set(found)
         if not wrong:
             return ""
         await self._call("SetQueueAttributes", self._client.set_queue_attributes, name, QueueUrl=url, Attributes=wrong)
@@ -229,7 +232,7 @@ class SqsResourcePool:
         fields: Mapping[str, Any],
     ) -> None:
         url = await self._url(resource_class)
-        await gathered(
+        await gather(
             self._batch(
                 operation, method, resource_class, url, [{"ReceiptHandle": receipt, **fields} for receipt in batch]
             )
@@ -244,54 +247,45 @@ class SqsResourcePool:
         url: str,
         entries: Sequence[Mapping[str, Any]],
     ) -> None:
-        """All of them, those that were refused once more; what is stale is done."""
+        """Send all entries and retry those that SQS rejects. A stale receipt counts as done."""
         left = {str(number): entry for number, entry in enumerate(entries)}
         codes: set[str] = set()
-        for _ in range(BATCH_TRIES):
+        for _ in range(BATCH_ATTEMPTS):
             batch = [{"Id": key, **entry} for key, entry in left.items()]
             answer = await self._call(operation, method, resource_class, QueueUrl=url, Entries=batch)
             failed = {
                 str(each.get("Id")): str(each.get("Code", ""))
                 for each in answer.get("Failed", [])
-                if "ReceiptHandle" not in entries[0] or each.get("Code") not in _STALE
+                if "ReceiptHandle" not in entries[0] or each.get("Code") not in _STALE_RECEIPT
             }
             left = {key: entry for key, entry in left.items() if key in failed}
             codes = set(failed.values())
             if not left:
                 return
         raise Unavailable(
-            f"{SQS} refused {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
+            f"{SQS} rejected {len(left)} of {len(entries)} entries of a batch for queue {self._queue(resource_class)}:"
             f" {', '.join(sorted(codes))}"
         )
 
     async def _call(
         self, operation: str, method: Callable[..., Awaitable[T]], resource_class: str, **arguments: Any
     ) -> T:
-        attempts, failed = 1, 0
-        try:
-            with translated(SQS, self._queue(resource_class)):
-                try:
-                    answer = await answered(method(**arguments))
-                except FAILURES as error:
-                    attempts = failed = attempts_of(error.response) if isinstance(error, ClientError) else 1
-                    if isinstance(error, ClientError) and code_of(error) in QUEUE_MISSING:
-                        self._urls.pop(resource_class, None)
-                    raise
-                attempts = attempts_of(answer)
-                failed = attempts - 1
-                return answer
-        finally:
-            self._calls.add(SERVICE, operation, attempts)
-            self._calls.fail(SERVICE, operation, failed)
+        with translated(SQS, self._queue(resource_class)):
+            try:
+                return await counted(method(**arguments), self._calls, SERVICE, operation)
+            except ClientError as error:
+                if code_of(error) in QUEUE_MISSING:
+                    self._urls.pop(resource_class, None)
+                raise
 
 
-def _wrong(found: Mapping[str, str]) -> dict[str, str]:
-    """The attributes that have another value, with the one that they should have."""
+def _attributes_to_set(found: Mapping[str, str]) -> dict[str, str]:
+    """The attributes with a wrong value, and their right values."""
     return {key: value for key, value in ATTRIBUTES.items() if found.get(key, value) != value}
 
 
-def _whole(seconds: float, most: int) -> int:
-    """Up to a whole second: never sooner than asked."""
+def _whole_seconds(seconds: float, most: int) -> int:
+    """Rounded up, so that nothing happens earlier than requested."""
     return max(0, min(math.ceil(seconds), most))
 
 
@@ -313,4 +307,4 @@ def _document(message: Mapping[str, Any]) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except TypeError:
-        raise ValueError("its body is no text") from None
+        raise ValueError("the body is not text") from None

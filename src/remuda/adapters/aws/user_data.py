@@ -1,4 +1,7 @@
-"""User data: a header with this pool's values over `bootstrap.sh`. No credential goes in."""
+"""User data of an instance: a header with the pool's values, followed by `bootstrap.sh`. It contains no credential.
+
+Also the other parts of the contract between a launch and the agent: directory layout and tags of the machine.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,35 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from remuda.adapters.aws.ec2.options import SCRIPT, Options
-from remuda.adapters.aws.tags import FIRST_LIFE_TAG
+from remuda.adapters.aws.ec2.options import SCRIPT, Ec2LaunchOptions
 from remuda.domain.errors import UserError
 
-#: EC2's limit, before it is encoded.
+#: EC2's limit for user data before base64 encoding.
 MAX_BYTES = 16 * 1024
-#: How long a machine lives that has not read yet how long its launch gave it.
+#: Seconds of the dead-man timer that every machine sets at boot, before it reads FIRST_LIFE_TAG.
 BOOT_LIFE_S = 1_800
+#: Tag with the seconds of the dead-man timer that applies until the agent sets another.
+FIRST_LIFE_TAG = "remuda:first-life-s"
+#: Tag with the pool's clock margin.
+MARGIN_TAG = "remuda:margin-s"
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
-#: What systemd's environment files take without quoting.
+#: Characters that need no quoting in systemd's environment files.
 _VALUE = re.compile(r"[A-Za-z0-9_./:,=@%+-]{0,1000}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """What lies where on a machine. The agent reads what the bootstrap puts there."""
+class MachineLayout:
+    """Directories and the job user of a machine, as created by the bootstrap and used by the agent."""
 
-    #: Software: `bin/remuda` and the pristine `runner/`.
+    #: Software: `bin/remuda` and the unmodified `runner/`.
     opt: str = "/opt/remuda"
-    #: The agent's own: only root may look.
+    #: State of the agent, readable by root only.
     state: str = "/var/lib/remuda"
-    #: Root's, with the jobs' folders in it: `runner/`, `work/`, `tmp/`.
+    #: Owned by root; contains the directories of the jobs: `runner/`, `work/`, `tmp/`.
     jobs: str = "/var/lib/remuda-jobs"
     units: str = "/etc/systemd/system"
-    #: Where it is said who may use cron and at.
+    #: Contains cron.allow, cron.deny, at.allow and at.deny.
     etc: str = "/etc"
     job_user: str = "remuda-job"
 
@@ -47,23 +53,23 @@ def _bootstrap() -> str:
 
 
 def build_user_data(
-    options: Options,
+    options: Ec2LaunchOptions,
     *,
     pool: str,
     environment: Mapping[str, str],
-    layout: Layout | None = None,
+    layout: MachineLayout | None = None,
     boot_life_s: int = BOOT_LIFE_S,
 ) -> str:
-    """`environment` is what the agent gets to see beyond its backend, pool and region: nothing secret."""
-    places = layout or Layout()
+    """`environment` is added to the agent's environment (backend, pool, region). It must not contain a secret."""
+    layout = layout or MachineLayout()
     variables = {
         "boot_life_s": str(boot_life_s),
         "first_life_tag": FIRST_LIFE_TAG,
-        "opt": places.opt,
-        "state": places.state,
-        "units": places.units,
-        "etc": places.etc,
-        "job_user": places.job_user,
+        "opt": layout.opt,
+        "state": layout.state,
+        "units": layout.units,
+        "etc": layout.etc,
+        "job_user": layout.job_user,
         "agent_url": options.agent_url,
         "agent_sha256": options.agent_sha256,
         "python_url": options.python_url,
@@ -71,7 +77,7 @@ def build_user_data(
         "runner_url": options.runner_url,
         "runner_version": options.runner_version,
         "runner_sha256": options.runner_sha256,
-        "script": _packed(options.script),
+        "script": _compressed(options.script),
     }
     pairs = {"REMUDA_BACKEND": "aws", "REMUDA_POOL": pool, **environment}
     header = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -79,22 +85,22 @@ def build_user_data(
     text = "\n".join(["#!/bin/bash", *header, _bootstrap()])
     if len(text.encode()) > MAX_BYTES:
         raise UserError(
-            f"{SCRIPT} makes the user data {len(text.encode())} bytes long",
+            f"the user data with {SCRIPT} is {len(text.encode())} bytes long, EC2's limit is {MAX_BYTES}",
             field=SCRIPT,
-            fix=f"let the script fetch what is large: EC2 takes {MAX_BYTES} bytes in all",
+            fix="shorten the script: let it download large parts",
         )
     return text
 
 
-def _packed(script: str) -> str:
-    # Without a time in it: the same script gives the same template.
+def _compressed(script: str) -> str:
+    # mtime=0: the same script always gives the same user data, hence no new version of the launch template.
     return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode() if script else ""
 
 
 def _pair(name: str, value: str) -> str:
     if not _VARIABLE.fullmatch(name) or not _VALUE.fullmatch(value):
         raise UserError(
-            f"the agent's environment cannot have {name[:64]!r} with this value",
+            f"the name or value of {name[:64]!r} is not usable in the agent's environment",
             field=name[:64],
             fix="use letters, digits and ./:,=@%+-_ only",
         )

@@ -1,4 +1,4 @@
-"""GitHub's REST for self-hosted runners, of a repository or an organisation."""
+"""Client of GitHub's REST API for self-hosted runners of a repository or an organisation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from remuda.adapters.github import answers
+from remuda.adapters.github import responses
 from remuda.adapters.github.auth import Auth, StaticToken
 from remuda.adapters.github.errors import translate
+from remuda.adapters.retry import backoff_s, retry
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Credential
 from remuda.ports.calls import CallCounter
@@ -21,16 +22,16 @@ from remuda.ports.clock import Clock, Ids
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
 
 PER_PAGE = 100
-#: No list is longer than this; a Link header that goes round in circles ends here.
+#: Maximum number of pages read, against Link headers that never end.
 MAX_PAGES = 1_000
-#: For a whole call, not for each byte of it. What got no answer in that time is not repeated here.
+#: Timeout in seconds of a whole call. A call that timed out is not retried here.
 TIMEOUT_S = 10.0
-#: How often a list is read that changes, or does not hold what it says.
-LIST_TRIES = 3
-#: For calls that may be repeated: how often, and the first pause.
-TRIES = 4
+#: Attempts to read a list of runners that changes while it is read.
+LIST_ATTEMPTS = 3
+#: Attempts per call, and seconds before the first retry.
+MAX_ATTEMPTS = 4
 PAUSE_S = 0.25
-#: The longest wait that GitHub may ask for and that is waited here, unless told otherwise.
+#: Default of the longest rate-limit pause in seconds that the client waits for.
 MAX_WAIT_S = 5.0
 
 _LOCAL_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -42,7 +43,7 @@ _HEADERS = {
 
 
 def web_url(api_url: str) -> str:
-    """Where runners register, for an API base: github.com, a GHES host, a ghe.com tenant, or a local GitHub."""
+    """The URL at which runners register, for an API URL of github.com, GHES, ghe.com or a local GitHub."""
     base = api_url.rstrip("/")
     if base == "https://api.github.com":
         return "https://github.com"
@@ -58,9 +59,9 @@ class _Request(NamedTuple):
     path: str
     params: Mapping[str, str] | None
     json: Any
-    #: It may be sent again where it is not known whether it arrived.
-    repeat: bool
-    #: Codes that are answers too.
+    #: Safe to send again if it is unknown whether GitHub received it.
+    idempotent: bool
+    #: Status codes that are results, not errors.
     accept: frozenset[int] = frozenset()
 
     @property
@@ -69,19 +70,19 @@ class _Request(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For the count of calls."""
+        """Name of the operation in the call counts."""
         last = self.path.rsplit("/", 1)[-1]
         return f"{self.method} {last if self.method == 'POST' or last == 'installation' else 'runners'}"
 
 
-class _Listed(NamedTuple):
+class _RunnerList(NamedTuple):
     runners: Mapping[int, GitHubRunner]
-    #: How many there are, as each page says.
+    #: `total_count` of each page.
     totals: Sequence[int]
 
     @property
-    def is_whole(self) -> bool:
-        """Between two pages a removal moves the rest up: one of them would be on neither."""
+    def is_complete(self) -> bool:
+        """False if runners were added or removed between two pages: a removal shifts the rest, so one may be missed."""
         return set(self.totals) == {len(self.runners)}
 
 
@@ -97,8 +98,8 @@ class GitHubClient:
         auth: Auth | None = None,
         max_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """With a token, or with an `auth` that has one for each scope. `max_wait_s` is the longest wait that GitHub may
-        ask for: what wants more is the caller's to try later.
+        """Pass a `token`, or an `auth` that has one per scope. If GitHub's rate limit demands a pause longer than
+        `max_wait_s`, the call raises `Throttled`.
         """
         self._max_wait_s = max_wait_s
         self._auth = auth or StaticToken(token)
@@ -110,9 +111,9 @@ class GitHubClient:
             headers=_HEADERS,
             timeout=TIMEOUT_S,
             follow_redirects=False,
-            # A local GitHub is on this machine: no proxy knows it.
+            # A local GitHub is not reachable through a proxy.
             trust_env=not _is_local(api_url),
-            verify=_authorities(api_url),
+            verify=_tls_verification(api_url),
         )
 
     async def close(self) -> None:
@@ -125,32 +126,34 @@ class GitHubClient:
         return await self._token(scope, "remove-token")
 
     async def _token(self, scope: str, kind: str) -> Credential:
-        # Minting twice does no harm: it may be repeated.
-        with _needs(scope):
-            response = await self._call(scope, "POST", f"{_runners(scope)}/{kind}", repeat=True)
-        return answers.credential(answers.fields(response), kind)
+        # Idempotent: an extra token does no harm.
+        with _scope_must_exist(scope):
+            response = await self._call(scope, "POST", f"{_runners(scope)}/{kind}", idempotent=True)
+        return responses.parse_credential(responses.json_object(response), kind)
 
     async def jit_config(self, scope: str, *, name: str, labels: Sequence[str]) -> JitRunner:
         body = {"name": name, "runner_group_id": 1, "labels": list(labels)}
         try:
-            response = await self._ask_for_jit(scope, body)
+            response = await self._request_jit_config(scope, body)
         except Throttled:
             raise
         except Unavailable:
-            response = await self._ask_for_jit_again(scope, body)
-        return answers.jit_runner(answers.fields(response))
+            response = await self._retry_jit_config(scope, body)
+        return responses.parse_jit_runner(responses.json_object(response))
 
-    async def _ask_for_jit(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
-        with _needs(scope):
+    async def _request_jit_config(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
+        with _scope_must_exist(scope):
             return await self._call(scope, "POST", f"{_runners(scope)}/generate-jitconfig", json=body)
 
-    async def _ask_for_jit_again(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
-        """An answer was lost. Where the name exists now, that is what the lost call made, and its configuration is lost
-        with the answer: it is removed and made anew, once. Names are never used twice, so it is nobody else's.
+    async def _retry_jit_config(self, scope: str, body: Mapping[str, Any]) -> httpx.Response:
+        """Retry after a lost response.
+
+        If a runner with this name exists now, the lost call created it, and its configuration cannot be read again. The
+        runner is deleted and created once more. Names are never reused, so it cannot belong to another process.
         """
-        await self._clock.sleep(PAUSE_S * (0.5 + self._ids.jitter()))
+        await self._clock.sleep(backoff_s(1, first_s=PAUSE_S, ids=self._ids))
         try:
-            return await self._ask_for_jit(scope, body)
+            return await self._request_jit_config(scope, body)
         except Conflict as conflict:
             named = await self._list(scope, {"name": str(body["name"])})
             for runner in named.runners.values():
@@ -158,59 +161,63 @@ class GitHubClient:
                     continue
                 if await self.delete_runner(scope, runner.runner_id) is Deletion.BUSY:
                     raise Conflict(f"{conflict.message}; it runs a job") from conflict
-        return await self._ask_for_jit(scope, body)
+        return await self._request_jit_config(scope, body)
 
     async def list_runners(self, scope: str) -> Sequence[GitHubRunner]:
-        """A list that does not hold as many as GitHub says is read again. Where runners come and go all the time, what
-        any of the readings saw stands: one that is gone does less harm than one that is missing.
+        """All runners of a scope. An incomplete list is read again.
+
+        If the list keeps changing, the union of all attempts is returned: a runner too many does less harm than a
+        missing one.
         """
         seen: dict[int, GitHubRunner] = {}
-        for _ in range(LIST_TRIES):
+        for _ in range(LIST_ATTEMPTS):
             listed = await self._list(scope, {})
-            if listed.is_whole:
+            if listed.is_complete:
                 return list(listed.runners.values())
             seen.update(listed.runners)
         if len(set(listed.totals)) > 1 and len(seen) >= listed.totals[-1]:
             return list(seen.values())
         raise Unavailable(
-            f"GitHub's list of the runners of {scope} is not complete: {len(listed.runners)} of {listed.totals[-1]}"
+            f"GitHub's list of runners of {scope} is incomplete: {len(listed.runners)} of {listed.totals[-1]}"
         )
 
-    async def _list(self, scope: str, only: Mapping[str, str]) -> _Listed:
+    async def _list(self, scope: str, filters: Mapping[str, str]) -> _RunnerList:
         runners: dict[int, GitHubRunner] = {}
         totals: list[int] = []
         for page in range(1, MAX_PAGES + 1):
-            params = {**only, "per_page": str(PER_PAGE), "page": str(page)}
-            with _needs(scope):
-                response = await self._call(scope, "GET", _runners(scope), params=params, repeat=True)
-            found, total = answers.page(answers.fields(response))
+            params = {**filters, "per_page": str(PER_PAGE), "page": str(page)}
+            with _scope_must_exist(scope):
+                response = await self._call(scope, "GET", _runners(scope), params=params, idempotent=True)
+            found, total = responses.parse_runner_page(responses.json_object(response))
             totals.append(total)
             before = len(runners)
             runners.update((runner.runner_id, runner) for runner in found)
-            # A page that brings nothing new is the last one, whatever it says of a next.
+            # A page without new runners is the last one, even if its Link header names a next page.
             if 'rel="next"' not in response.headers.get("link", "") or len(runners) == before:
                 break
-        return _Listed(runners, totals)
+        return _RunnerList(runners, totals)
 
-    async def peek(self, scope: str) -> httpx.Response:
-        """The first runner of a scope, if there is one, with GitHub's own headers."""
-        with _needs(scope):
-            return await self._call(scope, "GET", _runners(scope), params={"per_page": "1"}, repeat=True)
+    async def first_runner_response(self, scope: str) -> httpx.Response:
+        """The response with at most one runner of a scope, for checks of access and headers."""
+        with _scope_must_exist(scope):
+            return await self._call(scope, "GET", _runners(scope), params={"per_page": "1"}, idempotent=True)
 
     @property
-    def credential_kind(self) -> str:
-        return self._auth.kind
+    def credential_description(self) -> str:
+        return self._auth.description
 
     async def get_runner(self, scope: str, runner_id: int) -> GitHubRunner | None:
         try:
-            response = await self._call(scope, "GET", f"{_runners(scope)}/{runner_id}", repeat=True)
+            response = await self._call(scope, "GET", f"{_runners(scope)}/{runner_id}", idempotent=True)
         except NotFound:
             return None
-        return answers.runner(answers.fields(response))
+        return responses.parse_runner(responses.json_object(response))
 
     async def delete_runner(self, scope: str, runner_id: int) -> Deletion:
         try:
-            response = await self._call(scope, "DELETE", f"{_runners(scope)}/{runner_id}", repeat=True, accept={422})
+            response = await self._call(
+                scope, "DELETE", f"{_runners(scope)}/{runner_id}", idempotent=True, accept={422}
+            )
         except NotFound:
             return Deletion.GONE
         return Deletion.BUSY if response.status_code == 422 else Deletion.DELETED
@@ -223,14 +230,14 @@ class GitHubClient:
         *,
         params: Mapping[str, str] | None = None,
         json: Any = None,
-        repeat: bool = False,
+        idempotent: bool = False,
         accept: frozenset[int] | set[int] = frozenset(),
     ) -> httpx.Response:
-        """With the scope's token; where it is refused, once more with a new one."""
+        """Call with the scope's token. If GitHub rejects it, retry once with a new one."""
         token = await self._auth.token(scope, self._call_as_app)
-        request = _Request(method, path, params, json, repeat, frozenset(accept))
+        request = _Request(method, path, params, json, idempotent, frozenset(accept))
         response = await self._send(request, token, accept={401})
-        if response.status_code == 401 and self._auth.refused(scope, token):
+        if response.status_code == 401 and self._auth.invalidate(scope, token):
             token = await self._auth.token(scope, self._call_as_app)
             response = await self._send(request, token, accept={401})
         if response.status_code == 401:
@@ -238,67 +245,63 @@ class GitHubClient:
         return response
 
     async def _call_as_app(self, method: str, path: str, *, bearer: str) -> dict[str, Any]:
-        # A token that is minted twice does no harm.
-        return answers.fields(await self._send(_Request(method, path, None, None, repeat=True), bearer))
+        # Idempotent: an extra token does no harm.
+        return responses.json_object(await self._send(_Request(method, path, None, None, idempotent=True), bearer))
 
     async def _send(self, request: _Request, token: str, accept: AbstractSet[int] = frozenset()) -> httpx.Response:
-        """Repeat what may be repeated, and wait where GitHub asks for a short wait: what it refused for that was not
-        done.
-        """
-        pause_s = PAUSE_S
-        for attempt in range(1, TRIES + 1):
-            failure = await self._try(request, token, accept)
-            if isinstance(failure, httpx.Response):
-                return failure
-            if isinstance(failure, Throttled):
-                wait_s, again = failure.retry_after_s, failure.retry_after_s <= self._max_wait_s
-            else:
-                wait_s, again = pause_s * (0.5 + self._ids.jitter()), request.repeat and type(failure) is Unavailable
-            if not again or attempt == TRIES:
-                raise failure
-            await self._clock.sleep(wait_s)
-            pause_s *= 2
-        raise AssertionError  # pragma: no cover - the loop returns or raises
+        """Send a request and retry temporary failures."""
 
-    async def _try(self, request: _Request, token: str, accept: AbstractSet[int]) -> httpx.Response | RemudaError:
+        def pause_s(error: RemudaError, attempt: int) -> float | None:
+            if isinstance(error, Throttled):
+                # GitHub does not carry out a throttled call, so a retry is always safe.
+                return error.retry_after_s if error.retry_after_s <= self._max_wait_s else None
+            is_safe = request.idempotent and type(error) is Unavailable
+            return backoff_s(attempt, first_s=PAUSE_S, ids=self._ids) if is_safe else None
+
+        async def send_once() -> httpx.Response:
+            return await self._send_once(request, token, accept)
+
+        return await retry(send_once, attempts=MAX_ATTEMPTS, pause_s=pause_s, clock=self._clock)
+
+    async def _send_once(self, request: _Request, token: str, accept: AbstractSet[int]) -> httpx.Response:
         self._calls.add("github", request.name)
-        answer = await self._answer(request, token)
-        if isinstance(answer, httpx.Response):
-            status = answer.status_code
-            # What is not there, and what is busy, are answers; a refused credential is not, whoever mends it.
-            if not (answer.is_success or status in request.accept | {404}):
-                self._calls.fail("github", request.name)
-            known = answer.is_success or status in request.accept | accept
-            return answer if known else translate(answer, request.what, self._clock.now())
-        self._calls.fail("github", request.name)
-        return answer
+        try:
+            response = await self._receive(request, token)
+        except Unavailable:
+            self._calls.fail("github", request.name)
+            raise
+        status = response.status_code
+        # 404 and accepted codes do not count as failures. A rejected credential does, even if a new token works.
+        if not (response.is_success or status in request.accept | {404}):
+            self._calls.fail("github", request.name)
+        if response.is_success or status in request.accept | accept:
+            return response
+        raise translate(response, request.what, self._clock.now())
 
-    async def _answer(self, request: _Request, token: str) -> httpx.Response | RemudaError:
+    async def _receive(self, request: _Request, token: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}"}
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 async with self._client.stream(
                     request.method, request.path, params=request.params, json=request.json, headers=headers
                 ) as response:
-                    return await answers.whole(response)
-        except Unavailable as error:
-            return error
+                    return await responses.read_body(response)
         except (TimeoutError, httpx.TimeoutException):
-            return TimedOut(f"GitHub did not answer within {TIMEOUT_S:g} s ({request.what})")
+            raise TimedOut(f"GitHub did not respond within {TIMEOUT_S:g} s ({request.what})") from None
         except httpx.HTTPError as error:
-            return Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}")
+            raise Unavailable(f"GitHub cannot be reached ({request.what}): {type(error).__name__}") from None
 
 
 @contextmanager
-def _needs(scope: str) -> Iterator[None]:
-    """404 for a whole scope: it does not exist, or the credential may not see it. GitHub does not say which."""
+def _scope_must_exist(scope: str) -> Iterator[None]:
+    """Translate 404 for a whole scope. GitHub does not say whether it is missing or the credential has no access."""
     try:
         yield
     except NotFound as error:
         raise UserError(
             error.message,
             field="github-scope",
-            fix=f"check that {scope} exists and the credential may administer its runners",
+            fix=f"check that {scope} exists and that the credential may administer its runners",
         ) from error
 
 
@@ -306,8 +309,8 @@ def _is_local(url: str) -> bool:
     return httpx.URL(url).host in _LOCAL_HOSTS
 
 
-def _authorities(url: str) -> ssl.SSLContext | bool:
-    """The usual ones. Where there is no TLS none are read, which takes longer than a call."""
+def _tls_verification(url: str) -> ssl.SSLContext | bool:
+    """Httpx's default. Without TLS, an empty context saves the time to load CA certificates."""
     return httpx.URL(url).scheme != "http" or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -1,4 +1,4 @@
-"""Looks at GitHub: is the credential good for the scope, is enough of the rate limit left, do the clocks agree."""
+"""Checks of GitHub: credential, access to the scope, rate limit and clock difference."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
-from remuda.adapters.github import answers
+from remuda.adapters.github import responses
 from remuda.adapters.github.client import GitHubClient
 from remuda.domain.errors import UserError
 from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, CheckResult, clocks, ok, problem, warning
 
 ACCESS = "github access"
-#: Of the hour's calls: with less left a busy pool may run dry.
-SCARCE = 0.1
+#: The doctor warns if less than one part in this many of the hourly rate limit is left.
+LOW_DIVISOR = 10
 
 
-class GithubDoctor:
+class GitHubDoctor:
     def __init__(
         self,
         *,
@@ -26,12 +26,12 @@ class GithubDoctor:
         clock: Clock,
         needs: tuple[str, ...] = (),
     ) -> None:
-        """`github` opens the client, once; it raises where there is no usable credential."""
+        """`github` opens the client. It raises if there is no usable credential."""
         self._github = github
         self._scope = scope
         self._clock = clock
         self._needs = needs
-        self._answer: httpx.Response | None = None
+        self._response: httpx.Response | None = None
 
     def checks(self) -> Sequence[Check]:
         return (
@@ -43,33 +43,32 @@ class GithubDoctor:
 
     async def _credential(self) -> CheckResult:
         github = await self._github()
-        return ok(github.credential_kind)
+        return ok(github.credential_description)
 
     async def _access(self) -> CheckResult:
         if not self._scope:
-            raise UserError("nobody says which scope", fix="give --github-scope: an organisation or owner/repo")
-        answer = await self._asked()
-        _, count = answers.page(answers.fields(answer))
-        return ok(f"{self._scope} can be reached: {count} runners registered")
+            raise UserError("no scope is configured", fix="set --github-scope to an organisation or owner/repo")
+        _, count = responses.parse_runner_page(responses.json_object(await self._first_page()))
+        return ok(f"{self._scope} is accessible, {count} runners registered")
 
-    async def _asked(self) -> httpx.Response:
-        if self._answer is None:
-            self._answer = await (await self._github()).peek(self._scope)
-        return self._answer
+    async def _first_page(self) -> httpx.Response:
+        if self._response is None:
+            self._response = await (await self._github()).first_runner_response(self._scope)
+        return self._response
 
     async def _rate_limit(self) -> CheckResult:
-        headers = (await self._asked()).headers
+        headers = (await self._first_page()).headers
         try:
             left, limit = int(headers["x-ratelimit-remaining"]), int(headers["x-ratelimit-limit"])
         except (KeyError, ValueError):
-            # GitHub Enterprise Server may have none.
-            return ok("there is none")
-        found = f"{left} of {limit} calls left in this hour"
+            # GitHub Enterprise Server may have no rate limit.
+            return ok("no rate limit")
+        found = f"{left} of {limit} calls left this hour"
         if left == 0:
-            return problem(found, "wait for the next hour, or use a GitHub App: its limit is higher")
-        if left < SCARCE * limit:
-            return warning(found, "see who else uses this credential, or use a GitHub App: its limit is higher")
+            return problem(found, "wait for the next hour, or use a GitHub App, which has a higher limit")
+        if left * LOW_DIVISOR < limit:
+            return warning(found, "check what else uses this credential, or use a GitHub App, which has a higher limit")
         return ok(found)
 
     async def _clocks(self) -> CheckResult:
-        return clocks("GitHub", (await self._asked()).headers.get("date", ""), self._clock)
+        return clocks("GitHub", (await self._first_page()).headers.get("date", ""), self._clock)

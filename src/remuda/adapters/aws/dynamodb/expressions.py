@@ -1,4 +1,4 @@
-"""Conditional writes in DynamoDB's words: pure functions from a change to the arguments of one UpdateItem."""
+"""DynamoDB expressions: pure functions that build the arguments of conditional writes and queries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remuda.domain.transitions import Change, WriteCondition
 
 
 class Expression:
-    """Collects names and values, so that no reserved word and no value ever stands in an expression itself."""
+    """Builder of an expression. Names and values become placeholders, so reserved words and quoting cannot matter."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
@@ -40,7 +40,7 @@ class Expression:
         return short
 
     def set(self, attribute_name: str, value: Any) -> None:
-        """None removes it: a record's optional fields are absent where they are None."""
+        """Set an attribute. None removes it: optional fields that are None are not stored."""
         if value is None:
             self.remove(attribute_name)
         else:
@@ -71,7 +71,7 @@ class Expression:
 
 
 def change_arguments(change: Change) -> dict[str, Any]:
-    """Only what the change sets is written, if its condition is met; the index attributes follow."""
+    """Arguments of the UpdateItem that applies a change under its condition."""
     expression = Expression()
     for name, value in change.sets.items():
         expression.set(camel(name), value)
@@ -89,7 +89,7 @@ def _set_indexes(expression: Expression, change: Change) -> None:
     if "threshold" in sets:
         expression.set(items.LIVE_SK, sets["threshold"])
     if "provision_id" in sets:
-        # An index key cannot be empty.
+        # DynamoDB does not allow empty index keys.
         provision_id = sets["provision_id"]
         expression.set(items.PROVISION_PK, items.provision_partition(provision_id) if provision_id else None)
         expression.set(items.PROVISION_SK, change.instance_id)
@@ -98,14 +98,14 @@ def _set_indexes(expression: Expression, change: Change) -> None:
 
 
 def _condition(expression: Expression, condition: WriteCondition) -> str:
-    """`WriteCondition.is_met_by`, as the table checks it in the same step as the write."""
+    """`WriteCondition.is_met_by` as an expression that DynamoDB checks atomically with the write."""
     if condition.state is None:
         return f"attribute_not_exists({expression.name(items.PK)})"
     terms = [_equal(expression, "state", condition.state), _equal(expression, "epoch", condition.epoch)]
     terms += [_equal(expression, camel(name), value) for name, value in condition.equals]
     if condition.owner is not None:
         terms.append(_equal(expression, "owner", condition.owner))
-    # Stored times have milliseconds, and text order is time order: the text of the limit, cut, compares the same.
+    # Timestamps are stored as fixed-width text with milliseconds, so text order is time order.
     if condition.threshold_after is not None:
         terms.append(f"{expression.name('threshold')} > {expression.value(condition.threshold_after)}")
     if condition.threshold_at_or_before is not None:
@@ -113,8 +113,10 @@ def _condition(expression: Expression, condition: WriteCondition) -> str:
     if condition.not_retired:
         terms.append(f"attribute_not_exists({expression.name(camel('retire_reason'))})")
     if condition.max_quarantined_until is not None:
-        held = expression.name(camel("quarantined_until"))
-        terms.append(f"(attribute_not_exists({held}) OR {held} <= {expression.value(condition.max_quarantined_until)})")
+        until = expression.name(camel("quarantined_until"))
+        terms.append(
+            f"(attribute_not_exists({until}) OR {until} <= {expression.value(condition.max_quarantined_until)})"
+        )
     if condition.tiers:
         terms.append(one_of(expression, "tier", condition.tiers))
     if condition.repository:
@@ -125,7 +127,7 @@ def _condition(expression: Expression, condition: WriteCondition) -> str:
 
 
 def _empty(expression: Expression, attribute_name: str) -> str:
-    """Older versions have not written it at all."""
+    """The attribute is empty, or missing because an older version did not write it."""
     name = expression.name(attribute_name)
     return f"(attribute_not_exists({name}) OR {name} = {expression.value('')})"
 
@@ -146,7 +148,7 @@ def signal_arguments(report: Report, *, now: datetime) -> dict[str, Any]:
     at_epoch, rank = expression.value(report.epoch), expression.value(report.rank)
     for name in _SIGNAL_FIELDS:
         expression.set(camel(name), getattr(report, name))
-    # A notice that it was there for comes back with the next beat.
+    # If the report was troubled because of a spot notice, the next heartbeat marks it again.
     _set_troubled(expression, report.instance_id, troubled=report.troubled)
     expression.set_raw(items.TTL, items.seconds(now + items.KEPT))
     stored_epoch, stored_rank = expression.name("epoch"), expression.name("rank")
@@ -169,13 +171,13 @@ def beat_arguments(instance_id: str, fields: Mapping[str, Any], *, now: datetime
 
 
 def _set_troubled(expression: Expression, instance_id: str, *, troubled: bool) -> None:
-    """The table moves an item in an index only where these differ from what they were."""
+    """Add the report to the index of troubled reports, or remove it. An unchanged key costs no index write."""
     expression.set(items.LIVE_PK, items.troubled_of(instance_id) if troubled else None)
     expression.set(items.LIVE_SK, instance_id if troubled else None)
 
 
-def report_end(at: datetime) -> dict[str, Any]:
-    """A report goes with its record, and is no trouble any more."""
+def report_expiry(at: datetime) -> dict[str, Any]:
+    """Let a report expire at `at`, together with its control record, and remove it from the troubled ones."""
     expression = Expression()
     expression.remove(items.LIVE_PK)
     expression.remove(items.LIVE_SK)
@@ -192,7 +194,7 @@ def absent() -> dict[str, Any]:
 
 
 def as_stored(before: Provision) -> dict[str, Any]:
-    """`Provision.is_as_stored`."""
+    """`Provision.is_as_stored` as a condition."""
     expression = Expression()
     terms = [
         _equal(expression, "status", before.status),
@@ -202,13 +204,13 @@ def as_stored(before: Provision) -> dict[str, Any]:
     return expression.arguments(" AND ".join(terms))
 
 
-def is_still(attribute_name: str, value: Any) -> dict[str, Any]:
+def unchanged(attribute_name: str, value: Any) -> dict[str, Any]:
     expression = Expression()
     return expression.arguments(_equal(expression, attribute_name, value))
 
 
 def revision_is(revision: int) -> dict[str, Any]:
-    return is_still("revision", revision)
+    return unchanged("revision", revision)
 
 
 # Searches ---------------------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def revision_is(revision: int) -> dict[str, Any]:
 def partition(
     pk_name: str, pk: str, *, up_to: tuple[str, str] | None = None, since: tuple[str, str] | None = None
 ) -> tuple[Expression, str]:
-    """A key condition: one partition of the table or of an index, and its sort keys up to one, or from one on."""
+    """Key condition for one partition of the table or an index, with an optional limit of the sort key (inclusive)."""
     expression = Expression()
     condition = _equal(expression, pk_name, pk)
     if up_to is not None:
@@ -229,9 +231,9 @@ def partition(
     return expression, condition
 
 
-def query_arguments(expression: Expression, key_condition: str, filtered: str = "") -> dict[str, Any]:
-    found = {**expression.arguments(), "KeyConditionExpression": key_condition}
-    return {**found, "FilterExpression": filtered} if filtered else found
+def query_arguments(expression: Expression, key_condition: str, filter_expression: str = "") -> dict[str, Any]:
+    arguments = {**expression.arguments(), "KeyConditionExpression": key_condition}
+    return {**arguments, "FilterExpression": filter_expression} if filter_expression else arguments
 
 
 def one_of(expression: Expression, attribute_name: str, values: Sequence[str]) -> str:

@@ -1,12 +1,12 @@
-"""Records as DynamoDB items and back: keys, attributes, and the attributes that put an item into an index.
+"""Conversion of records to DynamoDB items and back, including their keys and index attributes.
 
 | item | pk | sk | `live` index | `by_provision` index |
 |---|---|---|---|---|
-| control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold, until terminated | its provision, id |
-| report | `report#<role's id>:<id>` | `report` | `troubled#<shard>`, id, where it tells of trouble | |
+| control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold; not if terminated | provision, id |
+| report | `report#<role's id>:<id>` | `report` | `troubled#<shard>`, id; only with a failure or spot notice | |
 | history | `history#<id>` | time, epoch, sequence | | |
-| provision | `run#<run id>` | provision id | `unsettled`, deadline, or first once released | `provisions`, creation |
-| configuration, sightings, prefixes of keys | `pool` | `config`, `sightings`, `prefixes` | | |
+| provision | `run#<run id>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
+| configuration, sightings, key prefixes | `pool` | `config`, `sightings`, `prefixes` | | |
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from remuda.domain.text import truncate
 
 T = TypeVar("T")
 
-#: An item or an attribute as DynamoDB spells it: `{"S": "text"}`.
+#: Attributes in DynamoDB's notation: `{"S": "text"}`.
 Attribute = Mapping[str, Any]
 Item = Mapping[str, Attribute]
 
 PK, SK, TTL = "pk", "sk", "ttl"
 LIVE_INDEX, LIVE_PK, LIVE_SK = "live", "gsi1pk", "gsi1sk"
 PROVISION_INDEX, PROVISION_PK, PROVISION_SK = "by_provision", "gsi2pk", "gsi2sk"
-#: Live records, and troubled reports, are spread over so many partitions of the index: one would be hot. A move in the
-#: index costs two of the 1,000 writes that each takes in a second, so these take the claims of the largest provision at
-#: once; every sweep and every count of the live ones is a query to each.
+#: Number of index partitions for live records and for troubled reports. A partition takes 1,000 writes per second and
+#: an index update counts as two, so four partitions take the claims of the largest provision at once. Every sweep and
+#: every count of live records makes one query per partition.
 SHARDS = 4
 UNSETTLED = "unsettled"
 PROVISIONS = "provisions"
-#: Sorts before every time: a released provision is always due.
+#: Sorts before every timestamp: a released provision is always due.
 ALWAYS_DUE = "0"
-#: How long history is kept after it was written where the pool's configuration was not seen, and a report after the
-#: last beat of a machine whose end nobody confirms.
+#: Expiry of history entries until the pool configuration was read, and of reports after the last heartbeat if the
+#: instance's end is never confirmed.
 KEPT = timedelta(days=30)
 
 CONTROL, CONTROL_PREFIX = "control", "control#"
 REPORT, REPORT_PREFIX = "report", "report#"
 
-#: What a record's attributes are, and how botocore hands them over. There are others; no record has them.
-_KINDS: Mapping[str, Any] = {"NULL": bool, "S": str, "BOOL": bool, "N": str, "M": dict, "L": list}
+#: DynamoDB's attribute types used in records, with the Python types that botocore returns for them.
+_TYPES: Mapping[str, Any] = {"NULL": bool, "S": str, "BOOL": bool, "N": str, "M": dict, "L": list}
 _WHOLE = re.compile(r"-?\d{1,38}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keys:
-    """The keys of one pool's items. The prefix lets a policy bind an instance to its own two (`${aws:userid}`)."""
+class ItemKeys:
+    """Keys of an instance's control record and report. See `dynamodb.keys` for the prefix."""
 
     prefix: str = ""
 
@@ -80,7 +80,7 @@ def run_pk(run_id: str) -> str:
 
 CONFIG = key("pool", "config")
 SIGHTINGS = key("pool", "sightings")
-#: What the keys of instances begin with.
+#: The prefixes of instance keys.
 PREFIXES = key("pool", "prefixes")
 
 
@@ -97,7 +97,7 @@ def troubled_of(instance_id: str) -> str:
 
 
 def troubled(number: int) -> str:
-    """Where reports are that a sweep has to look into: after a bad update of an image, those of all machines."""
+    """Index partition of the reports that a sweep must handle. After a bad image update these may be all reports."""
     return f"troubled#{number}"
 
 
@@ -110,7 +110,7 @@ def provision_partition(provision_id: str) -> str:
 
 
 def seconds(at: datetime) -> Attribute:
-    """As the table's TTL wants it."""
+    """Unix time, as required for the TTL attribute."""
     return {"N": str(int(at.timestamp()))}
 
 
@@ -118,7 +118,7 @@ def seconds(at: datetime) -> Attribute:
 
 
 def attribute(value: Any) -> Attribute:
-    """One plain value (`serialization.plain`) as an attribute."""
+    """A JSON-like value as an attribute."""
     if value is None:
         return {"NULL": True}
     if isinstance(value, bool):
@@ -133,12 +133,12 @@ def attribute(value: Any) -> Attribute:
 
 
 def value_of(found: Attribute) -> Any:
-    """`ValueError` for kinds that no record has."""
+    """The value of an attribute. Raises `ValueError` for types that no record uses."""
     if not isinstance(found, Mapping) or len(found) != 1:
-        raise ValueError("an attribute is not one value of one kind")
+        raise ValueError("an attribute must have exactly one type")
     kind, value = next(iter(found.items()))
-    if not isinstance(value, _KINDS.get(kind, ())):
-        raise ValueError(f"an attribute of kind {truncate(str(kind), 20)} is in no record")
+    if not isinstance(value, _TYPES.get(kind, ())):
+        raise ValueError(f"unexpected attribute type {truncate(str(kind), 20)}")
     if kind == "NULL":
         return None
     if kind in {"S", "BOOL"}:
@@ -154,22 +154,25 @@ def _number(text: str) -> int | float:
     try:
         return int(text) if _WHOLE.fullmatch(text) else float(text)
     except ValueError:
-        raise ValueError("an attribute of kind N is no number") from None
+        raise ValueError("an attribute of type N is not a number") from None
 
 
 def record_of(kind: type[T], item: Item) -> T:
-    """`ValueError` where the item is not such a record, or lies where another's record belongs. A newer version may
-    have added attributes.
+    """The record in an item. Raises `ValueError` if the item is not such a record or has another record's key.
+
+    Unknown attributes, written by a newer version, are ignored.
     """
     record = serialization.from_document(kind, {name: value_of(found) for name, found in item.items()})
-    if not _is_in_place(record, item):
-        raise ValueError("its key is not that of the record that it claims to be")
+    if not _has_own_key(record, item):
+        raise ValueError("the item's key does not belong to the record in it")
     return record
 
 
-def _is_in_place(record: object, item: Item) -> bool:
-    """A machine may write whatever it likes into its own report, keys of indexes too; the item's own key it cannot
-    choose. So the key says whose record an item is, and of which kind.
+def _has_own_key(record: object, item: Item) -> bool:
+    """Whether the item's key matches its content.
+
+    A machine can write any content into its own report, including index keys, but its IAM policy fixes the item's key.
+    Only the key is therefore proof of the record's type and instance.
     """
     pk, sk = (str(item.get(name, {}).get("S", "")) for name in (PK, SK))
     match record:
@@ -184,19 +187,21 @@ def _is_in_place(record: object, item: Item) -> bool:
 
 
 def is_control(item: Item) -> bool:
-    """By its key alone. A machine can put as many items as it likes below its own report's partition, into every index;
-    below a control record's it can put none.
+    """Whether an item is a control record, by its key only.
+
+    A machine can write any number of items, with any index keys, to the partition of its report, but none to that of
+    a control record.
     """
     return str(item[PK]["S"]).startswith(CONTROL_PREFIX)
 
 
 def _instance_in(pk: str, prefix: str) -> str:
-    """The instance that a partition key names, behind its role's id; empty where the key is of another kind."""
+    """The instance id in a partition key, or an empty string for keys with another prefix."""
     return pk.removeprefix(prefix).rpartition(":")[2] if pk.startswith(prefix) else ""
 
 
-def sorted_out(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[str, T], dict[str, str]]:
-    """By name: what can be parsed, and why the others cannot."""
+def parse_all(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[str, T], dict[str, str]]:
+    """The records by name, and the parse errors of the other items by name."""
     records: dict[str, T] = {}
     unreadable: dict[str, str] = {}
     for name, item in found:
@@ -216,8 +221,8 @@ def times_of(item: Item) -> Mapping[str, datetime]:
 # Whole items ------------------------------------------------------------------------------------------------------
 
 
-def document_item(where: Item, record: Any) -> Item:
-    return {**where, **{name: attribute(value) for name, value in serialization.to_document(record).items()}}
+def document_item(item_key: Item, record: Any) -> Item:
+    return {**item_key, **{name: attribute(value) for name, value in serialization.to_document(record).items()}}
 
 
 def provision_item(provision: Provision) -> Item:
@@ -240,6 +245,6 @@ def sightings_item(sightings: Mapping[str, datetime]) -> Item:
 
 
 def history_item(instance_id: str, entry: HistoryEntry, *, sequence: int, writer: str, kept: timedelta = KEPT) -> Item:
-    """Sorted by time; within a millisecond by epoch and by the order in which one writer wrote them."""
+    """The sort key orders entries by time, then by epoch and by the order in which one writer added them."""
     order = f"{timestamps.to_text(entry.at)}#{entry.epoch:09d}#{sequence:09d}#{writer}"
     return {**document_item(key(history_pk(instance_id), order), entry), TTL: seconds(entry.at + kept)}

@@ -1,4 +1,4 @@
-"""The table itself: created where it is missing, verified where it is there."""
+"""Schema of the DynamoDB table: creation, verification and inspection."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from remuda.adapters.aws.dynamodb.table import Table
 from remuda.adapters.aws.errors import TABLE_BUSY, TABLE_MISSING, VALIDATION, code_of, no_table, wrong_table
 from remuda.domain.errors import TimedOut, UserError
 
-#: A new table is usable within seconds; an index of a big one may take longer.
-READY_WITHIN_S = 120.0
-FIRST_LOOK_S = 0.1
-LAST_LOOK_S = 2.0
+#: Seconds to wait for a table to become active. A new one takes seconds; an index of a large one takes longer.
+ACTIVE_WITHIN_S = 120.0
+#: First and longest pause in seconds between two checks.
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 2.0
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 KEYS = {items.PK: "HASH", items.SK: "RANGE"}
@@ -28,32 +29,32 @@ INDEXES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inspection:
-    """Of a table with the right keys."""
+class TableInspection:
+    """State of a table that has the right keys and indexes."""
 
     active: bool
-    #: Old items go by themselves.
+    #: Expiry of old items (TTL) is enabled.
     expires: bool
     on_demand: bool
 
 
 async def prepare(table: Table) -> Sequence[str]:
-    """What was created, for people."""
+    """Create the table if it is missing, and verify it. Return the changes for people."""
     if not _NAME.fullmatch(table.name):
         raise UserError(
-            f"{table.name!r} cannot be the name of a table", fix="use 3 to 255 letters, digits, '_', '.' and '-'"
+            f"{table.name!r} is not a valid table name", fix="use 3 to 255 letters, digits, '_', '.' and '-'"
         )
     description = await _describe(table)
     created = [] if description else await _create(table)
-    description = await _ready(table, description)
+    description = await _wait_until_active(table, description)
     differences = list(_differences(description))
     if differences:
         raise wrong_table(table.name, differences)
-    return [*created, *await _expire(table)]
+    return [*created, *await _enable_expiry(table)]
 
 
-async def inspect(table: Table) -> Inspection:
-    """What is there, and what `prepare` would not accept or would change. Nothing is changed."""
+async def inspect(table: Table) -> TableInspection:
+    """The state of the table. Read-only; raises the errors that `prepare` would raise."""
     description = await _describe(table)
     if not description:
         raise no_table(table.name)
@@ -63,7 +64,7 @@ async def inspect(table: Table) -> Inspection:
     answer = await table.call("DescribeTimeToLive", table.client.describe_time_to_live, TableName=table.name)
     expiry = answer["TimeToLiveDescription"]
     billing = description.get("BillingModeSummary", {}).get("BillingMode", "PROVISIONED")
-    return Inspection(
+    return TableInspection(
         active=_is_active(description),
         expires=expiry.get("TimeToLiveStatus") in {"ENABLED", "ENABLING"} and expiry.get("AttributeName") == items.TTL,
         on_demand=billing == "PAY_PER_REQUEST",
@@ -71,7 +72,7 @@ async def inspect(table: Table) -> Inspection:
 
 
 async def _describe(table: Table) -> Mapping[str, Any]:
-    """Empty where there is none."""
+    """The description of the table; empty if it does not exist."""
 
     async def describe(**arguments: Any) -> Any:
         try:
@@ -93,7 +94,7 @@ async def _create(table: Table) -> list[str]:
         try:
             return await table.client.create_table(**arguments)
         except ClientError as error:
-            # Somebody else was first: as good.
+            # Another process created it.
             if code_of(error) == TABLE_BUSY:
                 return {**error.response, "Busy": True}
             raise
@@ -113,41 +114,41 @@ async def _create(table: Table) -> list[str]:
     return [] if answer.get("Busy") else [f"table {table.name}"]
 
 
-async def _ready(table: Table, description: Mapping[str, Any]) -> Mapping[str, Any]:
-    give_up_at = table.clock.monotonic() + READY_WITHIN_S
-    pause_s = FIRST_LOOK_S
+async def _wait_until_active(table: Table, description: Mapping[str, Any]) -> Mapping[str, Any]:
+    deadline = table.clock.monotonic() + ACTIVE_WITHIN_S
+    pause_s = FIRST_PAUSE_S
     while not _is_active(description):
-        if table.clock.monotonic() >= give_up_at:
-            raise TimedOut(f"table {table.name} did not become active within {READY_WITHIN_S:g} s")
+        if table.clock.monotonic() >= deadline:
+            raise TimedOut(f"table {table.name} did not become active within {ACTIVE_WITHIN_S:g} s")
         description = await _describe(table)
         if not _is_active(description):
             await table.clock.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_LOOK_S)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
     return description
 
 
 def _is_active(description: Mapping[str, Any]) -> bool:
-    # An UPDATING table serves all calls.
+    # A table that is UPDATING serves all calls.
     return description.get("TableStatus") in {"ACTIVE", "UPDATING"} and all(
         index.get("IndexStatus", "ACTIVE") in {"ACTIVE", "UPDATING"}
         for index in description.get("GlobalSecondaryIndexes", [])
     )
 
 
-async def _expire(table: Table) -> list[str]:
-    """See that old items go by themselves."""
+async def _enable_expiry(table: Table) -> list[str]:
+    """Enable the expiry of old items (TTL)."""
     answer = await table.call("DescribeTimeToLive", table.client.describe_time_to_live, TableName=table.name)
     found = answer["TimeToLiveDescription"]
     if found.get("TimeToLiveStatus") in {"ENABLED", "ENABLING"}:
         if found.get("AttributeName") != items.TTL:
-            raise wrong_table(table.name, [f"its items expire by {found.get('AttributeName')}, not by {items.TTL}"])
+            raise wrong_table(table.name, [f"its TTL attribute is {found.get('AttributeName')}, not {items.TTL}"])
         return []
 
     async def enable(**arguments: Any) -> Any:
         try:
             return await table.client.update_time_to_live(**arguments)
         except ClientError as error:
-            # Somebody else was first, or it was switched a moment ago: the next refresh sees to it.
+            # Another process enabled it, or it was changed within the last hour. The next refresh tries again.
             if code_of(error) == VALIDATION:
                 return {**error.response, "Busy": True}
             raise
@@ -167,20 +168,20 @@ def _schema(keys: Mapping[str, str]) -> list[dict[str, str]]:
 
 def _differences(description: Mapping[str, Any]) -> list[str]:
     kinds = {each["AttributeName"]: each["AttributeType"] for each in description.get("AttributeDefinitions", [])}
-    found = _compared("its keys", description.get("KeySchema", []), KEYS, kinds)
+    found = _key_differences("its keys", description.get("KeySchema", []), KEYS, kinds)
     indexes = {each["IndexName"]: each for each in description.get("GlobalSecondaryIndexes", [])}
     for name, keys in INDEXES.items():
         if name not in indexes:
             found.append(f"it has no index {name}")
             continue
-        found += _compared(f"the keys of index {name}", indexes[name].get("KeySchema", []), keys, kinds)
+        found += _key_differences(f"the keys of index {name}", indexes[name].get("KeySchema", []), keys, kinds)
         projection = indexes[name].get("Projection", {}).get("ProjectionType", "ALL")
         if projection != "ALL":
             found.append(f"index {name} projects {projection}, not ALL")
     return found
 
 
-def _compared(
+def _key_differences(
     what: str, schema: Sequence[Mapping[str, str]], wanted: Mapping[str, str], kinds: Mapping[str, str]
 ) -> list[str]:
     present = [

@@ -1,70 +1,187 @@
-"""One CreateFleet: what is asked, and what the answer means. No call is made here."""
+"""Launches with EC2 CreateFleet: request, response, lost responses, and fallback from spot to on-demand."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remuda.adapters.aws.ec2.options import Options
+from remuda.adapters.aws.ec2.calls import MAX_ATTEMPTS, Ec2Calls
+from remuda.adapters.aws.ec2.describe import by_tag, describe_machines
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.adapters.aws.errors import (
     CAPACITY_FIX,
     LAUNCH_FIX,
-    MAX_SAID,
+    MAX_MESSAGE,
     PERMISSION_FIX,
     QUOTA_FIX,
     RETRY_AFTER_S,
-    Kind,
-    kind_of,
+    ErrorCategory,
+    category_of,
 )
-from remuda.adapters.aws.tags import (
-    FIRST_LIFE_TAG,
+from remuda.adapters.aws.user_data import FIRST_LIFE_TAG, MARGIN_TAG
+from remuda.domain.errors import CapacityError, RemudaError, Throttled, Unavailable, UserError
+from remuda.domain.resources import RunnerRequest, UsageClass
+from remuda.domain.scale_down.fleet import (
     GHR_APPLICATION,
     GHR_APPLICATION_TAG,
     GHR_ENVIRONMENT_TAG,
     GHR_OWNER_TAG,
     GHR_TYPE_TAG,
-    MARGIN_TAG,
 )
-from remuda.domain.errors import CapacityError, RemudaError, Throttled, UserError
-from remuda.domain.resources import RunnerRequest, UsageClass
-from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchRequest
+from remuda.ports.compute import POOL_TAG, PROVISION_TAG, Launched, LaunchRequest, LaunchResult
 
+#: Tag with the client token of the CreateFleet call. A provision may make several calls.
+LAUNCH_TAG = "remuda:launch"
 #: EC2's limits.
 MAX_TOKEN = 64
 MAX_TYPE_PATTERN = 30
-#: Sentences of errors that one message repeats, for each usage class.
+#: Errors quoted per usage class in one message.
 MAX_SHOWN = 8
 ANY_TYPE = "*"
-_REFUSED = frozenset({Kind.PERMISSION, Kind.CREDENTIALS})
+#: Suffix of the client token of the on-demand fallback.
+FALLBACK_SUFFIX = "-od"
+#: Attempts to find all instances of a launch whose response was lost: DescribeInstances is eventually consistent.
+FIND_ATTEMPTS = 3
+_ACCESS_ERRORS = frozenset({ErrorCategory.PERMISSION, ErrorCategory.CREDENTIALS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """Who could not give what, and what it said."""
+class FleetLaunchError:
+    """One entry of `Errors` in the response of CreateFleet."""
 
     code: str
     sentence: str
-    #: spot, on-demand, or empty where it is about neither.
+    #: "spot", "on-demand", or empty if the error is about neither.
     usage: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fleet:
+class FleetLaunch:
+    """Result of one CreateFleet call."""
+
     instances: tuple[Launched, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    errors: tuple[FleetLaunchError, ...] = ()
+
+
+class FleetLauncher:
+    def __init__(self, *, calls: Ec2Calls, pool: str, template: str) -> None:
+        self._calls = calls
+        self._pool = pool
+        self._template = template
+
+    async def launch(
+        self, request: LaunchRequest, options: Ec2LaunchOptions, *, may_have_launched: bool
+    ) -> LaunchResult:
+        """Launch with CreateFleet. `may_have_launched`: an earlier call with this token may have succeeded."""
+        usage = request.request.usage_class
+        fleet = await self._create(
+            request, options, usage, request.count, request.client_token, may_have_launched=may_have_launched
+        )
+        missing = request.count - len(fleet.instances)
+        if missing and usage is UsageClass.SPOT and options.falls_back and is_shortage(fleet.errors):
+            fleet = await self._add_on_demand(request, options, fleet, missing, may_have_launched=may_have_launched)
+        if not fleet.instances:
+            raise launch_failure(request.request, request.count, fleet.errors)
+        return LaunchResult(instances=fleet.instances, errors=summarize(fleet.errors))
+
+    async def _add_on_demand(
+        self,
+        request: LaunchRequest,
+        options: Ec2LaunchOptions,
+        spot: FleetLaunch,
+        missing: int,
+        *,
+        may_have_launched: bool,
+    ) -> FleetLaunch:
+        token = request.client_token + FALLBACK_SUFFIX
+        try:
+            more = await self._create(
+                request, options, UsageClass.ON_DEMAND, missing, token, may_have_launched=may_have_launched
+            )
+        except RemudaError as error:
+            if not spot.instances:
+                raise
+            # The spot instances exist: the caller must learn their ids.
+            more = FleetLaunch(errors=(FleetLaunchError(code=type(error).__name__, sentence=error.message),))
+        return FleetLaunch(instances=_sorted((*spot.instances, *more.instances)), errors=(*spot.errors, *more.errors))
+
+    async def _create(
+        self,
+        request: LaunchRequest,
+        options: Ec2LaunchOptions,
+        usage: UsageClass,
+        count: int,
+        token: str,
+        *,
+        may_have_launched: bool,
+    ) -> FleetLaunch:
+        """Call CreateFleet. Before a retry, search for instances that the earlier call launched.
+
+        EC2 itself would recognise the client token, but not every EC2-compatible server does.
+        """
+        token = client_token(token)
+        parameters = fleet_request(
+            template=self._template,
+            request=request.request,
+            subnets=options.subnets,
+            count=count,
+            usage=usage,
+            token=token,
+            tags={**machine_tags(request, options, self._pool), LAUNCH_TAG: token},
+        )
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            if may_have_launched or attempt > 1:
+                found = await self._find(token, count, usage)
+                if found is not None:
+                    return found
+            try:
+                return parse_fleet(await self._calls.call("CreateFleet", idempotent=False, **parameters), usage)
+            except Throttled:
+                raise
+            except Unavailable:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+            await self._calls.pause(attempt)
+        raise AssertionError  # pragma: no cover - the loop returns or raises
+
+    async def _find(self, token: str, count: int, usage: UsageClass) -> FleetLaunch | None:
+        """The instances that an earlier call with this token launched, or None if there are none."""
+        instances: tuple[Launched, ...] = ()
+        for attempt in range(1, FIND_ATTEMPTS + 1):
+            views = await describe_machines(self._calls, by_tag(LAUNCH_TAG, token) + by_tag(POOL_TAG, self._pool))
+            instances = _sorted(
+                Launched(instance_id=view.instance_id, instance_type=view.instance_type, usage_class=usage)
+                for view in views
+            )
+            if not instances:
+                return None
+            if len(instances) >= count:
+                return FleetLaunch(instances=instances)
+            if attempt < FIND_ATTEMPTS:
+                await self._calls.pause(attempt)
+        sentence = (
+            f"the response of CreateFleet was lost; {len(instances)} of {count} instances were found by their tag"
+        )
+        return FleetLaunch(instances=instances, errors=(FleetLaunchError(code="AnswerLost", sentence=sentence),))
+
+
+# Request -----------------------------------------------------------------------------------------------------------
 
 
 def client_token(token: str) -> str:
-    """As it is where EC2 takes it, else a digest of it."""
+    """The token, or a digest of it if EC2 would not accept it."""
     if len(token) <= MAX_TOKEN and token.isascii() and token.isprintable():
         return token
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def machine_tags(request: LaunchRequest, options: Options, pool: str) -> dict[str, str]:
-    """From the start: there is no moment at which a machine of ours could not be told from others."""
+def machine_tags(request: LaunchRequest, options: Ec2LaunchOptions, pool: str) -> dict[str, str]:
+    """Tags that EC2 sets at launch, so that an instance of the pool is recognisable at any time.
+
+    The `ghr:` tags are those of terraform-aws-github-runner, which scale-down uses.
+    """
     tags = {
         GHR_ENVIRONMENT_TAG: options.environment or pool,
         GHR_APPLICATION_TAG: GHR_APPLICATION,
@@ -75,32 +192,33 @@ def machine_tags(request: LaunchRequest, options: Options, pool: str) -> dict[st
     return tags | {
         POOL_TAG: pool,
         PROVISION_TAG: request.provision_id,
-        # Rounded up: what is given is never less than what was meant.
+        # Rounded up: the machine never gets less time than requested.
         FIRST_LIFE_TAG: str(max(1, -int(-request.first_life_s // 1))),
         MARGIN_TAG: f"{request.margin_s:g}",
     }
 
 
 def requirements(request: RunnerRequest) -> dict[str, Any]:
+    """EC2's InstanceRequirements for a request."""
     wanted = request.resource_class
-    asked: dict[str, Any] = {"VCpuCount": {"Min": wanted.cpu}, "MemoryMiB": {"Min": wanted.memory_mib}}
-    words = request.patterns.words
-    for word in words:
-        if len(word) > MAX_TYPE_PATTERN:
+    result: dict[str, Any] = {"VCpuCount": {"Min": wanted.cpu}, "MemoryMiB": {"Min": wanted.memory_mib}}
+    patterns = request.patterns.words
+    for pattern in patterns:
+        if len(pattern) > MAX_TYPE_PATTERN:
             raise UserError(
-                f"allowed-instance-types: {word!r} is longer than EC2 takes",
+                f"allowed-instance-types: {pattern!r} is longer than EC2's limit of {MAX_TYPE_PATTERN} characters",
                 field="allowed-instance-types",
                 fix=f"use at most {MAX_TYPE_PATTERN} characters for each pattern",
             )
-    # Any of the words will do: with `*` among them the others say nothing.
-    if not any(set(word) == {ANY_TYPE} for word in words):
-        asked["AllowedInstanceTypes"] = list(words)
-        # EC2 leaves these kinds out unless it is told otherwise: who names one means it.
-        if any(word.startswith("t") for word in words):
-            asked["BurstablePerformance"] = "included"
-        if any("metal" in word for word in words):
-            asked["BareMetal"] = "included"
-    return asked
+    # A pattern `*` matches every type, so the others do not matter.
+    if not any(set(pattern) == {ANY_TYPE} for pattern in patterns):
+        result["AllowedInstanceTypes"] = list(patterns)
+        # EC2 excludes burstable and bare-metal types unless the request includes them.
+        if any(pattern.startswith("t") for pattern in patterns):
+            result["BurstablePerformance"] = "included"
+        if any("metal" in pattern for pattern in patterns):
+            result["BareMetal"] = "included"
+    return result
 
 
 def fleet_request(
@@ -113,9 +231,10 @@ def fleet_request(
     token: str,
     tags: Mapping[str, str],
 ) -> dict[str, Any]:
+    """Parameters of CreateFleet."""
     needs = requirements(request)
     pairs = [{"Key": key, "Value": value} for key, value in sorted(tags.items())]
-    asked: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "Type": "instant",
         "ClientToken": token,
         "LaunchTemplateConfigs": [
@@ -128,71 +247,76 @@ def fleet_request(
         "TagSpecifications": [{"ResourceType": kind, "Tags": pairs} for kind in ("instance", "volume")],
     }
     if usage is UsageClass.SPOT:
-        asked["SpotOptions"] = {
+        parameters["SpotOptions"] = {
             "AllocationStrategy": "price-capacity-optimized",
             "InstanceInterruptionBehavior": "terminate",
         }
     else:
-        asked["OnDemandOptions"] = {"AllocationStrategy": "lowest-price"}
-    return asked
+        parameters["OnDemandOptions"] = {"AllocationStrategy": "lowest-price"}
+    return parameters
 
 
-def parse_fleet(answer: Mapping[str, Any], usage: UsageClass) -> Fleet:
-    """`usage` is what was asked for: an instant fleet gives that or nothing."""
+# Response ----------------------------------------------------------------------------------------------------------
+
+
+def parse_fleet(answer: Mapping[str, Any], usage: UsageClass) -> FleetLaunch:
+    """`usage` is the requested usage class: an instant fleet never launches the other one."""
     instances = [
         Launched(instance_id=str(name), instance_type=str(group.get("InstanceType", "")), usage_class=usage)
         for group in answer.get("Instances") or ()
         for name in group.get("InstanceIds") or ()
     ]
-    refusals = dict.fromkeys(_refusal(item) for item in answer.get("Errors") or ())
-    return Fleet(
-        # In one order: the same launch gives the same answer, however it is found.
-        instances=tuple(sorted(instances, key=lambda item: item.instance_id)),
-        refusals=tuple(refusals),
-    )
+    errors = dict.fromkeys(_launch_error(item) for item in answer.get("Errors") or ())
+    return FleetLaunch(instances=_sorted(instances), errors=tuple(errors))
 
 
-def _refusal(item: Mapping[str, Any]) -> Refusal:
+def _sorted(instances: Iterable[Launched]) -> tuple[Launched, ...]:
+    """In a fixed order, so that a repeated launch returns the same result whether it was created or found."""
+    return tuple(sorted(instances, key=lambda each: each.instance_id))
+
+
+def _launch_error(item: Mapping[str, Any]) -> FleetLaunchError:
     overrides = (item.get("LaunchTemplateAndOverrides") or {}).get("Overrides") or {}
-    who = " ".join(
+    source = " ".join(
         str(overrides[name]) for name in ("SubnetId", "AvailabilityZone", "InstanceType") if overrides.get(name)
     )
     code = str(item.get("ErrorCode", "unknown"))
-    said = " ".join(str(item.get("ErrorMessage", "")).split())[:MAX_SAID]
+    message = " ".join(str(item.get("ErrorMessage", "")).split())[:MAX_MESSAGE]
     usage = str(item.get("Lifecycle") or "")
-    return Refusal(code=code, sentence=f"{who or 'EC2'}{f' ({usage})' if usage else ''}: {code}: {said}", usage=usage)
+    sentence = f"{source or 'EC2'}{f' ({usage})' if usage else ''}: {code}: {message}"
+    return FleetLaunchError(code=code, sentence=sentence, usage=usage)
 
 
-def sentences(refusals: Sequence[Refusal]) -> tuple[str, ...]:
-    """The first few of each usage class, and how many there are."""
-    told: list[str] = []
-    for usage in dict.fromkeys(refusal.usage for refusal in refusals):
-        same = [refusal.sentence for refusal in refusals if refusal.usage == usage]
-        told += same[:MAX_SHOWN]
+def summarize(errors: Sequence[FleetLaunchError]) -> tuple[str, ...]:
+    """The first errors of each usage class as sentences, and the number of the others."""
+    sentences: list[str] = []
+    for usage in dict.fromkeys(error.usage for error in errors):
+        same = [error.sentence for error in errors if error.usage == usage]
+        sentences += same[:MAX_SHOWN]
         if len(same) > MAX_SHOWN:
-            told.append(f"and {len(same) - MAX_SHOWN} more")
-    return tuple(told)
+            sentences.append(f"and {len(same) - MAX_SHOWN} more")
+    return tuple(sentences)
 
 
-def is_shortage(refusals: Sequence[Refusal]) -> bool:
-    """Whether another usage class may help: nothing that was said is about the request itself, or our haste."""
-    kinds = {kind_of(item.code) for item in refusals}
-    return not kinds & {*_REFUSED, Kind.INPUT} and kinds != {Kind.THROTTLED}
+def is_shortage(errors: Sequence[FleetLaunchError]) -> bool:
+    """Whether another usage class may help: no error is about permissions or input, and not all are throttling."""
+    categories = {category_of(error.code) for error in errors}
+    return not categories & {*_ACCESS_ERRORS, ErrorCategory.INPUT} and categories != {ErrorCategory.THROTTLED}
 
 
-def failure(request: RunnerRequest, count: int, refusals: Sequence[Refusal]) -> RemudaError:
-    """Nothing was launched: what the caller can do about it."""
+def launch_failure(request: RunnerRequest, count: int, errors: Sequence[FleetLaunchError]) -> RemudaError:
+    """The error to raise if no instance was launched."""
     wanted = request.resource_class
-    kinds = {kind_of(refusal.code) for refusal in refusals}
-    said = "; ".join(sentences(refusals)) or "no reason was given"
-    story = (
+    categories = {category_of(error.code) for error in errors}
+    reasons = "; ".join(summarize(errors)) or "EC2 gave no reason"
+    text = (
         f"none of {count} {request.usage_class} instances of types {request.patterns} for class {wanted.name} "
-        f"({wanted.cpu} cpu, {wanted.memory_mib} MiB) could be launched: {said}"
+        f"({wanted.cpu} cpu, {wanted.memory_mib} MiB) could be launched: {reasons}"
     )
-    if kinds & _REFUSED:
-        return UserError(story, field="aws-permission", fix=PERMISSION_FIX)
-    if kinds == {Kind.INPUT}:
-        return UserError(story, field="launch", fix=LAUNCH_FIX)
-    if kinds == {Kind.THROTTLED}:
-        return Throttled(story, retry_after_s=RETRY_AFTER_S)
-    return CapacityError(story, fix=QUOTA_FIX if Kind.QUOTA in kinds else CAPACITY_FIX)
+    if categories & _ACCESS_ERRORS:
+        return UserError(text, field="aws-permission", fix=PERMISSION_FIX)
+    if categories == {ErrorCategory.INPUT}:
+        return UserError(text, field="launch", fix=LAUNCH_FIX)
+    if categories == {ErrorCategory.THROTTLED}:
+        return Throttled(text, retry_after_s=RETRY_AFTER_S)
+    return CapacityError(text, fix=QUOTA_FIX if ErrorCategory.QUOTA in categories else CAPACITY_FIX)

@@ -1,4 +1,4 @@
-"""Machines and their tags as EC2 tells of them."""
+"""Descriptions of EC2 instances and their tags."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls
-from remuda.adapters.aws.tags import RESERVED_PREFIX
 from remuda.domain.errors import Unavailable
 from remuda.domain.resources import is_instance_id
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.compute import MachineState, MachineView
 
 DESCRIBE_PAGE = 1_000
+#: Tags with this prefix are set by AWS and cannot be changed.
+RESERVED_PREFIX = "aws:"
 
-#: Nothing of ours is ever stopped; one that somebody stopped by hand will not run again: it is to be ended.
+#: Remuda never stops an instance. One that was stopped by hand counts as shutting down, so that it gets terminated.
 _STATES = {
     "pending": MachineState.PENDING,
     "running": MachineState.RUNNING,
@@ -36,8 +37,8 @@ def by_tag(key: str, value: str) -> Filters:
     return [{"Name": f"tag:{key}", "Values": [value]}]
 
 
-async def views_of(calls: Ec2Calls, filters: Filters) -> list[MachineView]:
-    """All pages, each machine once."""
+async def describe_machines(calls: Ec2Calls, filters: Filters) -> list[MachineView]:
+    """All matching instances, each once."""
     found: dict[str, MachineView] = {}
     async for page in calls.pages("DescribeInstances", Filters=filters, MaxResults=DESCRIBE_PAGE):
         for reservation in page.get("Reservations", ()):
@@ -48,23 +49,23 @@ async def views_of(calls: Ec2Calls, filters: Filters) -> list[MachineView]:
 
 
 async def tags_by_id(calls: Ec2Calls, key: str, instance_ids: Sequence[str]) -> dict[str, str]:
-    """The values of a tag, of those that have it."""
+    """The value of one tag by instance id. Instances without the tag are missing."""
     filters: Filters = [{"Name": "resource-id", "Values": list(instance_ids)}, {"Name": "key", "Values": [key]}]
-    asked = set(instance_ids)
+    wanted = set(instance_ids)
     found: dict[str, str] = {}
     async for page in calls.pages("DescribeTags", Filters=filters, MaxResults=DESCRIBE_PAGE):
         for item in page.get("Tags", ()):
             name = str(item.get("ResourceId", ""))
-            if name in asked and item.get("Key") == key:
+            if name in wanted and item.get("Key") == key:
                 found[name] = str(item.get("Value", ""))
     return found
 
 
 def instance_id_of(item: Mapping[str, Any]) -> str:
-    """A list with a machine that cannot be named is no list: what is left out would look gone."""
+    """The instance id. A list with an invalid id is rejected as a whole: a skipped instance would count as gone."""
     name = str(item.get("InstanceId", ""))
     if not is_instance_id(name):
-        raise Unavailable("EC2 lists a machine without a usable id")
+        raise Unavailable("EC2 returned an instance without a valid id")
     return name
 
 
@@ -76,18 +77,18 @@ def utc(at: datetime) -> datetime:
     try:
         return (at if at.tzinfo else at.replace(tzinfo=UTC)).astimezone(UTC)
     except OverflowError:
-        raise Unavailable("EC2 lists a machine with a time that cannot be one") from None
+        raise Unavailable("EC2 returned an instance with an invalid launch time") from None
 
 
 def machine_view(item: Mapping[str, Any]) -> MachineView:
     state = str((item.get("State") or {}).get("Name", ""))
     launched_at = item.get("LaunchTime")
-    # It has a grace from then on: without it, what was just launched would look old.
+    # The grace period of instances without a record starts at the launch time, so it must be known.
     if launched_at is None:
-        raise Unavailable("EC2 lists a machine without the time of its launch")
+        raise Unavailable("EC2 returned an instance without a launch time")
     return MachineView(
         instance_id=instance_id_of(item),
-        # A state that we do not know yet is no reason to think that it has ended.
+        # An unknown state counts as running, so that the instance is not taken for terminated.
         state=_STATES.get(state, MachineState.RUNNING),
         instance_type=str(item.get("InstanceType", "")),
         launched_at=to_milliseconds(utc(launched_at)),

@@ -1,4 +1,4 @@
-"""What the AWS backend takes at launch. Checked before any call is made."""
+"""Launch options of the AWS backend, validated before any call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NAMES = (
     ENVIRONMENT,
 )
 
-#: EC2's limits, for one launch.
+#: EC2's limits.
 MAX_SUBNETS = 50
 MAX_GROUPS = 16
 MAX_TAG_VALUE = 256
@@ -63,56 +63,56 @@ _URL = re.compile(r"[!-~]{1,2000}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class Ec2LaunchOptions:
     ami: str
     subnets: tuple[str, ...]
     security_groups: tuple[str, ...] = ()
     #: A name or an ARN.
     profile: str
     key_name: str = ""
-    #: What spot cannot give is bought on demand.
+    #: Launch on-demand instances for missing spot capacity.
     falls_back: bool = False
     script: str = ""
     runner_version: str = ""
     runner_sha256: str = ""
-    #: In place of GitHub's own download: a mirror.
+    #: A mirror to download the runner from, instead of GitHub.
     runner_url: str = ""
     agent_url: str = ""
     agent_sha256: str = ""
     python_url: str = ""
     python_sha256: str = ""
-    #: For the tag `ghr:environment`.
+    #: Value of the tag `ghr:environment`.
     environment: str = ""
 
     @classmethod
-    def parse(cls, launch: Mapping[str, str]) -> Options:
+    def parse(cls, launch: Mapping[str, str]) -> Ec2LaunchOptions:
         for name in launch:
             if name not in NAMES:
                 raise UserError(
-                    f"the aws backend has no launch option {name!r}", field=name, fix=f"use {', '.join(NAMES)}"
+                    f"unknown launch option {name!r} of the aws backend", field=name, fix=f"use {', '.join(NAMES)}"
                 )
         options = cls(
-            ami=_needed(launch, AMI, _AMI, "give an image such as ami-0123456789abcdef0, or resolve:ssm:NAME"),
+            ami=_required(launch, AMI, _AMI, "set an image such as ami-0123456789abcdef0, or resolve:ssm:NAME"),
             subnets=_ids(launch, SUBNETS, _SUBNET, MAX_SUBNETS, "subnet-0123456789abcdef0"),
-            security_groups=_ids(launch, SECURITY_GROUPS, _GROUP, MAX_GROUPS, "sg-0123456789abcdef0", needed=False),
+            security_groups=_ids(launch, SECURITY_GROUPS, _GROUP, MAX_GROUPS, "sg-0123456789abcdef0", required=False),
             profile=_profile(launch),
-            key_name=_optional(launch, KEY_NAME, _KEY_NAME, "give the name of a key pair of this region"),
+            key_name=_optional(launch, KEY_NAME, _KEY_NAME, "set the name of a key pair of this region"),
             falls_back=_fallback(launch),
             script=_script(launch),
-            runner_version=_optional(launch, RUNNER_VERSION, _VERSION, "give a version such as 2.336.0").strip(),
+            runner_version=_optional(launch, RUNNER_VERSION, _VERSION, "set a version such as 2.336.0").strip(),
             runner_sha256=_sha256(launch, RUNNER_SHA256),
             runner_url=_url(launch, RUNNER_URL, (".tar.gz",)),
             agent_url=_url(launch, AGENT_URL, (".whl", ".tar.gz")),
             agent_sha256=_sha256(launch, AGENT_SHA256),
             python_url=_url(launch, PYTHON_URL, (".tar.gz",)),
             python_sha256=_sha256(launch, PYTHON_SHA256),
-            environment=_optional(launch, ENVIRONMENT, _ENVIRONMENT, f"give up to {MAX_TAG_VALUE} letters and digits"),
+            environment=_optional(launch, ENVIRONMENT, _ENVIRONMENT, f"use at most {MAX_TAG_VALUE} letters and digits"),
         )
         options.check_downloads()
         return options
 
     def check_downloads(self) -> None:
-        """What is run as root must be what was meant: no download without its digest."""
+        """Reject downloads without a digest: their content runs as root."""
         pairs = (
             (AGENT_URL, self.agent_url, AGENT_SHA256, self.agent_sha256),
             (PYTHON_URL, self.python_url, PYTHON_SHA256, self.python_sha256),
@@ -121,89 +121,89 @@ class Options:
         )
         for name, value, needed, given in pairs:
             if value and not given:
-                raise UserError(f"{name} {value[:MAX_SHOWN]!r} needs {needed}", field=needed, fix=f"give {needed} too")
+                raise UserError(f"{name} {value[:MAX_SHOWN]!r} needs {needed}", field=needed, fix=f"set {needed} too")
         if self.agent_url.endswith(".whl") and not self.python_url:
             raise UserError(
-                f"{AGENT_URL} {self.agent_url[:MAX_SHOWN]!r} is a wheel: it needs an interpreter",
+                f"{AGENT_URL} {self.agent_url[:MAX_SHOWN]!r} is a wheel and needs a Python interpreter",
                 field=PYTHON_URL,
-                fix=f"give a standalone Python 3.11 or newer (.tar.gz) as {PYTHON_URL} and its {PYTHON_SHA256}",
+                fix=f"set {PYTHON_URL} to a standalone Python 3.11 or newer (.tar.gz), and set {PYTHON_SHA256}",
             )
 
 
-def _wrong(name: str, value: str, fix: str) -> UserError:
-    said = f"{name} is {value[:MAX_SHOWN]!r}" if value else f"{name} is missing"
-    return UserError(said, field=name, fix=fix)
+def _invalid(name: str, value: str, fix: str) -> UserError:
+    message = f"{name} is invalid: {value[:MAX_SHOWN]!r}" if value else f"{name} is missing"
+    return UserError(message, field=name, fix=fix)
 
 
-def _needed(launch: Mapping[str, str], name: str, pattern: re.Pattern[str], fix: str) -> str:
+def _required(launch: Mapping[str, str], name: str, pattern: re.Pattern[str], fix: str) -> str:
     value = launch.get(name, "").strip()
     if not pattern.fullmatch(value):
-        raise _wrong(name, value, fix)
+        raise _invalid(name, value, fix)
     return value
 
 
 def _optional(launch: Mapping[str, str], name: str, pattern: re.Pattern[str], fix: str) -> str:
-    return _needed(launch, name, pattern, fix) if launch.get(name, "").strip() else ""
+    return _required(launch, name, pattern, fix) if launch.get(name, "").strip() else ""
 
 
 def _ids(
-    launch: Mapping[str, str], name: str, pattern: re.Pattern[str], most: int, example: str, *, needed: bool = True
+    launch: Mapping[str, str], name: str, pattern: re.Pattern[str], maximum: int, example: str, *, required: bool = True
 ) -> tuple[str, ...]:
-    """Words between commas or blanks, each once."""
+    """Ids separated by commas or blanks, without duplicates."""
     words = tuple(dict.fromkeys(launch.get(name, "").replace(",", " ").split()))
-    fix = f"give 1 to {most} ids such as {example}, with commas between them"
-    if not words and needed:
-        raise _wrong(name, "", fix)
+    fix = f"set 1 to {maximum} ids such as {example}, separated by commas"
+    if not words and required:
+        raise _invalid(name, "", fix)
     for word in words:
         if not pattern.fullmatch(word):
-            raise _wrong(name, word, fix)
-    if len(words) > most:
+            raise _invalid(name, word, fix)
+    if len(words) > maximum:
         raise UserError(f"{name} has {len(words)} ids", field=name, fix=fix)
     return words
 
 
 def _profile(launch: Mapping[str, str]) -> str:
-    fix = "give the name or the ARN of the instance profile that lets the agent reach its records"
+    fix = "set the name or the ARN of the agents' instance profile"
     value = launch.get(PROFILE, "").strip()
-    return _needed(launch, PROFILE, _PROFILE_ARN if value.startswith("arn:") else _PROFILE_NAME, fix)
+    return _required(launch, PROFILE, _PROFILE_ARN if value.startswith("arn:") else _PROFILE_NAME, fix)
 
 
 def _fallback(launch: Mapping[str, str]) -> bool:
     value = launch.get(SPOT_FALLBACK, "").strip()
     if value not in {"", "none", ON_DEMAND}:
-        raise _wrong(SPOT_FALLBACK, value, f"give {ON_DEMAND} or none")
+        raise _invalid(SPOT_FALLBACK, value, f"use {ON_DEMAND} or none")
     return value == ON_DEMAND
 
 
 def _script(launch: Mapping[str, str]) -> str:
     script = launch.get(SCRIPT, "")
     if "\0" in script:
-        raise UserError(f"{SCRIPT} is no text", field=SCRIPT, fix="give the text of a shell script")
+        raise UserError(f"{SCRIPT} is not text", field=SCRIPT, fix="set the text of a shell script")
     return script
 
 
 def _sha256(launch: Mapping[str, str], name: str) -> str:
-    return _optional(launch, name, _SHA256, "give the SHA-256 of the file as 64 digits 0-9, a-f")
+    return _optional(launch, name, _SHA256, "set the SHA-256 of the file: 64 digits 0-9, a-f")
 
 
 def _url(launch: Mapping[str, str], name: str, endings: tuple[str, ...]) -> str:
     value = launch.get(name, "").strip()
     if not value:
         return ""
-    fix = f"give an https:// or s3:// address that ends in {' or '.join(endings)}, without a user or a query"
+    fix = f"set an https:// or s3:// URL that ends in {' or '.join(endings)}, without a user or a query"
     try:
         parts = urlsplit(value)
     except ValueError:
-        raise _wrong(name, value, fix) from None
-    plain = not parts.query and not parts.fragment and "@" not in parts.netloc
-    # User data can be read by all who may describe the template: an address that carries a credential stays out.
+        raise _invalid(name, value, fix) from None
+    is_plain = not parts.query and not parts.fragment and "@" not in parts.netloc
+    # The URL becomes part of the launch template, which many can read, so it must not contain a credential.
     if (
         parts.scheme not in {"https", "s3"}
         or not parts.netloc
-        or not plain
+        or not is_plain
         or not value.endswith(endings)
         or not _URL.fullmatch(value)
     ):
-        shown = value if plain else f"{parts.scheme}://…"
-        raise _wrong(name, shown, fix)
+        shown = value if is_plain else f"{parts.scheme}://…"
+        raise _invalid(name, shown, fix)
     return value

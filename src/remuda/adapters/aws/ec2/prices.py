@@ -1,4 +1,4 @@
-"""Spot prices from EC2's price history: ninety days back, by zone."""
+"""Spot prices from EC2's price history, which covers the last 90 days per availability zone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
+from remuda.adapters.aws.calls import chunks
+from remuda.adapters.aws.ec2.calls import Ec2Calls
 from remuda.domain.reporting.prices import SpotPoint
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -14,7 +15,7 @@ from remuda.ports.clock import Clock, Ids
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
 
-#: Types in one call.
+#: Instance types per call.
 BATCH = 100
 LINUX = "Linux/UNIX"
 
@@ -27,10 +28,10 @@ class Ec2SpotPrices:
         self, instance_types: Collection[str], *, since: datetime, until: datetime
     ) -> Sequence[SpotPoint]:
         found: list[SpotPoint] = []
-        for part in batches(sorted(set(instance_types)), BATCH):
+        for part in chunks(sorted(set(instance_types)), BATCH):
             pages = self._calls.pages(
                 "DescribeSpotPriceHistory",
-                # As a filter: a type that EC2 does not know would else fail the call for all.
+                # Passed as a filter: an unknown value of InstanceTypes would fail the whole call.
                 Filters=[{"Name": "instance-type", "Values": list(part)}],
                 ProductDescriptions=[LINUX],
                 StartTime=since,
@@ -42,7 +43,7 @@ class Ec2SpotPrices:
 
 
 def _point(item: Mapping[str, Any]) -> SpotPoint | None:
-    """None where EC2's answer is not as it should be."""
+    """The price in an entry, or None if the entry is malformed."""
     at = item.get("Timestamp")
     try:
         price = float(item.get("SpotPrice", ""))

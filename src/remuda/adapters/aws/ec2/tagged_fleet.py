@@ -1,11 +1,12 @@
-"""A fleet of runner machines on EC2, found by the tags of terraform-aws-github-runner."""
+"""EC2 instances with the tags of terraform-aws-github-runner, for scale-down."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from remuda.adapters.aws.ec2.calls import Ec2Calls, batches
+from remuda.adapters.aws.calls import chunks
+from remuda.adapters.aws.ec2.calls import Ec2Calls
 from remuda.adapters.aws.ec2.describe import DESCRIBE_PAGE, by_tag, instance_id_of, tags_of, utc
 from remuda.domain.errors import NotFound, RemudaError, Unavailable
 from remuda.domain.scale_down.fleet import (
@@ -22,24 +23,25 @@ from remuda.ports.clock import Clock, Ids
 if TYPE_CHECKING:
     from types_aiobotocore_ec2 import EC2Client
 
+#: Instances per call.
 BATCH = 100
-#: For the client: no call of this fleet takes long.
+#: Read timeout of the client. No call of this module takes long.
 READ_TIMEOUT_S = 10.0
-#: After so many calls in a row without a usable answer, the rest is left for the next cycle.
-PATIENCE = 8
+#: Consecutive failed calls after which the remaining instances are left to the next cycle.
+MAX_CONSECUTIVE_FAILURES = 8
 _STATES = ("pending", "running")
 _WINDOWS = "windows"
 
 
-class Ec2RunnerFleet:
+class Ec2Fleet:
     def __init__(self, *, client: EC2Client, environment: str, clock: Clock, ids: Ids, calls: CallCounter) -> None:
-        """`client` is closed by whoever made it."""
-        self._calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls, waits_again=False)
+        """The caller closes `client`."""
+        self._calls = Ec2Calls(client=client, clock=clock, ids=ids, calls=calls, retry_timeouts=False)
         self._environment = environment
         self._listed: set[str] = set()
 
     async def close(self) -> None:
-        """Nothing is held: the client is its maker's."""
+        """Does nothing: the client belongs to the caller."""
 
     async def list_machines(self, *, orphans: bool = False) -> Sequence[FleetMachine]:
         filters = [
@@ -69,7 +71,7 @@ class Ec2RunnerFleet:
         return await self._change("TerminateInstances", "InstanceIds", instance_ids)
 
     def _is_ours(self, item: Mapping[str, Any], machine: FleetMachine, *, orphans: bool) -> bool:
-        """The filters say so already; what is ended on their word is worth a second look."""
+        """Whether the instance belongs to this fleet. Checked in addition to EC2's filters, before any termination."""
         state = str((item.get("State") or {}).get("Name", ""))
         return (
             state in _STATES
@@ -82,52 +84,52 @@ class Ec2RunnerFleet:
         self, operation: str, parameter: str, instance_ids: Collection[str], **more: Any
     ) -> dict[str, str]:
         wanted = list(dict.fromkeys(instance_ids))
-        failures = {name: "it is not of this fleet" for name in wanted if name not in self._listed}
+        failures = {name: "not an instance of this fleet" for name in wanted if name not in self._listed}
         ours = [name for name in wanted if name in self._listed]
-        patience = _Patience()
-        for batch in batches(ours, BATCH):
-            failures |= await self._change_all(operation, parameter, list(batch), more, patience)
+        breaker = _CircuitBreaker()
+        for batch in chunks(ours, BATCH):
+            failures |= await self._change_batch(operation, parameter, list(batch), more, breaker)
         return failures
 
-    async def _change_all(
-        self, operation: str, parameter: str, names: list[str], more: Mapping[str, Any], patience: _Patience
+    async def _change_batch(
+        self, operation: str, parameter: str, names: list[str], more: Mapping[str, Any], breaker: _CircuitBreaker
     ) -> dict[str, str]:
-        """One machine that cannot be changed fails a whole call: halve, and go on."""
-        if patience.is_over:
-            return dict.fromkeys(names, patience.why)
+        """Change one batch. EC2 rejects a whole call for one instance, so a failed batch is halved and retried."""
+        if breaker.is_open:
+            return dict.fromkeys(names, breaker.last_error)
         parameters: dict[str, Any] = {parameter: names, **more}
         try:
-            await self._calls.ask(operation, **parameters)
+            await self._calls.call(operation, **parameters)
         except RemudaError as error:
-            patience.note(error)
+            breaker.record_failure(error)
             if len(names) == 1:
-                # What is gone is not to be ended any more, nor an orphan.
+                # An instance that no longer exists needs no change.
                 return {} if isinstance(error, NotFound) else {names[0]: error.message}
             middle = len(names) // 2
-            first = await self._change_all(operation, parameter, names[:middle], more, patience)
-            return first | await self._change_all(operation, parameter, names[middle:], more, patience)
-        patience.renew()
+            first = await self._change_batch(operation, parameter, names[:middle], more, breaker)
+            return first | await self._change_batch(operation, parameter, names[middle:], more, breaker)
+        breaker.reset()
         return {}
 
 
-class _Patience:
-    """Where EC2 itself does not work, asking for each machine alone only takes time."""
+class _CircuitBreaker:
+    """Stops further calls after several consecutive failures of EC2 itself."""
 
     def __init__(self) -> None:
-        self._left = PATIENCE
-        self.why = ""
+        self._failures = 0
+        self.last_error = ""
 
     @property
-    def is_over(self) -> bool:
-        return self._left <= 0
+    def is_open(self) -> bool:
+        return self._failures >= MAX_CONSECUTIVE_FAILURES
 
-    def note(self, error: RemudaError) -> None:
+    def record_failure(self, error: RemudaError) -> None:
         if isinstance(error, Unavailable):
-            self._left -= 1
-            self.why = error.message
+            self._failures += 1
+            self.last_error = error.message
 
-    def renew(self) -> None:
-        self._left = PATIENCE
+    def reset(self) -> None:
+        self._failures = 0
 
 
 def _machine(item: Mapping[str, Any]) -> FleetMachine:

@@ -1,4 +1,4 @@
-"""The launch template, by content: a new version only where something changed."""
+"""The pool's launch template. A new version is created only if the content changed."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from remuda.adapters.aws.ec2.calls import Ec2Calls
-from remuda.adapters.aws.ec2.options import Options
+from remuda.adapters.aws.ec2.options import Ec2LaunchOptions
 from remuda.domain.errors import Unavailable, UserError
 from remuda.ports.compute import POOL_TAG
 
 if TYPE_CHECKING:
     from types_aiobotocore_ec2.type_defs import RequestLaunchTemplateDataTypeDef
 
-#: Begins the description of each version that we made; the digest of its content follows.
-MARK = "remuda "
-#: Of the digest: enough never to meet twice, short enough to read.
+#: Prefix of the description of each version created by Remuda, followed by a digest of its content.
+DESCRIPTION_PREFIX = "remuda "
 DIGEST_CHARS = 32
-_ALREADY_THERE = frozenset({"InvalidLaunchTemplateName.AlreadyExistsException"})
-_UNKNOWN = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
+_ALREADY_EXISTS = frozenset({"InvalidLaunchTemplateName.AlreadyExistsException"})
+_NOT_FOUND = frozenset({"InvalidLaunchTemplateName.NotFoundException", "InvalidLaunchTemplateId.NotFound"})
 
 
 def template_name(pool: str) -> str:
     return f"remuda-{pool}"
 
 
-def template_data(options: Options, user_data: str) -> RequestLaunchTemplateDataTypeDef:
+def template_data(options: Ec2LaunchOptions, user_data: str) -> RequestLaunchTemplateDataTypeDef:
     profile = options.profile
     data: RequestLaunchTemplateDataTypeDef = {
         "ImageId": options.ami,
         "IamInstanceProfile": {"Arn": profile} if profile.startswith("arn:") else {"Name": profile},
-        # The machine ends itself without any right: it powers off.
+        # A machine can thereby terminate itself by powering off, without any IAM permission.
         "InstanceInitiatedShutdownBehavior": "terminate",
         "MetadataOptions": {
             "HttpEndpoint": "enabled",
             "HttpTokens": "required",
             "HttpProtocolIpv6": "disabled",
-            # Not from inside a container.
+            # Containers cannot reach the metadata service.
             "HttpPutResponseHopLimit": 1,
             "InstanceMetadataTags": "enabled",
         },
@@ -65,20 +64,20 @@ class LaunchTemplate:
         self.name = template_name(pool)
 
     async def ensure(self, data: RequestLaunchTemplateDataTypeDef) -> list[str]:
-        """Make this the default. Returns what changed."""
-        wanted = MARK + digest(data)
+        """Make this content the default version. Return the changes for people."""
+        wanted = DESCRIPTION_PREFIX + digest(data)
         if await self._exists() or not await self._create(data, wanted):
             return await self._update(data, wanted)
         return [f"created launch template {self.name}"]
 
     async def is_current(self, data: RequestLaunchTemplateDataTypeDef) -> bool | None:
-        """Whether `ensure` would leave it as it is; None where there is none. Nothing is changed."""
+        """Whether the default version has this content; None if the template does not exist. Read-only."""
         if not await self._exists():
             return None
-        return _is_default(await self._versions(), MARK + digest(data))
+        return _is_default(await self._versions(), DESCRIPTION_PREFIX + digest(data))
 
     async def _versions(self) -> list[dict[str, Any]]:
-        answer = await self._calls.ask(
+        answer = await self._calls.call(
             "DescribeLaunchTemplateVersions", LaunchTemplateName=self.name, Versions=["$Default", "$Latest"]
         )
         versions: list[dict[str, Any]] = answer.get("LaunchTemplateVersions", [])
@@ -86,7 +85,9 @@ class LaunchTemplate:
 
     async def _exists(self) -> bool:
         try:
-            answer = await self._calls.ask("DescribeLaunchTemplates", passes=_UNKNOWN, LaunchTemplateNames=[self.name])
+            answer = await self._calls.call(
+                "DescribeLaunchTemplates", raw_codes=_NOT_FOUND, LaunchTemplateNames=[self.name]
+            )
         except ClientError:
             return False
         templates = answer.get("LaunchTemplates", [])
@@ -95,19 +96,19 @@ class LaunchTemplate:
         tags = {tag["Key"]: tag["Value"] for tag in templates[0].get("Tags", [])}
         if tags.get(POOL_TAG) != self._pool:
             raise UserError(
-                f"there is a launch template {self.name!r} that is not this pool's",
+                f"launch template {self.name!r} exists but does not belong to this pool",
                 field="pool",
-                fix=f"choose another name for the pool, or tag the template {POOL_TAG}={self._pool}",
+                fix=f"choose another pool name, or tag the template with {POOL_TAG}={self._pool}",
             )
         return True
 
     async def _create(self, data: RequestLaunchTemplateDataTypeDef, wanted: str) -> bool:
-        """Whether it was made; False where another refresh was first."""
+        """Whether the template was created; False if another process created it first."""
         tags = [{"Key": POOL_TAG, "Value": self._pool}]
         try:
-            await self._calls.ask(
+            await self._calls.call(
                 "CreateLaunchTemplate",
-                passes=_ALREADY_THERE,
+                raw_codes=_ALREADY_EXISTS,
                 LaunchTemplateName=self.name,
                 VersionDescription=wanted,
                 LaunchTemplateData=data,
@@ -121,19 +122,19 @@ class LaunchTemplate:
         versions = await self._versions()
         if _is_default(versions, wanted):
             return []
-        # A refresh that was cut after it had made the version, before it was the default.
+        # The version exists if an earlier refresh was interrupted before it made the version the default.
         number = next((item["VersionNumber"] for item in versions if item.get("VersionDescription") == wanted), None)
         if number is None:
-            made = await self._calls.ask(
+            created = await self._calls.call(
                 "CreateLaunchTemplateVersion",
                 LaunchTemplateName=self.name,
                 VersionDescription=wanted,
                 LaunchTemplateData=data,
             )
-            number = made.get("LaunchTemplateVersion", {}).get("VersionNumber")
+            number = created.get("LaunchTemplateVersion", {}).get("VersionNumber")
         if number is None:
-            raise Unavailable(f"EC2 does not say which version of {self.name} it made")
-        await self._calls.ask("ModifyLaunchTemplate", LaunchTemplateName=self.name, DefaultVersion=str(number))
+            raise Unavailable(f"EC2 returned no version number of the new version of {self.name}")
+        await self._calls.call("ModifyLaunchTemplate", LaunchTemplateName=self.name, DefaultVersion=str(number))
         return [f"launch template {self.name}: version {number} is the default"]
 
 
