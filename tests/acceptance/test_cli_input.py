@@ -129,9 +129,9 @@ def test_a_tier_above_the_event_is_rejected(shell: Shell) -> None:
     error = shell.refused(*ANY_RUN, "--tier", "trusted")
     assert (error["field"], error["fix"]) == (
         "--tier",
-        "leave --tier out: code of strangers runs on machines of its own",
+        "omit --tier: untrusted code runs on separate instances",
     )
-    assert error["message"] == "tier is trusted, but the event says untrusted: pull request #7 from fork eve/r"
+    assert error["message"] == "tier is trusted, but the event is untrusted: pull request #7 from fork eve/r"
 
 
 def test_ephemeral_runners_require_a_credential(shell: Shell) -> None:

@@ -223,7 +223,7 @@ def test_classes_may_be_a_table_or_json(file: SettingsFile) -> None:
 def test_malformed_classes_are_rejected(text: str) -> None:
     error = refuse({"resource_class_config": text})
     assert error.field == "--resource-class-config"
-    assert '{"large": {"cpu": 2, "mmem": 4096}}' in error.fix or "whole number" in error.fix
+    assert '{"large": {"cpu": 2, "mmem": 4096}}' in error.fix or "integer" in error.fix
     assert len(error.message) < 300
 
 

@@ -14,7 +14,7 @@ from remuda.config.settings import Settings
 from remuda.config.sources import load
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Tier
-from remuda.domain.trust import Unread
+from remuda.domain.trust import UnreadablePayload
 
 FORK = {
     "pull_request": {"number": 3, "head": {"repo": {"full_name": "eve/r"}}, "base": {"repo": {"full_name": "octo/r"}}}
@@ -59,9 +59,9 @@ def test_an_invalid_payload_is_untrusted(tmp_path: Path, text: str) -> None:
 def test_a_pipe_or_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert read_event(str(tmp_path / "pipe")).why == "not a regular file"
-    assert isinstance(read_event(str(tmp_path)), Unread)
-    assert isinstance(read_event(""), Unread)
-    assert isinstance(read_event("a\0b"), Unread)
+    assert isinstance(read_event(str(tmp_path)), UnreadablePayload)
+    assert isinstance(read_event(""), UnreadablePayload)
+    assert isinstance(read_event("a\0b"), UnreadablePayload)
     monkeypatch.setattr(run_event, "MAX_EVENT_BYTES", 10)
     (tmp_path / "long").write_text('{"a": "01234567890"}')
     assert read_event(str(tmp_path / "long")).why == "larger than 10 bytes"
