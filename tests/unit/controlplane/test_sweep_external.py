@@ -230,7 +230,7 @@ async def test_registration_without_a_record_stays_while_its_machine_exists(worl
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.missing_after_s)
         assert not (await world.sweep()).stale_registrations
-    assert not world.database.sightings
+    assert not world.database.first_seen
     await asyncio.sleep(500)
     assert list((result := await world.sweep()).retired) == [machine], "buried, and its registration with it"
     assert result.stale_registrations == (name,)
@@ -259,7 +259,7 @@ async def test_paused_sweep_counts_as_one_sighting(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
-        if operation == "store.get_sightings":
+        if operation == "store.get_first_seen":
             seen = await call()
             await asyncio.sleep(2 * world.lifetimes.registration_stale_after_s)
             return seen
@@ -339,10 +339,10 @@ async def test_runners_of_a_pool_with_a_similar_name_stay(world: World) -> None:
 async def test_resolved_anomalies_are_dropped(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
-    assert f"stale-registration:{name}" in world.database.sightings
+    assert f"stale-registration:{name}" in world.database.first_seen
     world.github.runners.clear()
     await world.sweep()
-    assert not world.database.sightings
+    assert not world.database.first_seen
 
 
 class HalfRead(MemoryInstanceStore):

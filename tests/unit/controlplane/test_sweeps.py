@@ -243,7 +243,7 @@ FAILING = {
     "store.get_reports": "reports of releases",
     "pool.send": "pool messages",
     "store.forget": "old records",
-    "store.put_sightings": "anomalies",
+    "store.put_first_seen": "anomalies",
 }
 
 
