@@ -38,7 +38,7 @@ from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
 from tests.support.aws.servers import Ministack
-from tests.support.dynamodb_rights import refused, requests
+from tests.support.dynamodb_permissions import denied_requests, iam_requests
 from tests.support.records import LONG_S, birth, instance, message, pool_config
 
 N = 10
@@ -243,9 +243,9 @@ async def test_the_counter_says_what_the_wire_saw(herd_store: InstanceStore, aws
 
 async def test_every_call_is_within_a_workflows_rights(herd_store: InstanceStore, aws: Aws, table_name: str) -> None:
     pool = table_name.removeprefix("remuda-")
-    configuring = list(requests({"PutItem": aws.dynamodb.sent["PutItem"]}))
-    assert refused("workflow", pool, configuring) == configuring, "what refresh writes is not theirs to write"
-    assert not refused("refresh", pool, configuring)
+    configuring = list(iam_requests({"PutItem": aws.dynamodb.sent["PutItem"]}))
+    assert denied_requests("workflow", pool, configuring) == configuring, "what refresh writes is not theirs to write"
+    assert not denied_requests("refresh", pool, configuring)
     aws.dynamodb.sent.clear()
     # Others than the memory's own numbers, which the third provision launches.
     herd = [await herd_store.apply(birth(in_use(number))) for number in (100, 101)]
@@ -258,7 +258,7 @@ async def test_every_call_is_within_a_workflows_rights(herd_store: InstanceStore
     await aws.context.store.close()
     sent = aws.dynamodb.sent
     assert {"UpdateItem", "PutItem", "BatchWriteItem", "Query"} <= set(sent)
-    assert not refused("workflow", pool, requests(sent))
+    assert not denied_requests("workflow", pool, iam_requests(sent))
 
 
 async def test_a_pool_of_misfits_is_cheap(herd_store: InstanceStore, aws: Aws) -> None:
