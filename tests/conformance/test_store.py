@@ -543,7 +543,7 @@ async def test_unsettled_provisions(store: InstanceStore) -> None:
     assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-4", "p-5"}
 
 
-# Configuration, sightings, forgetting -----------------------------------------------------------------------------
+# Configuration, first_seen, forgetting -----------------------------------------------------------------------------
 
 
 async def test_configurations_follow_each_other(store: InstanceStore, other: InstanceStore) -> None:
@@ -558,10 +558,10 @@ async def test_configurations_follow_each_other(store: InstanceStore, other: Ins
 
 
 async def test_sightings_are_replaced_whole(store: InstanceStore, other: InstanceStore) -> None:
-    assert await store.get_sightings() == {}
-    await store.put_sightings({"gone:i-1": at(1), "stale-registration:7": at(2)})
-    await other.put_sightings({"gone:i-2": at(3)})
-    assert await store.get_sightings() == {"gone:i-2": at(3)}
+    assert await store.get_first_seen() == {}
+    await store.put_first_seen({"gone:i-1": at(1), "stale-registration:7": at(2)})
+    await other.put_first_seen({"gone:i-2": at(3)})
+    assert await store.get_first_seen() == {"gone:i-2": at(3)}
 
 
 async def test_what_is_due_is_forgotten(store: InstanceStore) -> None:
