@@ -23,7 +23,7 @@ from remuda.domain.instance import Assignment
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, StepResult
-from tests.support.agents import FakeMachine, FakeRunner
+from tests.support.agents import RecordingMachine, RecordingRunner
 
 PROCESS_NAME = "agent host"
 MARGIN_S = 1.0
@@ -46,7 +46,7 @@ class AgentGroup:
     shared: bool = False
 
 
-class BenchmarkMachine(FakeMachine):
+class BenchmarkMachine(RecordingMachine):
     def __init__(self, instance_id: str, pool: str) -> None:
         super().__init__([])
         self._identity = Identity(instance_id=instance_id, pool=pool, margin_s=MARGIN_S)
@@ -55,7 +55,7 @@ class BenchmarkMachine(FakeMachine):
         return self._identity
 
 
-class TimedRunner(FakeRunner):
+class TimedRunner(RecordingRunner):
     """Runner whose registration takes a fixed time. Records when each registration began."""
 
     def __init__(self, registration_s: float, began: dict[str, float]) -> None:

@@ -354,14 +354,20 @@ def new_loop(rng: random.Random | None = None) -> VirtualLoop:
 class VirtualClock:
     """The clock port over the time of a loop, by default the running one. Skew moves the wall clock only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, process: VirtualProcess | None = None) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None = None,
+        process: VirtualProcess | None = None,
+        *,
+        skew_s: float = 0.0,
+    ) -> None:
         self._loop = loop
-        self._process = process
+        self._skew_s = process.skew_s if process is not None else skew_s
         self._cached_at = 0.0
         self._cached = START
 
     def now(self) -> datetime:
-        at = self.monotonic() + (self._process.skew_s if self._process else 0.0)
+        at = (self._loop or asyncio.get_running_loop()).time() + self._skew_s
         if at != self._cached_at:
             self._cached_at, self._cached = at, START + timedelta(seconds=at)
         return self._cached
@@ -375,10 +381,11 @@ class VirtualClock:
 
 
 class SeededIds:
-    """The ids port: names count up, jitter comes from a seeded generator."""
+    """The ids port: names count up, jitter is fixed or comes from a seeded generator."""
 
-    def __init__(self, rng: random.Random | None = None) -> None:
+    def __init__(self, rng: random.Random | None = None, *, jitter: float | None = None) -> None:
         self._rng = rng or random.Random(1)
+        self._jitter = jitter
         self._last = 0
 
     def new(self, prefix: str) -> str:
@@ -386,7 +393,7 @@ class SeededIds:
         return f"{prefix}{self._last:06d}"
 
     def jitter(self) -> float:
-        return self._rng.random()
+        return self._rng.random() if self._jitter is None else self._jitter
 
 
 @contextmanager

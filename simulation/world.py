@@ -18,7 +18,7 @@ from remuda.agent.loop import Agent
 from remuda.controlplane.context import Context
 from remuda.controlplane.operator import OperatorAction
 from remuda.controlplane.provision import ProvisionRequest
-from remuda.controlplane.refresh import Desired
+from remuda.controlplane.refresh import DesiredConfig
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -482,8 +482,8 @@ class World:
         if not process.ended.done():
             process.ended.set_result(None)
 
-    def desired(self, config: int) -> Desired:
-        return Desired(
+    def desired(self, config: int) -> DesiredConfig:
+        return DesiredConfig(
             pool=POOL,
             classes=DEFAULT_CLASSES,
             lifetimes=self.configurations[config],

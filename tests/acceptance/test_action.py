@@ -17,7 +17,7 @@ from remuda.ports.machine import StepResult
 from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
 from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
 from tests.support.aws.stack import SCOPE, aws_stack
-from tests.support.registry import answered
+from tests.support.pip_mirror import offline_index
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-for-this-test"
@@ -85,7 +85,7 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
             # pip's configuration and cache of this machine.
             "HOME": str(Path.home()),
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
-            **answered(folder),
+            **offline_index(folder),
         }
         with agents_in_thread(stack, POOL) as agents:
             yield ActionRunner(

@@ -38,7 +38,7 @@ from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from tests.support.aws.fault_proxy import JSON, Fault, FaultProxy, fault_proxy, hold_until, respond, respond_together
 from tests.support.aws.servers import Ministack
-from tests.support.dynamodb_rights import refused, requests
+from tests.support.dynamodb_permissions import denied_requests, iam_requests
 from tests.support.records import LONG_S, birth, instance, message, pool_config
 
 N = 10
@@ -247,9 +247,9 @@ async def test_every_call_is_permitted_by_the_workflow_policy(
     agent_store: InstanceStore, aws: ProxiedAws, table_name: str
 ) -> None:
     pool = table_name.removeprefix("remuda-")
-    configuring = list(requests({"PutItem": aws.dynamodb.sent["PutItem"]}))
-    assert refused("workflow", pool, configuring) == configuring, "only refresh may write these"
-    assert not refused("refresh", pool, configuring)
+    configuring = list(iam_requests({"PutItem": aws.dynamodb.sent["PutItem"]}))
+    assert denied_requests("workflow", pool, configuring) == configuring, "only refresh may write these"
+    assert not denied_requests("refresh", pool, configuring)
     aws.dynamodb.sent.clear()
     # Ids that differ from those of the memory compute adapter, which the third provision uses.
     instances = [await agent_store.apply(birth(in_use(number))) for number in (100, 101)]
@@ -262,7 +262,7 @@ async def test_every_call_is_permitted_by_the_workflow_policy(
     await aws.context.store.close()
     sent = aws.dynamodb.sent
     assert {"UpdateItem", "PutItem", "BatchWriteItem", "Query"} <= set(sent)
-    assert not refused("workflow", pool, requests(sent))
+    assert not denied_requests("workflow", pool, iam_requests(sent))
 
 
 async def test_pool_without_a_match_costs_few_calls(agent_store: InstanceStore, aws: ProxiedAws) -> None:

@@ -32,7 +32,7 @@ from tests.support.aws.fault_proxy import (
 )
 from tests.support.aws.servers import LOOPBACK, Ministack, unused_port
 from tests.support.records import LONG_S, at, birth, change, claim, instance, instance_id
-from tests.support.world_time import Notes
+from tests.support.virtual_time import EventRecorder
 
 ID = instance_id(1)
 
@@ -387,7 +387,7 @@ async def test_unwritable_history_does_not_block_writes(store: DynamoInstanceSto
 async def test_store_closes_with_unwritable_history(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
-    notes = Notes()
+    notes = EventRecorder()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
     between.always["BatchWriteItem"] = fail(400, "AccessDeniedException")
     await other.apply(birth(instance()))
@@ -398,7 +398,7 @@ async def test_store_closes_with_unwritable_history(
 async def test_delayed_history_is_recorded_in_the_event_log(
     between: FaultProxy, clients: AwsClients, table_name: str, calls: CallCounter, store: DynamoInstanceStore
 ) -> None:
-    notes = Notes()
+    notes = EventRecorder()
     other = open_store(await clients.dynamodb(), table_name, calls, notes)
     between.then("BatchWriteItem", fail(400, "AccessDeniedException"))
     record = await other.apply(birth(instance()))

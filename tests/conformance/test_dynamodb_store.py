@@ -38,7 +38,7 @@ from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
 from tests.support.aws.fault_proxy import FaultProxy, fail, fault_proxy, respond_together
 from tests.support.aws.servers import Ministack, ministack
-from tests.support.dynamodb_rights import refused, requests
+from tests.support.dynamodb_permissions import denied_requests, iam_requests
 from tests.support.records import (
     LONG_S,
     NOW,
@@ -411,10 +411,10 @@ async def test_every_call_of_an_agent_is_permitted_by_its_policy(
     assert await other.wait_for_control(ID, None, LONG_S) == record
     assert await other.wait_for_control(ID, record, SHORT_S) == record
     pool = table_name.removeprefix("remuda-")
-    asked = [requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
-    assert not refused("agent", pool, asked[0])
+    asked = [iam_requests(between.sent, {"aws:userid": f"{PREFIX}{instance_id(number)}"}) for number in (1, 2)]
+    assert not denied_requests("agent", pool, asked[0])
     others = list(asked[1])
-    assert refused("agent", pool, others) == others, "the policy permits none of them to another instance"
+    assert denied_requests("agent", pool, others) == others, "the policy permits none of them to another instance"
 
 
 async def test_every_query_reads_all_pages(

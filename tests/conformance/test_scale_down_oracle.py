@@ -25,10 +25,10 @@ from remuda.domain.scale_down.decisions import Action
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 from tests.support.aws.ec2 import slow_server_config
-from tests.support.clock import FixedClock
 from tests.support.fleet_servers import TOKEN, FleetState, FleetUrls, serve_fleet
-from tests.support.oracle import REFUSED, SCENARIOS, expected, variables
 from tests.support.records import LONG_S
+from tests.support.scale_down_scenarios import REFUSED, SCENARIOS, expected, variables
+from tests.support.virtual_time import FixedClock
 
 
 @cache

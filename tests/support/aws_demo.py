@@ -127,7 +127,7 @@ class AwsDemo:
         await self._self_termination()
         await self._end()
 
-    # Scenes -----------------------------------------------------------------------------------------------
+    # Parts -----------------------------------------------------------------------------------------------
 
     async def _cold(self) -> None:
         self._title("A run with two jobs: the pool is empty, so two instances are created")
@@ -454,7 +454,7 @@ def run(output: Output, folder: Path, *, short: bool) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.aws_demo", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="skip the long scenes")
+    parser.add_argument("--short", action="store_true", help="skip the long parts")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     given = parser.parse_args()
     output = Output(as_json=given.json)

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from remuda.domain.errors import MAX_MESSAGE, RemudaError
-from tests.support.world_time import VirtualLoop
+from simulation.loop import new_loop
 
 #: How many examples a test tries in the short profile, unless it says otherwise.
 SHORT = 40
@@ -187,7 +187,7 @@ def in_virtual_time(work: Awaitable[Any], limit_s: float) -> Any:
         async with asyncio.timeout(limit_s):
             return await work
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         try:
             return runner.run(bounded())
         except RemudaError as error:

@@ -16,7 +16,7 @@ from typing import Any
 from remuda.agent.loop import Agent
 from remuda.controlplane.context import Context
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.refresh import Desired, RefreshResult, refresh
+from remuda.controlplane.refresh import DesiredConfig, RefreshResult, refresh
 from remuda.controlplane.release import ReleaseResult, release
 from remuda.domain.errors import UserError
 from remuda.domain.instance import ASSIGNED, Assignment, Instance, State
@@ -29,13 +29,14 @@ from remuda.ports.compute import POOL_TAG
 from remuda.ports.github import Deletion
 from remuda.ports.machine import AgentState, Identity, StepResult
 from remuda.ports.runner import RemovalStatus, RunnerState
+from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryMachine
 from simulation.memory.github import MemoryGitHub, MemoryGitHubServer, MemoryJob
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.invariants import Law
 from tests.support.records import NOW
-from tests.support.world_time import Gone, Hook, Notes, SeededIds, VirtualClock, hooked
+from tests.support.virtual_time import EventRecorder, Hook, Killed, hooked
 
 POOL, SCOPE = "test", "octo/repo"
 SWEEP_S = 10.0
@@ -93,7 +94,7 @@ class Host:
         await asyncio.sleep(self._world.behaviour.boot_s)
         if self.instance_id in self._world.behaviour.hung:
             await asyncio.Future[None]()
-        with contextlib.suppress(Gone):
+        with contextlib.suppress(Killed):
             await self._world.agent(self).run()
 
     def kill_agent(self) -> None:
@@ -262,7 +263,7 @@ class World:
             runner=hooked(host, "runner", hook),
             clock=self.clock,
             ids=self.ids,
-            event_log=Notes(),
+            event_log=EventRecorder(),
             version="test",
         )
 
@@ -282,11 +283,11 @@ class World:
             github=github and hooked(github, "github", hook),
             clock=self.clock,
             ids=self.ids,
-            event_log=Notes(),
+            event_log=EventRecorder(),
             calls=calls,
         )
 
-    def desired(self, **changed: Any) -> Desired:
+    def desired(self, **changed: Any) -> DesiredConfig:
         values: dict[str, Any] = {
             "pool": POOL,
             "classes": DEFAULT_CLASSES,
@@ -295,7 +296,7 @@ class World:
             "github_url": "https://github.com",
             "scope": SCOPE,
         }
-        return Desired(**{**values, **changed})
+        return DesiredConfig(**{**values, **changed})
 
     async def configure(self, **changed: Any) -> RefreshResult:
         return await refresh(self.process(credentialed=True), self.desired(**changed))

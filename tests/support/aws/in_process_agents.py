@@ -24,7 +24,7 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import Identity, StepResult
 from remuda.ports.runner import RemovalStatus
 from remuda.ports.store import InstanceStore
-from tests.support.agents import FakeMachine, FakeRunner
+from tests.support.agents import RecordingMachine, RecordingRunner
 from tests.support.aws.servers import aws_client
 from tests.support.aws.stack import AwsStack
 
@@ -42,7 +42,7 @@ LIVE = ("pending", "running")
 Tags = Mapping[str, str]
 
 
-class TerminatingMachine(FakeMachine):
+class TerminatingMachine(RecordingMachine):
     def __init__(self, identity: Identity, terminate: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         super().__init__([], identity)
         self._terminate = terminate
@@ -53,14 +53,15 @@ class TerminatingMachine(FakeMachine):
         await super().end(reason)
 
 
-class RegisteringRunner(FakeRunner):
+class RegisteringRunner(RecordingRunner):
     def __init__(self, http: httpx.AsyncClient) -> None:
         super().__init__([])
         self._http = http
         self._runner_id = 0
 
     async def configure(self, assignment: Assignment) -> StepResult:
-        if self.configure_outcome.ok:
+        # GitHub has registered a just-in-time runner already.
+        if self.configure_outcome.ok and not assignment.jit_config:
             body = {
                 "url": assignment.url,
                 "token": assignment.credential.token if assignment.credential else "",
@@ -78,7 +79,7 @@ class RegisteringRunner(FakeRunner):
         return await super().configure(assignment)
 
     async def remove(self, assignment: Assignment) -> tuple[RemovalStatus, str]:
-        if self.current.configured_as:
+        if self.current.configured_as and not assignment.runner_id:
             token = assignment.credential.token if assignment.credential else ""
             body = {"url": assignment.url, "token": token, "runner_id": self._runner_id}
             answer = await self._http.post("/_runner/remove", json=body)

@@ -1,4 +1,4 @@
-"""All tests here run in virtual time: hours cost nothing, and nothing depends on how fast this computer is."""
+"""Tests in virtual time: simulated hours take no real time, and results do not depend on the machine's speed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from simulation.loop import new_loop
 from tests.support.world import World
-from tests.support.world_time import VirtualLoop
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
-    return {"virtual": VirtualLoop}
+    return {"virtual": new_loop}
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    """A configured pool without instances. At the end all time passes, and nothing may be left."""
+    """A configured pool without instances. At the end time passes until every instance must be terminated."""
     world = World()
     await world.configure()
     yield world

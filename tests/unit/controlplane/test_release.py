@@ -13,9 +13,9 @@ from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
+from tests.support.virtual_time import Call, Hook
 from tests.support.world import LIFETIMES, SCOPE, World
-from tests.support.world_time import Call, Hook
-from tests.unit.controlplane.cuts import Cut, How
+from tests.unit.controlplane.interruption import Cut, CutKind
 
 
 def fates(result: ReleaseResult) -> list[str]:
@@ -40,7 +40,7 @@ async def one(world: World, **changed: Any) -> Instance:
     return item.instance
 
 
-async def test_a_release_cleans_pools_and_announces(world: World) -> None:
+async def test_release_resets_pools_and_publishes(world: World) -> None:
     ids = sorted(item.instance.instance_id for item in (await world.provision(count=3)).instances)
     result = await world.release()
     assert fates(result) == ["released"] * 3
@@ -54,25 +54,25 @@ async def test_a_release_cleans_pools_and_announces(world: World) -> None:
         assert record.threshold - world.clock.now() <= timedelta(seconds=world.lifetimes.idle_time_s)
 
 
-async def test_announcements_share_calls(world: World) -> None:
+async def test_pool_messages_are_sent_in_batches(world: World) -> None:
     await world.provision(count=12)
     result = await world.release()
     assert fates(result) == ["released"] * 12
     assert result.calls["pool"]["send"] <= 3
 
 
-async def test_a_run_without_provision_is_nothing_to_release(world: World) -> None:
+async def test_release_of_a_run_without_provision(world: World) -> None:
     assert fates(await world.release("unknown")) == []
 
 
-async def test_twice_in_a_row(world: World) -> None:
+async def test_release_twice_is_idempotent(world: World) -> None:
     await one(world)
     assert fates(await world.release()) == ["released"]
     assert fates(await world.release()) == ["skipped"]
     assert len(world.hints()) == 1
 
 
-async def test_twice_at_once(world: World) -> None:
+async def test_concurrent_releases_agree(world: World) -> None:
     await world.provision(count=3)
     slow = [world.process(answers_after(seconds)) for seconds in (0.0, 0.1, 0.2)]
     results = await asyncio.gather(*(world.release(process=process) for process in slow))
@@ -83,7 +83,7 @@ async def test_twice_at_once(world: World) -> None:
     assert {fate for result in results for fate in fates(result)} == {"released"}
 
 
-async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: World) -> None:
+async def test_release_finished_by_a_sweep_counts_as_released(world: World) -> None:
     await world.provision(count=2)
 
     async def sweep_often() -> None:
@@ -97,17 +97,17 @@ async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: Worl
     assert fates(result) == ["released"] * 2
 
 
-async def test_a_release_is_taken_up_where_a_crash_left_it(world: World) -> None:
+async def test_release_resumes_after_a_crash(world: World) -> None:
     await world.provision(count=2)
-    cut = Cut(5, How.CRASH_AFTER)
+    cut = Cut(5, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
     assert world.in_state(State.RELEASING)
     assert set(fates(await world.release())) <= {"released", "skipped"}
     assert len(world.in_state(State.IDLE)) == 2
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_only_attempts_up_to_ours(world: World) -> None:
+async def test_release_covers_attempts_up_to_its_own(world: World) -> None:
     first = await one(world, attempt=1)
     second = await one(world, attempt=2)
     assert fates(await world.release(attempt=1)) == ["released"]
@@ -116,7 +116,7 @@ async def test_only_attempts_up_to_ours(world: World) -> None:
     assert world.in_state(State.IDLE) == sorted([first.instance_id, second.instance_id])
 
 
-async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: World) -> None:
+async def test_instance_of_another_run_is_skipped(world: World) -> None:
     instance = await one(world)
     await world.release()
     (again,) = (await world.provision("2")).instances
@@ -127,7 +127,7 @@ async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: World)
     assert world.in_state(State.RUNNING) == [instance.instance_id]
 
 
-async def test_unexpected_states_are_told_and_the_others_go_on(world: World) -> None:
+async def test_unexpected_states_are_reported_and_others_released(world: World) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.cloud.end(first.instance_id, "power loss")
     await world.sweep()
@@ -137,7 +137,7 @@ async def test_unexpected_states_are_told_and_the_others_go_on(world: World) -> 
     assert world.in_state(State.IDLE) == [second.instance_id]
 
 
-async def test_a_running_job_is_waited_for(world: World) -> None:
+async def test_release_waits_for_a_running_job(world: World) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=70)
     await asyncio.sleep(1)
@@ -155,7 +155,7 @@ async def test_a_running_job_is_waited_for(world: World) -> None:
     assert deadline in seen, "extended, as far as the run may last"
 
 
-async def test_no_job_lasts_beyond_its_runs_deadline(world: World) -> None:
+async def test_job_ends_at_the_run_deadline(world: World) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10_000)
     await asyncio.sleep(1)
@@ -169,7 +169,7 @@ async def test_no_job_lasts_beyond_its_runs_deadline(world: World) -> None:
     assert job.conclusion == "failure"
 
 
-async def test_a_credential_that_runs_out_is_renewed(world: World) -> None:
+async def test_expiring_removal_credential_is_renewed(world: World) -> None:
     """The release begins with what the pool has; a sweep mints a better one while a job still runs."""
     instance = await one(world, max_runtime_s=6_000.0)
     world.github.queue(run_id="1", labels=["1"], seconds=3_400)
@@ -189,14 +189,14 @@ async def test_a_credential_that_runs_out_is_renewed(world: World) -> None:
     assert fates(await releasing) == ["released"]
 
 
-async def test_an_own_credential_mints_the_removal_token(world: World) -> None:
+async def test_process_with_a_credential_mints_the_removal_token(world: World) -> None:
     await one(world)
     result = await world.release(process=world.process(credentialed=True))
     assert fates(result) == ["released"]
     assert result.calls["github"]["POST remove-token"] == 1
 
 
-async def test_what_was_used_often_enough_is_retired() -> None:
+async def test_instance_with_max_uses_is_retired() -> None:
     world = World(lifetimes=replace(LIFETIMES, max_uses=2))
     await world.configure()
     instance = await one(world)
@@ -209,7 +209,7 @@ async def test_what_was_used_often_enough_is_retired() -> None:
     await world.end()
 
 
-async def test_what_is_too_old_is_retired() -> None:
+async def test_too_old_instance_is_retired() -> None:
     world = World(lifetimes=replace(LIFETIMES, max_age_s=20.0))
     await world.configure()
     await one(world)
@@ -220,7 +220,7 @@ async def test_what_is_too_old_is_retired() -> None:
     await world.end()
 
 
-async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
+async def test_spot_notice_retires_after_the_job(world: World) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10)
     world.behaviour.notices[instance.instance_id] = "terminate at 12:10"
@@ -231,7 +231,7 @@ async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
     assert (fates(result), job.conclusion) == (["retired"], "success")
 
 
-async def test_a_failed_reset_ends_the_machine(world: World) -> None:
+async def test_failed_reset_terminates_the_machine(world: World) -> None:
     instance = await one(world)
     world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
@@ -240,7 +240,7 @@ async def test_a_failed_reset_ends_the_machine(world: World) -> None:
     assert not world.hints()
 
 
-async def test_a_machine_that_died_is_left_to_its_threshold(world: World) -> None:
+async def test_dead_machine_ends_at_its_threshold(world: World) -> None:
     instance = await one(world)
     world.hosts[instance.instance_id].task.cancel()
     result = await world.release()
@@ -248,7 +248,7 @@ async def test_a_machine_that_died_is_left_to_its_threshold(world: World) -> Non
     assert world.record(instance.instance_id).state is State.RELEASING
 
 
-async def test_the_ok_of_an_earlier_epoch_pools_nothing(world: World) -> None:
+async def test_signal_of_an_earlier_epoch_is_ignored(world: World) -> None:
     (warm,) = await world.warm(1)
     assert world.database.reports[warm].signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
     await world.provision()
@@ -259,28 +259,28 @@ async def test_the_ok_of_an_earlier_epoch_pools_nothing(world: World) -> None:
     assert world.record(warm).state is not State.IDLE
 
 
-async def test_a_machine_still_booting_is_ended_by_a_release(world: World) -> None:
-    cut = Cut(8, How.CRASH_AFTER)
+async def test_release_terminates_a_booting_machine(world: World) -> None:
+    cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(process=world.process(cut)))
     assert world.in_state(State.CREATED)
     result = await world.release()
     assert fates(result) == ["retired"]
     assert world.in_state(State.TERMINATING)
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_claimed_machines_of_a_dead_provision_come_back(world: World) -> None:
+async def test_claimed_instances_of_a_crashed_provision_are_released(world: World) -> None:
     ids = await world.warm(2)
-    cut = Cut(8, How.CRASH_AFTER)
+    cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(count=2, process=world.process(cut)))
     assert world.in_state(State.CLAIMED)
     await world.release()
     await world.sweep()
     assert world.in_state(State.IDLE) == ids
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_one_error_leaves_the_others(world: World) -> None:
+async def test_one_error_does_not_stop_the_others(world: World) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope="octo/gone")
     result = await world.release()
@@ -291,7 +291,7 @@ async def test_one_error_leaves_the_others(world: World) -> None:
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope=SCOPE)
 
 
-async def test_what_a_reset_found_is_told_of_pooled_and_retired_ones(world: World) -> None:
+async def test_reset_detail_is_reported_for_pooled_and_retired_instances(world: World) -> None:
     for reuse, fate in ((Reuse.SAME_TRUST, ReleaseStatus.RELEASED), (Reuse.NEVER, ReleaseStatus.RETIRED)):
         await world.configure(reuse=reuse)
         instance_id = (await one(world, run_id=fate.value)).instance_id

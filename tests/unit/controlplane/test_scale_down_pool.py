@@ -23,8 +23,8 @@ from remuda.ports.github import GitHub
 from remuda.web.dashboard.serialize import decisions, milliseconds
 from tests.support.records import NOW
 from tests.support.scripted_fleet import tags
+from tests.support.virtual_time import Call, Hook
 from tests.support.world import POOL, SCOPE, World
-from tests.support.world_time import Call, Hook
 
 ORPHAN = "ghr:orphan"
 CYCLE_S = 30.0
@@ -71,7 +71,7 @@ async def pass_time(world: World, seconds: float, policy: ScaleDownPolicy) -> No
         assert not result.errors
 
 
-async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: World) -> None:
+async def test_quota_renews_two_and_the_third_expires(world: World) -> None:
     ids = await world.warm(3)
     await pass_time(world, 300, keeping(2))
     assert len(world.in_state(State.IDLE)) == 2
@@ -81,7 +81,7 @@ async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: 
     assert not world.in_state(State.IDLE)
 
 
-async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> None:
+async def test_dashboard_shows_each_renewal_once(world: World) -> None:
     kept = set(await world.warm(2))
     await pass_time(world, 180, keeping(2))
     histories = await world.process().store.histories(sorted(kept))
@@ -93,7 +93,7 @@ async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> No
         assert told["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 
 
-async def test_kept_ones_are_claimed_like_any_other(world: World) -> None:
+async def test_renewed_instances_can_be_claimed(world: World) -> None:
     await world.warm(2)
     await pass_time(world, 180, keeping(2))
     result = await world.provision("2", count=2)
@@ -101,7 +101,7 @@ async def test_kept_ones_are_claimed_like_any_other(world: World) -> None:
     await world.release("2")
 
 
-async def test_nobody_is_kept_beyond_the_maximum_age() -> None:
+async def test_renewal_stops_at_the_maximum_age() -> None:
     world = World()
     await world.configure(lifetimes=world.lifetimes)
     await world.warm(1)
@@ -120,7 +120,7 @@ async def test_nobody_is_kept_beyond_the_maximum_age() -> None:
     await world.end()
 
 
-async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(world: World) -> None:
+async def test_machine_with_a_live_record_is_kept_and_unmarked(world: World) -> None:
     """Idle ones are not on GitHub by design, and reused ones are older than any boot time."""
     await world.warm(2)
     made = await world.provision("2")
@@ -140,7 +140,7 @@ async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(w
     await world.release("2")
 
 
-async def test_a_machine_of_the_pool_without_a_record_is_judged_by_the_table() -> None:
+async def test_pool_machine_without_a_record_is_decided_by_its_registrations() -> None:
     world = World()
     await world.configure()
     (name,) = await world.warm(1)
@@ -153,7 +153,7 @@ async def test_a_machine_of_the_pool_without_a_record_is_judged_by_the_table() -
     assert not world.alive()
 
 
-async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(world: World) -> None:
+async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: World) -> None:
     ids = await world.warm(2)
     await asyncio.sleep(60)
     mark(world, ids[0])
@@ -171,7 +171,7 @@ async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(w
     assert "out of reach" in error
 
 
-async def test_a_record_that_appears_while_github_is_listed_counts(world: World) -> None:
+async def test_record_written_during_the_lists_counts(world: World) -> None:
     """Read after the lists: a machine that was just launched is nobody's for a moment."""
     (name,) = await world.warm(1)
     world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
@@ -189,7 +189,7 @@ async def test_a_record_that_appears_while_github_is_listed_counts(world: World)
     assert world.alive() == [name]
 
 
-async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: World) -> None:
+async def test_machine_of_another_pool_is_skipped(world: World) -> None:
     (name,) = await world.warm(1)
     pool = world.process(credentialed=True)
 
@@ -218,7 +218,7 @@ async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: World) -> N
     world.database.instances[name] = record
 
 
-async def test_a_claim_that_comes_before_the_renewal_wins(world: World) -> None:
+async def test_claim_before_the_renewal_wins(world: World) -> None:
     await world.warm(1)
     claimed = asyncio.Event()
 
@@ -238,7 +238,7 @@ async def test_a_claim_that_comes_before_the_renewal_wins(world: World) -> None:
     await world.release("2")
 
 
-async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: World) -> None:
+async def test_claim_after_the_renewal_succeeds(world: World) -> None:
     await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     result = await cycle(world, keeping(1))
@@ -249,7 +249,7 @@ async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: World)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-async def test_a_dry_run_renews_nothing(world: World, *, dry_run: bool) -> None:
+async def test_dry_run_renews_nothing(world: World, *, dry_run: bool) -> None:
     (name,) = await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     before = world.record(name).threshold

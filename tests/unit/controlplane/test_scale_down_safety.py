@@ -22,13 +22,14 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.fleet import FleetMachine
 from remuda.domain.scale_down.idle_config import Eviction, IdleWindow
 from remuda.ports.calls import CallCounter
+from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.compute import MemoryCloud, MemoryCompute
 from simulation.memory.fleet import MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.records import NOW, birth, instance, instance_id, pool_config
 from tests.support.scripted_fleet import ENVIRONMENT, ScriptedGitHub, ScriptedRunner, machine
-from tests.support.world_time import Notes, SeededIds, VirtualClock, hooked, run_virtual
+from tests.support.virtual_time import EventRecorder, hooked, run_virtual
 
 POOL = "test"
 OWNERS = ("acme", "beta", "solo/tool")
@@ -174,7 +175,7 @@ class Trial:
             github=None,
             clock=clock,
             ids=ids,
-            event_log=Notes(),
+            event_log=EventRecorder(),
             calls=calls,
         )
 
@@ -195,7 +196,7 @@ class Trial:
             fleet=MemoryFleet(machines=self.machines, environment=ENVIRONMENT, calls=calls),
             github=self.hub,
             clock=clock,
-            event_log=Notes(),
+            event_log=EventRecorder(),
             calls=calls,
             open_pool=open_pool,
         )
@@ -209,7 +210,7 @@ class Trial:
 
 @given(cases())
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_job_is_killed_and_no_recorded_machine_ended(case: Case) -> None:
+def test_no_job_is_killed_and_no_recorded_machine_terminated(case: Case) -> None:
     trial = Trial(case)
     results = run_virtual(trial.run())
     assert not trial.machines.broken, trial.machines.broken

@@ -28,7 +28,7 @@ def shown(found: Status, width: int = 160) -> str:
     return console.file.getvalue()
 
 
-async def test_more_runs_than_are_shown(world: World) -> None:
+async def test_status_limits_the_number_of_runs(world: World) -> None:
     await world.provision("1")
     found = await look(world)
     assert "more" not in shown(found)
@@ -36,7 +36,7 @@ async def test_more_runs_than_are_shown(world: World) -> None:
         assert shown(replace(found, runs=[*found.runs] * count)).endswith(says)
 
 
-async def test_a_pool_at_work(world: World) -> None:
+async def test_status_of_a_working_pool(world: World) -> None:
     idle = await world.warm(2)
     await world.provision("7", resource_class="xlarge")
     found = await look(world)
@@ -52,12 +52,12 @@ async def test_a_pool_at_work(world: World) -> None:
     assert (document["reuse"], "pool test, reuse same-trust" in text) == ("same-trust", True)
 
 
-async def test_the_table_tells_how_far_a_machine_is_trusted(world: World) -> None:
+async def test_table_shows_the_trust_tier(world: World) -> None:
     await world.provision("7", tier=Tier.UNTRUSTED)
     assert "untrusted" in shown(await look(world), width=80)
 
 
-async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
+async def test_open_provision_shows_its_instances(world: World) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("9", count=2))
     await asyncio.sleep(5)
@@ -69,7 +69,7 @@ async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
     assert (await look(world)).open_provisions == ()
 
 
-async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
+async def test_dead_machine_is_a_warning(world: World) -> None:
     (instance_id,) = await world.warm(1)
     world.hosts[instance_id].power_off()
     await asyncio.sleep(25)
@@ -78,7 +78,7 @@ async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
     assert "stale-heartbeat" in shown(found, width=80)
 
 
-async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
+async def test_stale_registrations_are_found_only_with_a_credential(world: World) -> None:
     (instance_id,) = await world.warm(1)
     name = f"remuda-test-1-{instance_id}"
     github = world.process(credentialed=True).github
@@ -90,7 +90,7 @@ async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
     assert "idle" in ghost.text
 
 
-async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world: World) -> None:
+async def test_unreachable_github_is_a_warning(world: World) -> None:
     await world.warm(1)
     good, world.token = world.token, "r3voked"
     found = await look(world, credentialed=True)
@@ -99,7 +99,7 @@ async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world
     assert found.by_state() == {"idle": 1}
 
 
-async def test_lines_say_only_what_changed(world: World) -> None:
+async def test_watch_lines_show_only_changes(world: World) -> None:
     (instance_id,) = await world.warm(1)
     first = await look(world)
     assert changes(None, first)[0] == headline(first)
@@ -111,7 +111,7 @@ async def test_lines_say_only_what_changed(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/nope]"])
-async def test_names_from_outside_are_no_markup(world: World, name: str) -> None:
+async def test_markup_in_names_is_escaped(world: World, name: str) -> None:
     await world.warm(1)
     found = await look(world)
     hostile = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 TABLE = "arn:aws:dynamodb:eu-central-1:123456789012:table/t"
 
@@ -16,8 +16,10 @@ def policy(*statements: dict[str, Any]) -> dict[str, Any]:
     return {"Version": "2012-10-17", "Statement": filled}
 
 
-def asked(resource: str = TABLE, action: str = "dynamodb:GetItem", **context: Value) -> Request:
-    return Request(action=action, resource=resource, context={key.replace("_", ":"): v for key, v in context.items()})
+def asked(resource: str = TABLE, action: str = "dynamodb:GetItem", **context: Value) -> IamRequest:
+    return IamRequest(
+        action=action, resource=resource, context={key.replace("_", ":"): v for key, v in context.items()}
+    )
 
 
 def test_what_no_statement_allows_is_denied():
@@ -134,9 +136,11 @@ def test_several_conditions_must_all_hold_and_several_values_need_not():
 
 def test_keys_are_compared_without_case_and_values_with():
     condition = policy({"Condition": {"StringEquals": {"AWS:RequestTag/Pool": "ci"}}})
-    assert allows(condition, Request(action="dynamodb:GetItem", resource=TABLE, context={"aws:requesttag/pool": "ci"}))
+    assert allows(
+        condition, IamRequest(action="dynamodb:GetItem", resource=TABLE, context={"aws:requesttag/pool": "ci"})
+    )
     assert not allows(
-        condition, Request(action="dynamodb:GetItem", resource=TABLE, context={"aws:RequestTag/Pool": "CI"})
+        condition, IamRequest(action="dynamodb:GetItem", resource=TABLE, context={"aws:RequestTag/Pool": "CI"})
     )
 
 

@@ -21,7 +21,7 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from template import GITHUB, template
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 TEMPLATE = template()["Resources"]
 ROLES = tuple(name for name, each in TEMPLATE.items() if each["Type"] == "AWS::IAM::Role")
@@ -230,14 +230,14 @@ def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Va
         assert action in MAKES or name.startswith("Describe"), f"nothing to try {action} on"
 
 
-def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[Request]:
+def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[IamRequest]:
     for action in actions:
         for resource, known in at(action, of, by):
             # What is known of the target counts, whatever is said.
-            yield Request(action=action, resource=resource, context={**by.caller, **known})
+            yield IamRequest(action=action, resource=resource, context={**by.caller, **known})
 
 
-def reached(documents: Sequence[Mapping[str, Any]], asked: Iterator[Request]) -> list[Request]:
+def reached(documents: Sequence[Mapping[str, Any]], asked: Iterator[IamRequest]) -> list[IamRequest]:
     return [each for each in asked if allows(documents, each)]
 
 
@@ -346,7 +346,7 @@ def test_what_is_nobodys_is_out_of_reach(role, place, word):
     for action in set(granted(documents)) - MAKES:
         if not action.startswith("ec2:Describe"):
             for resource, known in (each for each in strangers if f":{action.partition(':')[0]}:" in each[0]):
-                request = Request(action=action, resource=resource, context={**place.caller, **known})
+                request = IamRequest(action=action, resource=resource, context={**place.caller, **known})
                 assert not allows(documents, request), request
 
 
@@ -388,7 +388,9 @@ def test_some_rights_nobody_has(role):
         each for document in documents for statement in document["Statement"] for each in statement["Resource"]
     }
     context = {**place.caller, **place.tags, "ec2:InstanceID": place.instance, LEADING_KEYS: place.own_keys[:1]}
-    asked = (Request(action=action, resource=each, context=context) for action in NOBODYS for each in sorted(resources))
+    asked = (
+        IamRequest(action=action, resource=each, context=context) for action in NOBODYS for each in sorted(resources)
+    )
     assert not reached(documents, asked)
 
 
@@ -399,7 +401,7 @@ def test_a_function_writes_no_log_but_its_own(who):
     role = {"refresh": "RefreshFunctionRole", "scale-down": "ScaleDownFunctionRole"}[who]
     for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
         stream = place.arn("logs", f"log-group:/remuda/ci/{other}:log-stream:1")
-        assert not allows(carried(role, place), Request(action=action, resource=stream))
+        assert not allows(carried(role, place), IamRequest(action=action, resource=stream))
 
 
 # Records that are the operator's --------------------------------------------------------------------------------------
@@ -416,7 +418,7 @@ def test_only_refresh_writes_the_pools_configuration(role, place):
 
     def writes(operation: str, keys: list[str]) -> bool:
         context = {**place.caller, LEADING_KEYS: keys}
-        return allows(documents, Request(action=f"dynamodb:{operation}", resource=place.table, context=context))
+        return allows(documents, IamRequest(action=f"dynamodb:{operation}", resource=place.table, context=context))
 
     control, report = place.own_keys
     history, run = items.history_pk(place.instance), items.run_pk("4711")
@@ -428,19 +430,19 @@ def test_only_refresh_writes_the_pools_configuration(role, place):
         assert {key for key in place.keys if writes(operation, [key])} == its
         assert not any(writes(operation, [key, pool]) for key in place.keys)
         assert not writes(operation, [])
-    refresh = Request(action="dynamodb:PutItem", resource=place.table, context={LEADING_KEYS: [pool]})
+    refresh = IamRequest(action="dynamodb:PutItem", resource=place.table, context={LEADING_KEYS: [pool]})
     assert allows(carried("RefreshFunctionRole", place), refresh)
 
 
 # What is made ---------------------------------------------------------------------------------------------------------
 
 
-def misuses(own: Place, other: Place) -> list[Request]:
+def misuses(own: Place, other: Place) -> list[IamRequest]:
     """Parts of launches that are not the pool's, each of which must be refused: EC2 asks for every one of them."""
 
-    def part(action: str, resource: str, *known: Mapping[str, Value]) -> Request:
+    def part(action: str, resource: str, *known: Mapping[str, Value]) -> IamRequest:
         context = {key: value for each in known for key, value in each.items()}
-        return Request(action=f"ec2:{action}", resource=resource, context=context)
+        return IamRequest(action=f"ec2:{action}", resource=resource, context=context)
 
     ours: dict[str, Value] = {REQUESTED: own.pool}
     theirs: dict[str, Value] = {REQUESTED: other.pool}
@@ -476,14 +478,14 @@ def misuses(own: Place, other: Place) -> list[Request]:
         ),
         *(part("CreateLaunchTemplate", own.template, tags) for tags in ({}, theirs)),
         # A role for something else than machines.
-        Request(
+        IamRequest(
             action="iam:PassRole",
             resource=own.arn("iam", f"role/remuda-{own.pool}-agent"),
             context={"iam:PassedToService": "lambda.amazonaws.com"},
         ),
         # Tags that make a machine the pool's, or no longer: beside the one for orphans, or by removing all.
         *(
-            Request(action=action, resource=own.machine, context={**own.tags, "aws:TagKeys": keys})
+            IamRequest(action=action, resource=own.machine, context={**own.tags, "aws:TagKeys": keys})
             for action in ("ec2:CreateTags", "ec2:DeleteTags")
             for keys in ([], [POOL_TAG], [ORPHAN_TAG, POOL_TAG], [GHR_ENVIRONMENT_TAG])
         ),
@@ -510,20 +512,20 @@ def _conditions() -> Iterator[tuple[str, int, str, str]]:
                     yield role, number, operator, key
 
 
-def half_tagged(place: Place) -> Iterator[Request]:
+def half_tagged(place: Place) -> Iterator[IamRequest]:
     """Machines of a fleet that is another's, or no fleet of runners at all."""
     for name, value in place.tags.items():
         if name != POOL:
             for action in ("ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"):
                 context = {name: value, "aws:TagKeys": [ORPHAN_TAG]}
-                yield Request(action=action, resource=place.machine, context=context)
+                yield IamRequest(action=action, resource=place.machine, context=context)
 
 
-def unkeyed(place: Place) -> Iterator[Request]:
+def unkeyed(place: Place) -> Iterator[IamRequest]:
     """Writes to the pool's configuration, and writes that name no key."""
     for operation in ("BatchWriteItem", "PutItem", "UpdateItem"):
         for keys in ([], [str(items.CONFIG[items.PK]["S"])]):
-            yield Request(action=f"dynamodb:{operation}", resource=place.table, context={LEADING_KEYS: keys})
+            yield IamRequest(action=f"dynamodb:{operation}", resource=place.table, context={LEADING_KEYS: keys})
 
 
 @pytest.mark.parametrize(("role", "number", "operator", "key"), list(_conditions()))
@@ -573,7 +575,7 @@ def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com") 
     assert who == {"Federated": parameters_of(Place())["OidcProviderArn"]}
     context = {f"{GITHUB}:aud": audience, **({f"{GITHUB}:sub": subject} if subject is not None else {})}
     statement["Resource"] = "*"
-    request = Request(action="sts:AssumeRoleWithWebIdentity", resource=Place().arn("iam", "role/r"), context=context)
+    request = IamRequest(action="sts:AssumeRoleWithWebIdentity", resource=Place().arn("iam", "role/r"), context=context)
     return allows(document, request)
 
 

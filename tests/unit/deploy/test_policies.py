@@ -19,7 +19,7 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
 #: What IAM takes for a managed policy, white space apart.
@@ -70,7 +70,7 @@ def arn(service: str, resource: str) -> str:
 
 
 def may(policy: Mapping[str, Any], action: str, resource: str, context: Mapping[str, Value] | None = None) -> bool:
-    return allows(policy, Request(action=action, resource=resource, context=context or {}))
+    return allows(policy, IamRequest(action=action, resource=resource, context=context or {}))
 
 
 def table_of(pool: str) -> str:

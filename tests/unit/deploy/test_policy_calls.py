@@ -15,7 +15,7 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
 INSTANCE = "i-0123456789abcdef0"
@@ -130,11 +130,11 @@ WITH_TEMPLATE: dict[str, Value] = {"ec2:LaunchTemplate": TEMPLATE}
 OF_TEMPLATE: dict[str, Value] = {**WITH_TEMPLATE, "ec2:IsLaunchTemplateResource": "true"}
 
 
-def request(action: str, resource: str, *contexts: Mapping[str, Value]) -> Request:
-    return Request(action=action, resource=resource, context={k: v for each in contexts for k, v in each.items()})
+def request(action: str, resource: str, *contexts: Mapping[str, Value]) -> IamRequest:
+    return IamRequest(action=action, resource=resource, context={k: v for each in contexts for k, v in each.items()})
 
 
-def launch() -> list[Request]:
+def launch() -> list[IamRequest]:
     """What EC2 asks IAM for one instant fleet of spot machines."""
     kinds: dict[str, Mapping[str, Value]] = {
         "instance/*": {**ASKED, **WITH_TEMPLATE},
@@ -165,7 +165,7 @@ def launch() -> list[Request]:
     ]
 
 
-def dynamodb(operation: str, who: str) -> list[Request]:
+def dynamodb(operation: str, who: str) -> list[IamRequest]:
     action = f"dynamodb:{PARTS.get(operation, operation)}"
     if who == "agent":
         own = (KEYS.control if operation == "GetItem" else KEYS.report)(INSTANCE)
@@ -178,7 +178,7 @@ def dynamodb(operation: str, who: str) -> list[Request]:
     ]
 
 
-def ec2(operation: str, who: str) -> list[Request]:
+def ec2(operation: str, who: str) -> list[IamRequest]:
     action = f"ec2:{operation}"
     if operation.startswith("Describe"):
         return [request(action, "*")]
@@ -195,12 +195,12 @@ def ec2(operation: str, who: str) -> list[Request]:
     return [request(action, MACHINE, OURS, source)]
 
 
-def sqs(operation: str, _who: str) -> list[Request]:
+def sqs(operation: str, _who: str) -> list[IamRequest]:
     # IAM knows no batches.
     return [request(f"sqs:{operation.removesuffix('Batch')}", arn("sqs", f"remuda-{POOL}-large"))]
 
 
-def iam(operation: str, _who: str) -> list[Request]:
+def iam(operation: str, _who: str) -> list[IamRequest]:
     return [request(f"iam:{operation}", f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent")]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.world_time import VirtualLoop
+from simulation.loop import new_loop
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Callable[[], Any]]:
-    return {"virtual": VirtualLoop}
+    return {"virtual": new_loop}

@@ -30,9 +30,9 @@ from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePa
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineView
 from remuda.ports.pool import Delivery
+from simulation.loop import SeededIds, VirtualClock, new_loop
 from tests.support.mutations import ESCAPES, TEXTS, check_shown, check_told, extremes, fuzzed, mutated, spoiled_text
 from tests.support.records import NOW, instance, instance_id
-from tests.support.world_time import SeededIds, VirtualClock, VirtualLoop
 
 ONE = instance_id(1)
 CONTROL = dict(items.document_item(items.key(f"control#{ONE}", "control"), instance()))
@@ -100,7 +100,7 @@ class FuzzedAws:
 
     def __init__(self) -> None:
         self.http = _FakeHttpSession()
-        self.loop = VirtualLoop()
+        self.loop = new_loop()
         self.ports = self.loop.run_until_complete(self._open())
 
     async def _client(self, name: str) -> Any:

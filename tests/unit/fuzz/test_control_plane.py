@@ -24,33 +24,33 @@ from remuda.domain.resources import PoolMessage, UsageClass
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import Report
 from simulation.memory.github import MemoryGitHub
-from tests.support.corrupting_store import Spoil, SpoiledStore
+from tests.support.corrupting_store import CorruptDocuments, CorruptingStore
 from tests.support.mutations import any_json, check_shown, check_told, fuzzed, mutated
 from tests.support.records import message as make_message
+from tests.support.virtual_time import run_virtual
 from tests.support.world import World
-from tests.support.world_time import run_virtual
 
 FEW = 10
 #: Message that claims another class and size than the instance has.
 LIE = make_message(1, resource_class="xlarge", usage_class=UsageClass.ON_DEMAND, cpu=4, memory_mib=8_192)
 
 
-class SpoiledWorld(World):
+class CorruptWorld(World):
     """Its agents read correct records; its control plane reads corrupt ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spoil = Spoil()
+        self.corrupt = CorruptDocuments()
 
     def process(self, hook: Any = None, *, credentialed: bool = False) -> Context:
         context = super().process(hook, credentialed=credentialed)
-        store = SpoiledStore(clock=self.clock, calls=context.calls, database=self.database, spoil=self.spoil)
+        store = CorruptingStore(clock=self.clock, calls=context.calls, database=self.database, corrupt=self.corrupt)
         github = MemoryGitHub(github=self.github, token=self.token, calls=context.calls) if credentialed else None
         return replace(context, store=store, github=github)
 
-    def check_others(self, *spoiled: str) -> None:
+    def check_others(self, *corrupted: str) -> None:
         """Check the invariants of all instances whose records are intact."""
-        broken = [line for line in self.law.broken if not line.startswith(tuple(f"{name}:" for name in spoiled))]
+        broken = [line for line in self.law.broken if not line.startswith(tuple(f"{name}:" for name in corrupted))]
         assert not broken, "\n".join(broken)
 
     async def close(self) -> None:
@@ -59,8 +59,8 @@ class SpoiledWorld(World):
         await asyncio.gather(*(host.task for host in self.hosts.values()), return_exceptions=True)
 
 
-async def opened() -> SpoiledWorld:
-    world = SpoiledWorld()
+async def opened() -> CorruptWorld:
+    world = CorruptWorld()
     await world.configure()
     return world
 
@@ -156,15 +156,15 @@ def test_reports(data: st.DataObject) -> None:
     async def scenario() -> None:
         world = await opened()
         bad, good = await world.warm(2)
-        world.spoil.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])) | any_json)
+        world.corrupt.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])) | any_json)
         try:
             made = await world.provision("2", count=2)
             assert len(made.instances) == 2
         except RemudaError as error:
             check_told(error)
-        world.spoil.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])))
+        world.corrupt.documents[Report, bad] = data.draw(mutated(to_document(world.database.reports[bad])))
         await sweep(world)
-        assert not world.spoil.documents or await status(world.process())
+        assert not world.corrupt.documents or await status(world.process())
         try:
             await explain(world.process(), "2")
         except RemudaError as error:
@@ -174,7 +174,7 @@ def test_reports(data: st.DataObject) -> None:
         await sweep(world)
         assert world.states()[good] in {State.IDLE, State.RUNNING, State.RELEASING, *ABSORBING}
         world.check_others(bad)
-        world.spoil.documents.clear()
+        world.corrupt.documents.clear()
         await world.pass_time(480)
         assert not world.alive()
         await world.close()
@@ -199,7 +199,7 @@ def test_control_records(data: st.DataObject, state: State) -> None:
             )
         )
         before = world.record(bad)
-        world.spoil.documents[Instance, bad] = document
+        world.corrupt.documents[Instance, bad] = document
         process = world.process()
         if state is State.IDLE:
             made = await world.provision("3", count=1, process=process)
@@ -215,7 +215,7 @@ def test_control_records(data: st.DataObject, state: State) -> None:
         assert world.record(good).run_id == ""
         world.check()
         # The record is repaired.
-        world.spoil.documents.clear()
+        world.corrupt.documents.clear()
         await world.end()
 
     run_virtual(scenario())
@@ -228,18 +228,18 @@ def test_provisions(data: st.DataObject) -> None:
         world = await opened()
         await world.provision("1")
         await world.provision("2")
-        spoiled = next(item for (run, _), item in world.database.provisions.items() if run == "1")
+        broken = next(item for (run, _), item in world.database.provisions.items() if run == "1")
         document = data.draw(
-            mutated(to_document(spoiled)).filter(lambda found: not is_readable(Provision, spoiled.provision_id, found))
+            mutated(to_document(broken)).filter(lambda found: not is_readable(Provision, broken.provision_id, found))
         )
-        world.spoil.documents[Provision, spoiled.provision_id] = document
+        world.corrupt.documents[Provision, broken.provision_id] = document
         released = await world.release("1")
-        assert any(spoiled.provision_id in error for error in released.errors)
+        assert any(broken.provision_id in error for error in released.errors)
         done = await world.release("2")
         assert not done.errors
         await sweep(world)
         world.check()
-        world.spoil.documents.clear()
+        world.corrupt.documents.clear()
         await world.end()
 
     run_virtual(scenario())
@@ -253,7 +253,7 @@ def test_sightings(document: Any) -> None:
     async def scenario() -> None:
         world = await opened()
         await world.warm(1)
-        world.spoil.sightings = document
+        world.corrupt.sightings = document
         await sweep(world)
         assert not (await sweep(world)).errors
         world.check()
@@ -272,13 +272,13 @@ def test_the_configuration(data: st.DataObject) -> None:
         await world.warm(1)
         assert world.database.config is not None
         document = data.draw(mutated(to_document(world.database.config)))
-        world.spoil.documents[PoolConfig, "config"] = document
+        world.corrupt.documents[PoolConfig, "config"] = document
         for work in (world.provision("2"), refresh(world.process(credentialed=True), None), world.release("2")):
             try:
                 await work
             except RemudaError as error:
                 check_told(error)
-        world.spoil.documents.clear()
+        world.corrupt.documents.clear()
         await world.release("2")
         world.check_others()
         await world.close()

@@ -22,9 +22,9 @@ from remuda.domain.instance import Credential
 from remuda.domain.skew import skew_s
 from remuda.ports.calls import CallCounter
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
+from simulation.loop import SeededIds, VirtualClock
 from tests.support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from tests.support.records import NOW
-from tests.support.world_time import SeededIds, VirtualClock
 
 RUNNER = {
     "id": 7,

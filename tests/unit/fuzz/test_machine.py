@@ -25,9 +25,9 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import MAX_DURATION_S, Report
 from remuda.ports.machine import AgentState, Identity, ScriptStatus, StepResult
+from simulation.loop import VirtualClock
 from tests.support.mutations import ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
 from tests.support.records import NOW
-from tests.support.world_time import VirtualClock
 
 ONE = "i-0123456789abcdef0"
 texts = st.sampled_from(TEXTS) | st.text(max_size=20)

@@ -132,7 +132,7 @@ def _whole(kind: type[Any]) -> Any:
 
 
 @fuzzed()
-@given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "hints:large": "2025-05-31T12:00:00.000Z"}))
+@given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "surplus-messages:large": "2025-05-31T12:00:00.000Z"}))
 def test_sightings(text: bytes) -> None:
     times = parsed(lambda: sqlite_documents.decode_times(text.decode(errors="replace")))
     for since in (times or {}).values():

@@ -19,8 +19,8 @@ from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth
 from tests.support.records import instance as make_record
+from tests.support.virtual_time import Call
 from tests.support.world import LIFETIMES, SCOPE, World, number_of
-from tests.support.world_time import Call
 
 
 async def stray(world: World) -> str:
@@ -44,7 +44,7 @@ async def stray(world: World) -> str:
     return result.instances[0].instance_id
 
 
-async def test_a_machine_without_a_record_is_ended_after_a_grace(world: World) -> None:
+async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: World) -> None:
     lost = await stray(world)
     await asyncio.sleep(world.lifetimes.unrecorded_grace_s - 1)
     await world.sweep()
@@ -59,7 +59,7 @@ async def test_a_machine_without_a_record_is_ended_after_a_grace(world: World) -
     assert (await world.sweep()).terminated == (lost,)
 
 
-async def test_a_machine_of_another_pool_is_never_touched(world: World) -> None:
+async def test_machine_of_another_pool_is_never_terminated(world: World) -> None:
     foreign = await stray(world)
     world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "other"})
     world.hosts[foreign].task.cancel()
@@ -74,7 +74,7 @@ async def test_a_machine_of_another_pool_is_never_touched(world: World) -> None:
     world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "test"})
 
 
-async def test_a_record_whose_machine_is_missing_is_closed_on_the_second_look(world: World) -> None:
+async def test_record_of_a_missing_machine_is_closed_by_the_second_sweep(world: World) -> None:
     record = make_record(
         0xFA, created_at=world.clock.now() - timedelta(hours=1), threshold=world.clock.now() + timedelta(hours=1)
     )
@@ -84,12 +84,12 @@ async def test_a_record_whose_machine_is_missing_is_closed_on_the_second_look(wo
     assert not (await world.sweep()).retired
     await asyncio.sleep(2)
     result = await world.sweep()
-    assert "not found" in result.retired[record.instance_id]
+    assert "no longer exists" in result.retired[record.instance_id]
     await world.sweep()
     assert world.record(record.instance_id).state is State.TERMINATED
 
 
-async def test_a_list_that_lags_closes_nothing(world: World) -> None:
+async def test_lagging_list_closes_no_record(world: World) -> None:
     """Missing once, there again, missing once: never twice in a row."""
     (item,) = (await world.provision(max_runtime_s=300.0)).instances
     hidden = False
@@ -105,7 +105,7 @@ async def test_a_list_that_lags_closes_nothing(world: World) -> None:
     assert world.record(item.instance.instance_id).state is State.RUNNING
 
 
-async def test_a_list_that_fails_closes_nothing(world: World) -> None:
+async def test_failed_list_closes_no_record(world: World) -> None:
     (item,) = (await world.provision(max_runtime_s=300.0)).instances
 
     async def hook(name: str, call: Call) -> Any:
@@ -120,7 +120,7 @@ async def test_a_list_that_fails_closes_nothing(world: World) -> None:
     assert world.record(item.instance.instance_id).state is State.RUNNING
 
 
-async def test_a_machine_just_launched_is_not_missed(world: World) -> None:
+async def test_new_machine_is_not_missing(world: World) -> None:
     """The list was read before the record was written, and lags for a while after that."""
     (item,) = (await world.provision()).instances
 
@@ -135,7 +135,7 @@ async def test_a_machine_just_launched_is_not_missed(world: World) -> None:
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.IDLE, State.RELEASING])
-async def test_a_machine_that_ended_by_itself_closes_its_record_at_once(state: State) -> None:
+async def test_record_of_a_terminated_machine_is_closed_at_once(state: State) -> None:
     world = World()
     await world.configure()
     (item,) = (await world.provision()).instances
@@ -155,7 +155,7 @@ async def test_a_machine_that_ended_by_itself_closes_its_record_at_once(state: S
     await world.end()
 
 
-async def test_a_record_is_terminated_only_when_the_machine_is(world: World) -> None:
+async def test_record_is_terminated_only_after_its_machine(world: World) -> None:
     world.cloud.shutting_down = timedelta(seconds=40)
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
@@ -168,7 +168,7 @@ async def test_a_record_is_terminated_only_when_the_machine_is(world: World) -> 
     assert world.record(key).state is State.TERMINATED
 
 
-async def test_a_machine_that_lives_although_its_record_says_terminated(world: World) -> None:
+async def test_running_machine_with_a_terminated_record_is_terminated(world: World) -> None:
     lost = await stray(world)
     record = make_record(number_of(lost), state=State.TERMINATED, threshold=world.clock.now())
     await world.process().store.apply(birth(record))
@@ -188,7 +188,7 @@ class Lying(MemoryInstanceStore):
 
 
 @pytest.mark.parametrize("says", [State.TERMINATING, State.TERMINATED])
-async def test_no_machine_is_ended_on_the_word_of_a_search(world: World, says: State) -> None:
+async def test_no_machine_is_terminated_because_of_a_search_result(world: World, says: State) -> None:
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     context = world.process(credentialed=True)
@@ -212,31 +212,31 @@ def names(world: World) -> set[str]:
     return {runner.name for runner in world.github.runners.values()}
 
 
-async def test_a_ghost_without_a_record_goes_after_a_grace(world: World) -> None:
+async def test_registration_without_a_record_is_removed_after_the_grace_period(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
     await asyncio.sleep(world.lifetimes.ghost_grace_s - 1)
-    assert not (await world.sweep()).removed
+    assert not (await world.sweep()).stale_registrations
     await asyncio.sleep(2)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
     assert name not in names(world)
 
 
-async def test_a_registration_that_comes_before_its_record_waits_for_its_machine(world: World) -> None:
+async def test_registration_without_a_record_stays_while_its_machine_exists(world: World) -> None:
     """As those for one job do: their record may be on its way. Nobody's grace is needed for it to stay."""
     await world.configure(lifetimes=replace(world.lifetimes, ghost_grace_s=0.0, unrecorded_grace_s=500.0))
     machine = await stray(world)
     name = ghost(world, 1, machine)
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.missing_after_s)
-        assert not (await world.sweep()).removed
+        assert not (await world.sweep()).stale_registrations
     assert not world.database.sightings
     await asyncio.sleep(500)
     assert list((result := await world.sweep()).retired) == [machine], "buried, and its registration with it"
-    assert result.removed == (name,)
+    assert result.stale_registrations == (name,)
 
 
-async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: World) -> None:
+async def test_without_a_machine_list_unrecorded_registrations_stay(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
@@ -246,16 +246,16 @@ async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: W
 
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.ghost_after_s)
-        assert not (await world.sweep(hook)).removed
+        assert not (await world.sweep(hook)).stale_registrations
     assert names(world) == {name}
     # What was seen before a look that failed still counts.
     await world.sweep()
     await asyncio.sleep(world.lifetimes.ghost_after_s)
-    assert not (await world.sweep(hook)).removed
-    assert (await world.sweep()).removed == (name,)
+    assert not (await world.sweep(hook)).stale_registrations
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:
+async def test_paused_sweep_counts_as_one_sighting(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
@@ -267,41 +267,41 @@ async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:
             await asyncio.sleep(2 * world.lifetimes.ghost_after_s)
         return await call()
 
-    assert not (await world.sweep(hook)).removed
+    assert not (await world.sweep(hook)).stale_registrations
     assert names(world) == {name}
     world.github.runners.clear()
 
 
-async def test_a_ghost_of_an_ended_instance_goes(world: World) -> None:
+async def test_registration_of_a_terminated_instance_is_removed(world: World) -> None:
     record = make_record(0xE, state=State.TERMINATED)
     await world.process().store.apply(birth(record))
     name = ghost(world, 1, record.instance_id)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_a_ghost_of_an_earlier_assignment_goes_and_the_present_one_stays(world: World) -> None:
+async def test_registration_of_an_earlier_epoch_is_removed(world: World) -> None:
     (warm,) = await world.warm(1)
     await world.provision()
     old = ghost(world, 1, warm)
-    assert (await world.sweep()).removed == (old,)
+    assert (await world.sweep()).stale_registrations == (old,)
     assert names(world) == {f"remuda-test-2-{warm}"}
 
 
-async def test_a_ghost_of_an_idle_instance_goes(world: World) -> None:
+async def test_registration_of_an_idle_instance_is_removed(world: World) -> None:
     (warm,) = await world.warm(1)
     name = ghost(world, 1, warm)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_a_registration_that_comes_before_its_record_is_read_stays(world: World) -> None:
+async def test_registration_of_the_current_epoch_stays(world: World) -> None:
     """Listed first, read then: whoever has a record of this epoch keeps its registration."""
     result = await world.provision(count=2)
     for _ in range(3):
-        assert not (await world.sweep()).removed
+        assert not (await world.sweep()).stale_registrations
     assert len(names(world)) == len(result.instances) == 2
 
 
-async def test_a_busy_ghost_is_kept_until_its_job_ends(world: World) -> None:
+async def test_busy_stale_registration_stays_until_its_job_ends(world: World) -> None:
     (warm,) = await world.warm(1)
     name = ghost(world, 1, warm)
     runner = world.github.find(SCOPE, name)
@@ -309,13 +309,13 @@ async def test_a_busy_ghost_is_kept_until_its_job_ends(world: World) -> None:
     runner.labels = ("odd",)
     world.github.connect(runner.runner_id, lambda _job: None)
     job = world.github.queue(run_id="odd", labels=["odd"])
-    assert not (await world.sweep()).removed
+    assert not (await world.sweep()).stale_registrations
     assert name in names(world)
     world.github.finish(job)
-    assert (await world.sweep()).removed == (name,)
+    assert (await world.sweep()).stale_registrations == (name,)
 
 
-async def test_other_runners_are_never_touched(world: World) -> None:
+async def test_other_runners_are_never_removed(world: World) -> None:
     others = {
         "build-box",
         "remuda-other-1-i-0000000000000beef",
@@ -328,7 +328,7 @@ async def test_other_runners_are_never_touched(world: World) -> None:
     assert names(world) == others
 
 
-async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: World) -> None:
+async def test_runners_of_a_pool_with_a_similar_name_stay(world: World) -> None:
     """`test-2` has the prefix `remuda-test-2-`: read as ours, its epoch would be 2."""
     name = ghost(world, 5, "i-0000000000000beef", pool="test-2")
     await world.pass_time(3 * world.lifetimes.ghost_grace_s)
@@ -336,7 +336,7 @@ async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: World
     world.github.runners.clear()
 
 
-async def test_sightings_that_look_right_again_are_dropped(world: World) -> None:
+async def test_resolved_anomalies_are_dropped(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
     assert f"stale-registration:{name}" in world.database.sightings
@@ -363,7 +363,7 @@ class HalfRead(MemoryInstanceStore):
         return [item for item in found if item.instance_id not in self.spoiled]
 
 
-async def test_a_record_that_cannot_be_read_is_named_and_the_others_are_swept(world: World) -> None:
+async def test_unreadable_record_is_reported_and_others_are_swept(world: World) -> None:
     """Its machine, its registration and its hint are left alone: it is there, whatever it says."""
     spoiled = (await world.provision(count=2)).instances[0].instance.instance_id
     lost = await stray(world)
@@ -383,7 +383,7 @@ async def test_a_record_that_cannot_be_read_is_named_and_the_others_are_swept(wo
     assert not world.cloud.is_alive(lost), "the others are swept"
 
 
-async def test_a_release_goes_on_with_what_it_can_read(world: World) -> None:
+async def test_release_continues_with_readable_records(world: World) -> None:
     spoiled, other = [item.instance.instance_id for item in (await world.provision(count=2)).instances]
     context = world.process()
     store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)

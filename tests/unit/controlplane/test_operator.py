@@ -7,7 +7,14 @@ from datetime import timedelta
 
 import pytest
 
-from remuda.controlplane.operator import InstanceSelector, OperatorResult, choose, drain, quarantine, terminate
+from remuda.controlplane.operator import (
+    InstanceSelector,
+    OperatorResult,
+    drain,
+    quarantine,
+    select_instances,
+    terminate,
+)
 from remuda.controlplane.read.explain import explain
 from remuda.domain.errors import UserError
 from remuda.domain.instance import State
@@ -22,24 +29,24 @@ ALL = InstanceSelector(everything=True)
 
 async def drained(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    return await drain(process, await choose(process, choice), reason="old image", dry_run=dry_run)
+    return await drain(process, await select_instances(process, choice), reason="old image", dry_run=dry_run)
 
 
 async def held(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    chosen = await choose(process, InstanceSelector(instance_ids=(machine,)))
+    chosen = await select_instances(process, InstanceSelector(instance_ids=(machine,)))
     return await quarantine(process, chosen, for_s=for_s, reason="looks odd", dry_run=dry_run)
 
 
 async def ended(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    return await terminate(process, await choose(process, choice), reason="enough", dry_run=dry_run)
+    return await terminate(process, await select_instances(process, choice), reason="enough", dry_run=dry_run)
 
 
 # Drain
 
 
-async def test_a_drained_idle_machine_is_not_claimed_and_goes(world: World) -> None:
+async def test_drained_idle_instance_is_not_claimed_and_ends(world: World) -> None:
     (old,) = await world.warm(1)
     result = await drained(world)
     assert [item.instance_id for item in result.done] == [old]
@@ -51,13 +58,13 @@ async def test_a_drained_idle_machine_is_not_claimed_and_goes(world: World) -> N
     assert "drained: old image" in " ".join(line.why for line in story.events)
 
 
-async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) -> None:
+async def test_drained_running_instance_finishes_its_run(world: World) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     job = world.github.queue(run_id="7", labels=["7"], seconds=20.0)
     await asyncio.sleep(1)
-    (pulled,) = (await drained(world)).pulled
-    assert (pulled.done, pulled.run_id) == (True, "7")
+    (outcome,) = (await drained(world)).outcomes
+    assert (outcome.done, outcome.run_id) == (True, "7")
     await world.pass_time(30)
     assert job.conclusion == "success"
     assert world.record(machine).state is State.RUNNING
@@ -66,21 +73,21 @@ async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) ->
     assert world.record(machine).retire_text == "drained: old image"
 
 
-async def test_a_drain_by_class_leaves_the_others(world: World) -> None:
+async def test_drain_by_class(world: World) -> None:
     await world.warm(1)
     await world.provision("7", resource_class="xlarge")
     result = await drained(world, InstanceSelector(resource_class="xlarge"))
     assert [item.state for item in result.done] == [State.RUNNING]
     assert [world.record(name).retire_text for name in world.in_state(State.IDLE)] == [""]
-    assert (await drained(world, InstanceSelector(resource_class="none-such"))).pulled == ()
+    assert (await drained(world, InstanceSelector(resource_class="none-such"))).outcomes == ()
 
 
-async def test_a_drain_by_image_asks_the_cloud(world: World) -> None:
+async def test_drain_by_image(world: World) -> None:
     await world.warm(1)
-    assert (await drained(world, InstanceSelector(ami="ami-1"))).pulled == ()
+    assert (await drained(world, InstanceSelector(ami="ami-1"))).outcomes == ()
 
 
-async def test_twice_is_once_and_a_dry_run_changes_nothing(world: World) -> None:
+async def test_drain_is_idempotent_and_dry_run_changes_nothing(world: World) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
     plan = await drained(world, dry_run=True)
@@ -90,13 +97,13 @@ async def test_twice_is_once_and_a_dry_run_changes_nothing(world: World) -> None
     after = world.record(machine)
     again = await drained(world)
     assert (again.done, world.record(machine)) == ((), after)
-    assert "already" in again.pulled[0].why
+    assert "already" in again.outcomes[0].why
 
 
 # Quarantine
 
 
-async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: World) -> None:
+async def test_quarantined_instance_is_kept_and_not_claimed(world: World) -> None:
     (machine,) = await world.warm(1)
     result = await held(world, machine, for_s=150.0)
     assert [item.instance_id for item in result.done] == [machine]
@@ -115,7 +122,7 @@ async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: World) -> 
     assert world.record(machine).retire_text == "quarantined: looks odd"
 
 
-async def test_one_at_work_goes_into_quarantine_after_its_run(world: World) -> None:
+async def test_running_instance_is_quarantined_after_its_run(world: World) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     await held(world, machine, for_s=200.0)
@@ -129,7 +136,7 @@ async def test_one_at_work_goes_into_quarantine_after_its_run(world: World) -> N
     assert world.record(machine).state is State.IDLE
 
 
-async def test_one_that_failed_to_reset_can_be_looked_at(world: World) -> None:
+async def test_instance_with_a_failed_reset_can_be_quarantined(world: World) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     world.behaviour.resets[machine] = StepResult(ok=False, detail="a file would not go")
@@ -144,7 +151,7 @@ async def test_one_that_failed_to_reset_can_be_looked_at(world: World) -> None:
     assert world.record(machine).state is State.TERMINATED
 
 
-async def test_a_quarantine_again_moves_its_limit(world: World) -> None:
+async def test_second_quarantine_moves_the_end(world: World) -> None:
     (machine,) = await world.warm(1)
     await held(world, machine, for_s=60.0)
     first = world.record(machine).threshold
@@ -155,21 +162,21 @@ async def test_a_quarantine_again_moves_its_limit(world: World) -> None:
     assert world.record(machine).threshold < first + timedelta(seconds=200)
 
 
-async def test_a_drain_that_read_before_a_quarantine_leaves_it_one(world: World) -> None:
+async def test_drain_concurrent_with_quarantine_keeps_the_quarantine(world: World) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
     await held(world, machine, for_s=150.0)
     result = await drain(world.process(), [before], reason="to be renewed", dry_run=False)
     assert not result.done
     assert not result.errors
-    assert "retired already (quarantined: looks odd)" in result.pulled[0].why
+    assert "already retired (quarantined: looks odd)" in result.outcomes[0].why
     assert world.record(machine).retire_text == "quarantined: looks odd"
 
 
 # Terminate
 
 
-async def test_terminate_ends_an_idle_machine_now(world: World) -> None:
+async def test_terminate_ends_an_idle_instance(world: World) -> None:
     (machine,) = await world.warm(1)
     plan = await ended(world, dry_run=True)
     assert [item.instance_id for item in plan.done] == [machine]
@@ -182,18 +189,18 @@ async def test_terminate_ends_an_idle_machine_now(world: World) -> None:
     assert (await ended(world, InstanceSelector(instance_ids=(machine,)))).done == ()
 
 
-async def test_terminate_ends_a_run_where_a_person_says_so(world: World) -> None:
+async def test_terminate_ends_a_running_instance(world: World) -> None:
     await world.provision("7")
     world.github.queue(run_id="7", labels=["7"], seconds=50.0)
     await asyncio.sleep(10)
-    (pulled,) = (await ended(world)).pulled
-    assert (pulled.done, pulled.busy, pulled.run_id) == (True, True, "7")
+    (outcome,) = (await ended(world)).outcomes
+    assert (outcome.done, outcome.busy, outcome.run_id) == (True, True, "7")
     await world.pass_time(10)
     assert not world.alive()
     assert world.in_state(State.TERMINATED)
 
 
-async def test_only_what_carries_the_pools_tag_is_ended(world: World) -> None:
+async def test_machine_without_the_pool_tag_is_not_terminated(world: World) -> None:
     (machine,) = await world.warm(1)
     tags = dict(world.cloud.machines[machine].tags)
     await world.process().compute.tag([machine], {POOL_TAG: "another"})
@@ -206,7 +213,7 @@ async def test_only_what_carries_the_pools_tag_is_ended(world: World) -> None:
 # What is chosen
 
 
-async def test_an_unknown_instance_is_refused_before_anything_is_done(world: World) -> None:
+async def test_unknown_instance_is_rejected_before_any_change(world: World) -> None:
     (machine,) = await world.warm(1)
     with pytest.raises(UserError, match=instance_id(99)):
         await ended(world, InstanceSelector(instance_ids=(machine, instance_id(99))))
