@@ -104,7 +104,7 @@ def test_folder_belongs_to_one_pool(folder: Path):
     code, answer = remuda(folder, "down")
     assert len(answer["terminated"]) == 1
     (ended,) = remuda(folder, "status", "--all")[1]["instances"]
-    assert (ended["state"], ended["retireReason"], ended["retireDetail"]) == (
+    assert (ended["state"], ended["retire_reason"], ended["retire_detail"]) == (
         "terminated",
         "terminated-by-operator",
         "remuda down",

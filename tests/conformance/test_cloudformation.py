@@ -1,4 +1,4 @@
-"""The CloudFormation template creates what refresh needs, as far as the test server supports it."""
+"""The CloudFormation template on a test server."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.support.aws.servers import REGION
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
-#: CloudFormation's limit for a template that is not in a bucket.
+#: Maximum length of a template that is not in a bucket.
 MAX_TEMPLATE = 51_200
 PROVIDER = f"arn:aws:iam::{ACCOUNT}:oidc-provider/token.actions.githubusercontent.com"
 
 
-class Stack:
-    """A stack created from the template, and clients for its resources."""
+class CreatedStack:
+    """A stack of the template, and clients for its resources."""
 
     def __init__(self, opened: AsyncExitStack) -> None:
         self._opened = opened
         self._session = open_session()
-        # Names unique to this test, because the server is shared.
+        # Unique names, because tests share the server.
         self.pool = secrets.token_hex(4)
         self.bucket = f"code-{self.pool}"
         self.name = f"remuda-{self.pool}"
@@ -58,7 +58,7 @@ class Stack:
         return await self._opened.enter_async_context(made)
 
     async def create_functions(self, **parameters: str) -> set[str]:
-        """Create the stack with code for the functions, as built by `make lambda`."""
+        """Create the stack with a package for the functions."""
         s3 = await self.client("s3")
         await s3.create_bucket(Bucket=self.bucket, CreateBucketConfiguration={"LocationConstraint": REGION})
         code = io.BytesIO()
@@ -69,7 +69,7 @@ class Stack:
         return await self.create(**given, **parameters)
 
     async def create(self, **parameters: str) -> set[str]:
-        """Create the stack. Return the names of its roles."""
+        """Create the stack and return the names of its roles."""
         client = await self.client("cloudformation")
         await client.create_stack(
             StackName=self.name,
@@ -87,9 +87,9 @@ class Stack:
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
+async def stack() -> AsyncIterator[CreatedStack]:
     async with AsyncExitStack() as opened:
-        yield Stack(opened)
+        yield CreatedStack(opened)
 
 
 async def test_refresh_changes_nothing_in_a_new_stack(stack):
@@ -97,13 +97,13 @@ async def test_refresh_changes_nothing_in_a_new_stack(stack):
     given: dict[str, Any] = {"clock": SystemClock(), "ids": SystemIds(), "calls": CallCounter()}
     store = DynamoInstanceStore(client=await stack.client("dynamodb"), table=stack.name, **given)
     pool = SqsResourcePool(client=await stack.client("sqs"), prefix=stack.name, **given)
-    # The test server does not support TTL in templates; there is no other change.
+    # The server ignores the TTL of templates.
     assert set(await store.prepare()) <= {f"expiry of old items in table {stack.name}"}
     assert not await pool.prepare(CLASSES)
     await store.close()
 
 
-async def test_policies_in_the_stack_match_the_source(stack):
+async def test_the_stack_contains_the_generated_policies(stack):
     await stack.create(GithubSecretArn=SECRET)
     iam = await stack.client("iam")
     for policy in policies():
@@ -114,12 +114,12 @@ async def test_policies_in_the_stack_match_the_source(stack):
 
 
 async def attached(iam: Any, arn: str) -> Any:
-    """The policy document of a managed policy."""
+    """The document of a managed policy."""
     version = (await iam.get_policy_version(PolicyArn=arn, VersionId="v1"))["PolicyVersion"]["Document"]
     return json.loads(version) if isinstance(version, str) else version
 
 
-async def test_without_a_named_secret_only_the_pools_secrets_are_readable(stack):
+async def test_without_an_arn_only_secrets_of_the_pool_may_be_read(stack):
     await stack.create()
     iam = await stack.client("iam")
     for name in ("refresh", "scale-down"):
@@ -128,18 +128,18 @@ async def test_without_a_named_secret_only_the_pools_secrets_are_readable(stack)
         assert read["Resource"] == [f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:remuda/{stack.pool}/*"]
 
 
-async def test_scale_down_of_a_named_environment(stack):
+async def test_scale_down_uses_the_environment_of_the_stack(stack):
     await stack.create(GithubEnvironment="theirs")
     document = await attached(await stack.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-scale-down")
-    (ends,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
-    assert ends["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
+    (statement,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
+    assert statement["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
 
 
-async def test_workflow_roles_need_a_repository(stack):
+async def test_roles_for_workflows_require_a_repository(stack):
     assert await stack.create() == {f"{stack.name}-agent"}
 
 
-async def test_roles_trust_the_repository(stack):
+async def test_the_roles_trust_the_repository(stack):
     roles = await stack.create(OidcProviderArn=PROVIDER, Repository="acme/app")
     assert roles == {f"{stack.name}-{name}" for name in ("agent", "workflow", "refresh")}
     iam = await stack.client("iam")
@@ -152,24 +152,24 @@ async def test_roles_trust_the_repository(stack):
     assert subjects == {"workflow": "repo:acme/app:*", "refresh": "repo:acme/app:ref:refs/heads/main"}
 
 
-async def test_instance_profile_has_the_agents_role(stack):
+async def test_the_instance_profile_has_the_role_of_the_agent(stack):
     await stack.create()
     iam = await stack.client("iam")
     profile = (await iam.get_instance_profile(InstanceProfileName=f"{stack.name}-agent"))["InstanceProfile"]
     assert [role["RoleName"] for role in profile["Roles"]] == [f"{stack.name}-agent"]
 
 
-# The functions ------------------------------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------------------------------------
 
 
-async def test_no_functions_and_schedules_without_code(stack):
+async def test_without_code_no_function_and_no_schedule_is_created(stack):
     await stack.create()
     names = [rule["Name"] for rule in (await (await stack.client("events")).list_rules())["Rules"]]
     assert not [name for name in names if name.startswith(stack.name)]
 
 
 @pytest.mark.parametrize("who", SCHEDULED)
-async def test_each_function_has_a_separate_role(stack, who):
+async def test_each_function_has_its_own_role(stack, who):
     roles = await stack.create_functions()
     assert f"{stack.name}-{who}-function" in roles
     iam = await stack.client("iam")
@@ -182,7 +182,7 @@ async def test_each_function_has_a_separate_role(stack, who):
     assert found["Timeout"] == FUNCTION_TIMEOUT_S
 
 
-async def test_handler_exists():
+async def test_the_handler_exists():
     module, _, name = HANDLER.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
 
@@ -198,7 +198,7 @@ async def test_handler_exists():
     ],
     ids=["sweeps only", "applies its settings"],
 )
-async def test_functions_are_scheduled_every_five_minutes(stack, given, inputs):
+async def test_each_function_is_invoked_every_five_minutes_with_its_command(stack, given, inputs):
     await stack.create_functions(**given)
     events, functions = await stack.client("events"), await stack.client("lambda")
     for who in SCHEDULED:
@@ -209,7 +209,7 @@ async def test_functions_are_scheduled_every_five_minutes(stack, given, inputs):
         function = (await functions.get_function(FunctionName=name))["Configuration"]
         assert target["Arn"] == function["FunctionArn"]
         assert json.loads(target["Input"]) == inputs[who]
-        # The handler accepts the scheduled event.
+        # The handler accepts the input.
         assert parse_event(json.loads(target["Input"])).name == who
         assert target["RetryPolicy"]["MaximumRetryAttempts"] == 0
         policy = json.loads((await functions.get_policy(FunctionName=name))["Policy"])
@@ -217,7 +217,7 @@ async def test_functions_are_scheduled_every_five_minutes(stack, given, inputs):
         assert rule["Arn"] in json.dumps(statement)
 
 
-async def test_scale_down_is_optional(stack):
+async def test_scale_down_can_be_disabled(stack):
     await stack.create_functions(ScaleDown="false")
     events = await stack.client("events")
     states = {who: (await events.describe_rule(Name=f"{stack.name}-{who}"))["State"] for who in SCHEDULED}
@@ -229,7 +229,7 @@ async def test_scale_down_is_optional(stack):
     [("", {"REMUDA_GITHUB_TOKEN": SECRET}), ("7", {"REMUDA_GITHUB_APP_KEY": SECRET, "REMUDA_GITHUB_APP_ID": "7"})],
     ids=["token", "app"],
 )
-async def test_stack_parameters_become_function_settings(stack, app, named):
+async def test_functions_get_the_settings_of_the_stack(stack, app, named):
     await stack.create_functions(GithubAppId=app, Ami="ami-12c6146b", SubnetIds="subnet-12345678,subnet-23456789")
     functions = await stack.client("lambda")
     for who in SCHEDULED:
@@ -250,8 +250,8 @@ async def test_every_log_group_has_a_retention(stack):
     assert {group["retentionInDays"] for group in found} == {LOG_DAYS}
 
 
-def test_alarms_need_a_topic():
-    """Checked in the template: the test server creates no alarms."""
+def test_alarms_require_a_topic():
+    """Checked in the template: the server creates no alarms."""
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
     assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm"}
@@ -266,8 +266,8 @@ def test_alarms_need_a_topic():
     assert made["Parameters"]["AlarmTopicArn"]["Default"] == ""
 
 
-def test_each_role_has_exactly_its_policies():
-    """Checked in the template: the test server attaches no policies."""
+def test_each_role_has_only_its_policies():
+    """Checked in the template: the server attaches no policies."""
     resources = template()["Resources"]
     carried = {
         name: {each["Ref"].removesuffix("Policy") for each in resource["Properties"]["ManagedPolicyArns"]}
@@ -283,12 +283,12 @@ def test_each_role_has_exactly_its_policies():
     }
 
 
-def test_template_is_within_the_size_limit():
+def test_the_template_fits_the_limit_of_cloudformation():
     assert len((DEPLOY / "cloudformation.yml").read_bytes()) < MAX_TEMPLATE
 
 
-def test_functions_do_not_retry_and_log_to_their_log_group():
-    """Checked in the template: the test server supports neither."""
+def test_failed_invocations_are_not_retried_and_logs_go_to_the_log_group():
+    """Checked in the template: the server supports neither."""
     resources = template()["Resources"]
     for name in ("Refresh", "ScaleDown"):
         assert resources[f"{name}Invocations"]["Properties"]["MaximumRetryAttempts"] == 0

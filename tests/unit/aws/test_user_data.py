@@ -284,7 +284,7 @@ def test_download_with_wrong_digest_is_not_run(box: BootstrapBox) -> None:
     launch = {"agent-url": "https://downloads.example.com/agent.tar.gz", "agent-sha256": "0" * 64}
     done = box.boot(launch)
     assert done.returncode == 1
-    assert "not the file that was meant" in done.stdout
+    assert "does not have the expected SHA-256" in done.stdout
     assert not (box.opt / "bin" / "remuda").exists()
     # The dead-man timer still powers the machine off.
     assert box.calls[0].startswith("systemd-run --quiet --unit=remuda-dead-man-boot ")

@@ -215,7 +215,7 @@ def names(world: World) -> set[str]:
 async def test_registration_without_a_record_is_removed_after_the_grace_period(world: World) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
-    await asyncio.sleep(world.lifetimes.ghost_grace_s - 1)
+    await asyncio.sleep(world.lifetimes.registration_grace_s - 1)
     assert not (await world.sweep()).stale_registrations
     await asyncio.sleep(2)
     assert (await world.sweep()).stale_registrations == (name,)
@@ -224,7 +224,7 @@ async def test_registration_without_a_record_is_removed_after_the_grace_period(w
 
 async def test_registration_without_a_record_stays_while_its_machine_exists(world: World) -> None:
     """As those for one job do: their record may be on its way. Nobody's grace is needed for it to stay."""
-    await world.configure(lifetimes=replace(world.lifetimes, ghost_grace_s=0.0, unrecorded_grace_s=500.0))
+    await world.configure(lifetimes=replace(world.lifetimes, registration_grace_s=0.0, unrecorded_grace_s=500.0))
     machine = await stray(world)
     name = ghost(world, 1, machine)
     for _ in range(3):
@@ -245,12 +245,12 @@ async def test_without_a_machine_list_unrecorded_registrations_stay(world: World
         return await call()
 
     for _ in range(3):
-        await asyncio.sleep(world.lifetimes.ghost_after_s)
+        await asyncio.sleep(world.lifetimes.registration_stale_after_s)
         assert not (await world.sweep(hook)).stale_registrations
     assert names(world) == {name}
     # What was seen before a look that failed still counts.
     await world.sweep()
-    await asyncio.sleep(world.lifetimes.ghost_after_s)
+    await asyncio.sleep(world.lifetimes.registration_stale_after_s)
     assert not (await world.sweep(hook)).stale_registrations
     assert (await world.sweep()).stale_registrations == (name,)
 
@@ -261,10 +261,10 @@ async def test_paused_sweep_counts_as_one_sighting(world: World) -> None:
     async def hook(operation: str, call: Call) -> Any:
         if operation == "store.get_sightings":
             seen = await call()
-            await asyncio.sleep(2 * world.lifetimes.ghost_after_s)
+            await asyncio.sleep(2 * world.lifetimes.registration_stale_after_s)
             return seen
         if operation == "store.troubled_reports":
-            await asyncio.sleep(2 * world.lifetimes.ghost_after_s)
+            await asyncio.sleep(2 * world.lifetimes.registration_stale_after_s)
         return await call()
 
     assert not (await world.sweep(hook)).stale_registrations
@@ -324,14 +324,14 @@ async def test_other_runners_are_never_removed(world: World) -> None:
     }
     for name in others:
         world.github.add(SCOPE, name)
-    await world.pass_time(3 * world.lifetimes.ghost_grace_s)
+    await world.pass_time(3 * world.lifetimes.registration_grace_s)
     assert names(world) == others
 
 
 async def test_runners_of_a_pool_with_a_similar_name_stay(world: World) -> None:
     """`test-2` has the prefix `remuda-test-2-`: read as ours, its epoch would be 2."""
     name = ghost(world, 5, "i-0000000000000beef", pool="test-2")
-    await world.pass_time(3 * world.lifetimes.ghost_grace_s)
+    await world.pass_time(3 * world.lifetimes.registration_grace_s)
     assert names(world) == {name}
     world.github.runners.clear()
 
@@ -367,7 +367,7 @@ async def test_unreadable_record_is_reported_and_others_are_swept(world: World) 
     """Its machine, its registration and its hint are left alone: it is there, whatever it says."""
     spoiled = (await world.provision(count=2)).instances[0].instance.instance_id
     lost = await stray(world)
-    await asyncio.sleep(world.lifetimes.unrecorded_grace_s + world.lifetimes.ghost_grace_s)
+    await asyncio.sleep(world.lifetimes.unrecorded_grace_s + world.lifetimes.registration_grace_s)
     context = world.process(credentialed=True)
     store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)
     store.spoiled = frozenset({spoiled})
@@ -376,7 +376,7 @@ async def test_unreadable_record_is_reported_and_others_are_swept(world: World) 
         result = await refresh(replace(context, store=store), None)
         assert len([error for error in result.errors if spoiled in error]) == 1
         assert not [error for error in result.errors if spoiled not in error]
-        await asyncio.sleep(world.lifetimes.ghost_grace_s + 1)
+        await asyncio.sleep(world.lifetimes.registration_grace_s + 1)
     assert world.cloud.is_alive(spoiled)
     assert world.registrations(spoiled) == registered
     assert len(registered) == 1
