@@ -543,7 +543,7 @@ async def test_unsettled_provisions(store: InstanceStore) -> None:
     assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-4", "p-5"}
 
 
-# Configuration, sightings, forgetting -----------------------------------------------------------------------------
+# Configuration, first-seen times, expiry --------------------------------------------------------------------------
 
 
 async def test_configuration_revisions_are_consecutive(store: InstanceStore, other: InstanceStore) -> None:
@@ -557,11 +557,11 @@ async def test_configuration_revisions_are_consecutive(store: InstanceStore, oth
     assert await store.get_config() == pool_config(2, max_instances=5)
 
 
-async def test_sightings_are_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
-    assert await store.get_sightings() == {}
-    await store.put_sightings({"gone:i-1": at(1), "stale-registration:7": at(2)})
-    await other.put_sightings({"gone:i-2": at(3)})
-    assert await store.get_sightings() == {"gone:i-2": at(3)}
+async def test_first_seen_times_are_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
+    assert await store.get_first_seen() == {}
+    await store.put_first_seen({"gone:i-1": at(1), "stale-registration:7": at(2)})
+    await other.put_first_seen({"gone:i-2": at(3)})
+    assert await store.get_first_seen() == {"gone:i-2": at(3)}
 
 
 async def test_forget_removes_due_records(store: InstanceStore) -> None:

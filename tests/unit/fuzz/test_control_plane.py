@@ -253,7 +253,7 @@ def test_sightings(document: Any) -> None:
     async def scenario() -> None:
         world = await opened()
         await world.warm(1)
-        world.corrupt.sightings = document
+        world.corrupt.first_seen = document
         await sweep(world)
         assert not (await sweep(world)).errors
         world.check()

@@ -19,8 +19,8 @@ from remuda.adapters.github.errors import MAX_RETRY_AFTER_S
 from remuda.adapters.github.responses import MAX_BODY
 from remuda.domain.errors import RemudaError, Throttled
 from remuda.domain.instance import Credential
-from remuda.domain.skew import skew_s
 from remuda.ports.calls import CallCounter
+from remuda.ports.doctor import clock_skew_s
 from remuda.ports.github import Deletion, GitHubRunner, JitRunner
 from simulation.loop import SeededIds, VirtualClock
 from tests.support.mutations import DEEP, ESCAPES, LONE, TEXTS, check_shown, fuzzed, in_virtual_time, spoiled_text
@@ -242,7 +242,7 @@ def test_doctor_checks(data: st.DataObject) -> None:
 
     doctor = GitHubDoctor(github=opened, scope="octo", clock=VirtualClock())
     for check in doctor.checks():
-        finding = run(check.look())
+        finding = run(check.run())
         if not isinstance(finding, RemudaError):
             check_shown(finding.found, 1_000)
 
@@ -251,5 +251,5 @@ def test_doctor_checks(data: st.DataObject) -> None:
 @given(st.text(max_size=40) | st.sampled_from(TEXTS))
 @example("Mon, 01 Jan 0001 00:00:00 GMT")
 def test_date_header(text: str) -> None:
-    found = skew_s(text, NOW)
+    found = clock_skew_s(text, NOW)
     assert found is None or abs(found) < 1e12
