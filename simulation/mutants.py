@@ -103,14 +103,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "claim-across-tiers",
         "a run gets an instance of another trust tier",
-        expression(_RESOURCES, "misfit", "message.tier not in request.reuse.tiers(request.tier)", "not request.tier"),
+        expression(_RESOURCES, "mismatch", "message.tier not in request.reuse.tiers(request.tier)", "not request.tier"),
         expression(_TRANSITIONS, "_claim", "instance.tier not in tiers", "not event.tier"),
         argument(_TRANSITIONS, "_claim", "tiers=tiers", ""),
     ),
     _mutant(
         "claim-across-repositories",
         "a claim ignores the repository that a machine has served",
-        expression(_RESOURCES, "misfit", "request.reuse is Reuse.SAME_REPO", "request.reuse is None"),
+        expression(_RESOURCES, "mismatch", "request.reuse is Reuse.SAME_REPO", "request.reuse is None"),
         expression(
             _TRANSITIONS, "_claim", "event.reuse is Reuse.SAME_REPO and not only_repository", "event.reuse is None"
         ),
@@ -523,8 +523,8 @@ MUTANTS: tuple[Mutant, ...] = (
         argument(
             _REGISTRATION_SWEEP,
             "StaleRegistrationSweep._stale_reason",
-            "grace_s=self._config.lifetimes.ghost_after_s",
-            "grace_s=self._config.lifetimes.ghost_grace_s",
+            "grace_s=self._config.lifetimes.registration_stale_after_s",
+            "grace_s=self._config.lifetimes.registration_grace_s",
         ),
     ),
     _mutant(

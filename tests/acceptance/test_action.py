@@ -179,7 +179,7 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
     refused = github.job("150", **event_variables).run(**step, tier="trusted")
     assert refused.code == 2, refused.log
     (error,) = refused.annotations("error")
-    assert error.data.startswith("tier is trusted, but the event says untrusted: pull request #12 from fork eve/repo;")
+    assert error.data.startswith("tier is trusted, but the event is untrusted: pull request #12 from fork eve/repo;")
     assert "leave tier out" in error.data
 
     done = github.job("150", **event_variables).run(**step, ephemeral="true", github_token=github.token)

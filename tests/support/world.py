@@ -47,7 +47,7 @@ LIFETIMES = Lifetimes(
     release_time_s=30.0,
     margin_s=2.0,
     unrecorded_grace_s=20.0,
-    ghost_grace_s=30.0,
+    registration_grace_s=30.0,
     gone_after_s=12.0,
     reannounce_s=40.0,
 )

@@ -11,7 +11,7 @@ import pytest
 from remuda.controlplane.context import Context
 from remuda.controlplane.read.report import report
 from remuda.domain.errors import UserError
-from remuda.domain.reporting.prices import PriceTable, SpotPoint
+from remuda.domain.reporting.prices import PriceTable, SpotPrice
 from remuda.domain.reporting.usage import UsageReport
 from remuda.domain.resources import UsageClass
 from tests.support.world import World
@@ -26,12 +26,12 @@ class FakeSpotPrices:
 
     async def spot_history(
         self, instance_types: Collection[str], *, since: datetime, until: datetime
-    ) -> Sequence[SpotPoint]:
+    ) -> Sequence[SpotPrice]:
         assert since < until
         self.requested += sorted(instance_types)
         if self._price is None:
             raise UserError("not authorised: ec2:DescribeSpotPriceHistory")
-        return [SpotPoint(instance_type=name, zone="a", at=since, price=self._price) for name in instance_types]
+        return [SpotPrice(instance_type=name, zone="a", at=since, price=self._price) for name in instance_types]
 
 
 async def usage_of(world: World, process: Context | None = None, last_s: float = 86_400) -> UsageReport:
@@ -48,8 +48,10 @@ async def test_usage_of_a_cold_and_a_warm_run(world: World) -> None:
     await world.release("8")
     found = await usage_of(world)
     assert (found.reused, found.created, found.instances, found.provisions) == (2, 2, 2, 2)
-    assert found.times["cold"].p50 > found.times["warm"].p50
-    assert found.savings.waiting_s == pytest.approx(found.times["cold"].p50 - found.times["warm"].p50, abs=0.2)
+    assert found.provision_times["cold"].p50 > found.provision_times["warm"].p50
+    assert found.savings.waiting_s == pytest.approx(
+        found.provision_times["cold"].p50 - found.provision_times["warm"].p50, abs=0.2
+    )
     assert set(found.hours) >= {"booting", "claimed", "running", "releasing", "idle"}
     # At a price of 1 per second, the cost equals the seconds that machines existed.
     alive_s = sum(found.hours.values()) * 3_600

@@ -77,7 +77,7 @@ class StaleRegistrationSweep:
             unrecorded_since=self._unrecorded_since(runner) if record is None else None,
             # Not the current time: the process may have been paused since the list was read.
             now=self._listed_at,
-            grace_s=self._config.lifetimes.ghost_after_s,
+            grace_s=self._config.lifetimes.registration_stale_after_s,
         )
 
     def _unrecorded_since(self, runner: GitHubRunner) -> datetime | None:
