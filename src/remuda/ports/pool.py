@@ -1,8 +1,8 @@
 """The resource pool: one queue of messages about idle instances per resource class.
 
 Delivery is that of SQS: at least once, in any order, possibly late or lost. A received message is hidden for its
-visibility timeout and is delivered again afterwards unless it was deleted. A receipt is valid until then; stale ones are
-ignored. A message may be stale: only the record in the store proves the state of an instance.
+visibility timeout and is delivered again afterwards unless it was deleted. A receipt is valid until then; stale ones
+are ignored. A message may be stale: only the record in the store proves the state of an instance.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ fails, the write raises `Conflict` with the stored record (`current`), read in t
 it raises `Unavailable`: the write may have been applied, and the caller must read to find out.
 
 Reads by key (`get`, `get_many`, `provisions_of_run`, …) see all writes that were acknowledged before. Searches
-(`find…`, `unsettled_provisions`) may lag: they may miss recent writes and return old values. Callers must therefore act on their
-results only by conditional writes.
+(`find…`, `unsettled_provisions`) may lag: they may miss recent writes and return old values. Callers must therefore act
+on their results only by conditional writes.
 
 A record that cannot be parsed does not hide the others: reads by key raise `Unreadable`, which contains the readable
 records; searches omit it and add its name to `malformed_records`.
@@ -156,7 +156,7 @@ class InstanceStore(Protocol):
     async def get_provision(self, run_id: str, provision_id: str) -> Provision | None: ...
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
-        """Return a run's provisions, strongly consistent, oldest first. Raises `Unreadable` if some cannot be parsed."""
+        """Return a run's provisions, strongly consistent, oldest first. Raises `Unreadable` if one cannot be parsed."""
         ...
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
