@@ -23,21 +23,21 @@ from remuda.domain.provision_outcome import (
 from remuda.domain.resources import TypePatterns, UsageClass
 from simulation.loop import VirtualClock
 from tests.support.records import instance, instance_id, message
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 
-def only(world: World, run_id: str = "1") -> Provision:
+def only(world: PoolWorld, run_id: str = "1") -> Provision:
     (found,) = [item for item in world.database.provisions.values() if item.run_id == run_id]
     return found
 
 
-def outcome_of(world: World, run_id: str = "1") -> ProvisionOutcome:
+def outcome_of(world: PoolWorld, run_id: str = "1") -> ProvisionOutcome:
     outcome = only(world, run_id).outcome
     assert outcome is not None
     return outcome
 
 
-async def test_a_commit_tells_where_each_runner_came_from(world: World) -> None:
+async def test_a_commit_tells_where_each_runner_came_from(world: PoolWorld) -> None:
     warm = await world.warm(2)
     result = await world.provision(count=3)
     outcome = outcome_of(world)
@@ -49,7 +49,7 @@ async def test_a_commit_tells_where_each_runner_came_from(world: World) -> None:
     assert only(world).request_summary == "on-demand, trusted, for octo/repo, types *"
 
 
-async def test_refused_hints_are_told_with_their_reasons(world: World) -> None:
+async def test_refused_hints_are_told_with_their_reasons(world: PoolWorld) -> None:
     await world.process().pool.send(
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
     )
@@ -62,7 +62,7 @@ async def test_refused_hints_are_told_with_their_reasons(world: World) -> None:
     assert outcome.rejected == {"mismatch": 1, "claim-lost": 1}
 
 
-async def test_a_failure_tells_its_story_too(world: World) -> None:
+async def test_a_failure_tells_its_story_too(world: PoolWorld) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision(count=2, patterns=TypePatterns(("c6i.large",)))
@@ -71,7 +71,7 @@ async def test_a_failure_tells_its_story_too(world: World) -> None:
     assert [(item.count, item.launched) for item in outcome.launches] == [(2, 1)]
 
 
-async def test_a_release_leaves_the_story(world: World) -> None:
+async def test_a_release_leaves_the_story(world: PoolWorld) -> None:
     await world.provision()
     before = outcome_of(world)
     await world.release()
@@ -79,7 +79,7 @@ async def test_a_release_leaves_the_story(world: World) -> None:
     assert outcome_of(world) == before
 
 
-async def test_a_provision_that_was_released_meanwhile_still_tells(world: World) -> None:
+async def test_a_provision_that_was_released_meanwhile_still_tells(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision())
     await asyncio.sleep(5)
@@ -91,7 +91,7 @@ async def test_a_provision_that_was_released_meanwhile_still_tells(world: World)
     assert outcome_of(world).error == failure.value.message
 
 
-async def test_what_is_told_is_bounded(world: World) -> None:
+async def test_what_is_told_is_bounded(world: PoolWorld) -> None:
     recorder = OutcomeRecorder(VirtualClock())
     registered = RegisteredInstance(instance=instance(1), source=RunnerSource.POOL, report=None)
     for number in range(2 * MAX_ACQUIRED):

@@ -14,7 +14,7 @@ from remuda.domain.errors import RemudaError
 from remuda.domain.instance import ASSIGNED
 from remuda.domain.provision import ProvisionStatus
 from tests.support.virtual_time import run_virtual
-from tests.support.world import World
+from tests.support.world import PoolWorld
 from tests.unit.controlplane.cuts import AgentCut, Cut, How
 
 #: More than any of them makes; the enumeration ends where a use case ends before the cut.
@@ -22,7 +22,7 @@ MOST_CALLS = 400
 #: Two assignments of an agent; what follows is idleness.
 MOST_AGENT_CALLS = 90
 
-Scenario = Callable[[World, Cut], Awaitable[None]]
+Scenario = Callable[[PoolWorld, Cut], Awaitable[None]]
 
 
 def cut_everywhere(how: How, scenario: Scenario, *, least: int) -> None:
@@ -39,7 +39,7 @@ def cut_everywhere(how: How, scenario: Scenario, *, least: int) -> None:
 
 
 async def _cut_once(at: int, how: How, scenario: Scenario) -> list[str]:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     cut = Cut(at, how)
     await scenario(world, cut)
@@ -49,7 +49,7 @@ async def _cut_once(at: int, how: How, scenario: Scenario) -> list[str]:
     return cut.calls
 
 
-async def provision_scenario(world: World, cut: Cut) -> None:
+async def provision_scenario(world: PoolWorld, cut: Cut) -> None:
     """Two warm, one cold."""
     await world.warm(2)
     ended = await cut.run(world.provision("cut", count=3, process=world.process(cut)))
@@ -73,7 +73,7 @@ def test_a_provision_is_cut(how: How) -> None:
     cut_everywhere(how, provision_scenario, least=20)
 
 
-async def ephemeral_scenario(world: World, cut: Cut) -> None:
+async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
     """Whatever is cut, no registration outlives its machine (the world's end looks)."""
     process = world.process(cut, credentialed=True)
     ended = await cut.run(world.provision("cut", count=2, ephemeral=True, process=process))
@@ -87,7 +87,7 @@ def test_an_ephemeral_provision_is_cut(how: How) -> None:
     cut_everywhere(how, ephemeral_scenario, least=12)
 
 
-async def ephemeral_release_scenario(world: World, cut: Cut) -> None:
+async def ephemeral_release_scenario(world: PoolWorld, cut: Cut) -> None:
     """One has served its job, one has not."""
     await world.provision("cut", count=2, ephemeral=True, process=world.process(credentialed=True))
     world.github.queue(run_id="cut", labels=["cut"], seconds=2)
@@ -100,7 +100,7 @@ def test_the_release_of_ephemeral_ones_is_cut(how: How) -> None:
     cut_everywhere(how, ephemeral_release_scenario, least=10)
 
 
-async def release_scenario(world: World, cut: Cut) -> None:
+async def release_scenario(world: PoolWorld, cut: Cut) -> None:
     await world.provision("cut", count=2)
     world.github.queue(run_id="cut", labels=["cut"], seconds=8)
     await asyncio.sleep(1)
@@ -115,7 +115,7 @@ def test_a_release_is_cut(how: How) -> None:
     cut_everywhere(how, release_scenario, least=15)
 
 
-async def refresh_scenario(world: World, cut: Cut) -> None:
+async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
     """Something for each sweep to do: expired, idle unannounced, releasing, unrecorded, ghosts, open provisions."""
     await world.warm(1)
     (kept,) = (await world.provision("kept")).instances
@@ -138,7 +138,7 @@ def test_a_refresh_is_cut(how: How) -> None:
 
 
 async def _agent_cut_once(at: int, *, applied: bool) -> list[str]:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     world.agent_hook = cut = AgentCut(at, applied=applied)
     for run_id in ("first", "second"):

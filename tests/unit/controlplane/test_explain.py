@@ -20,10 +20,10 @@ from remuda.domain.reporting.explanation import Explanation
 from remuda.domain.resources import Reuse, Tier, TypePatterns, UsageClass
 from remuda.ports.machine import StepResult
 from tests.support.records import instance_id, message
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 
-async def tell(world: World, subject: str) -> Explanation:
+async def tell(world: PoolWorld, subject: str) -> Explanation:
     story = await explain(world.process(), subject)
     times = [line.at for line in story.events]
     assert times == sorted(times)
@@ -43,7 +43,7 @@ def shown(story: Explanation) -> str:
     return console.file.getvalue()
 
 
-async def test_a_cold_run_from_asking_to_the_pool(world: World) -> None:
+async def test_a_cold_run_from_asking_to_the_pool(world: PoolWorld) -> None:
     await world.provision("7", count=2)
     await world.release("7")
     story = await tell(world, "7")
@@ -63,7 +63,7 @@ async def test_a_cold_run_from_asking_to_the_pool(world: World) -> None:
     ] * 2
 
 
-async def test_a_warm_run_tells_of_candidates_and_claims(world: World) -> None:
+async def test_a_warm_run_tells_of_candidates_and_claims(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.process().pool.send(
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
@@ -80,7 +80,7 @@ async def test_a_warm_run_tells_of_candidates_and_claims(world: World) -> None:
     assert sum(line.instance_id == warm for line in story.events) == 3
 
 
-async def test_a_run_whose_machine_serves_another_by_now(world: World) -> None:
+async def test_a_run_whose_machine_serves_another_by_now(world: PoolWorld) -> None:
     await world.provision("7")
     await world.release("7")
     await world.provision("8")
@@ -88,7 +88,7 @@ async def test_a_run_whose_machine_serves_another_by_now(world: World) -> None:
     assert story.next_steps == (f"{world.in_state(State.RUNNING)[0]}: reassigned; it is running, its run is 8",)
 
 
-async def test_a_run_that_failed_says_why(world: World) -> None:
+async def test_a_run_that_failed_says_why(world: PoolWorld) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision("7", count=2, patterns=TypePatterns(("c6i.large",)))
@@ -100,7 +100,7 @@ async def test_a_run_that_failed_says_why(world: World) -> None:
     assert story.title.startswith("Run 7: released")
 
 
-async def test_a_run_that_is_under_way(world: World) -> None:
+async def test_a_run_that_is_under_way(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("7"))
     await asyncio.sleep(5)
@@ -110,7 +110,7 @@ async def test_a_run_that_is_under_way(world: World) -> None:
     await provisioning
 
 
-async def test_a_run_that_never_got_its_machine(world: World) -> None:
+async def test_a_run_that_never_got_its_machine(world: PoolWorld) -> None:
     world.behaviour.boot_s = 1_000.0
     with pytest.raises(TimedOut):
         await world.provision("7")
@@ -121,7 +121,7 @@ async def test_a_run_that_never_got_its_machine(world: World) -> None:
     assert "terminated (" in story.next_steps[0]
 
 
-async def test_an_instance_with_two_runs(world: World) -> None:
+async def test_an_instance_with_two_runs(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
     story = await tell(world, machine)
@@ -137,7 +137,7 @@ async def test_an_instance_with_two_runs(world: World) -> None:
     assert by_runner == story
 
 
-async def test_an_end_says_why_it_came(world: World) -> None:
+async def test_an_end_says_why_it_came(world: PoolWorld) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
@@ -149,7 +149,7 @@ async def test_an_end_says_why_it_came(world: World) -> None:
     assert ended.severity.value == "bad"
 
 
-async def test_it_works_after_the_machines_are_long_gone(world: World) -> None:
+async def test_it_works_after_the_machines_are_long_gone(world: PoolWorld) -> None:
     await world.provision("7")
     await world.release("7")
     await world.end()
@@ -159,7 +159,7 @@ async def test_it_works_after_the_machines_are_long_gone(world: World) -> None:
     assert "its record is kept until" in story.next_steps[0]
 
 
-async def test_what_is_not_known_names_what_is(world: World) -> None:
+async def test_what_is_not_known_names_what_is(world: PoolWorld) -> None:
     await world.provision("run-70")
     with pytest.raises(UserError) as failure:
         await explain(world.process(), "run-71")
@@ -176,7 +176,7 @@ def test_what_cannot_be_a_run_or_an_instance_is_refused_before_any_call(subject:
     assert failure.value.field == "RUN|INSTANCE"
 
 
-async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> None:
+async def test_what_machines_say_does_not_steer_the_terminal(world: PoolWorld) -> None:
     await world.provision("7")
     machine = world.in_state(State.RUNNING)[0]
     world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
@@ -187,7 +187,7 @@ async def test_what_machines_say_does_not_steer_the_terminal(world: World) -> No
     assert all(line.startswith(("Run ", "2025", "  ", "Next")) for line in text.splitlines())
 
 
-async def test_programs_get_the_same_story(world: World) -> None:
+async def test_programs_get_the_same_story(world: PoolWorld) -> None:
     await world.provision("7")
     story = await tell(world, "7")
     document = explanation_document(story)
@@ -197,7 +197,7 @@ async def test_programs_get_the_same_story(world: World) -> None:
     assert document["events"][0]["at"].endswith("Z")
 
 
-async def test_texts_do_not_repeat_themselves_and_describe_signals(world: World) -> None:
+async def test_texts_do_not_repeat_themselves_and_describe_signals(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
@@ -215,7 +215,7 @@ async def test_texts_do_not_repeat_themselves_and_describe_signals(world: World)
     assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, epoch 2)" in document
 
 
-async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -> None:
+async def test_an_instance_of_a_repository_names_it_and_its_tier(world: PoolWorld) -> None:
     await world.provision("7", repository="Octo/One", tier=Tier.UNTRUSTED)
     (machine,) = world.in_state(State.RUNNING)
     assert "untrusted, served only octo/one, " in (await tell(world, machine)).title
@@ -224,7 +224,7 @@ async def test_an_instance_of_a_repository_names_it_and_its_tier(world: World) -
 @pytest.mark.parametrize(
     ("count", "told"), [(1, "its instance is terminated"), (2, "all 2 of its instances are terminated")]
 )
-async def test_a_committed_run_whose_machines_have_ended(world: World, count: int, told: str) -> None:
+async def test_a_committed_run_whose_machines_have_ended(world: PoolWorld, count: int, told: str) -> None:
     await world.provision("7", count=count)
     process = world.process()
     assert not (await status(process)).ended
@@ -241,7 +241,7 @@ async def test_a_committed_run_whose_machines_have_ended(world: World, count: in
     assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
 
 
-async def test_a_run_with_machines_of_its_own_does_not_blame_the_pool(world: World) -> None:
+async def test_a_run_with_machines_of_its_own_does_not_blame_the_pool(world: PoolWorld) -> None:
     await world.provision("7")
     await world.configure(reuse=Reuse.NEVER)
     await world.provision("8")

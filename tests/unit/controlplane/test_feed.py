@@ -24,7 +24,7 @@ from remuda.domain.provision import Provision, ProvisionStatus, released
 from remuda.domain.reporting.prices import PriceTable
 from remuda.web.dashboard.feed import Feed
 from remuda.web.metrics import FleetMetrics
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 DAY_S = 86_400.0
 OPEN = ProvisionStatus.OPEN
@@ -55,7 +55,7 @@ class Page:
         return set(found.instances) | found.removed_instances
 
 
-async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
+async def test_what_was_told_adds_up_to_what_is_there(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context)
     await page.poll(include_terminated=True)
@@ -74,13 +74,13 @@ async def test_what_was_told_adds_up_to_what_is_there(world: World) -> None:
     await world.release("7")
 
 
-async def test_ends_are_seen_and_go_out_of_sight_in_time(world: World) -> None:
+async def test_ends_are_seen_and_go_out_of_sight_in_time(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
     await page.poll(include_terminated=True)
     (instance_id,) = await world.warm(1)
     await page.poll()
-    world.hosts[instance_id].power_off()
+    world.machines[instance_id].power_off("test")
     for _ in range(200):
         await world.sweep()
         await page.poll()
@@ -96,7 +96,7 @@ async def test_ends_are_seen_and_go_out_of_sight_in_time(world: World) -> None:
 
 
 async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PoolWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = world.process()
     page = Page(context)
@@ -114,7 +114,7 @@ async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
     assert page.histories[instance_id]
 
 
-def asked(world: World, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
+def asked(world: PoolWorld, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
     """A provision as the store has it."""
     now = world.process().clock.now() - timedelta(seconds=age_s)
     settled = status is ProvisionStatus.RELEASED
@@ -132,7 +132,7 @@ def asked(world: World, number: int, *, age_s: float = 0.0, status: ProvisionSta
     )
 
 
-async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: World) -> None:
+async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context)
     first = asked(world, 1, age_s=200)
@@ -153,7 +153,7 @@ async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: Worl
     assert page.runs["p-1"].status is ProvisionStatus.RELEASED
 
 
-async def test_what_is_old_goes_out_of_sight(world: World) -> None:
+async def test_what_is_old_goes_out_of_sight(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
     for number, age_s in enumerate((3_000, 100), start=1):
@@ -167,7 +167,7 @@ async def test_what_is_old_goes_out_of_sight(world: World) -> None:
         assert set(page.runs) == {"p-2", "p-3"}, "what is open stays"
 
 
-async def test_decisions_and_times_lapse_with_age(world: World) -> None:
+async def test_decisions_and_times_lapse_with_age(world: PoolWorld) -> None:
     context = world.process()
     feed = make_feed(context, [], since_s=600.0)
     running = asyncio.create_task(feed.run())
@@ -237,7 +237,7 @@ def make_feed(context: Context, failures: list[str], *observers: Counting, since
     )
 
 
-async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> None:
+async def test_a_store_that_fails_is_told_of_and_tried_again(world: PoolWorld) -> None:
     event_log = MemoryEventLog()
     feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)
     running = asyncio.create_task(feed.run())
@@ -251,7 +251,7 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: World) -> No
     running.cancel()
 
 
-async def test_what_reuse_is_worth_is_what_the_report_says(world: World) -> None:
+async def test_what_reuse_is_worth_is_what_the_report_says(world: PoolWorld) -> None:
     context = world.process()
     prices = PriceTable(dated="2026-10", on_demand={"c6i.large": 3_600.0})
     feed = make_feed(context, [], prices=prices)
@@ -274,7 +274,7 @@ async def test_what_reuse_is_worth_is_what_the_report_says(world: World) -> None
     await world.release("8")
 
 
-async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(world: World) -> None:
+async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(world: PoolWorld) -> None:
     context = world.process()
     feed = make_feed(context, [])
     running = asyncio.create_task(feed.run())
@@ -297,7 +297,7 @@ async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(worl
     running.cancel()
 
 
-async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(world: World) -> None:
+async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(world: PoolWorld) -> None:
     context = world.process()
     heard = Counting()
     feed = make_feed(context, ["the disk is full"], heard)
@@ -318,7 +318,7 @@ async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(w
     await world.release("7")
 
 
-async def test_one_that_reads_slowly_gets_the_newest_and_holds_up_nobody(world: World) -> None:
+async def test_one_that_reads_slowly_gets_the_newest_and_holds_up_nobody(world: PoolWorld) -> None:
     feed = make_feed(world.process(), [])
     running = asyncio.create_task(feed.run())
     with feed.watched():

@@ -15,23 +15,23 @@ from remuda.domain.signals import Signal
 from remuda.ports.compute import POOL_TAG
 from remuda.ports.machine import StepResult
 from tests.support.records import instance_id
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 ALL = InstanceSelector(everything=True)
 
 
-async def drained(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
+async def drained(world: PoolWorld, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     return await drain(process, await choose(process, choice), reason="old image", dry_run=dry_run)
 
 
-async def held(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
+async def held(world: PoolWorld, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     chosen = await choose(process, InstanceSelector(instance_ids=(machine,)))
     return await quarantine(process, chosen, for_s=for_s, reason="looks odd", dry_run=dry_run)
 
 
-async def ended(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
+async def ended(world: PoolWorld, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     return await terminate(process, await choose(process, choice), reason="enough", dry_run=dry_run)
 
@@ -39,7 +39,7 @@ async def ended(world: World, choice: InstanceSelector = ALL, *, dry_run: bool =
 # Drain
 
 
-async def test_a_drained_idle_machine_is_not_claimed_and_goes(world: World) -> None:
+async def test_a_drained_idle_machine_is_not_claimed_and_goes(world: PoolWorld) -> None:
     (old,) = await world.warm(1)
     result = await drained(world)
     assert [item.instance_id for item in result.done] == [old]
@@ -51,7 +51,7 @@ async def test_a_drained_idle_machine_is_not_claimed_and_goes(world: World) -> N
     assert "drained: old image" in " ".join(line.why for line in story.events)
 
 
-async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) -> None:
+async def test_a_drained_machine_at_work_finishes_its_run_first(world: PoolWorld) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     job = world.github.queue(run_id="7", labels=["7"], seconds=20.0)
@@ -66,7 +66,7 @@ async def test_a_drained_machine_at_work_finishes_its_run_first(world: World) ->
     assert world.record(machine).retire_text == "drained: old image"
 
 
-async def test_a_drain_by_class_leaves_the_others(world: World) -> None:
+async def test_a_drain_by_class_leaves_the_others(world: PoolWorld) -> None:
     await world.warm(1)
     await world.provision("7", resource_class="xlarge")
     result = await drained(world, InstanceSelector(resource_class="xlarge"))
@@ -75,12 +75,12 @@ async def test_a_drain_by_class_leaves_the_others(world: World) -> None:
     assert (await drained(world, InstanceSelector(resource_class="none-such"))).pulled == ()
 
 
-async def test_a_drain_by_image_asks_the_cloud(world: World) -> None:
+async def test_a_drain_by_image_asks_the_cloud(world: PoolWorld) -> None:
     await world.warm(1)
     assert (await drained(world, InstanceSelector(ami="ami-1"))).pulled == ()
 
 
-async def test_twice_is_once_and_a_dry_run_changes_nothing(world: World) -> None:
+async def test_twice_is_once_and_a_dry_run_changes_nothing(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
     plan = await drained(world, dry_run=True)
@@ -96,7 +96,7 @@ async def test_twice_is_once_and_a_dry_run_changes_nothing(world: World) -> None
 # Quarantine
 
 
-async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: World) -> None:
+async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     result = await held(world, machine, for_s=150.0)
     assert [item.instance_id for item in result.done] == [machine]
@@ -115,7 +115,7 @@ async def test_a_machine_in_quarantine_is_kept_and_not_claimed(world: World) -> 
     assert world.record(machine).retire_text == "quarantined: looks odd"
 
 
-async def test_one_at_work_goes_into_quarantine_after_its_run(world: World) -> None:
+async def test_one_at_work_goes_into_quarantine_after_its_run(world: PoolWorld) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     await held(world, machine, for_s=200.0)
@@ -129,7 +129,7 @@ async def test_one_at_work_goes_into_quarantine_after_its_run(world: World) -> N
     assert world.record(machine).state is State.IDLE
 
 
-async def test_one_that_failed_to_reset_can_be_looked_at(world: World) -> None:
+async def test_one_that_failed_to_reset_can_be_looked_at(world: PoolWorld) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     world.behaviour.resets[machine] = StepResult(ok=False, detail="a file would not go")
@@ -144,7 +144,7 @@ async def test_one_that_failed_to_reset_can_be_looked_at(world: World) -> None:
     assert world.record(machine).state is State.TERMINATED
 
 
-async def test_a_quarantine_again_moves_its_limit(world: World) -> None:
+async def test_a_quarantine_again_moves_its_limit(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     await held(world, machine, for_s=60.0)
     first = world.record(machine).threshold
@@ -155,7 +155,7 @@ async def test_a_quarantine_again_moves_its_limit(world: World) -> None:
     assert world.record(machine).threshold < first + timedelta(seconds=200)
 
 
-async def test_a_drain_that_read_before_a_quarantine_leaves_it_one(world: World) -> None:
+async def test_a_drain_that_read_before_a_quarantine_leaves_it_one(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
     await held(world, machine, for_s=150.0)
@@ -169,7 +169,7 @@ async def test_a_drain_that_read_before_a_quarantine_leaves_it_one(world: World)
 # Terminate
 
 
-async def test_terminate_ends_an_idle_machine_now(world: World) -> None:
+async def test_terminate_ends_an_idle_machine_now(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     plan = await ended(world, dry_run=True)
     assert [item.instance_id for item in plan.done] == [machine]
@@ -182,7 +182,7 @@ async def test_terminate_ends_an_idle_machine_now(world: World) -> None:
     assert (await ended(world, InstanceSelector(instance_ids=(machine,)))).done == ()
 
 
-async def test_terminate_ends_a_run_where_a_person_says_so(world: World) -> None:
+async def test_terminate_ends_a_run_where_a_person_says_so(world: PoolWorld) -> None:
     await world.provision("7")
     world.github.queue(run_id="7", labels=["7"], seconds=50.0)
     await asyncio.sleep(10)
@@ -193,7 +193,7 @@ async def test_terminate_ends_a_run_where_a_person_says_so(world: World) -> None
     assert world.in_state(State.TERMINATED)
 
 
-async def test_only_what_carries_the_pools_tag_is_ended(world: World) -> None:
+async def test_only_what_carries_the_pools_tag_is_ended(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     tags = dict(world.cloud.machines[machine].tags)
     await world.process().compute.tag([machine], {POOL_TAG: "another"})
@@ -206,7 +206,7 @@ async def test_only_what_carries_the_pools_tag_is_ended(world: World) -> None:
 # What is chosen
 
 
-async def test_an_unknown_instance_is_refused_before_anything_is_done(world: World) -> None:
+async def test_an_unknown_instance_is_refused_before_anything_is_done(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     with pytest.raises(UserError, match=instance_id(99)):
         await ended(world, InstanceSelector(instance_ids=(machine, instance_id(99))))

@@ -17,13 +17,14 @@ from remuda.domain.instance import Instance, State
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from simulation.memory.store import MemoryInstanceStore
+from simulation.names import SCOPE
 from tests.support.records import birth
 from tests.support.records import instance as make_record
 from tests.support.virtual_time import Call
-from tests.support.world import LIFETIMES, SCOPE, World, number_of
+from tests.support.world import LIFETIMES, PoolWorld, number_of
 
 
-async def stray(world: World) -> str:
+async def stray(world: PoolWorld) -> str:
     """A machine of this pool that nobody wrote down."""
     request = RunnerRequest(
         resource_class=DEFAULT_CLASSES[0],
@@ -44,7 +45,7 @@ async def stray(world: World) -> str:
     return result.instances[0].instance_id
 
 
-async def test_a_machine_without_a_record_is_ended_after_a_grace(world: World) -> None:
+async def test_a_machine_without_a_record_is_ended_after_a_grace(world: PoolWorld) -> None:
     lost = await stray(world)
     await asyncio.sleep(world.lifetimes.unrecorded_grace_s - 1)
     await world.sweep()
@@ -59,10 +60,10 @@ async def test_a_machine_without_a_record_is_ended_after_a_grace(world: World) -
     assert (await world.sweep()).terminated == (lost,)
 
 
-async def test_a_machine_of_another_pool_is_never_touched(world: World) -> None:
+async def test_a_machine_of_another_pool_is_never_touched(world: PoolWorld) -> None:
     foreign = await stray(world)
     world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "other"})
-    world.hosts[foreign].task.cancel()
+    world.stop_agent(foreign)
     await world.pass_time(100)
     assert world.cloud.is_alive(foreign)
     # Not even where a record of ours names it.
@@ -74,7 +75,7 @@ async def test_a_machine_of_another_pool_is_never_touched(world: World) -> None:
     world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "test"})
 
 
-async def test_a_record_whose_machine_is_missing_is_closed_on_the_second_look(world: World) -> None:
+async def test_a_record_whose_machine_is_missing_is_closed_on_the_second_look(world: PoolWorld) -> None:
     record = make_record(
         0xFA, created_at=world.clock.now() - timedelta(hours=1), threshold=world.clock.now() + timedelta(hours=1)
     )
@@ -89,7 +90,7 @@ async def test_a_record_whose_machine_is_missing_is_closed_on_the_second_look(wo
     assert world.record(record.instance_id).state is State.TERMINATED
 
 
-async def test_a_list_that_lags_closes_nothing(world: World) -> None:
+async def test_a_list_that_lags_closes_nothing(world: PoolWorld) -> None:
     """Missing once, there again, missing once: never twice in a row."""
     (item,) = (await world.provision(max_runtime_s=300.0)).instances
     hidden = False
@@ -105,7 +106,7 @@ async def test_a_list_that_lags_closes_nothing(world: World) -> None:
     assert world.record(item.instance.instance_id).state is State.RUNNING
 
 
-async def test_a_list_that_fails_closes_nothing(world: World) -> None:
+async def test_a_list_that_fails_closes_nothing(world: PoolWorld) -> None:
     (item,) = (await world.provision(max_runtime_s=300.0)).instances
 
     async def hook(name: str, call: Call) -> Any:
@@ -120,7 +121,7 @@ async def test_a_list_that_fails_closes_nothing(world: World) -> None:
     assert world.record(item.instance.instance_id).state is State.RUNNING
 
 
-async def test_a_machine_just_launched_is_not_missed(world: World) -> None:
+async def test_a_machine_just_launched_is_not_missed(world: PoolWorld) -> None:
     """The list was read before the record was written, and lags for a while after that."""
     (item,) = (await world.provision()).instances
 
@@ -136,14 +137,14 @@ async def test_a_machine_just_launched_is_not_missed(world: World) -> None:
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.IDLE, State.RELEASING])
 async def test_a_machine_that_ended_by_itself_closes_its_record_at_once(state: State) -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     if state is State.IDLE:
         await world.release()
     elif state is State.RELEASING:
-        world.hosts[key].task.cancel()
+        world.stop_agent(key)
         await world.release()
     assert world.record(key).state is state
     world.cloud.end(key, "power loss")
@@ -155,12 +156,12 @@ async def test_a_machine_that_ended_by_itself_closes_its_record_at_once(state: S
     await world.end()
 
 
-async def test_a_record_is_terminated_only_when_the_machine_is(world: World) -> None:
+async def test_a_record_is_terminated_only_when_the_machine_is(world: PoolWorld) -> None:
     world.cloud.shutting_down = timedelta(seconds=40)
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     await asyncio.sleep(1)
-    world.hosts[key].task.cancel()
+    world.stop_agent(key)
     await world.pass_time(world.lifetimes.max_runtime_s + 15)
     assert (world.record(key).state, world.cloud.state(key)) == (State.TERMINATING, MachineState.SHUTTING_DOWN)
     await world.pass_time(60, sweeps=False)
@@ -168,7 +169,7 @@ async def test_a_record_is_terminated_only_when_the_machine_is(world: World) -> 
     assert world.record(key).state is State.TERMINATED
 
 
-async def test_a_machine_that_lives_although_its_record_says_terminated(world: World) -> None:
+async def test_a_machine_that_lives_although_its_record_says_terminated(world: PoolWorld) -> None:
     lost = await stray(world)
     record = make_record(number_of(lost), state=State.TERMINATED, threshold=world.clock.now())
     await world.process().store.apply(birth(record))
@@ -188,7 +189,7 @@ class Lying(MemoryInstanceStore):
 
 
 @pytest.mark.parametrize("says", [State.TERMINATING, State.TERMINATED])
-async def test_no_machine_is_ended_on_the_word_of_a_search(world: World, says: State) -> None:
+async def test_no_machine_is_ended_on_the_word_of_a_search(world: PoolWorld, says: State) -> None:
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     context = world.process(credentialed=True)
@@ -202,17 +203,17 @@ async def test_no_machine_is_ended_on_the_word_of_a_search(world: World, says: S
 # Ghosts -----------------------------------------------------------------------------------------------------------
 
 
-def ghost(world: World, epoch: int, instance_id: str, *, pool: str = "test") -> str:
+def ghost(world: PoolWorld, epoch: int, instance_id: str, *, pool: str = "test") -> str:
     name = f"remuda-{pool}-{epoch}-{instance_id}"
     world.github.add(SCOPE, name)
     return name
 
 
-def names(world: World) -> set[str]:
+def names(world: PoolWorld) -> set[str]:
     return {runner.name for runner in world.github.runners.values()}
 
 
-async def test_a_ghost_without_a_record_goes_after_a_grace(world: World) -> None:
+async def test_a_ghost_without_a_record_goes_after_a_grace(world: PoolWorld) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
     await asyncio.sleep(world.lifetimes.ghost_grace_s - 1)
@@ -222,7 +223,7 @@ async def test_a_ghost_without_a_record_goes_after_a_grace(world: World) -> None
     assert name not in names(world)
 
 
-async def test_a_registration_that_comes_before_its_record_waits_for_its_machine(world: World) -> None:
+async def test_a_registration_that_comes_before_its_record_waits_for_its_machine(world: PoolWorld) -> None:
     """As those for one job do: their record may be on its way. Nobody's grace is needed for it to stay."""
     await world.configure(lifetimes=replace(world.lifetimes, ghost_grace_s=0.0, unrecorded_grace_s=500.0))
     machine = await stray(world)
@@ -236,7 +237,7 @@ async def test_a_registration_that_comes_before_its_record_waits_for_its_machine
     assert result.removed == (name,)
 
 
-async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: World) -> None:
+async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: PoolWorld) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
@@ -255,7 +256,7 @@ async def test_without_a_list_of_machines_nothing_unrecorded_is_a_ghost(world: W
     assert (await world.sweep()).removed == (name,)
 
 
-async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:
+async def test_a_sweep_that_stood_still_has_looked_once(world: PoolWorld) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
@@ -272,14 +273,14 @@ async def test_a_sweep_that_stood_still_has_looked_once(world: World) -> None:
     world.github.runners.clear()
 
 
-async def test_a_ghost_of_an_ended_instance_goes(world: World) -> None:
+async def test_a_ghost_of_an_ended_instance_goes(world: PoolWorld) -> None:
     record = make_record(0xE, state=State.TERMINATED)
     await world.process().store.apply(birth(record))
     name = ghost(world, 1, record.instance_id)
     assert (await world.sweep()).removed == (name,)
 
 
-async def test_a_ghost_of_an_earlier_assignment_goes_and_the_present_one_stays(world: World) -> None:
+async def test_a_ghost_of_an_earlier_assignment_goes_and_the_present_one_stays(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.provision()
     old = ghost(world, 1, warm)
@@ -287,13 +288,13 @@ async def test_a_ghost_of_an_earlier_assignment_goes_and_the_present_one_stays(w
     assert names(world) == {f"remuda-test-2-{warm}"}
 
 
-async def test_a_ghost_of_an_idle_instance_goes(world: World) -> None:
+async def test_a_ghost_of_an_idle_instance_goes(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     name = ghost(world, 1, warm)
     assert (await world.sweep()).removed == (name,)
 
 
-async def test_a_registration_that_comes_before_its_record_is_read_stays(world: World) -> None:
+async def test_a_registration_that_comes_before_its_record_is_read_stays(world: PoolWorld) -> None:
     """Listed first, read then: whoever has a record of this epoch keeps its registration."""
     result = await world.provision(count=2)
     for _ in range(3):
@@ -301,7 +302,7 @@ async def test_a_registration_that_comes_before_its_record_is_read_stays(world: 
     assert len(names(world)) == len(result.instances) == 2
 
 
-async def test_a_busy_ghost_is_kept_until_its_job_ends(world: World) -> None:
+async def test_a_busy_ghost_is_kept_until_its_job_ends(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     name = ghost(world, 1, warm)
     runner = world.github.find(SCOPE, name)
@@ -315,7 +316,7 @@ async def test_a_busy_ghost_is_kept_until_its_job_ends(world: World) -> None:
     assert (await world.sweep()).removed == (name,)
 
 
-async def test_other_runners_are_never_touched(world: World) -> None:
+async def test_other_runners_are_never_touched(world: PoolWorld) -> None:
     others = {
         "build-box",
         "remuda-other-1-i-0000000000000beef",
@@ -328,7 +329,7 @@ async def test_other_runners_are_never_touched(world: World) -> None:
     assert names(world) == others
 
 
-async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: World) -> None:
+async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: PoolWorld) -> None:
     """`test-2` has the prefix `remuda-test-2-`: read as ours, its epoch would be 2."""
     name = ghost(world, 5, "i-0000000000000beef", pool="test-2")
     await world.pass_time(3 * world.lifetimes.ghost_grace_s)
@@ -336,7 +337,7 @@ async def test_a_pool_whose_name_begins_like_ours_keeps_its_runners(world: World
     world.github.runners.clear()
 
 
-async def test_sightings_that_look_right_again_are_dropped(world: World) -> None:
+async def test_sightings_that_look_right_again_are_dropped(world: PoolWorld) -> None:
     name = ghost(world, 1, "i-0000000000000beef")
     await world.sweep()
     assert f"stale-registration:{name}" in world.database.sightings
@@ -363,7 +364,7 @@ class HalfRead(MemoryInstanceStore):
         return [item for item in found if item.instance_id not in self.spoiled]
 
 
-async def test_a_record_that_cannot_be_read_is_named_and_the_others_are_swept(world: World) -> None:
+async def test_a_record_that_cannot_be_read_is_named_and_the_others_are_swept(world: PoolWorld) -> None:
     """Its machine, its registration and its hint are left alone: it is there, whatever it says."""
     spoiled = (await world.provision(count=2)).instances[0].instance.instance_id
     lost = await stray(world)
@@ -383,7 +384,7 @@ async def test_a_record_that_cannot_be_read_is_named_and_the_others_are_swept(wo
     assert not world.cloud.is_alive(lost), "the others are swept"
 
 
-async def test_a_release_goes_on_with_what_it_can_read(world: World) -> None:
+async def test_a_release_goes_on_with_what_it_can_read(world: PoolWorld) -> None:
     spoiled, other = [item.instance.instance_id for item in (await world.provision(count=2)).instances]
     context = world.process()
     store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)

@@ -18,12 +18,13 @@ from remuda.domain.resources import UsageClass
 from remuda.ports.compute import LaunchRequest, LaunchResult
 from remuda.ports.machine import StepResult
 from simulation.memory.compute import MemoryCompute
+from simulation.names import POOL, SCOPE
 from tests.support.virtual_time import Call, EventRecorder
-from tests.support.world import POOL, SCOPE, World
+from tests.support.world import PoolWorld
 from tests.unit.controlplane.cuts import Unsure
 
 
-async def refused(world: World, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
+async def refused(world: PoolWorld, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
     """The provision fails so, and holds nothing."""
     with pytest.raises(kind) as failure:
         await world.provision(run_id, **changed)
@@ -33,7 +34,7 @@ async def refused(world: World, kind: type[RemudaError], run_id: str = "1", **ch
     return failure.value
 
 
-async def test_an_empty_pool_means_cold_starts_in_one_launch(world: World) -> None:
+async def test_an_empty_pool_means_cold_starts_in_one_launch(world: PoolWorld) -> None:
     result = await world.provision(count=3)
     assert (result.created, result.reused) == (3, 0)
     assert result.calls["compute"] == {"launch": 1}
@@ -41,7 +42,7 @@ async def test_an_empty_pool_means_cold_starts_in_one_launch(world: World) -> No
     assert {runner.labels for runner in world.registrations()} == {("1", "large")}
 
 
-async def test_a_full_pool_means_warm_starts(world: World) -> None:
+async def test_a_full_pool_means_warm_starts(world: PoolWorld) -> None:
     ids = await world.warm(3)
     result = await world.provision(count=3)
     assert (result.created, result.reused) == (0, 3)
@@ -51,14 +52,14 @@ async def test_a_full_pool_means_warm_starts(world: World) -> None:
     assert {item.instance.epoch for item in result.instances} == {2}
 
 
-async def test_what_the_pool_lacks_is_created(world: World) -> None:
+async def test_what_the_pool_lacks_is_created(world: PoolWorld) -> None:
     await world.warm(2)
     result = await world.provision(count=5)
     assert (result.created, result.reused) == (3, 2)
     assert result.calls["compute"] == {"launch": 1}
 
 
-async def test_jobs_run_and_the_registration_credential_is_gone(world: World) -> None:
+async def test_jobs_run_and_the_registration_credential_is_gone(world: PoolWorld) -> None:
     result = await world.provision(count=2)
     jobs = [world.github.queue(run_id="1", labels=["1", "large"]) for _ in range(4)]
     other = world.github.queue(run_id="2", labels=["2"])
@@ -70,7 +71,7 @@ async def test_jobs_run_and_the_registration_credential_is_gone(world: World) ->
         assert item.instance.assignment.credential is None
 
 
-async def test_two_runs_never_get_the_same_machine(world: World) -> None:
+async def test_two_runs_never_get_the_same_machine(world: PoolWorld) -> None:
     await world.warm(6)
     runs = await asyncio.gather(*(world.provision(f"r{number}", count=3) for number in range(4)))
     ids = [item.instance.instance_id for run in runs for item in run.instances]
@@ -78,7 +79,7 @@ async def test_two_runs_never_get_the_same_machine(world: World) -> None:
     assert sum(run.reused for run in runs) == 6
 
 
-async def test_a_run_takes_a_second_class_beside_the_first(world: World) -> None:
+async def test_a_run_takes_a_second_class_beside_the_first(world: PoolWorld) -> None:
     await world.provision(count=1)
     second = await world.provision(count=1, resource_class="xlarge")
     assert {runner.labels for runner in world.registrations()} == {("1", "large"), ("1", "xlarge")}
@@ -87,13 +88,13 @@ async def test_a_run_takes_a_second_class_beside_the_first(world: World) -> None
     assert len(released.outcomes) == 2
 
 
-async def test_no_capacity_says_who_had_none(world: World) -> None:
+async def test_no_capacity_says_who_had_none(world: PoolWorld) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
     error = await refused(world, CapacityError, count=2)
     assert "c6i.large: capacity for 0 of 2" in error.message
 
 
-async def test_partial_capacity_is_ended_and_named(world: World) -> None:
+async def test_partial_capacity_is_ended_and_named(world: PoolWorld) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"m6i.large": 2}
     await world.warm(1)
     error = await refused(world, CapacityError, count=4)
@@ -106,7 +107,7 @@ async def test_partial_capacity_is_ended_and_named(world: World) -> None:
     assert len(world.in_state(State.IDLE)) == 1
 
 
-async def test_a_new_machine_that_fails_takes_all_with_it(world: World) -> None:
+async def test_a_new_machine_that_fails_takes_all_with_it(world: PoolWorld) -> None:
     await world.warm(1)
     world.behaviour.registration["i-00000000000000003"] = StepResult(ok=False, detail="no network")
     error = await refused(world, Unavailable, count=3)
@@ -114,7 +115,7 @@ async def test_a_new_machine_that_fails_takes_all_with_it(world: World) -> None:
     assert "i-00000000000000003" in error.message
 
 
-async def test_a_failing_script_stops_everything_and_says_so(world: World) -> None:
+async def test_a_failing_script_stops_everything_and_says_so(world: PoolWorld) -> None:
     world.behaviour.script = StepResult(ok=False, detail="line 3: no such package")
     error = await refused(world, UserError, count=2)
     assert isinstance(error, UserError)
@@ -122,14 +123,14 @@ async def test_a_failing_script_stops_everything_and_says_so(world: World) -> No
     assert "no such package" in error.message
 
 
-async def test_a_machine_that_never_boots_ends_with_the_deadline(world: World) -> None:
-    world.behaviour.hung.add("i-00000000000000001")
+async def test_a_machine_that_never_boots_ends_with_the_deadline(world: PoolWorld) -> None:
+    world.behaviour.without_agent.add("i-00000000000000001")
     began = world.loop.time()
     await refused(world, TimedOut, count=1)
     assert world.loop.time() - began < world.lifetimes.provision_timeout_s
 
 
-async def test_a_token_that_runs_out_too_early_is_refused_before_any_claim(world: World) -> None:
+async def test_a_token_that_runs_out_too_early_is_refused_before_any_claim(world: PoolWorld) -> None:
     await world.warm(2)
     config = world.database.config
     assert config is not None
@@ -141,25 +142,25 @@ async def test_a_token_that_runs_out_too_early_is_refused_before_any_claim(world
     assert not world.database.provisions or all(item.run_id != "1" for item in world.database.provisions.values())
 
 
-async def test_an_own_credential_needs_no_token_of_the_pool(world: World) -> None:
+async def test_an_own_credential_needs_no_token_of_the_pool(world: PoolWorld) -> None:
     result = await world.provision(process=world.process(credentialed=True))
     assert result.calls["github"] == {"POST registration-token": 1}
 
 
-async def test_an_unknown_class_and_scope_are_refused_first(world: World) -> None:
+async def test_an_unknown_class_and_scope_are_refused_first(world: PoolWorld) -> None:
     for changed in ({"resource_class": "giant"}, {"scope": "octo/other"}):
         await refused(world, UserError, **changed)
     assert not world.database.provisions
 
 
 async def test_without_configuration_there_is_no_provision() -> None:
-    world = World()
+    world = PoolWorld()
     with pytest.raises(UserError, match="no configuration"):
         await world.provision()
 
 
 async def test_max_instances_counts_all_that_live() -> None:
-    world = World(max_instances=4)
+    world = PoolWorld(max_instances=4)
     await world.configure()
     await world.provision("1", count=3)
     error = await refused(world, CapacityError, "2", count=2)
@@ -170,7 +171,7 @@ async def test_max_instances_counts_all_that_live() -> None:
 
 
 async def test_max_instances_holds_for_provisions_at_the_same_moment() -> None:
-    world = World(max_instances=4)
+    world = PoolWorld(max_instances=4)
     await world.configure()
     outcomes = await asyncio.gather(*(world.provision(str(run), count=2) for run in range(4)), return_exceptions=True)
     assert all(isinstance(item, ProvisionResult | CapacityError) for item in outcomes)
@@ -179,7 +180,7 @@ async def test_max_instances_holds_for_provisions_at_the_same_moment() -> None:
     await world.end()
 
 
-async def test_the_deadline_burns_no_machine_of_the_pool(world: World) -> None:
+async def test_the_deadline_burns_no_machine_of_the_pool(world: PoolWorld) -> None:
     """When time is up nothing more is claimed: it would only be ended again."""
     ids = await world.warm(6)
     world.behaviour.configure_s = 50.0
@@ -188,7 +189,7 @@ async def test_the_deadline_burns_no_machine_of_the_pool(world: World) -> None:
     assert len(claimed) == 1
 
 
-async def test_a_new_run_is_not_started_when_time_is_up(world: World) -> None:
+async def test_a_new_run_is_not_started_when_time_is_up(world: PoolWorld) -> None:
     """A launch past the deadline would be money for nothing."""
     await world.warm(1)
     world.behaviour.configure_s = 50.0
@@ -196,7 +197,7 @@ async def test_a_new_run_is_not_started_when_time_is_up(world: World) -> None:
     assert len(world.cloud.machines) == 1
 
 
-async def test_a_release_stops_a_provision_that_is_at_work(world: World) -> None:
+async def test_a_release_stops_a_provision_that_is_at_work(world: PoolWorld) -> None:
     world.behaviour.boot_s = 20.0
     provisioning = asyncio.create_task(world.provision(count=2))
     await asyncio.sleep(5)
@@ -207,7 +208,7 @@ async def test_a_release_stops_a_provision_that_is_at_work(world: World) -> None
     world.check_holds_nothing("1")
 
 
-async def test_a_release_just_before_the_commit_wins(world: World) -> None:
+async def test_a_release_just_before_the_commit_wins(world: PoolWorld) -> None:
     release: asyncio.Task[object] | None = None
 
     async def hook(name: str, call: Call) -> Any:
@@ -224,7 +225,7 @@ async def test_a_release_just_before_the_commit_wins(world: World) -> None:
     world.check_holds_nothing("1")
 
 
-async def test_a_claimed_machine_is_given_back_not_ended(world: World) -> None:
+async def test_a_claimed_machine_is_given_back_not_ended(world: PoolWorld) -> None:
     ids = await world.warm(2)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
     await refused(world, CapacityError, count=3)
@@ -233,7 +234,7 @@ async def test_a_claimed_machine_is_given_back_not_ended(world: World) -> None:
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_a_rollback_goes_on_where_github_is_down(world: World) -> None:
+async def test_a_rollback_goes_on_where_github_is_down(world: PoolWorld) -> None:
     """With a credential of its own, the provision wants a fresh removal token; the pool's will do."""
     ids = await world.warm(1)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"c6i.large": 2}
@@ -252,7 +253,7 @@ async def test_a_rollback_goes_on_where_github_is_down(world: World) -> None:
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_the_same_run_id_may_provision_again(world: World) -> None:
+async def test_the_same_run_id_may_provision_again(world: PoolWorld) -> None:
     await world.provision(count=1, attempt=1)
     await world.release(attempt=1)
     again = await world.provision(count=1, attempt=2)
@@ -262,7 +263,7 @@ async def test_the_same_run_id_may_provision_again(world: World) -> None:
     assert world.in_state(State.RUNNING) == [again.instances[0].instance.instance_id]
 
 
-async def test_the_run_may_ask_for_its_own_times(world: World) -> None:
+async def test_the_run_may_ask_for_its_own_times(world: PoolWorld) -> None:
     result = await world.provision(max_runtime_s=1_000.0, timeout_s=100.0)
     threshold = result.instances[0].instance.threshold
     assert threshold - world.clock.now() == timedelta(seconds=1_000)
@@ -278,7 +279,7 @@ class FallsBack(MemoryCompute):
         return LaunchResult(instances=instances, errors=("subnet-1 c6i.large (spot): no capacity",))
 
 
-async def test_what_falls_back_to_on_demand_is_recorded_and_pooled_as_such(world: World) -> None:
+async def test_what_falls_back_to_on_demand_is_recorded_and_pooled_as_such(world: PoolWorld) -> None:
     context = world.process()
     context = replace(context, compute=FallsBack(cloud=world.cloud, pool=POOL, calls=context.calls))
     made = await world.provision("1", process=context, usage_class=UsageClass.SPOT)

@@ -13,8 +13,9 @@ from remuda.domain.instance import Instance, RetireReason, State
 from remuda.domain.resources import Reuse
 from remuda.domain.signals import Signal
 from remuda.ports.machine import StepResult
+from simulation.names import SCOPE
 from tests.support.virtual_time import Call, Hook
-from tests.support.world import LIFETIMES, SCOPE, World
+from tests.support.world import LIFETIMES, PoolWorld
 from tests.unit.controlplane.cuts import Cut, How
 
 
@@ -35,12 +36,12 @@ def answers_after(seconds: float) -> Hook:
     return hook
 
 
-async def one(world: World, **changed: Any) -> Instance:
+async def one(world: PoolWorld, **changed: Any) -> Instance:
     (item,) = (await world.provision(**changed)).instances
     return item.instance
 
 
-async def test_a_release_cleans_pools_and_announces(world: World) -> None:
+async def test_a_release_cleans_pools_and_announces(world: PoolWorld) -> None:
     ids = sorted(item.instance.instance_id for item in (await world.provision(count=3)).instances)
     result = await world.release()
     assert fates(result) == ["released"] * 3
@@ -54,25 +55,25 @@ async def test_a_release_cleans_pools_and_announces(world: World) -> None:
         assert record.threshold - world.clock.now() <= timedelta(seconds=world.lifetimes.idle_time_s)
 
 
-async def test_announcements_share_calls(world: World) -> None:
+async def test_announcements_share_calls(world: PoolWorld) -> None:
     await world.provision(count=12)
     result = await world.release()
     assert fates(result) == ["released"] * 12
     assert result.calls["pool"]["send"] <= 3
 
 
-async def test_a_run_without_provision_is_nothing_to_release(world: World) -> None:
+async def test_a_run_without_provision_is_nothing_to_release(world: PoolWorld) -> None:
     assert fates(await world.release("unknown")) == []
 
 
-async def test_twice_in_a_row(world: World) -> None:
+async def test_twice_in_a_row(world: PoolWorld) -> None:
     await one(world)
     assert fates(await world.release()) == ["released"]
     assert fates(await world.release()) == ["skipped"]
     assert len(world.hints()) == 1
 
 
-async def test_twice_at_once(world: World) -> None:
+async def test_twice_at_once(world: PoolWorld) -> None:
     await world.provision(count=3)
     slow = [world.process(answers_after(seconds)) for seconds in (0.0, 0.1, 0.2)]
     results = await asyncio.gather(*(world.release(process=process) for process in slow))
@@ -83,7 +84,7 @@ async def test_twice_at_once(world: World) -> None:
     assert {fate for result in results for fate in fates(result)} == {"released"}
 
 
-async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: World) -> None:
+async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: PoolWorld) -> None:
     await world.provision(count=2)
 
     async def sweep_often() -> None:
@@ -97,7 +98,7 @@ async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: Worl
     assert fates(result) == ["released"] * 2
 
 
-async def test_a_release_is_taken_up_where_a_crash_left_it(world: World) -> None:
+async def test_a_release_is_taken_up_where_a_crash_left_it(world: PoolWorld) -> None:
     await world.provision(count=2)
     cut = Cut(5, How.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
@@ -107,7 +108,7 @@ async def test_a_release_is_taken_up_where_a_crash_left_it(world: World) -> None
     await cut.bury()
 
 
-async def test_only_attempts_up_to_ours(world: World) -> None:
+async def test_only_attempts_up_to_ours(world: PoolWorld) -> None:
     first = await one(world, attempt=1)
     second = await one(world, attempt=2)
     assert fates(await world.release(attempt=1)) == ["released"]
@@ -116,7 +117,7 @@ async def test_only_attempts_up_to_ours(world: World) -> None:
     assert world.in_state(State.IDLE) == sorted([first.instance_id, second.instance_id])
 
 
-async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: World) -> None:
+async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: PoolWorld) -> None:
     instance = await one(world)
     await world.release()
     (again,) = (await world.provision("2")).instances
@@ -127,7 +128,7 @@ async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: World)
     assert world.in_state(State.RUNNING) == [instance.instance_id]
 
 
-async def test_unexpected_states_are_told_and_the_others_go_on(world: World) -> None:
+async def test_unexpected_states_are_told_and_the_others_go_on(world: PoolWorld) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.cloud.end(first.instance_id, "power loss")
     await world.sweep()
@@ -137,7 +138,7 @@ async def test_unexpected_states_are_told_and_the_others_go_on(world: World) -> 
     assert world.in_state(State.IDLE) == [second.instance_id]
 
 
-async def test_a_running_job_is_waited_for(world: World) -> None:
+async def test_a_running_job_is_waited_for(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=70)
     await asyncio.sleep(1)
@@ -155,7 +156,7 @@ async def test_a_running_job_is_waited_for(world: World) -> None:
     assert deadline in seen, "extended, as far as the run may last"
 
 
-async def test_no_job_lasts_beyond_its_runs_deadline(world: World) -> None:
+async def test_no_job_lasts_beyond_its_runs_deadline(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10_000)
     await asyncio.sleep(1)
@@ -169,7 +170,7 @@ async def test_no_job_lasts_beyond_its_runs_deadline(world: World) -> None:
     assert job.conclusion == "failure"
 
 
-async def test_a_credential_that_runs_out_is_renewed(world: World) -> None:
+async def test_a_credential_that_runs_out_is_renewed(world: PoolWorld) -> None:
     """The release begins with what the pool has; a sweep mints a better one while a job still runs."""
     instance = await one(world, max_runtime_s=6_000.0)
     world.github.queue(run_id="1", labels=["1"], seconds=3_400)
@@ -189,7 +190,7 @@ async def test_a_credential_that_runs_out_is_renewed(world: World) -> None:
     assert fates(await releasing) == ["released"]
 
 
-async def test_an_own_credential_mints_the_removal_token(world: World) -> None:
+async def test_an_own_credential_mints_the_removal_token(world: PoolWorld) -> None:
     await one(world)
     result = await world.release(process=world.process(credentialed=True))
     assert fates(result) == ["released"]
@@ -197,7 +198,7 @@ async def test_an_own_credential_mints_the_removal_token(world: World) -> None:
 
 
 async def test_what_was_used_often_enough_is_retired() -> None:
-    world = World(lifetimes=replace(LIFETIMES, max_uses=2))
+    world = PoolWorld(lifetimes=replace(LIFETIMES, max_uses=2))
     await world.configure()
     instance = await one(world)
     assert fates(await world.release()) == ["released"]
@@ -210,7 +211,7 @@ async def test_what_was_used_often_enough_is_retired() -> None:
 
 
 async def test_what_is_too_old_is_retired() -> None:
-    world = World(lifetimes=replace(LIFETIMES, max_age_s=20.0))
+    world = PoolWorld(lifetimes=replace(LIFETIMES, max_age_s=20.0))
     await world.configure()
     await one(world)
     await world.pass_time(25, sweeps=False)
@@ -220,10 +221,10 @@ async def test_what_is_too_old_is_retired() -> None:
     await world.end()
 
 
-async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
+async def test_a_spot_notice_retires_after_the_job(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10)
-    world.behaviour.notices[instance.instance_id] = "terminate at 12:10"
+    world.machines[instance.instance_id].notice = "terminate at 12:10"
     await world.pass_time(8)
     assert world.record(instance.instance_id).retire_reason is RetireReason.SPOT_NOTICE
     assert world.record(instance.instance_id).state is State.RUNNING
@@ -231,7 +232,7 @@ async def test_a_spot_notice_retires_after_the_job(world: World) -> None:
     assert (fates(result), job.conclusion) == (["retired"], "success")
 
 
-async def test_a_failed_reset_ends_the_machine(world: World) -> None:
+async def test_a_failed_reset_ends_the_machine(world: PoolWorld) -> None:
     instance = await one(world)
     world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
@@ -240,26 +241,26 @@ async def test_a_failed_reset_ends_the_machine(world: World) -> None:
     assert not world.hints()
 
 
-async def test_a_machine_that_died_is_left_to_its_threshold(world: World) -> None:
+async def test_a_machine_that_died_is_left_to_its_threshold(world: PoolWorld) -> None:
     instance = await one(world)
-    world.hosts[instance.instance_id].task.cancel()
+    world.stop_agent(instance.instance_id)
     result = await world.release()
     assert fates(result) == ["expired"]
     assert world.record(instance.instance_id).state is State.RELEASING
 
 
-async def test_the_ok_of_an_earlier_epoch_pools_nothing(world: World) -> None:
+async def test_the_ok_of_an_earlier_epoch_pools_nothing(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     assert world.database.reports[warm].signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
     await world.provision()
-    world.hosts[warm].task.cancel()
+    world.stop_agent(warm)
     result = await world.release()
     assert fates(result) == ["expired"]
     await world.sweep()
     assert world.record(warm).state is not State.IDLE
 
 
-async def test_a_machine_still_booting_is_ended_by_a_release(world: World) -> None:
+async def test_a_machine_still_booting_is_ended_by_a_release(world: PoolWorld) -> None:
     cut = Cut(8, How.CRASH_AFTER)
     await cut.run(world.provision(process=world.process(cut)))
     assert world.in_state(State.CREATED)
@@ -269,7 +270,7 @@ async def test_a_machine_still_booting_is_ended_by_a_release(world: World) -> No
     await cut.bury()
 
 
-async def test_claimed_machines_of_a_dead_provision_come_back(world: World) -> None:
+async def test_claimed_machines_of_a_dead_provision_come_back(world: PoolWorld) -> None:
     ids = await world.warm(2)
     cut = Cut(8, How.CRASH_AFTER)
     await cut.run(world.provision(count=2, process=world.process(cut)))
@@ -280,7 +281,7 @@ async def test_claimed_machines_of_a_dead_provision_come_back(world: World) -> N
     await cut.bury()
 
 
-async def test_one_error_leaves_the_others(world: World) -> None:
+async def test_one_error_leaves_the_others(world: PoolWorld) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope="octo/gone")
     result = await world.release()
@@ -291,7 +292,7 @@ async def test_one_error_leaves_the_others(world: World) -> None:
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope=SCOPE)
 
 
-async def test_what_a_reset_found_is_told_of_pooled_and_retired_ones(world: World) -> None:
+async def test_what_a_reset_found_is_told_of_pooled_and_retired_ones(world: PoolWorld) -> None:
     for reuse, fate in ((Reuse.SAME_TRUST, ReleaseStatus.RELEASED), (Reuse.NEVER, ReleaseStatus.RETIRED)):
         await world.configure(reuse=reuse)
         instance_id = (await one(world, run_id=fate.value)).instance_id

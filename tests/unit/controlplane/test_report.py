@@ -14,7 +14,7 @@ from remuda.domain.errors import UserError
 from remuda.domain.reporting.prices import PriceTable, SpotPoint
 from remuda.domain.reporting.usage import UsageReport
 from remuda.domain.resources import UsageClass
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 PRICES = PriceTable(on_demand={"c6i.large": 3_600.0})
 
@@ -34,12 +34,12 @@ class Market:
         return [SpotPoint(instance_type=name, zone="a", at=since, price=self._price) for name in instance_types]
 
 
-async def told(world: World, process: Context | None = None, last_s: float = 86_400) -> UsageReport:
+async def told(world: PoolWorld, process: Context | None = None, last_s: float = 86_400) -> UsageReport:
     process = process or world.process()
     return await report(process, since=process.clock.now() - timedelta(seconds=last_s), prices=PRICES)
 
 
-async def test_a_cold_and_a_warm_run(world: World) -> None:
+async def test_a_cold_and_a_warm_run(world: PoolWorld) -> None:
     await world.provision("7", count=2)
     await world.pass_time(20)
     await world.release("7")
@@ -58,7 +58,7 @@ async def test_a_cold_and_a_warm_run(world: World) -> None:
     assert not found.notes
 
 
-async def test_what_ended_before_is_not_counted(world: World) -> None:
+async def test_what_ended_before_is_not_counted(world: PoolWorld) -> None:
     await world.provision("7")
     await world.release("7")
     await world.end()
@@ -71,7 +71,7 @@ async def test_what_ended_before_is_not_counted(world: World) -> None:
     ("price", "spent", "note"), [(360.0, 0.1, ""), (None, 1.0, "not authorised: ec2:DescribeSpotPriceHistory")]
 )
 async def test_spot_prices_are_asked_for_where_that_is_allowed(
-    world: World, price: float | None, spent: float, note: str
+    world: PoolWorld, price: float | None, spent: float, note: str
 ) -> None:
     await world.provision("7", usage_class=UsageClass.SPOT)
     market = Market(price)
@@ -82,7 +82,7 @@ async def test_spot_prices_are_asked_for_where_that_is_allowed(
     assert ("more than was paid" in " ".join(found.notes)) == (price is None)
 
 
-async def test_the_market_is_not_asked_without_need(world: World) -> None:
+async def test_the_market_is_not_asked_without_need(world: PoolWorld) -> None:
     await world.provision("7")
     market = Market(1.0)
     await told(world, replace(world.process(), spot_prices=market))

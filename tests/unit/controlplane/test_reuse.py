@@ -10,13 +10,13 @@ import pytest
 from remuda.domain.errors import UserError
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Reuse, Tier
-from tests.support.world import World
+from tests.support.world import PoolWorld
 
 T, U = Tier.TRUSTED, Tier.UNTRUSTED
 ONE, TWO = "octo/one", "octo/two"
 
 
-async def taken(world: World, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
+async def taken(world: PoolWorld, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
     """Whether a run is given the machine of the one before."""
     await world.configure(reuse=reuse)
     await world.warm(1, tier=first[0], repository=first[1])
@@ -44,7 +44,7 @@ async def taken(world: World, reuse: Reuse, *, first: tuple[Tier, str], then: tu
     ],
 )
 async def test_who_is_given_whose_machine(
-    world: World,
+    world: PoolWorld,
     reuse: Reuse,
     first: tuple[Tier, str],
     then: tuple[Tier, str],
@@ -53,7 +53,7 @@ async def test_who_is_given_whose_machine(
     assert await taken(world, reuse, first=first, then=then) is expected
 
 
-async def test_a_machine_that_falls_never_rises_again(world: World) -> None:
+async def test_a_machine_that_falls_never_rises_again(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.ALWAYS)
     (machine,) = await world.warm(1, tier=T)
     assert (await world.provision("1", tier=U)).reused == 1
@@ -66,7 +66,7 @@ async def test_a_machine_that_falls_never_rises_again(world: World) -> None:
     assert history == ["matches the request; tier untrusted from now on"]
 
 
-async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy(world: World) -> None:
+async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.ALWAYS)
     (machine,) = await world.warm(1, repository=ONE)
     assert world.record(machine).repository == ONE
@@ -79,7 +79,7 @@ async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy
         await world.release(run_id)
 
 
-async def test_one_whose_repository_nobody_named_is_nobodys(world: World) -> None:
+async def test_one_whose_repository_nobody_named_is_nobodys(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     assert world.record(machine).repository == ""
     assert (await world.provision("1", repository=ONE)).reused == 1
@@ -87,7 +87,7 @@ async def test_one_whose_repository_nobody_named_is_nobodys(world: World) -> Non
 
 
 @pytest.mark.parametrize("lie", [{"repository": TWO}, {"tier": T}])
-async def test_a_hint_that_lies_claims_nothing_and_goes(world: World, lie: dict[str, Any]) -> None:
+async def test_a_hint_that_lies_claims_nothing_and_goes(world: PoolWorld, lie: dict[str, Any]) -> None:
     """Whoever can write to the queue is not believed: the record decides, in the claim's own write."""
     await world.configure(reuse=Reuse.SAME_REPO)
     (machine,) = await world.warm(1, tier=U, repository=ONE)
@@ -101,7 +101,7 @@ async def test_a_hint_that_lies_claims_nothing_and_goes(world: World, lie: dict[
     assert world.hints() == []
 
 
-async def test_same_repo_needs_to_know_the_repository(world: World) -> None:
+async def test_same_repo_needs_to_know_the_repository(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.SAME_REPO)
     with pytest.raises(UserError, match="the repository of run 1 is unknown") as refused:
         await world.provision("1")
@@ -109,7 +109,7 @@ async def test_same_repo_needs_to_know_the_repository(world: World) -> None:
     assert not world.database.provisions
 
 
-async def test_never_means_one_run_for_each_machine(world: World) -> None:
+async def test_never_means_one_run_for_each_machine(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.NEVER)
     made = await world.provision("1", count=2)
     machines = [item.instance.instance_id for item in made.instances]
@@ -122,7 +122,7 @@ async def test_never_means_one_run_for_each_machine(world: World) -> None:
     assert world.hints() == []
 
 
-async def test_what_an_earlier_policy_left_idle_is_ended(world: World) -> None:
+async def test_what_an_earlier_policy_left_idle_is_ended(world: PoolWorld) -> None:
     (idle,) = await world.warm(1)
     made = await world.provision("1")
     (working,) = (item.instance.instance_id for item in made.instances)
@@ -136,12 +136,12 @@ async def test_what_an_earlier_policy_left_idle_is_ended(world: World) -> None:
     assert world.record(working).state is State.TERMINATING
 
 
-async def test_a_change_of_the_policy_is_told(world: World) -> None:
+async def test_a_change_of_the_policy_is_told(world: PoolWorld) -> None:
     result = await world.configure(reuse=Reuse.SAME_REPO)
     assert result.applied == ("reuse",)
 
 
-async def test_the_assignment_names_the_repository(world: World) -> None:
+async def test_the_assignment_names_the_repository(world: PoolWorld) -> None:
     made = await world.provision("1", repository="Octo/One")
     (item,) = made.instances
     assert item.instance.assignment is not None

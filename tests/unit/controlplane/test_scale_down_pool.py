@@ -21,10 +21,11 @@ from remuda.domain.scale_down.decisions import Action, ScaleDownPolicy
 from remuda.domain.scale_down.idle_config import IdleWindow
 from remuda.ports.github import GitHub
 from remuda.web.dashboard.serialize import decisions, milliseconds
+from simulation.names import POOL, SCOPE
 from tests.support.records import NOW
 from tests.support.scripted_fleet import tags
 from tests.support.virtual_time import Call, Hook
-from tests.support.world import POOL, SCOPE, World
+from tests.support.world import PoolWorld
 
 ORPHAN = "ghr:orphan"
 CYCLE_S = 30.0
@@ -37,7 +38,7 @@ def keeping(idle_count: int) -> ScaleDownPolicy:
 
 
 async def cycle(
-    world: World, policy: ScaleDownPolicy | None = None, hook: Hook | None = None, *, dry_run: bool = False
+    world: PoolWorld, policy: ScaleDownPolicy | None = None, hook: Hook | None = None, *, dry_run: bool = False
 ) -> ScaleDownResult:
     pool: Context = world.process(hook, credentialed=True)
     github: GitHub | None = pool.github
@@ -55,23 +56,23 @@ async def cycle(
     return await scale_down(context, policy or ScaleDownPolicy(boot_min=0.5), dry_run=dry_run)
 
 
-def mark(world: World, *instance_ids: str) -> None:
+def mark(world: PoolWorld, *instance_ids: str) -> None:
     for name in instance_ids:
         assert world.cloud.retag(name, lambda present: {**present, ORPHAN: "true"})
 
 
-def is_marked(world: World, instance_id: str) -> bool:
+def is_marked(world: PoolWorld, instance_id: str) -> bool:
     return ORPHAN in world.cloud.machines[instance_id].tags
 
 
-async def pass_time(world: World, seconds: float, policy: ScaleDownPolicy) -> None:
+async def pass_time(world: PoolWorld, seconds: float, policy: ScaleDownPolicy) -> None:
     for _ in range(int(seconds / CYCLE_S)):
         await world.pass_time(CYCLE_S)
         result = await cycle(world, policy)
         assert not result.errors
 
 
-async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: World) -> None:
+async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: PoolWorld) -> None:
     ids = await world.warm(3)
     await pass_time(world, 300, keeping(2))
     assert len(world.in_state(State.IDLE)) == 2
@@ -81,7 +82,7 @@ async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: 
     assert not world.in_state(State.IDLE)
 
 
-async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> None:
+async def test_the_page_shows_whom_it_kept_and_why_once_each(world: PoolWorld) -> None:
     kept = set(await world.warm(2))
     await pass_time(world, 180, keeping(2))
     histories = await world.process().store.histories(sorted(kept))
@@ -93,7 +94,7 @@ async def test_the_page_shows_whom_it_kept_and_why_once_each(world: World) -> No
         assert told["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 
 
-async def test_kept_ones_are_claimed_like_any_other(world: World) -> None:
+async def test_kept_ones_are_claimed_like_any_other(world: PoolWorld) -> None:
     await world.warm(2)
     await pass_time(world, 180, keeping(2))
     result = await world.provision("2", count=2)
@@ -102,7 +103,7 @@ async def test_kept_ones_are_claimed_like_any_other(world: World) -> None:
 
 
 async def test_nobody_is_kept_beyond_the_maximum_age() -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure(lifetimes=world.lifetimes)
     await world.warm(1)
     (name,) = world.in_state(State.IDLE)
@@ -120,7 +121,7 @@ async def test_nobody_is_kept_beyond_the_maximum_age() -> None:
     await world.end()
 
 
-async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(world: World) -> None:
+async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(world: PoolWorld) -> None:
     """Idle ones are not on GitHub by design, and reused ones are older than any boot time."""
     await world.warm(2)
     made = await world.provision("2")
@@ -141,7 +142,7 @@ async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(w
 
 
 async def test_a_machine_of_the_pool_without_a_record_is_judged_by_the_table() -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     (name,) = await world.warm(1)
     world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
@@ -153,7 +154,7 @@ async def test_a_machine_of_the_pool_without_a_record_is_judged_by_the_table() -
     assert not world.alive()
 
 
-async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(world: World) -> None:
+async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(world: PoolWorld) -> None:
     ids = await world.warm(2)
     await asyncio.sleep(60)
     mark(world, ids[0])
@@ -171,7 +172,7 @@ async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(w
     assert "out of reach" in error
 
 
-async def test_a_record_that_appears_while_github_is_listed_counts(world: World) -> None:
+async def test_a_record_that_appears_while_github_is_listed_counts(world: PoolWorld) -> None:
     """Read after the lists: a machine that was just launched is nobody's for a moment."""
     (name,) = await world.warm(1)
     world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
@@ -189,7 +190,7 @@ async def test_a_record_that_appears_while_github_is_listed_counts(world: World)
     assert world.alive() == [name]
 
 
-async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: World) -> None:
+async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: PoolWorld) -> None:
     (name,) = await world.warm(1)
     pool = world.process(credentialed=True)
 
@@ -218,7 +219,7 @@ async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: World) -> N
     world.database.instances[name] = record
 
 
-async def test_a_claim_that_comes_before_the_renewal_wins(world: World) -> None:
+async def test_a_claim_that_comes_before_the_renewal_wins(world: PoolWorld) -> None:
     await world.warm(1)
     claimed = asyncio.Event()
 
@@ -238,7 +239,7 @@ async def test_a_claim_that_comes_before_the_renewal_wins(world: World) -> None:
     await world.release("2")
 
 
-async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: World) -> None:
+async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: PoolWorld) -> None:
     await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     result = await cycle(world, keeping(1))
@@ -249,7 +250,7 @@ async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: World)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-async def test_a_dry_run_renews_nothing(world: World, *, dry_run: bool) -> None:
+async def test_a_dry_run_renews_nothing(world: PoolWorld, *, dry_run: bool) -> None:
     (name,) = await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     before = world.record(name).threshold

@@ -13,10 +13,11 @@ from remuda.cli.rendering.status import changes, headline, status_document, stat
 from remuda.controlplane.read.status import Status, status
 from remuda.domain.instance import RetireReason, State
 from remuda.domain.resources import Tier
-from tests.support.world import SCOPE, World
+from simulation.names import SCOPE
+from tests.support.world import PoolWorld
 
 
-async def look(world: World, *, credentialed: bool = False) -> Status:
+async def look(world: PoolWorld, *, credentialed: bool = False) -> Status:
     return await status(world.process(credentialed=credentialed))
 
 
@@ -28,7 +29,7 @@ def shown(found: Status, width: int = 160) -> str:
     return console.file.getvalue()
 
 
-async def test_more_runs_than_are_shown(world: World) -> None:
+async def test_more_runs_than_are_shown(world: PoolWorld) -> None:
     await world.provision("1")
     found = await look(world)
     assert "more" not in shown(found)
@@ -36,7 +37,7 @@ async def test_more_runs_than_are_shown(world: World) -> None:
         assert shown(replace(found, runs=[*found.runs] * count)).endswith(says)
 
 
-async def test_a_pool_at_work(world: World) -> None:
+async def test_a_pool_at_work(world: PoolWorld) -> None:
     idle = await world.warm(2)
     await world.provision("7", resource_class="xlarge")
     found = await look(world)
@@ -52,12 +53,12 @@ async def test_a_pool_at_work(world: World) -> None:
     assert (document["reuse"], "pool test, reuse same-trust" in text) == ("same-trust", True)
 
 
-async def test_the_table_tells_how_far_a_machine_is_trusted(world: World) -> None:
+async def test_the_table_tells_how_far_a_machine_is_trusted(world: PoolWorld) -> None:
     await world.provision("7", tier=Tier.UNTRUSTED)
     assert "untrusted" in shown(await look(world), width=80)
 
 
-async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
+async def test_an_open_launch_shows_what_it_holds(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("9", count=2))
     await asyncio.sleep(5)
@@ -69,16 +70,16 @@ async def test_an_open_launch_shows_what_it_holds(world: World) -> None:
     assert (await look(world)).open_provisions == ()
 
 
-async def test_a_machine_that_lost_its_power_is_a_warning(world: World) -> None:
+async def test_a_machine_that_lost_its_power_is_a_warning(world: PoolWorld) -> None:
     (instance_id,) = await world.warm(1)
-    world.hosts[instance_id].power_off()
+    world.machines[instance_id].power_off("test")
     await asyncio.sleep(25)
     found = await look(world)
     assert [(item.kind, item.subject) for item in found.warnings] == [("stale-heartbeat", instance_id)]
     assert "stale-heartbeat" in shown(found, width=80)
 
 
-async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
+async def test_ghosts_are_found_with_a_credential_only(world: PoolWorld) -> None:
     (instance_id,) = await world.warm(1)
     name = f"remuda-test-1-{instance_id}"
     github = world.process(credentialed=True).github
@@ -90,7 +91,7 @@ async def test_ghosts_are_found_with_a_credential_only(world: World) -> None:
     assert "idle" in ghost.text
 
 
-async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world: World) -> None:
+async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world: PoolWorld) -> None:
     await world.warm(1)
     good, world.token = world.token, "r3voked"
     found = await look(world, credentialed=True)
@@ -99,7 +100,7 @@ async def test_a_github_that_does_not_answer_is_told_and_the_rest_is_shown(world
     assert found.by_state() == {"idle": 1}
 
 
-async def test_lines_say_only_what_changed(world: World) -> None:
+async def test_lines_say_only_what_changed(world: PoolWorld) -> None:
     (instance_id,) = await world.warm(1)
     first = await look(world)
     assert changes(None, first)[0] == headline(first)
@@ -111,7 +112,7 @@ async def test_lines_say_only_what_changed(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/nope]"])
-async def test_names_from_outside_are_no_markup(world: World, name: str) -> None:
+async def test_names_from_outside_are_no_markup(world: PoolWorld, name: str) -> None:
     await world.warm(1)
     found = await look(world)
     hostile = [

@@ -19,7 +19,7 @@ from simulation.memory.store import MemoryInstanceStore
 from tests.support.records import birth, message, provision
 from tests.support.records import instance as make_record
 from tests.support.virtual_time import Call, EventRecorder
-from tests.support.world import LIFETIMES, World
+from tests.support.world import LIFETIMES, PoolWorld
 from tests.unit.controlplane.cuts import Cut, How, Unsure
 
 MARGIN_S = LIFETIMES.margin_s
@@ -28,7 +28,7 @@ MARGIN_S = LIFETIMES.margin_s
 @pytest.mark.parametrize("state", sorted(LIVE - {State.TERMINATING}))
 async def test_what_is_expired_ends_in_every_live_state(state: State) -> None:
     """And not before: until the margin has passed nobody touches it."""
-    world = World()
+    world = PoolWorld()
     await world.configure()
     threshold = world.clock.now()
     record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
@@ -45,7 +45,9 @@ async def test_what_is_expired_ends_in_every_live_state(state: State) -> None:
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
-async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(world: World, *, applied: bool) -> None:
+async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(
+    world: PoolWorld, *, applied: bool
+) -> None:
     ids = await world.warm(3)
     for instance_id in ids:
         world.cloud.end(instance_id, "pulled")
@@ -60,7 +62,7 @@ async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(wo
     assert {world.record(instance_id).state for instance_id in ids} == {State.TERMINATED}
 
 
-async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(world: World) -> None:
+async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(world: PoolWorld) -> None:
     ids = await world.warm(1)
     cut = Cut(17, How.CRASH_BEFORE)
     await cut.run(world.provision("lost", count=2, process=world.process(cut)))
@@ -75,7 +77,7 @@ async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(wo
     assert ids
 
 
-async def test_running_machines_of_a_provision_that_was_never_committed_come_back(world: World) -> None:
+async def test_running_machines_of_a_provision_that_was_never_committed_come_back(world: PoolWorld) -> None:
     """Killed between the first `running` and the commit: the run never learnt of them."""
     await world.warm(2)
 
@@ -95,7 +97,7 @@ async def test_running_machines_of_a_provision_that_was_never_committed_come_bac
     await cut.bury()
 
 
-async def test_an_interrupted_release_is_finished(world: World) -> None:
+async def test_an_interrupted_release_is_finished(world: PoolWorld) -> None:
     await world.provision(count=1)
     cut = Cut(6, How.CRASH_BEFORE)
     await cut.run(world.release(process=world.process(cut)))
@@ -106,7 +108,7 @@ async def test_an_interrupted_release_is_finished(world: World) -> None:
     await cut.bury()
 
 
-async def test_a_marked_run_whose_release_died_is_taken_back(world: World) -> None:
+async def test_a_marked_run_whose_release_died_is_taken_back(world: PoolWorld) -> None:
     await world.provision()
     cut = Cut(3, How.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
@@ -118,7 +120,7 @@ async def test_a_marked_run_whose_release_died_is_taken_back(world: World) -> No
     await cut.bury()
 
 
-async def test_an_idle_instance_that_was_never_announced_is(world: World) -> None:
+async def test_an_idle_instance_that_was_never_announced_is(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
@@ -127,7 +129,7 @@ async def test_an_idle_instance_that_was_never_announced_is(world: World) -> Non
     assert (await world.sweep()).announced == ()
 
 
-async def test_a_lost_announcement_is_repeated_after_a_while(world: World) -> None:
+async def test_a_lost_announcement_is_repeated_after_a_while(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     await world.pass_time(world.lifetimes.reannounce_s - 11)
@@ -136,7 +138,7 @@ async def test_a_lost_announcement_is_repeated_after_a_while(world: World) -> No
     assert world.hints() == [warm]
 
 
-async def test_an_announcement_that_fails_is_told_and_repeated(world: World) -> None:
+async def test_an_announcement_that_fails_is_told_and_repeated(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
@@ -147,7 +149,7 @@ async def test_an_announcement_that_fails_is_told_and_repeated(world: World) -> 
     assert (await world.sweep()).announced == (warm,)
 
 
-async def test_a_runner_that_failed_while_running_ends_its_machine(world: World) -> None:
+async def test_a_runner_that_failed_while_running_ends_its_machine(world: PoolWorld) -> None:
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     await world.process().store.write_signal(key, epoch=1, signal=Signal.UD_REG_FAILED, detail="runner too old")
@@ -155,9 +157,9 @@ async def test_a_runner_that_failed_while_running_ends_its_machine(world: World)
     assert "runner too old" in result.retired[key]
 
 
-async def test_a_failure_of_an_earlier_epoch_ends_nothing(world: World) -> None:
+async def test_a_failure_of_an_earlier_epoch_ends_nothing(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
-    world.behaviour.hung.add(warm)
+    world.behaviour.without_agent.add(warm)
     await world.provision()
     world.database.reports[warm] = replace(world.database.reports[warm], epoch=1, signal=Signal.UD_REG_FAILED)
     result = await world.sweep()
@@ -166,11 +168,11 @@ async def test_a_failure_of_an_earlier_epoch_ends_nothing(world: World) -> None:
 
 @pytest.mark.parametrize("why", ["too old", "used", "spot notice"])
 async def test_an_idle_instance_past_its_use_is_retired(why: str) -> None:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     (warm,) = await world.warm(1)
     if why == "spot notice":
-        world.behaviour.notices[warm] = "terminate"
+        world.machines[warm].notice = "terminate"
         await asyncio.sleep(6)
     else:
         changed = {"max_age_s": 1.0} if why == "too old" else {"max_uses": 1}
@@ -181,7 +183,7 @@ async def test_an_idle_instance_past_its_use_is_retired(why: str) -> None:
     await world.end()
 
 
-async def test_a_settled_provision_is_not_looked_at_again(world: World) -> None:
+async def test_a_settled_provision_is_not_looked_at_again(world: PoolWorld) -> None:
     await world.provision()
     await world.release()
     await world.pass_time(world.lifetimes.provision_timeout_s + 100)
@@ -190,7 +192,7 @@ async def test_a_settled_provision_is_not_looked_at_again(world: World) -> None:
     assert "find_by_provision" not in result.calls["store"]
 
 
-async def test_a_run_that_nobody_releases_is_closed_when_its_time_is_up(world: World) -> None:
+async def test_a_run_that_nobody_releases_is_closed_when_its_time_is_up(world: PoolWorld) -> None:
     await world.provision()
     (provision_,) = world.database.provisions.values()
     assert provision_.deadline == max(item.threshold for item in world.database.instances.values())
@@ -200,7 +202,7 @@ async def test_a_run_that_nobody_releases_is_closed_when_its_time_is_up(world: W
     assert "nobody released it" in provision_.why
 
 
-async def test_a_claim_that_comes_late_is_still_found(world: World) -> None:
+async def test_a_claim_that_comes_late_is_still_found(world: PoolWorld) -> None:
     """A provision was closed; a claim of its dead process arrives after that."""
     (warm,) = await world.warm(1)
     closed = provision(9, created_at=world.clock.now(), deadline=world.clock.now())
@@ -219,11 +221,11 @@ async def test_a_claim_that_comes_late_is_still_found(world: World) -> None:
     world.database.instances[warm] = late
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
-    world.law.broken.clear()  # The record was written past the law.
+    world.violations.clear()  # The record was written past the law.
 
 
 async def test_old_records_are_forgotten() -> None:
-    world = World(lifetimes=replace(LIFETIMES, keep_records_s=100.0))
+    world = PoolWorld(lifetimes=replace(LIFETIMES, keep_records_s=100.0))
     await world.configure()
     await world.provision()
     await world.release()
@@ -250,7 +252,7 @@ FAILING = {
 @pytest.mark.parametrize("operation", FAILING)
 async def test_one_failing_part_leaves_the_others(operation: str) -> None:
     """Each sweep has something to do; with one of them failing, all others do theirs."""
-    world = World()
+    world = PoolWorld()
     await world.configure()
     await world.warm(1)
     (announce_me,) = world.in_state(State.IDLE)
@@ -276,7 +278,7 @@ async def test_one_failing_part_leaves_the_others(operation: str) -> None:
     await world.end()
 
 
-async def test_hints_that_are_too_many_for_the_first_time_are_left_alone(world: World) -> None:
+async def test_hints_that_are_too_many_for_the_first_time_are_left_alone(world: PoolWorld) -> None:
     """However long the sweep takes: the surplus may be a message that is being claimed."""
     world.queues.put("large", message(0xBAD), shuffle=0.5)
 
@@ -287,7 +289,7 @@ async def test_hints_that_are_too_many_for_the_first_time_are_left_alone(world: 
     assert [(await world.sweep(slow)).dropped for _ in range(3)] == [0, 1, 0]
 
 
-async def test_a_sweep_stopped_while_it_judges_hints_hides_none(world: World) -> None:
+async def test_a_sweep_stopped_while_it_judges_hints_hides_none(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.put("large", message(0xBAD), shuffle=0.5)
     await world.sweep()
@@ -307,7 +309,7 @@ async def test_a_sweep_stopped_while_it_judges_hints_hides_none(world: World) ->
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_no_call_outlives_a_look_outside_that_fails(world: World) -> None:
+async def test_no_call_outlives_a_look_outside_that_fails(world: PoolWorld) -> None:
     ended: list[str] = []
 
     async def hook(name: str, call: Call) -> Any:
@@ -336,7 +338,7 @@ class HalfWritten(MemoryInstanceStore):
         return [None, UserError("not allowed"), Unavailable("no answer")]
 
 
-async def test_what_was_written_is_told_whatever_became_of_the_others(world: World) -> None:
+async def test_what_was_written_is_told_whatever_became_of_the_others(world: PoolWorld) -> None:
     context = world.process()
     store = HalfWritten(clock=world.clock, calls=context.calls, database=world.database)
     records = [make_record(number, state=State.TERMINATING, threshold=world.clock.now()) for number in (1, 2, 3)]
@@ -350,7 +352,7 @@ async def test_what_was_written_is_told_whatever_became_of_the_others(world: Wor
     assert notes.count("confirm") == 2
 
 
-async def test_two_refreshes_at_once(world: World) -> None:
+async def test_two_refreshes_at_once(world: PoolWorld) -> None:
     await world.warm(2)
     await world.provision("1", count=1)
     cut = Cut(6, How.CRASH_AFTER)

@@ -15,7 +15,7 @@ from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
 from tests.support.virtual_time import Call, run_virtual
-from tests.support.world import World
+from tests.support.world import PoolWorld
 from tests.unit.controlplane.cuts import Unsure
 
 WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
@@ -24,7 +24,7 @@ MOST = 12
 
 
 async def _provision_once(operation: str, at: int, *, applied: bool) -> int:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     await world.warm(2)
     hook = Unsure(operation, applied=applied, at=(at,))
@@ -53,7 +53,7 @@ def test_each_write_of_a_provision_is_unsure_once(operation: str, *, applied: bo
 
 
 async def _release_once(operation: str, at: int, *, applied: bool) -> int:
-    world = World()
+    world = PoolWorld()
     await world.configure()
     await world.provision("mine", count=2)
     hook = Unsure(operation, applied=applied, at=(at,))
@@ -75,7 +75,7 @@ def test_each_write_of_a_release_is_unsure_once(operation: str, *, applied: bool
     pytest.fail("there are more writes than that")
 
 
-async def test_a_claim_that_was_applied_is_recognised(world: World) -> None:
+async def test_a_claim_that_was_applied_is_recognised(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     hook = Unsure("store.apply", applied=True, at=(1,))
     result = await world.provision(process=world.process(hook))
@@ -83,7 +83,7 @@ async def test_a_claim_that_was_applied_is_recognised(world: World) -> None:
     assert world.record(warm).epoch == 2
 
 
-async def test_a_claim_whose_last_try_shows_that_it_was_ours(world: World) -> None:
+async def test_a_claim_whose_last_try_shows_that_it_was_ours(world: PoolWorld) -> None:
     """Every answer but the last is lost, and the last but one was applied."""
     (warm,) = await world.warm(1)
 
@@ -97,7 +97,7 @@ async def test_a_claim_whose_last_try_shows_that_it_was_ours(world: World) -> No
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_a_store_that_takes_no_write_fails_the_provision(world: World) -> None:
+async def test_a_store_that_takes_no_write_fails_the_provision(world: PoolWorld) -> None:
     await world.warm(1)
     hook = Unsure("store.apply", applied=False, at=range(1, 100))
     with pytest.raises(Unavailable):
@@ -105,7 +105,7 @@ async def test_a_store_that_takes_no_write_fails_the_provision(world: World) -> 
     world.check_holds_nothing("1")
 
 
-async def test_a_siblings_claim_is_not_adopted(world: World) -> None:
+async def test_a_siblings_claim_is_not_adopted(world: PoolWorld) -> None:
     """Our write is lost, the sibling's gets in before we look: the machine is theirs."""
     (warm,) = await world.warm(1)
     world.queues.put("large", world.record(warm).message(), shuffle=0.5)
@@ -123,7 +123,7 @@ async def test_a_siblings_claim_is_not_adopted(world: World) -> None:
     assert world.record(warm).run_id == "sibling"
 
 
-async def test_two_workers_of_one_provision_do_not_share_a_machine(world: World) -> None:
+async def test_two_workers_of_one_provision_do_not_share_a_machine(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.put("large", world.record(warm).message(), shuffle=0.5)
     hook = Unsure("store.apply", applied=True, at=range(1, 4))
@@ -131,7 +131,7 @@ async def test_two_workers_of_one_provision_do_not_share_a_machine(world: World)
     assert len({item.instance.instance_id for item in result.instances}) == 2
 
 
-async def test_a_launch_that_may_have_happened_is_found_by_its_tags(world: World) -> None:
+async def test_a_launch_that_may_have_happened_is_found_by_its_tags(world: PoolWorld) -> None:
     hook = Unsure("compute.launch", applied=True)
     with pytest.raises(Unavailable):
         await world.provision(count=2, process=world.process(hook))
@@ -141,13 +141,13 @@ async def test_a_launch_that_may_have_happened_is_found_by_its_tags(world: World
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
-async def test_an_intent_whose_answer_was_lost_is_ours(world: World, *, applied: bool) -> None:
+async def test_an_intent_whose_answer_was_lost_is_ours(world: PoolWorld, *, applied: bool) -> None:
     hook = Unsure("store.put_provision", applied=applied, at=(1,))
     result = await world.provision(process=world.process(hook))
     assert [item.provision_id for item in world.database.provisions.values()] == [result.provision_id]
 
 
-async def test_an_intent_that_the_store_repeated_by_itself_is_ours(world: World) -> None:
+async def test_an_intent_that_the_store_repeated_by_itself_is_ours(world: PoolWorld) -> None:
     """A client that repeats a write whose answer was lost is refused by what it wrote itself."""
 
     async def hook(name: str, call: Call) -> Any:
@@ -158,7 +158,7 @@ async def test_an_intent_that_the_store_repeated_by_itself_is_ours(world: World)
     assert (await world.provision(process=world.process(hook))).created == 1
 
 
-async def test_an_intent_that_somebody_else_wrote_is_not_ours(world: World) -> None:
+async def test_an_intent_that_somebody_else_wrote_is_not_ours(world: PoolWorld) -> None:
     async def hook(name: str, call: Call) -> Any:
         if name == "store.put_provision":
             raise Conflict("it exists", current=provision(1))
@@ -169,7 +169,7 @@ async def test_an_intent_that_somebody_else_wrote_is_not_ours(world: World) -> N
     world.check_holds_nothing("1")
 
 
-async def test_a_commit_that_was_applied_stands(world: World) -> None:
+async def test_a_commit_that_was_applied_stands(world: PoolWorld) -> None:
     hook = Unsure("store.replace_provision", applied=True)
     result = await world.provision(process=world.process(hook))
     (stored,) = world.database.provisions.values()
