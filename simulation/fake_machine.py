@@ -34,7 +34,7 @@ _NEVER = timedelta(days=365)
 
 
 class TimedAction(Enum):
-    """What takes time on a machine."""
+    """Actions on a machine that take time."""
 
     BOOT = auto()
     #: From the end of an agent to its restart by the supervisor.
@@ -65,7 +65,7 @@ _SECONDS = {
 
 
 class MachineBehaviour(Protocol):
-    """How long the actions on a machine take and whether they succeed."""
+    """Durations and results of the actions on a machine."""
 
     def seconds(self, action: TimedAction) -> float: ...
 

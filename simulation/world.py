@@ -378,7 +378,7 @@ class World:
             self.safety.process_ended(process)
 
     def disturbed_at(self, machine: FakeMachine) -> float:
-        """When a fault last affected the machine's agent."""
+        """Time at which a fault last affected the machine's agent."""
         process = machine.agent
         return max(machine.disturbed_at, process.last_fault_at if process is not None else machine.disturbed_at)
 

@@ -48,7 +48,7 @@ async def test_a_full_pool_means_warm_starts(world: PoolWorld) -> None:
     assert (result.created, result.reused) == (0, 3)
     assert sorted(item.instance.instance_id for item in result.instances) == ids
     assert "compute" not in result.calls
-    assert not world.hints()
+    assert not world.messages()
     assert {item.instance.epoch for item in result.instances} == {2}
 
 

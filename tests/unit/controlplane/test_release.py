@@ -46,7 +46,7 @@ async def test_a_release_cleans_pools_and_announces(world: PoolWorld) -> None:
     result = await world.release()
     assert fates(result) == ["released"] * 3
     assert world.in_state(State.IDLE) == ids
-    assert world.hints() == ids
+    assert world.messages() == ids
     assert not world.registrations()
     for instance_id in ids:
         record = world.record(instance_id)
@@ -70,7 +70,7 @@ async def test_twice_in_a_row(world: PoolWorld) -> None:
     await one(world)
     assert fates(await world.release()) == ["released"]
     assert fates(await world.release()) == ["skipped"]
-    assert len(world.hints()) == 1
+    assert len(world.messages()) == 1
 
 
 async def test_twice_at_once(world: PoolWorld) -> None:
@@ -79,7 +79,7 @@ async def test_twice_at_once(world: PoolWorld) -> None:
     results = await asyncio.gather(*(world.release(process=process) for process in slow))
     assert not [error for result in results for error in result.errors]
     assert len(world.in_state(State.IDLE)) == 3
-    assert len(set(world.hints())) == 3
+    assert len(set(world.messages())) == 3
     # Whoever came second saw the same end.
     assert {fate for result in results for fate in fates(result)} == {"released"}
 
@@ -238,7 +238,7 @@ async def test_a_failed_reset_ends_the_machine(world: PoolWorld) -> None:
     result = await world.release()
     assert fates(result) == ["retired"]
     assert "would not die" in world.database.histories[instance.instance_id][-1].why
-    assert not world.hints()
+    assert not world.messages()
 
 
 async def test_a_machine_that_died_is_left_to_its_threshold(world: PoolWorld) -> None:

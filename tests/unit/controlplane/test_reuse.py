@@ -59,7 +59,7 @@ async def test_a_machine_that_falls_never_rises_again(world: PoolWorld) -> None:
     assert (await world.provision("1", tier=U)).reused == 1
     assert world.record(machine).tier is U
     await world.release("1")
-    assert world.hints() == [machine]
+    assert world.messages() == [machine]
     assert (await world.provision("2", tier=T)).created == 1
     assert world.record(machine).state is State.IDLE
     history = [item.why for item in world.database.histories[machine] if item.transition == "claim"]
@@ -98,7 +98,7 @@ async def test_a_hint_that_lies_claims_nothing_and_goes(world: PoolWorld, lie: d
     result = await world.provision("1", **told)
     assert (result.created, result.rejected["claim-lost"]) == (1, 1)
     assert world.record(machine).state is State.IDLE
-    assert world.hints() == []
+    assert world.messages() == []
 
 
 async def test_same_repo_needs_to_know_the_repository(world: PoolWorld) -> None:
@@ -119,7 +119,7 @@ async def test_never_means_one_run_for_each_machine(world: PoolWorld) -> None:
     assert world.in_state(State.TERMINATING) == sorted(machines)
     ends = [world.database.histories[machine][-1].retire_reason for machine in machines]
     assert ends == [RetireReason.NEVER_REUSED] * 2
-    assert world.hints() == []
+    assert world.messages() == []
 
 
 async def test_what_an_earlier_policy_left_idle_is_ended(world: PoolWorld) -> None:

@@ -53,7 +53,7 @@ async def test_a_hundred_misfits_cost_few_calls(world: PoolWorld) -> None:
     result = await world.provision(count=4, patterns=TypePatterns(("c*",)))
     assert result.created == 4
     assert sum(result.calls["pool"].values()) <= 30
-    assert len(world.hints()) == 100
+    assert len(world.messages()) == 100
 
 
 async def test_the_fit_among_misfits_is_found(world: PoolWorld) -> None:
@@ -62,7 +62,7 @@ async def test_the_fit_among_misfits_is_found(world: PoolWorld) -> None:
         put(world, fitting(0x1000 + number, usage_class=UsageClass.SPOT))
     result = await world.provision()
     assert [item.instance.instance_id for item in result.instances] == [warm]
-    assert len(world.hints()) == 60
+    assert len(world.messages()) == 60
 
 
 async def test_more_misfits_than_are_held_at_once_end_the_search(world: PoolWorld) -> None:
@@ -71,7 +71,7 @@ async def test_more_misfits_than_are_held_at_once_end_the_search(world: PoolWorl
     result = await world.provision()
     assert result.created == 1
     assert sum(result.calls["pool"].values()) <= 400
-    assert len(world.hints()) == 450
+    assert len(world.messages()) == 450
 
 
 async def test_surplus_stays_in_the_pool(world: PoolWorld) -> None:

@@ -29,6 +29,7 @@ MARGIN_S = LIFETIMES.margin_s
 async def test_what_is_expired_ends_in_every_live_state(state: State) -> None:
     """And not before: until the margin has passed nobody touches it."""
     world = PoolWorld()
+    world.ignore("S7")
     await world.configure()
     threshold = world.clock.now()
     record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
@@ -104,7 +105,7 @@ async def test_an_interrupted_release_is_finished(world: PoolWorld) -> None:
     assert len(world.in_state(State.RELEASING)) == 1
     await asyncio.sleep(3)
     result = await world.sweep()
-    assert len(result.finished) == len(result.announced) == len(world.hints()) == 1
+    assert len(result.finished) == len(result.announced) == len(world.messages()) == 1
     await cut.bury()
 
 
@@ -125,7 +126,7 @@ async def test_an_idle_instance_that_was_never_announced_is(world: PoolWorld) ->
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
     result = await world.sweep()
-    assert (list(result.announced), world.hints()) == ([warm], [warm])
+    assert (list(result.announced), world.messages()) == ([warm], [warm])
     assert (await world.sweep()).announced == ()
 
 
@@ -133,9 +134,9 @@ async def test_a_lost_announcement_is_repeated_after_a_while(world: PoolWorld) -
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     await world.pass_time(world.lifetimes.reannounce_s - 11)
-    assert not world.hints()
+    assert not world.messages()
     await world.pass_time(21)
-    assert world.hints() == [warm]
+    assert world.messages() == [warm]
 
 
 async def test_an_announcement_that_fails_is_told_and_repeated(world: PoolWorld) -> None:
@@ -158,6 +159,7 @@ async def test_a_runner_that_failed_while_running_ends_its_machine(world: PoolWo
 
 
 async def test_a_failure_of_an_earlier_epoch_ends_nothing(world: PoolWorld) -> None:
+    world.ignore("S4")
     (warm,) = await world.warm(1)
     world.behaviour.without_agent.add(warm)
     await world.provision()
@@ -253,6 +255,7 @@ FAILING = {
 async def test_one_failing_part_leaves_the_others(operation: str) -> None:
     """Each sweep has something to do; with one of them failing, all others do theirs."""
     world = PoolWorld()
+    world.ignore("S7")
     await world.configure()
     await world.warm(1)
     (announce_me,) = world.in_state(State.IDLE)
@@ -339,6 +342,7 @@ class HalfWritten(MemoryInstanceStore):
 
 
 async def test_what_was_written_is_told_whatever_became_of_the_others(world: PoolWorld) -> None:
+    world.ignore("S7")
     context = world.process()
     store = HalfWritten(clock=world.clock, calls=context.calls, database=world.database)
     records = [make_record(number, state=State.TERMINATING, threshold=world.clock.now()) for number in (1, 2, 3)]

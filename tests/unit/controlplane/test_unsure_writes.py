@@ -60,7 +60,7 @@ async def _release_once(operation: str, at: int, *, applied: bool) -> int:
     await asyncio.gather(world.release("mine", process=world.process(hook)), world.sweep(), return_exceptions=True)
     await world.pass_time(15)
     assert len(world.in_state(State.IDLE)) == 2
-    assert len(set(world.hints())) == 2
+    assert len(set(world.messages())) == 2
     await world.end()
     return hook.count
 

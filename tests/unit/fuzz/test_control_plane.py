@@ -40,6 +40,8 @@ class SpoiledWorld(PoolWorld):
 
     def __init__(self) -> None:
         super().__init__()
+        # Mutations copy credentials to places where a name is expected.
+        self.ignore("S12")
         self.spoil = Spoil()
 
     def process(self, hook: Any = None, *, credentialed: bool = False) -> Context:
@@ -138,8 +140,8 @@ def test_a_message_that_lies(document: Any) -> None:
         for _ in range(3):
             await asyncio.sleep(11)
             await sweep(world)
-        assert world.hints("xlarge") == []
-        assert world.hints("large") == [small]
+        assert world.messages("xlarge") == []
+        assert world.messages("large") == [small]
         world.check()
         await world.release("2")
         await world.end()
