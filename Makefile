@@ -83,7 +83,7 @@ fuzz: $(VENV)/.tools ## Fuzz external input, and run new examples of every prope
 	REMUDA_FUZZ=$(FUZZ) $(BIN)/pytest tests/unit -m hypothesis -q -n 2 --timeout 0
 	@if [ $(FUZZ_S) -gt 0 ]; then \
 	  [ -e $(VENV)-fuzz ] || PIP_CONSTRAINT= $(BIN)/python -m pip install -q --no-deps --target $(VENV)-fuzz -r requirements/fuzz.txt; \
-	  PYTHONPATH=$(VENV)-fuzz:. $(BIN)/python -m tests.support.guided build/corpus -max_total_time=$(FUZZ_S) -artifact_prefix=build/ -print_final_stats=1; \
+	  PYTHONPATH=$(VENV)-fuzz:. $(BIN)/python -m tests.support.coverage_fuzzer build/corpus -max_total_time=$(FUZZ_S) -artifact_prefix=build/ -print_final_stats=1; \
 	fi
 
 screenshots: $(VENV)/.tools | /usr/bin/chromium-headless-shell ## Renew the pictures of dashboard and report in the docs

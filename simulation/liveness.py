@@ -118,7 +118,9 @@ class LivenessInvariants:
                 self._stale.pop(runner.runner_id, None)
                 continue
             since = self._stale.setdefault(runner.runner_id, now)
-            grace_s = world.most("ghost_after_s") + world.max_skew.total_seconds() if record is None else 0.0
+            grace_s = (
+                world.most("registration_stale_after_s") + world.max_skew.total_seconds() if record is None else 0.0
+            )
             if now > since + timedelta(seconds=2 * self._sweep_s + self._sweep_duration_s + grace_s):
                 yield "L3", f"{runner.name} is stale and still registered", parsed[1]
 

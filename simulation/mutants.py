@@ -103,14 +103,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "claim-across-tiers",
         "a run gets an instance of another trust tier",
-        expression(_RESOURCES, "misfit", "message.tier not in request.reuse.tiers(request.tier)", "not request.tier"),
+        expression(_RESOURCES, "mismatch", "message.tier not in request.reuse.tiers(request.tier)", "not request.tier"),
         expression(_TRANSITIONS, "_claim", "instance.tier not in tiers", "not event.tier"),
         argument(_TRANSITIONS, "_claim", "tiers=tiers", ""),
     ),
     _mutant(
         "claim-across-repositories",
         "a claim ignores the repository that a machine has served",
-        expression(_RESOURCES, "misfit", "request.reuse is Reuse.SAME_REPO", "request.reuse is None"),
+        expression(_RESOURCES, "mismatch", "request.reuse is Reuse.SAME_REPO", "request.reuse is None"),
         expression(
             _TRANSITIONS, "_claim", "event.reuse is Reuse.SAME_REPO and not only_repository", "event.reuse is None"
         ),
@@ -402,7 +402,7 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(_SWEEP, "Sweep.run", "context.store.find(LIVE)", "context.store.find(LIVE - {State.CREATED})"),
         expression(
             _PROVISION_SWEEP,
-            "ProvisionSweep._one",
+            "ProvisionSweep._settle",
             "instance.state in ASSIGNED",
             "instance.state in ASSIGNED and instance.state != 'created'",
         ),
@@ -448,7 +448,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a machine without a record gets a tombstone at once",
         expression(
             _MACHINE_SWEEP,
-            "MachineSweep._bury_if_stray",
+            "MachineSweep._tombstone_if_unrecorded",
             "now - view.launched_at < grace",
             "now - view.launched_at < 0 * grace",
         ),
@@ -458,7 +458,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a requested termination counts as confirmed",
         statements(
             _MACHINE_SWEEP,
-            "MachineSweep._ended",
+            "MachineSweep._has_ended",
             "if view is not None and view.state is not MachineState.TERMINATED:\n    ...",
             "",
         ),
@@ -476,14 +476,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "taken-back-unreleased",
         "a sweep takes instances back and leaves their provision as it is",
-        statements(_PROVISION_SWEEP, "ProvisionSweep._one", "provision = await self._release(provision)", ""),
+        statements(_PROVISION_SWEEP, "ProvisionSweep._settle", "provision = await self._release(provision)", ""),
     ),
     _mutant(
         "taken-back-from-another",
         "a sweep takes back an instance that another provision has claimed since",
         expression(
             _PROVISION_SWEEP,
-            "ProvisionSweep._one",
+            "ProvisionSweep._settle",
             "instance.provision_id == provision.provision_id",
             "True",
         ),
@@ -494,30 +494,37 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _SWEEP,
             "Sweep.run",
-            "outside = await self._look_outside()",
+            "external = await self._list_external()",
             "early = {item.instance_id: item for item in await context.store.find(frozenset(State))}\n"
-            "outside = await self._look_outside()",
+            "external = await self._list_external()",
         ),
-        expression(_SWEEP, "Sweep.run", "ghosts.run(outside.runners, untouched)", "ghosts.run(outside.runners, early)"),
+        expression(
+            _SWEEP,
+            "Sweep.run",
+            "registrations.run(external.runners, not_retired)",
+            "registrations.run(external.runners, early)",
+        ),
         statements(
             _REGISTRATION_SWEEP,
             "StaleRegistrationSweep.run",
-            "records, unreadable = await skip_unreadable(read, self._tally.error)",
-            "records, (_, unreadable) = live, await skip_unreadable(read, self._tally.error)",
+            "records, unreadable = await skip_unreadable(read, self._result.error)",
+            "records, (_, unreadable) = live, await skip_unreadable(read, self._result.error)",
         ),
         # A registration without a record is kept while its machine exists and when it is first seen.
         expression(
             _REGISTRATION_SWEEP,
             "StaleRegistrationSweep._unrecorded_since",
-            "parsed is None or parsed[1] in self._standing",
+            "parsed is None or parsed[1] in self._existing",
             "parsed is None",
         ),
-        expression(_REGISTRATION_SWEEP, "StaleRegistrationSweep._why", "self._listed_at", "self._context.clock.now()"),
+        expression(
+            _REGISTRATION_SWEEP, "StaleRegistrationSweep._stale_reason", "self._listed_at", "self._context.clock.now()"
+        ),
         argument(
             _REGISTRATION_SWEEP,
-            "StaleRegistrationSweep._why",
-            "grace_s=self._config.lifetimes.ghost_after_s",
-            "grace_s=self._config.lifetimes.ghost_grace_s",
+            "StaleRegistrationSweep._stale_reason",
+            "grace_s=self._config.lifetimes.registration_stale_after_s",
+            "grace_s=self._config.lifetimes.registration_grace_s",
         ),
     ),
     _mutant(
@@ -551,16 +558,16 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "good-messages-dropped",
         "the sweep of pool messages also drops those of idle instances",
-        expression(_MESSAGE_SWEEP, "PoolMessageSweep._stale", "record.state is not State.IDLE", "True"),
+        expression(_MESSAGE_SWEEP, "PoolMessageSweep._find_stale", "record.state is not State.IDLE", "True"),
     ),
     _mutant(
         "messages-that-came-back",
         "a message that returned after its visibility timeout counts as its own duplicate",
         statements(
             _MESSAGE_SWEEP,
-            "PoolMessageSweep._stale",
-            "seen[message.id, message.epoch] = asked_at",
-            "seen[message.id, message.epoch] = inf",
+            "PoolMessageSweep._find_stale",
+            "valid[message.id, message.epoch] = receive_at",
+            "valid[message.id, message.epoch] = inf",
         ),
     ),
     _mutant(

@@ -223,7 +223,7 @@ class Workload:
         self._world.faults.record(Fault(item.action.value), [instance_id])
 
         async def work(context: Context) -> operator.OperatorResult:
-            chosen = await operator.choose(context, operator.InstanceSelector(instance_ids=(instance_id,)))
+            chosen = await operator.select_instances(context, operator.InstanceSelector(instance_ids=(instance_id,)))
             match item.action:
                 case operator.OperatorAction.DRAIN:
                     return await operator.drain(context, chosen, reason="replacement", dry_run=False)

@@ -18,7 +18,7 @@ from remuda.agent.loop import Agent
 from remuda.controlplane.context import Context
 from remuda.controlplane.operator import OperatorAction
 from remuda.controlplane.provision import ProvisionRequest
-from remuda.controlplane.refresh import Desired
+from remuda.controlplane.refresh import DesiredConfig
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
@@ -53,7 +53,7 @@ LIFETIMES = Lifetimes(
     margin_s=60.0,
     unrecorded_grace_s=300.0,
     # Zero, because nothing may depend on this grace period.
-    ghost_grace_s=0.0,
+    registration_grace_s=0.0,
     gone_after_s=60.0,
     reannounce_s=120.0,
     keep_records_s=300.0,
@@ -63,7 +63,7 @@ TOKEN_LIFE_S = 400.0
 #: Lifetimes of the configurations that a world switches between; the first one applies at the start.
 CONFIGURATIONS = (
     LIFETIMES,
-    replace(LIFETIMES, idle_time_s=120.0, max_uses=2, ghost_grace_s=300.0, keep_records_s=60.0),
+    replace(LIFETIMES, idle_time_s=120.0, max_uses=2, registration_grace_s=300.0, keep_records_s=60.0),
     replace(LIFETIMES, max_runtime_s=200.0, release_time_s=60.0, reannounce_s=60.0),
     replace(LIFETIMES, max_age_s=600.0, provision_timeout_s=120.0, keep_records_s=60.0),
 )
@@ -485,8 +485,8 @@ class World:
         if not process.ended.done():
             process.ended.set_result(None)
 
-    def desired(self, config: int) -> Desired:
-        return Desired(
+    def desired(self, config: int) -> DesiredConfig:
+        return DesiredConfig(
             pool=POOL,
             classes=DEFAULT_CLASSES,
             lifetimes=self.configurations[config],

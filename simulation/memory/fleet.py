@@ -1,4 +1,4 @@
-"""A tagged fleet of runner machines in memory, for unit tests and the simulation. Wrap the port to simulate failures."""
+"""A tagged fleet of runner machines in memory, for unit tests and the simulation. Wrap it to simulate failures."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from remuda.ports.machine import StepResult
 from tests.support.action_steps import LIMIT_S, ActionJob, ActionResult, copy_action
 from tests.support.aws.in_process_agents import ThreadedAgents, agents_in_thread
 from tests.support.aws.stack import SCOPE, aws_stack
-from tests.support.registry import answered
+from tests.support.pip_mirror import offline_index
 
 POOL = "actions"
 AWS_SECRET = "aws-s3cret-for-this-test"
@@ -85,7 +85,7 @@ def github(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActionRunner]:
             # pip's configuration and cache of this machine.
             "HOME": str(Path.home()),
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
-            **answered(folder),
+            **offline_index(folder),
         }
         with agents_in_thread(stack, POOL) as agents:
             yield ActionRunner(
@@ -179,7 +179,7 @@ def test_pull_request_from_a_fork_gets_untrusted_instances(
     refused = github.job("150", **event_variables).run(**step, tier="trusted")
     assert refused.code == 2, refused.log
     (error,) = refused.annotations("error")
-    assert error.data.startswith("tier is trusted, but the event says untrusted: pull request #12 from fork eve/repo;")
+    assert error.data.startswith("tier is trusted, but the event is untrusted: pull request #12 from fork eve/repo;")
     assert "leave tier out" in error.data
 
     done = github.job("150", **event_variables).run(**step, ephemeral="true", github_token=github.token)

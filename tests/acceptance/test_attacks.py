@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import attacks
-from tests.support.attacks import KEPT, LOG, LOOSE, PLANTED, REFUSED, RETIRED, SPOOL, Attack, AttackOutcome
+from tests.support.attacks import KEPT, LOG, LOOSE, REFUSED, REMOVABLE, RETIRED, SPOOL, Attack, AttackOutcome
 from tests.support.aws.ec2_machines import LIMIT_S, MachineStack
 from tests.support.aws.stack import aws_stack
 from tests.support.namespace_machine.machine import NamespaceMachine, bake_image, unsupported_reason
@@ -79,13 +79,13 @@ async def test_next_run_sees_no_attack_or_gets_another_machine(stack: MachineSta
     async with stack.booting():
         assert (await stack.provision("1"))["created"] == 1
         ((name, machine),) = stack.machines.items()
-        planted = await exit_codes(stack, machine, "1", attacks.plant_step((*REFUSED, *PLANTED)))
-        assert names(planted, PLANTED, succeeded=False) == [], "this computer does not support these"
-        assert names(planted, REFUSED, succeeded=True) == [], "jobs can do these"
+        plant_codes = await exit_codes(stack, machine, "1", attacks.plant_step((*REFUSED, *REMOVABLE)))
+        assert names(plant_codes, REMOVABLE, succeeded=False) == [], "this computer does not support these"
+        assert names(plant_codes, REFUSED, succeeded=True) == [], "jobs can do these"
 
         # Without a reset, the checks find all of them.
-        seen = await exit_codes(stack, machine, "1", attacks.look_step(PLANTED))
-        supported = tuple(attack for attack in PLANTED if attack.name in planted)
+        seen = await exit_codes(stack, machine, "1", attacks.look_step(REMOVABLE))
+        supported = tuple(attack for attack in REMOVABLE if attack.name in plant_codes)
         assert names(seen, supported, succeeded=False) == [], "the checks do not find these"
 
         assert (await stack.remuda("release", "--run-id", "1"))["released"] == [name], machine.console
@@ -95,9 +95,9 @@ async def test_next_run_sees_no_attack_or_gets_another_machine(stack: MachineSta
         assert [part for part in REMOVED_THINGS if part not in explanation] == [], explanation
 
         assert (await stack.provision("2"))["reused"] == 1
-        seen = await exit_codes(stack, machine, "2", attacks.look_step(PLANTED))
-        assert len(seen) == len(PLANTED)
-        assert names(seen, PLANTED, succeeded=True) == [], "the next run sees these"
+        seen = await exit_codes(stack, machine, "2", attacks.look_step(REMOVABLE))
+        assert len(seen) == len(REMOVABLE)
+        assert names(seen, REMOVABLE, succeeded=True) == [], "the next run sees these"
 
         # No reset can undo these: the machine must end.
         retiring = await exit_codes(stack, machine, "2", f"rm {attacks.EXIT_CODES}\n{attacks.plant_step(RETIRED)}")
@@ -110,7 +110,7 @@ async def test_next_run_sees_no_attack_or_gets_another_machine(stack: MachineSta
         # The agent reads that its record is terminating, and terminates the instance.
         await until(lambda: stack.stack.ec2.requests().get("TerminateInstances", 0) >= 1, within_s=LIMIT_S)
     defended = {attack: bool(seen[attack.name]) for attack in supported}
-    defended |= {attack: bool(planted[attack.name]) for attack in REFUSED}
+    defended |= {attack: bool(plant_codes[attack.name]) for attack in REFUSED}
     defended |= {attack: attack.look in explanation for attack in RETIRED}
     compare_with_docs({key.name: key.outcome if held else AttackOutcome.SEEN for key, held in defended.items()})
 

@@ -1,6 +1,6 @@
-"""Bad input at the command: refused with one sentence, before anything is made.
+"""Invalid input of commands: rejected with one line, before any change.
 
-Where many values of a kind are tried, the command runs in this process: that it does the same there is a test, too.
+Most cases run the command in this process; one test compares it with the installed command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY_RUN = ("provision", "--run-id", "1")
 
 
 class Shell:
-    """Runs `remuda` in a folder of its own, with nothing of ours in its environment."""
+    """Runs `remuda` in an empty directory with a minimal environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,9 +45,9 @@ class Shell:
         )
 
     def here(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """The same, without a process of its own."""
-        out, told = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
+        """Run the command in this process."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.folder)
             patch.setattr(sys, "argv", [str(REMUDA), *arguments])
             for name in os.environ.keys() - self.environ.keys():
@@ -55,10 +55,10 @@ class Shell:
             for name, value in self.environ.items():
                 patch.setenv(name, value)
             code = main(list(arguments))
-        return subprocess.CompletedProcess(arguments, code, out.getvalue(), told.getvalue())
+        return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
     def refused(self, *arguments: str, code: int = 2, installed: bool = False) -> dict[str, Any]:
-        """The error, told to people and to programs alike; nothing was made."""
+        """Run the command and return its error. Check that it is one line and that no file is created."""
         before = sorted(self.folder.rglob("*"))
         done = (self if installed else self.here)(*arguments, "--json")
         assert done.returncode == code, done.stderr
@@ -92,7 +92,7 @@ def shell(tmp_path: Path) -> Shell:
     ],
     ids=lambda each: " ".join(each)[:30],
 )
-def test_the_installed_command_refuses_as_it_does_here(shell: Shell, arguments: tuple[str, ...]) -> None:
+def test_the_installed_command_behaves_as_in_this_process(shell: Shell, arguments: tuple[str, ...]) -> None:
     done, here = shell(*arguments, "--json"), shell.here(*arguments, "--json")
     assert (done.returncode, done.stdout, done.stderr) == (here.returncode, here.stdout, here.stderr)
     assert done.returncode == 2
@@ -104,7 +104,7 @@ def test_the_installed_command_refuses_as_it_does_here(shell: Shell, arguments: 
 @pytest.mark.parametrize(
     "value", ["0", "-1", "1.5", "1e9", "NaN", "", "x" * 10_000], ids=lambda each: each[:5] or "empty"
 )
-def test_an_impossible_count_names_field_value_and_fix(shell: Shell, value: str) -> None:
+def test_an_invalid_count_is_rejected_with_flag_value_and_range(shell: Shell, value: str) -> None:
     error = shell.refused(*ANY_RUN, "--instance-count", value)
     assert (error["type"], error["field"]) == ("UserError", "--instance-count")
     assert error["message"].startswith(f"--instance-count must be an integer from 1 to 1000, got {value!r}"[:80])
@@ -113,7 +113,7 @@ def test_an_impossible_count_names_field_value_and_fix(shell: Shell, value: str)
 @pytest.mark.parametrize(
     "value", ["", " ", "1 2", "1,2", "self-hosted", "x" * 10_000], ids=lambda each: each[:5] or "empty"
 )
-def test_a_run_id_is_one_word_of_its_own(shell: Shell, value: str) -> None:
+def test_an_invalid_run_id_is_rejected(shell: Shell, value: str) -> None:
     error = shell.refused("provision", "--run-id", value)
     assert error["field"] == "--run-id"
     assert "run id" in error["fix"]
@@ -122,19 +122,19 @@ def test_a_run_id_is_one_word_of_its_own(shell: Shell, value: str) -> None:
 FORK = {"pull_request": {"number": 7, "head": {"repo": {"full_name": "eve/r"}}}, "repository": {"full_name": "octo/r"}}
 
 
-def test_a_tier_above_what_the_event_says_is_refused(shell: Shell) -> None:
+def test_a_tier_above_the_event_is_rejected(shell: Shell) -> None:
     event = shell.folder / "event.json"
     event.write_text(json.dumps(FORK))
     shell.environ |= {"GITHUB_EVENT_NAME": "pull_request_target", "GITHUB_EVENT_PATH": str(event)}
     error = shell.refused(*ANY_RUN, "--tier", "trusted")
     assert (error["field"], error["fix"]) == (
         "--tier",
-        "leave --tier out: code of strangers runs on machines of its own",
+        "omit --tier: untrusted code runs on separate instances",
     )
-    assert error["message"] == "tier is trusted, but the event says untrusted: pull request #7 from fork eve/r"
+    assert error["message"] == "tier is trusted, but the event is untrusted: pull request #7 from fork eve/r"
 
 
-def test_ephemeral_machines_need_a_credential(shell: Shell) -> None:
+def test_ephemeral_runners_require_a_credential(shell: Shell) -> None:
     shell.environ |= {"AWS_REGION": "eu-central-1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     error = shell.refused(*ANY_RUN, "--backend", "aws", "--ephemeral", "--github-scope", "octo")
     assert (error["type"], error["field"]) == ("UserError", "ephemeral")
@@ -152,13 +152,15 @@ def test_ephemeral_machines_need_a_credential(shell: Shell) -> None:
         (("refresh", "--reuse", "sometimes"), "--reuse"),
     ],
 )
-def test_what_cannot_be_reused_for_is_refused(shell: Shell, arguments: tuple[str, ...], field: str) -> None:
+def test_an_invalid_repository_or_reuse_policy_is_rejected(
+    shell: Shell, arguments: tuple[str, ...], field: str
+) -> None:
     error = shell.refused(*arguments)
     assert error["field"] == field
     assert error["fix"] or "must be" in error["message"]
 
 
-def test_ephemeral_is_true_or_false(shell: Shell) -> None:
+def test_ephemeral_must_be_true_or_false(shell: Shell) -> None:
     shell.environ["REMUDA_EPHEMERAL"] = "yes"
     error = shell.refused(*ANY_RUN)
     assert (error["field"], error["message"]) == (
@@ -168,7 +170,7 @@ def test_ephemeral_is_true_or_false(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("command", ["provision", "release"])
-def test_a_run_id_is_needed(shell: Shell, command: str) -> None:
+def test_a_run_id_is_required(shell: Shell, command: str) -> None:
     assert shell.refused(command)["field"] == "--run-id"
 
 
@@ -185,7 +187,7 @@ def test_a_run_id_is_needed(shell: Shell, command: str) -> None:
         ("--max-instances", "1e9"),
     ],
 )
-def test_thresholds_out_of_range_are_refused(shell: Shell, option: str, value: str) -> None:
+def test_lifetimes_out_of_range_are_rejected(shell: Shell, option: str, value: str) -> None:
     error = shell.refused("refresh", option, value)
     assert (error["field"], value in error["message"]) == (option, True)
     assert error["message"].startswith(f"{option} must be a")
@@ -200,17 +202,17 @@ def test_an_expert_setting_has_no_flag_but_a_variable(shell: Shell) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"large": {"cpu": 0, "mmem": 1}}', "[" * 50_000, "NaN"], ids=lambda t: t[:12]
 )
-def test_malformed_classes_are_refused(shell: Shell, text: str) -> None:
+def test_malformed_classes_are_rejected(shell: Shell, text: str) -> None:
     assert shell.refused("refresh", "--resource-class-config", text)["field"] == "--resource-class-config"
 
 
 @pytest.mark.parametrize("text", ["", "c?", "c*" * 5_000, "c*,;"], ids=lambda each: each[:5] or "empty")
-def test_patterns_that_are_none_are_refused(shell: Shell, text: str) -> None:
+def test_invalid_type_patterns_are_rejected(shell: Shell, text: str) -> None:
     error = shell.refused(*ANY_RUN, "--allowed-instance-types", text)
     assert error["field"] == "--allowed-instance-types"
 
 
-def test_a_value_from_the_environment_is_told_by_its_variable(shell: Shell) -> None:
+def test_an_error_in_the_environment_names_the_variable(shell: Shell) -> None:
     shell.environ["REMUDA_INSTANCE_COUNT"] = "many"
     error = shell.refused(*ANY_RUN, installed=True)
     assert (error["field"], error["message"]) == (
@@ -219,7 +221,7 @@ def test_a_value_from_the_environment_is_told_by_its_variable(shell: Shell) -> N
     )
 
 
-def test_bytes_that_are_no_text_are_refused_like_any_word(shell: Shell) -> None:
+def test_invalid_utf8_is_rejected(shell: Shell) -> None:
     assert shell.refused(*ANY_RUN, "--pool", os.fsdecode(b"\xff\xfe"), installed=True)["field"] == "--pool"
 
 
@@ -239,7 +241,7 @@ def test_bytes_that_are_no_text_are_refused_like_any_word(shell: Shell) -> None:
     ],
     ids=["option", "near miss", "command", "argument", "no number", "nan", "missing"],
 )
-def test_usage_errors_are_told_like_all_others(
+def test_usage_errors_have_the_same_form_as_others(
     shell: Shell, arguments: tuple[str, ...], field: str, named: str, fix: str
 ) -> None:
     error = shell.refused(*arguments)
@@ -249,48 +251,48 @@ def test_usage_errors_are_told_like_all_others(
     assert error["fix"] == fix
 
 
-def test_without_arguments_there_is_help(shell: Shell) -> None:
+def test_without_arguments_help_is_shown(shell: Shell) -> None:
     done = shell()
     assert (done.returncode, done.stderr) == (0, "")
     assert "provision" in done.stdout
 
 
-def test_without_json_nothing_but_one_sentence_is_written(shell: Shell) -> None:
+def test_without_json_an_error_is_one_line(shell: Shell) -> None:
     done = shell(*ANY_RUN, "--instance-count", "0")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "remuda: --instance-count must be an integer from 1 to 1000, got '0'\n"
 
 
 @pytest.mark.parametrize("command", ["up", "down", "demo"])
-def test_aws_has_nothing_to_start_here(shell: Shell, command: str) -> None:
+def test_local_commands_are_rejected_on_aws(shell: Shell, command: str) -> None:
     error = shell.refused(command, "--backend", "aws")
     assert (error["field"], error["fix"]) == ("--backend", "use --backend local")
 
 
 @pytest.mark.parametrize("arguments", [("refresh", "--github-scope", "a/b"), ("status",), ANY_RUN], ids=lambda a: a[0])
-def test_aws_without_a_region_says_so(shell: Shell, arguments: tuple[str, ...]) -> None:
+def test_aws_requires_a_region(shell: Shell, arguments: tuple[str, ...]) -> None:
     error = shell.refused(*arguments, "--backend", "aws")
     assert (error["field"], error["fix"]) == ("AWS_REGION", "set AWS_REGION")
 
 
-# The state folder -------------------------------------------------------------------------------------------------
+# State directory --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "arguments", [ANY_RUN, ("release", "--run-id", "1"), ("refresh",), ("status",)], ids=lambda a: a[0]
 )
-def test_what_is_not_up_says_how_to_bring_it_up(shell: Shell, arguments: tuple[str, ...]) -> None:
+def test_a_stopped_backend_is_reported_with_the_command_to_start_it(shell: Shell, arguments: tuple[str, ...]) -> None:
     error = shell.refused(*arguments, "--dir", "elsewhere")
     assert (error["field"], error["fix"]) == ("--dir", "run remuda up --dir elsewhere")
 
 
 @pytest.mark.parametrize("value", ["", "x" * 5_000], ids=["empty", "long"])
 @pytest.mark.parametrize("arguments", [("up",), ("down", "--purge"), ("status",)], ids=lambda a: a[0])
-def test_a_folder_that_cannot_be_one_is_refused(shell: Shell, arguments: tuple[str, ...], value: str) -> None:
+def test_an_invalid_directory_is_rejected(shell: Shell, arguments: tuple[str, ...], value: str) -> None:
     assert shell.refused(*arguments, "--dir", value)["field"] == "--dir"
 
 
-def test_a_file_in_place_of_the_folder_is_refused(shell: Shell) -> None:
+def test_a_file_as_state_directory_is_rejected(shell: Shell) -> None:
     shell.state.write_text("a file")
     error = shell.refused("up", "--dir", "state")
     assert (error["field"], error["fix"]) == ("--dir", "name a directory that you can write to")
@@ -298,49 +300,49 @@ def test_a_file_in_place_of_the_folder_is_refused(shell: Shell) -> None:
 
 @pytest.fixture
 def store(shell: Shell) -> Path:
-    """A folder that looks as if its backend were up, with room for a store."""
+    """The path of the store in a directory whose backend seems to run."""
     (shell.state / "github").mkdir(parents=True)
     endpoint = {"url": "http://127.0.0.1:9", "pid": os.getpid(), "token": "t0ken"}
     (shell.state / "github" / "endpoint.json").write_text(json.dumps(endpoint))
     return shell.state / "remuda.db"
 
 
-def test_a_store_that_is_missing_says_how_to_make_it(shell: Shell, store: Path) -> None:
+def test_a_missing_store_is_reported_with_the_command_to_create_it(shell: Shell, store: Path) -> None:
     error = shell.refused("status", "--dir", "state")
     assert "remuda.db" in error["message"]
     assert "remuda up" in error["fix"]
 
 
-def test_a_store_that_is_garbage_is_refused(shell: Shell, store: Path) -> None:
+def test_a_corrupt_store_is_rejected(shell: Shell, store: Path) -> None:
     store.write_bytes(b"this is not a database" * 500)
     error = shell.refused("status", "--dir", "state")
     assert "remuda.db" in error["message"]
     assert "away" in error["fix"]
 
 
-def test_a_store_that_is_somebody_elses_database_is_refused(shell: Shell, store: Path) -> None:
+def test_a_database_of_another_program_is_rejected(shell: Shell, store: Path) -> None:
     with sqlite3.connect(store) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
     connection.close()
     assert "not a Remuda store" in shell.refused("status", "--dir", "state")["message"]
 
 
-def test_a_folder_in_place_of_the_store_is_refused(shell: Shell, store: Path) -> None:
+def test_a_directory_as_store_is_rejected(shell: Shell, store: Path) -> None:
     store.mkdir()
     assert "folder" in shell.refused("status", "--dir", "state")["message"]
 
 
-def test_no_error_shows_the_local_githubs_token(shell: Shell, store: Path) -> None:
+def test_no_error_shows_the_token_of_the_local_github(shell: Shell, store: Path) -> None:
     store.write_bytes(b"garbage" * 500)
     done = shell("status", "--dir", "state", "--json")
     assert "t0ken" not in done.stdout + done.stderr
 
 
-# The settings file ------------------------------------------------------------------------------------------------
+# Settings file ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "told"),
+    ("text", "field", "message"),
     [
         ("pool = ", "config", "is not TOML"),
         ("pool = " + "[" * 50_000, "config", "is not TOML"),
@@ -352,20 +354,22 @@ def test_no_error_shows_the_local_githubs_token(shell: Shell, store: Path) -> No
     ],
     ids=["syntax", "nesting", "number", "key", "value", "truth", "table"],
 )
-def test_a_broken_settings_file_is_told_before_anything_is_made(shell: Shell, text: str, field: str, told: str) -> None:
+def test_an_invalid_settings_file_is_reported_before_any_change(
+    shell: Shell, text: str, field: str, message: str
+) -> None:
     (shell.folder / "remuda.toml").write_text(text)
     error = shell.refused("up")
-    assert (error["field"], told in error["message"]) == (field, True)
+    assert (error["field"], message in error["message"]) == (field, True)
     assert error["fix"] or "must be" in error["message"]
 
 
 @pytest.mark.parametrize("command", ["down", "refresh", "provision", "release", "status", "config"])
-def test_a_broken_settings_file_is_told_by_every_command(shell: Shell, command: str) -> None:
+def test_every_command_reports_an_invalid_settings_file(shell: Shell, command: str) -> None:
     (shell.folder / "remuda.toml").write_text("pool = ")
     assert shell.refused(command)["field"] == "config"
 
 
-def test_a_settings_file_that_was_named_must_be_there(shell: Shell) -> None:
+def test_a_named_settings_file_must_exist(shell: Shell) -> None:
     error = shell.refused("config", "--config", "missing.toml")
     assert (error["field"], "missing.toml" in error["message"]) == ("config", True)
 
@@ -379,7 +383,7 @@ def test_config_prints_values_and_sources_but_no_secret(shell: Shell) -> None:
     assert "ghp_s3cret" not in done.stdout + done.stderr + shell("config").stderr
 
 
-# Help is cheap ----------------------------------------------------------------------------------------------------
+# Imports of help ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["provision", "--help"], ["--version"]], ids=" ".join)
@@ -398,7 +402,7 @@ def test_help_imports_neither_clients_nor_servers(shell: Shell, arguments: list[
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# A backend that is up ---------------------------------------------------------------------------------------------
+# Running backend --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +423,7 @@ def machines(shell: Shell) -> list[Path]:
     return sorted((shell.state / "instances").glob("i-*"))
 
 
-def test_an_unknown_class_is_told_with_those_that_exist(backend: Shell) -> None:
+def test_an_unknown_class_is_reported_with_the_known_ones(backend: Shell) -> None:
     done = backend(*ANY_RUN, "--dir", "state", "--resource-class", "colossal", "--json", "--quiet")
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["field"]) == (2, "resource-class")
@@ -428,7 +432,7 @@ def test_an_unknown_class_is_told_with_those_that_exist(backend: Shell) -> None:
     assert machines(backend) == []
 
 
-def test_a_scope_without_a_token_is_told_before_anything_is_launched(backend: Shell) -> None:
+def test_a_scope_without_a_token_is_reported_before_any_launch(backend: Shell) -> None:
     done = backend(*ANY_RUN, "--dir", "state", "--github-scope", "some/other", "--json", "--quiet")
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["field"]) == (2, "github-scope")
@@ -436,7 +440,7 @@ def test_a_scope_without_a_token_is_told_before_anything_is_launched(backend: Sh
     assert machines(backend) == []
 
 
-def test_a_store_that_is_locked_is_unavailable(backend: Shell) -> None:
+def test_a_locked_store_is_unavailable(backend: Shell) -> None:
     connection = sqlite3.connect(backend.state / "remuda.db", timeout=LIMIT_S, isolation_level=None)
     try:
         connection.execute("BEGIN IMMEDIATE")

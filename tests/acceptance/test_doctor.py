@@ -1,4 +1,4 @@
-"""`remuda doctor` against servers: a healthy pool is well, and each thing that is broken is told with its fix."""
+"""`remuda doctor` on AWS servers: a healthy pool has no findings, and each problem is reported with its fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSAL = """<ErrorResponse><Error><Type>Sender</Type><Code>InvalidClientTokenId
 
 
 class Patient:
-    """A cloud with one pool that is well."""
+    """AWS servers with one healthy pool."""
 
     def __init__(self, servers: AwsStack) -> None:
         self.servers = servers
@@ -49,7 +49,7 @@ class Patient:
 
     def judged(self, lines: list[dict[str, Any]]) -> Lines:
         for line in lines:
-            assert list(line) == ["name", "status", "found", "fix"]
+            assert list(line) == ["name", "status", "message", "fix"]
             assert (line["fix"] is None) == (line["status"] == "ok"), line
             assert self.servers.github.token not in json.dumps(line)
         return {line["name"]: line for line in lines}
@@ -78,16 +78,16 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Patient]:
         yield Patient(servers)
 
 
-def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
+def test_a_healthy_pool_has_no_findings_and_is_not_changed(patient: Patient):
     before = patient.servers.ec2.requests()
-    code, told = patient.servers.remuda("doctor", pool=POOL)
-    assert list(told) == ["checks"]
-    lines = patient.judged(told["checks"])
+    code, document = patient.servers.remuda("doctor", pool=POOL)
+    assert list(document) == ["checks"]
+    lines = patient.judged(document["checks"])
     assert {name: line["status"] for name, line in lines.items()} == dict.fromkeys(lines, "ok"), lines
     assert code == 0
     assert {"aws credentials", "table", "queues", "image", "tokens", "github access"} <= set(lines)
-    assert "dry run" in lines["launch permission"]["found"]
-    assert "dry run" in lines["terminate permission"]["found"]
+    assert "dry run" in lines["launch permission"]["message"]
+    assert "dry run" in lines["terminate permission"]["message"]
     asked = {name for name, count in patient.servers.ec2.requests().items() if count > before.get(name, 0)}
     dry = {"CreateFleet", "RunInstances", "TerminateInstances"}
     assert asked >= dry
@@ -96,7 +96,7 @@ def test_a_healthy_pool_is_well_and_nothing_is_touched(patient: Patient):
     assert patient.servers.remuda("refresh", "--sweep-only", pool=POOL)[1]["applied"] == []
 
 
-def test_for_people_it_is_one_line_a_check(patient: Patient):
+def test_text_output_has_one_line_per_check(patient: Patient):
     done = run_cli(
         ["doctor", "--backend", "aws", "--pool", POOL, "--ami", "ami-00000000"],
         environment={**patient.servers.environment(), "COLUMNS": "40"},
@@ -110,14 +110,14 @@ def test_for_people_it_is_one_line_a_check(patient: Patient):
 
 
 @pytest.mark.parametrize(
-    ("flags", "changed", "told"),
+    ("flags", "changed", "expected"),
     [
         (
             {
                 "subnet-ids": NOBODY,
                 "security-group-ids": "sg-0123456789abcdef0",
                 "ami": "ami-0123456789abcdef0",
-                "iam-instance-profile": "nobody",
+                "iam-instance-profile": "unknown",
                 "github-scope": "octo/other",
             },
             {"REMUDA_GITHUB_TOKEN": "no"},
@@ -125,7 +125,7 @@ def test_for_people_it_is_one_line_a_check(patient: Patient):
                 "subnets": (NOBODY, "subnet-ids"),
                 "security groups": ("sg-0123456789abcdef0", "security-group-ids"),
                 "image": ("ami-0123456789abcdef0", "set another ami"),
-                "instance profile": ("instance profile 'nobody' does not exist", "create it"),
+                "instance profile": ("instance profile 'unknown' does not exist", "create it"),
                 "github access": ("refuses the credential", "REMUDA_GITHUB_TOKEN"),
                 "tokens": ("none for octo/other", "refresh --github-scope octo/other"),
             },
@@ -144,7 +144,7 @@ def test_for_people_it_is_one_line_a_check(patient: Patient):
             {
                 "aws region": ("no AWS region", "AWS_REGION"),
                 "github credential": ("no GitHub credential", "REMUDA_GITHUB_TOKEN"),
-                # What the pool has cannot be read then.
+                # The stored configuration cannot be read then.
                 "launch options": ("ami is missing", "set an image"),
             },
         ),
@@ -160,19 +160,19 @@ def test_for_people_it_is_one_line_a_check(patient: Patient):
     ],
     ids=["nothing of it exists", "bad input", "no region", "no credentials"],
 )
-def test_what_is_broken_is_told_once_with_its_fix(
-    patient: Patient, flags: dict[str, str], changed: dict[str, str], told: dict[str, tuple[str, str]]
+def test_each_problem_is_reported_once_with_its_fix(
+    patient: Patient, flags: dict[str, str], changed: dict[str, str], expected: dict[str, tuple[str, str]]
 ):
     code, lines = patient.doctor(flags=flags, **changed)
     assert code == 2
-    # What follows from one of them is not told again.
-    assert problems(lines) == set(told), lines
-    for name, (says, fix) in told.items():
-        assert says in lines[name]["found"]
+    # Consequences of a problem are not reported again.
+    assert problems(lines) == set(expected), lines
+    for name, (found, fix) in expected.items():
+        assert found in lines[name]["message"]
         assert fix in lines[name]["fix"]
 
 
-def test_credentials_that_aws_refuses(patient: Patient):
+def test_credentials_that_aws_rejects(patient: Patient):
     class Refuses(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -191,17 +191,17 @@ def test_credentials_that_aws_refuses(patient: Patient):
         sts.shutdown()
         thread.join()
     assert (code, problems(lines)) == (2, {"aws credentials"}), lines
-    assert "refuses the AWS credentials" in lines["aws credentials"]["found"]
-    assert lines["table"]["found"] == "not checked: aws credentials has a problem"
+    assert "refuses the AWS credentials" in lines["aws credentials"]["message"]
+    assert lines["table"]["message"] == "not checked: aws credentials has a problem"
 
 
 def test_a_pool_that_was_never_refreshed(patient: Patient):
-    code, lines = patient.doctor(flags={**patient.servers.launch, "github-scope": SCOPE}, pool="nobody")
+    code, lines = patient.doctor(flags={**patient.servers.launch, "github-scope": SCOPE}, pool="unknown")
     assert code == 2
     for name in ("table", "queues", "launch template", "configuration"):
         assert lines[name]["status"] == "problem", lines
         assert "run remuda refresh" in lines[name]["fix"]
-    # What the first refresh needs is there.
+    # The prerequisites of the first refresh exist.
     for name in ("image", "subnets", "security groups", "instance profile", "github access"):
         assert lines[name]["status"] == "ok", lines
 
@@ -218,8 +218,8 @@ def test_a_queue_deleted_by_hand(patient: Patient):
     patient.servers.call("sqs", delete)
     code, lines = patient.doctor(pool="gap")
     assert (code, problems(lines)) == (2, {"queues"}), lines
-    assert "remuda-gap-xlarge is missing" in lines["queues"]["found"]
-    assert "remuda-gap-large has wrong values of VisibilityTimeout" in lines["queues"]["found"]
+    assert "remuda-gap-xlarge is missing" in lines["queues"]["message"]
+    assert "remuda-gap-large has wrong values of VisibilityTimeout" in lines["queues"]["message"]
     assert "remuda refresh" in lines["queues"]["fix"]
 
 
@@ -235,7 +235,7 @@ def test_a_table_with_other_keys(patient: Patient):
     patient.servers.call("dynamodb", create)
     code, lines = patient.doctor(pool="other")
     assert (code, lines["table"]["status"]) == (2, "problem"), lines
-    assert "is not a Remuda store" in lines["table"]["found"]
+    assert "is not a Remuda store" in lines["table"]["message"]
     assert "choose another pool name" in lines["table"]["fix"]
 
 
@@ -244,11 +244,11 @@ def test_a_service_that_is_down_is_exit_code_4_and_the_others_are_checked(patien
     code, lines = patient.doctor(flags=flags, AWS_ENDPOINT_URL_DYNAMODB="http://127.0.0.1:9")
     assert code == 4, lines
     assert problems(lines) == {"table", "configuration", "tokens"}, lines
-    assert "cannot be reached" in lines["table"]["found"]
+    assert "cannot be reached" in lines["table"]["message"]
     assert lines["queues"]["status"] == "ok"
 
 
-def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(patient: Patient):
+def test_a_missing_launch_permission_is_a_warning_and_a_missing_terminate_permission_a_problem(patient: Patient):
     refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
     patient.servers.ec2.configure(
         faults=[{"action": "RunInstances", **refused}, {"action": "TerminateInstances", **refused}]
@@ -259,7 +259,7 @@ def test_who_may_not_launch_is_warned_and_who_may_not_terminate_has_a_problem(pa
     assert "workflow.json" in lines["launch permission"]["fix"]
 
 
-def test_who_may_not_see_tags_cannot_end_machines(patient: Patient):
+def test_without_permission_to_read_tags_instances_cannot_be_terminated(patient: Patient):
     refused = {"code": "UnauthorizedOperation", "status": 403, "message": "You are not authorized."}
     patient.servers.ec2.configure(faults=[{"action": "DescribeTags", **refused}])
     code, lines = patient.doctor()
@@ -267,7 +267,7 @@ def test_who_may_not_see_tags_cannot_end_machines(patient: Patient):
     assert "refresh.json" in lines["terminate permission"]["fix"]
 
 
-def test_options_that_differ_from_the_template_are_told(patient: Patient):
+def test_options_that_differ_from_the_launch_template_are_reported(patient: Patient):
     subnets = patient.servers.launch["subnet-ids"].split(",")[0]
     code, lines = patient.doctor(flags={"subnet-ids": subnets})
     assert (code, lines["launch template"]["status"]) == (0, "ok"), lines
@@ -275,10 +275,10 @@ def test_options_that_differ_from_the_template_are_told(patient: Patient):
     assert (code, lines["launch template"]["status"]) == (0, "warning"), lines
 
 
-def test_an_image_must_fit_what_is_put_on_it(patient: Patient):
+def test_the_architecture_of_the_image_must_fit(patient: Patient):
     code, lines = patient.doctor(flags={"ami": WINDOWS_AMI})
     assert (code, problems(lines)) == (2, {"image"}), lines
-    assert "Windows" in lines["image"]["found"]
+    assert "Windows" in lines["image"]["message"]
 
     digest = "0" * 64
     python = {
@@ -287,7 +287,7 @@ def test_an_image_must_fit_what_is_put_on_it(patient: Patient):
     }
     code, lines = patient.doctor(flags={"ami": ARM_AMI}, **python)
     assert (code, problems(lines)) == (2, {"image"}), lines
-    assert "is for arm64, python-url for x86_64" in lines["image"]["found"]
+    assert "is for arm64, python-url for x86_64" in lines["image"]["message"]
 
 
 def test_the_local_backend(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The local GitHub and the stand-in runner as real processes."""
+"""The fake GitHub and the fake runner as real processes."""
 
 import asyncio
 import os
@@ -20,11 +20,11 @@ from remuda.fake_github.package import install
 
 REPO = "acme/widgets"
 RUNNERS = f"/repos/{REPO}/actions/runners"
-#: Generous: nothing waits for it unless something is broken.
+#: Generous limit in seconds: reached only if a test fails.
 LIMIT_S = 90.0
 
 
-class Server:
+class FakeGitHubServer:
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
         self.process: subprocess.Popen[bytes] | None = None
@@ -71,7 +71,7 @@ class Server:
         return int(answer.json()["id"])
 
     def job(self, job_id: int, *, since: str) -> dict[str, Any]:
-        """After its status has changed."""
+        """Return the job after its status has changed from `since`."""
         query = {"since": since, "wait": str(LIMIT_S)}
         job: dict[str, Any] = self.http.get(f"/_admin/jobs/{job_id}", params=query).json()
         assert job["status"] != since
@@ -85,7 +85,7 @@ class Server:
         assert self.job(job_id, since="queued")["status"] == "in_progress"
 
     def until(self, holds: Callable[[dict[str, Any]], bool], name: str = "one") -> dict[str, Any]:
-        """Wait for the server's next change until it holds for the runner (an empty one if it is gone)."""
+        """Wait until the condition holds for the runner document, which is empty if there is no such runner."""
         query: dict[str, Any] = {"wait": str(LIMIT_S)}
         while True:
             answer = self.http.get("/_admin/runners", params=query).json()
@@ -101,7 +101,7 @@ class Server:
 
 
 class RunnerFolder:
-    def __init__(self, folder: pathlib.Path, server: Server) -> None:
+    def __init__(self, folder: pathlib.Path, server: FakeGitHubServer) -> None:
         install(folder)
         self.folder = folder
         self.server = server
@@ -110,7 +110,7 @@ class RunnerFolder:
         self.listeners: list[subprocess.Popen[bytes]] = []
 
     def environment(self, **more: str) -> dict[str, str]:
-        # Little else than the real agent would pass, and no virtual environment.
+        # Similar to the environment of the real agent, without a virtual environment.
         base = {"PATH": os.environ["PATH"], "HOME": str(self.home), "RUNNER_ALLOW_RUNASROOT": "1"}
         return {**base, **more}
 
@@ -162,23 +162,23 @@ class RunnerFolder:
 
 
 @pytest.fixture
-def server(tmp_path: pathlib.Path) -> Iterator[Server]:
-    server = Server(tmp_path / "github")
+def server(tmp_path: pathlib.Path) -> Iterator[FakeGitHubServer]:
+    server = FakeGitHubServer(tmp_path / "github")
     server.start()
-    # A runner that stands still for a while, on a busy computer, keeps its session.
+    # A runner that is delayed on a busy computer keeps its session.
     server.change(liveness_s=LIMIT_S)
     yield server
     server.stop(signal.SIGKILL)
 
 
 @pytest.fixture
-def runner(tmp_path: pathlib.Path, server: Server) -> Iterator[RunnerFolder]:
+def runner(tmp_path: pathlib.Path, server: FakeGitHubServer) -> Iterator[RunnerFolder]:
     folder = RunnerFolder(tmp_path / "runner", server)
     yield folder
     folder.close()
 
 
-def test_it_registers_runs_jobs_and_is_removed(server: Server, runner: RunnerFolder) -> None:
+def test_runner_registers_runs_jobs_and_is_removed(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     registered = server.rest()
     assert registered is not None
@@ -197,7 +197,7 @@ def test_it_registers_runs_jobs_and_is_removed(server: Server, runner: RunnerFol
     assert good["runner_name"] == "one"
     workspace = runner.folder / "_work" / "widgets" / "widgets"
     assert f"run 7 of {REPO} in {workspace}\nRunner.Worker\n" in good["log"]
-    # A guessable mark let the worker of one server end the steps of another.
+    # With a predictable value, the worker of one server would kill steps of another.
     assert re.search(r"^blue github_[0-9a-f]{32}$", good["log"], re.MULTILINE)
     assert (workspace / "residue").exists()
     assert list((runner.folder / "_diag").iterdir())
@@ -218,14 +218,14 @@ def test_it_registers_runs_jobs_and_is_removed(server: Server, runner: RunnerFol
     assert "registration has been deleted" in output
 
 
-def test_it_is_configured_once(server: Server, runner: RunnerFolder) -> None:
+def test_second_configuration_is_rejected(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     again = runner.config("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--token", "x")
     assert again.returncode == 1
     assert "Cannot configure the runner because it is already configured." in again.stdout
 
 
-def test_bad_tokens_root_and_taken_names_are_refused(server: Server, runner: RunnerFolder) -> None:
+def test_bad_tokens_root_and_existing_names_are_rejected(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     arguments = ("--unattended", "--url", f"{server.endpoint.url}/{REPO}", "--name", "one")
     wrong = runner.config(*arguments, "--token", "wrong")
     assert wrong.returncode == 1
@@ -245,7 +245,7 @@ def test_bad_tokens_root_and_taken_names_are_refused(server: Server, runner: Run
     assert labels == ["self-hosted", "Linux", "X64"]
 
 
-def test_removal_without_runner_file_is_local_only(server: Server, runner: RunnerFolder) -> None:
+def test_removal_without_runner_file_is_local_only(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     (runner.folder / ".runner").unlink()
     assert runner.config("remove").returncode == 0
@@ -259,7 +259,7 @@ def test_removal_without_runner_file_is_local_only(server: Server, runner: Runne
     assert not (runner.folder / ".runner").exists()
 
 
-def test_a_busy_runner_cannot_be_removed(server: Server, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:
+def test_busy_runner_cannot_be_removed(server: FakeGitHubServer, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:
     runner.register()
     runner.ready()
     gate = tmp_path / "gate"
@@ -282,7 +282,7 @@ def test_a_busy_runner_cannot_be_removed(server: Server, runner: RunnerFolder, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_cancels_the_job(server: Server, runner: RunnerFolder, number: signal.Signals) -> None:
+def test_signal_cancels_the_job(server: FakeGitHubServer, runner: RunnerFolder, number: signal.Signals) -> None:
     runner.register()
     listener = runner.ready()
     job = server.queue("sleep 600")
@@ -294,7 +294,7 @@ def test_a_signal_cancels_the_job(server: Server, runner: RunnerFolder, number: 
     assert "completed with result: Canceled" in runner.output.read_text()
 
 
-def test_a_job_is_cancelled_from_the_server(server: Server, runner: RunnerFolder) -> None:
+def test_server_cancels_a_job(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     runner.ready()
     job = server.queue("sleep 600")
@@ -304,14 +304,14 @@ def test_a_job_is_cancelled_from_the_server(server: Server, runner: RunnerFolder
     assert server.finished(server.queue("true"))["conclusion"] == "success"
 
 
-def test_a_killed_listener_leaves_the_runner_offline_and_busy(
-    server: Server, runner: RunnerFolder, tmp_path: pathlib.Path
+def test_runner_of_a_killed_listener_is_offline_and_busy(
+    server: FakeGitHubServer, runner: RunnerFolder, tmp_path: pathlib.Path
 ) -> None:
     runner.register()
     listener = runner.ready()
     died = tmp_path / "died"
     os.mkfifo(died)
-    # The open end of the fifo closes with the step: what reads it ends when the job's process is gone, too.
+    # The step holds the write end of the fifo, so the read ends when the step's process has ended.
     job = server.queue(f"exec 9> {died}; sleep 600")
     with died.open("rb") as watch:
         server.running(job)
@@ -329,13 +329,13 @@ def test_a_killed_listener_leaves_the_runner_offline_and_busy(
     assert server.http.delete(f"{RUNNERS}/{lost['id']}").status_code == 204
 
 
-def test_a_job_ends_whose_runner_stood_still_for_too_long(server: Server, runner: RunnerFolder) -> None:
+def test_job_completes_although_its_session_was_lost(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     listener = runner.ready()
     job = server.queue("sleep 600")
     server.running(job)
     listener.send_signal(signal.SIGSTOP)
-    # Told to cancel it, a runner asks for nothing more: the session is gone before it has done so.
+    # A runner that cancels a job does not poll, so its session is lost before the job ends.
     server.http.post(f"/_admin/jobs/{job}/cancel")
     server.change(liveness_s=0.1)
     server.until(lambda found: not found["online"])
@@ -345,13 +345,13 @@ def test_a_job_ends_whose_runner_stood_still_for_too_long(server: Server, runner
     assert server.finished(server.queue("true"))["conclusion"] == "success"
 
 
-def test_a_second_listener_is_a_conflict(server: Server, runner: RunnerFolder) -> None:
+def test_second_listener_conflicts(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     runner.ready()
     assert runner.listen(FAKE_RUNNER_SESSION_CONFLICT_S="0.1").wait(LIMIT_S) == 5
 
 
-def test_a_just_in_time_runner_takes_one_job(server: Server, runner: RunnerFolder) -> None:
+def test_jit_runner_runs_one_job(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     body = {"name": "one", "runner_group_id": 1, "labels": ["warm"]}
     jit = server.http.post(f"{RUNNERS}/generate-jitconfig", json=body).json()
     first, second = server.queue("echo first"), server.queue("echo second")
@@ -363,16 +363,16 @@ def test_a_just_in_time_runner_takes_one_job(server: Server, runner: RunnerFolde
     assert not (runner.folder / ".runner").exists()
 
 
-def test_an_unregistered_runner_does_not_listen(server: Server, runner: RunnerFolder) -> None:
+def test_unregistered_runner_does_not_listen(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     assert runner.listen().wait(LIMIT_S) == 1
     assert "Not configured" in runner.output.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_server_keeps_what_it_knows(server: Server, runner: RunnerFolder, number: signal.Signals) -> None:
+def test_state_survives_a_restart(server: FakeGitHubServer, runner: RunnerFolder, number: signal.Signals) -> None:
     runner.register()
     listener = runner.ready()
-    waiting = server.queue("true", labels=("nobody",))
+    waiting = server.queue("true", labels=("unmatched",))
     before = server.endpoint
     code = server.stop(number)
     assert code == (0 if number is signal.SIGTERM else -number)
@@ -383,7 +383,7 @@ def test_the_server_keeps_what_it_knows(server: Server, runner: RunnerFolder, nu
     assert server.http.get(f"/_admin/jobs/{waiting}").json()["status"] == "queued"
 
 
-def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:
+def test_hooks_and_orphans(server: FakeGitHubServer, runner: RunnerFolder, tmp_path: pathlib.Path) -> None:
     hook = tmp_path / "started.sh"
     hook.write_text('echo "hook of run $GITHUB_RUN_ID.$GITHUB_RUN_ATTEMPT"\ntest ! -e refuse\n')
     runner.register()
@@ -391,7 +391,7 @@ def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathl
     died = tmp_path / "died"
     os.mkfifo(died)
     watch = os.open(died, os.O_RDONLY | os.O_NONBLOCK)
-    # Until it is another program: in between, nobody could tell whose it is.
+    # Wait for the exec, during which the environment is empty.
     job = server.queue(
         f"(exec 9> {died}; exec sleep 600) &\n"
         "until tr '\\0' ' ' </proc/$!/cmdline | grep -q '^sleep '; do sleep 0.02; done; touch refuse"
@@ -406,7 +406,7 @@ def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathl
     bad = server.finished(server.queue("echo never"))
     assert bad["conclusion"] == "failure"
     assert [step["conclusion"] for step in bad["steps"]] == ["skipped"]
-    # As in the real one: what always runs does so after a hook that failed, too, unless the worker was told to stop.
+    # Like the real runner: `always()` steps run after a failed hook, unless the worker received SIGTERM.
     steps = [
         {"run": "echo never"},
         {"run": "kill $PPID; sleep 600", "if": "always()"},
@@ -418,7 +418,7 @@ def test_hooks_and_orphans(server: Server, runner: RunnerFolder, tmp_path: pathl
     assert [step["conclusion"] for step in always["steps"]] == ["skipped", "cancelled", "skipped"]
 
 
-def test_lost_answers_do_not_stop_the_runner(server: Server, runner: RunnerFolder) -> None:
+def test_runner_repeats_requests_with_lost_responses(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     runner.ready()
     for operation in ("runner.acknowledge", "runner.complete"):
@@ -428,7 +428,7 @@ def test_lost_answers_do_not_stop_the_runner(server: Server, runner: RunnerFolde
     assert server.http.get("/_admin/faults").json() == {"faults": []}
 
 
-async def test_the_client(server: Server, runner: RunnerFolder) -> None:
+async def test_admin_client(server: FakeGitHubServer, runner: RunnerFolder) -> None:
     runner.register()
     runner.ready()
     async with FakeGitHubClient(server.endpoint.url, server.endpoint.token) as client:
@@ -449,9 +449,9 @@ async def test_the_client(server: Server, runner: RunnerFolder) -> None:
         assert await client.faults() == []
         await client.set_fault("delay", operation="list", seconds=600)
         listing = asyncio.create_task(asyncio.to_thread(server.rest))
-        while await client.faults():  # noqa: ASYNC110 - it happens in another process
+        while await client.faults():  # noqa: ASYNC110 - the change happens in another process
             await asyncio.sleep(0.02)
-        # One that is under way ends, too.
+        # A delay in progress ends, too.
         await client.clear_faults()
         assert await listing is not None
         with pytest.raises(FakeGitHubError, match="404"):
@@ -459,10 +459,10 @@ async def test_the_client(server: Server, runner: RunnerFolder) -> None:
         assert (await client.change_settings(lease_s=99))["lease_s"] == 99
 
 
-def test_installing_again_changes_nothing(runner: RunnerFolder) -> None:
-    def look() -> Mapping[str, int]:
+def test_second_install_changes_nothing(runner: RunnerFolder) -> None:
+    def modification_times() -> Mapping[str, int]:
         return {str(path): path.stat().st_mtime_ns for path in runner.folder.rglob("*") if path.is_file()}
 
-    before = look()
+    before = modification_times()
     install(runner.folder)
-    assert look() == before
+    assert modification_times() == before

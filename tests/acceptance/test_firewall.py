@@ -1,4 +1,4 @@
-"""The firewall of machines in a kernel: a machine, its metadata service and a container, each a network of its own."""
+"""The firewall of machines on a real kernel, with network namespaces for machine, metadata service and container."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.support.fake_imds import fake_imds
 V4, V6 = "169.254.169.254", "fd00:ec2::254"
 LIMIT_S = 120
 JOB = pwd.getpwnam(JOB_USER).pw_uid
-#: First and last of those that its user namespaces may use, two ranges; and somebody else.
+#: First and last of two ranges of subordinate ids of the job user; and an id outside them.
 SUBORDINATE = (200_000, 265_535, 300_000, 300_000)
 OTHER = 199_999
 SUBUID = f"other:100000:50\n{JOB_USER}:200000:65536\n{JOB_USER}:x:1\n{JOB}:300000:1\n{JOB_USER}:5:0\n"
-#: Takes calls on both addresses, whoever calls.
+#: Accepts connections on both addresses.
 SERVICE = """
 import socket, sys, time
-taken = [socket.create_server((address, 80), family=family, backlog=100)
+servers = [socket.create_server((address, 80), family=family, backlog=100)
          for family, address in ((socket.AF_INET, sys.argv[1]), (socket.AF_INET6, sys.argv[2]))]
 print("ready", flush=True)
 time.sleep(1000)
 """
-#: Which of the addresses a user can reach within so many seconds.
+#: Prints the addresses that a user can reach. Arguments: user id, seconds, addresses.
 PROBE = """
 import encodings.idna, os, select, socket, sys, time
 os.setgroups([])
@@ -52,34 +52,39 @@ while calls and (left := limit - time.monotonic()) > 0:
         if not call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             print(address)
 """
-#: Generous where it must succeed, short where it must not.
+#: Seconds to wait for a connection that must succeed, and for one that must fail.
 REACHED_S, REFUSED_S = 60, 0.4
 
 
 @cache
-def why_not() -> str:
+def unsupported_reason() -> str:
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "networks of their own need root on Linux"
+        return "network namespaces need root on Linux"
     for name in ("iptables", "ip6tables", "ip"):
         if shutil.which(name) is None:
-            return f"{name} is not installed (apt-get install iptables iproute2): no rule is tried"
+            return f"{name} is not installed (apt-get install iptables iproute2): the rules cannot be tested"
     probe = "ip link add name one type veth peer name two && iptables -t mangle -S && ip6tables -t mangle -S"
     done = subprocess.run(["unshare", "--net", "sh", "-c", probe], capture_output=True, text=True, check=False)
-    return f"this kernel cannot have such networks: {done.stderr.strip()}" if done.returncode else ""
+    return f"this kernel lacks network namespaces or iptables: {done.stderr.strip()}" if done.returncode else ""
 
 
 class Network:
-    """A network of its own, which lives as long as the process in it."""
+    """A network namespace, which exists as long as its process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.pid = process.pid
 
     def run(self, *command: str, mounts: str = "") -> str:
         inside = ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
-        # A mount of its own as well, for what is elsewhere than it will be on a machine.
-        own = ["unshare", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh"] if mounts else []
+        # In a mount namespace, in which files can be replaced.
+        with_mounts = ["unshare", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh"] if mounts else []
         done = subprocess.run(
-            [*inside, *own, *command], capture_output=True, text=True, check=False, timeout=LIMIT_S, env=os.environ
+            [*inside, *with_mounts, *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+            env=os.environ,
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
@@ -101,7 +106,7 @@ def network() -> Iterator[Network]:
             process.kill()
 
 
-#: What each of the networks has: the machine is between its metadata and a container.
+#: Commands that set up each network. The machine connects its metadata service and a container.
 HOST = f"""
 ip link add name ens5 type veth peer name eth0 netns $cloud
 ip link add name docker0 type veth peer name eth0 netns $container
@@ -126,7 +131,7 @@ ip route add default via 172.17.0.1; ip route add default via fd00:2::1
 
 @pytest.fixture
 def machine() -> Iterator[tuple[Network, Network]]:
-    """A machine that can reach its metadata, and a container on it."""
+    """A machine that can reach its metadata service, and a container on it."""
     with ExitStack() as stack:
         host, cloud, container = (stack.enter_context(network()) for _ in range(3))
         host.run("sh", "-ec", f"cloud={cloud.pid} container={container.pid}\n{HOST}")
@@ -137,20 +142,20 @@ def machine() -> Iterator[tuple[Network, Network]]:
         stack.callback(service.kill)
         assert service.stdout is not None
         assert service.stdout.readline() == b"ready\n"
-        # A new network takes a moment to know its neighbours.
+        # Neighbour discovery in a new network takes a moment.
         limit = time.monotonic() + LIMIT_S
         while host.reaches() != {V4, V6} or container.reaches() != {V4, V6}:
-            assert time.monotonic() < limit, "without rules everybody must reach it"
+            assert time.monotonic() < limit, "without rules all must reach it"
         yield host, container
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_jobs_their_namespaces_and_containers_do_not_reach_the_metadata(
+@pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
+def test_jobs_and_containers_cannot_reach_the_metadata_service(
     machine: tuple[Network, Network], tmp_path: Path
 ) -> None:
     host, container = machine
     both = {V4, V6}
-    # Without the rules everybody does: that is what the rest rests on.
+    # Without the rules all users can reach it, so the checks below are meaningful.
     assert [host.reaches(uid) for uid in (JOB, SUBORDINATE[0], OTHER)] == [both] * 3
 
     with fake_imds() as imds:
@@ -159,7 +164,7 @@ def test_jobs_their_namespaces_and_containers_do_not_reach_the_metadata(
         assert box.boot().returncode == 0
     subuid = tmp_path / "subuid"
     subuid.write_text(SUBUID)
-    # Twice, as at a boot and before the agent.
+    # Twice: at boot and before the agent starts.
     for _ in range(2):
         host.run(str(box.opt / "bin" / "remuda-firewall"), mounts=f"mount --bind {subuid} /etc/subuid")
 
@@ -167,8 +172,8 @@ def test_jobs_their_namespaces_and_containers_do_not_reach_the_metadata(
     assert host.reaches(OTHER) == both
     assert [host.reaches(uid, REFUSED_S) for uid in (JOB, *SUBORDINATE)] == [set()] * 5
     assert container.reaches(within_s=REFUSED_S) == set()
-    # The software of containers comes later, and lets them through before all that was there.
+    # Container software starts later and inserts rules that accept before all existing rules.
     for command in ("iptables", "ip6tables"):
         host.run(command, "-I", "FORWARD", "-j", "ACCEPT")
     assert container.reaches(within_s=REFUSED_S) == set()
-    assert host.run("iptables", "-t", "mangle", "-S", "FORWARD").count("-j DROP") == 1, "set once"
+    assert host.run("iptables", "-t", "mangle", "-S", "FORWARD").count("-j DROP") == 1, "the rule is not duplicated"

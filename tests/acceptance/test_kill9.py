@@ -1,4 +1,4 @@
-"""kill -9 of whole kinds of processes. Whatever is killed, the pool comes to the same end: nothing is left."""
+"""kill -9 of all processes of a kind. Afterwards the pool recovers and leaves no machine or process behind."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ async def one_idle_two_running(backend: LocalBackend) -> tuple[str, set[str]]:
     return idle, {item["instance_id"] for item in running.document["instances"]}
 
 
-async def test_all_supervisors(backend: LocalBackend) -> None:
-    """Machines that lose their power: their agents and runners end with them, and the records follow."""
+async def test_kill_all_supervisors(backend: LocalBackend) -> None:
+    """The machines lose power: agents and runners end, and the records follow."""
     await one_idle_two_running(backend)
     async with backend.github() as github:
         job = await github.queue_job(repo=REPO, run_id="1", labels=["1"], steps=[JobStep(run="sleep 1000")])
         await github.job(job.id, wait_s=LIMIT_S, since="queued")
-        # The job's result is lost; GitHub lets the runner go when its lease is over.
+        # The job's result is lost; GitHub frees the runner when the lease expires.
         await github.change_settings(lease_s=1.0)
     kill([backend.supervisor(instance_id) for instance_id in backend.machines()])
     async with backend.sweeping():
@@ -52,11 +52,11 @@ async def test_all_supervisors(backend: LocalBackend) -> None:
     assert backend.processes() == []
     after = await backend.provision("2", 1)
     assert after.document["created"] == 1
-    assert {hint["id"] for hint in backend.pool_messages()} == set()
+    assert {message["id"] for message in backend.pool_messages()} == set()
 
 
-async def test_all_agents(backend: LocalBackend) -> None:
-    """Their supervisors start others, which go on where the first ones were."""
+async def test_kill_all_agents(backend: LocalBackend) -> None:
+    """The supervisors restart the agents, which continue."""
     idle, running = await one_idle_two_running(backend)
     agents = {instance_id: backend.agent(instance_id) for instance_id in backend.machines()}
     assert set(agents) == {idle, *running}
@@ -75,8 +75,8 @@ async def test_all_agents(backend: LocalBackend) -> None:
     assert (await backend.provision("2", 3)).document["reused"] == 3
 
 
-async def test_the_local_github(backend: LocalBackend) -> None:
-    """`remuda up` starts it again at the same place, with the same runners."""
+async def test_kill_the_fake_github(backend: LocalBackend) -> None:
+    """`remuda up` restarts it with the same URL and the same runners."""
     await one_idle_two_running(backend)
     kill([backend.background("github")])
     await backend.until(lambda: backend.background("github") is None, "it is gone")
@@ -97,8 +97,8 @@ async def test_the_local_github(backend: LocalBackend) -> None:
     assert await backend.registrations() == []
 
 
-async def test_the_sweeper(backend: LocalBackend) -> None:
-    """`remuda up` starts it again, and it does what was left."""
+async def test_kill_the_sweeper(backend: LocalBackend) -> None:
+    """`remuda up` restarts it, and it completes the pending work."""
     await backend.provision("1", 1, "--max-runtime-min", "0.05")
     assert backend.background("sweeper") is None
     started = await backend.run("up")
@@ -107,8 +107,8 @@ async def test_the_sweeper(backend: LocalBackend) -> None:
     await backend.until_settled()
 
 
-async def test_a_provision_on_its_way(backend: LocalBackend) -> None:
-    """One warm machine is claimed, one cold is launched: both are nobody's, and end or come back."""
+async def test_kill_a_provision(backend: LocalBackend) -> None:
+    """One warm machine is claimed and one is launched: without an owner, they return to the pool or end."""
     await backend.provision("0", 1)
     await backend.release("0")
     await backend.refresh(idle_time_sec=600, boot_delay_sec=20, gone_after_sec=1)
@@ -122,8 +122,8 @@ async def test_a_provision_on_its_way(backend: LocalBackend) -> None:
         await backend.until_settled(states=("idle", "terminated"))
 
 
-async def test_everything_at_once(backend: LocalBackend) -> None:
-    """As when the computer loses its power: all processes are gone, only the folder is there."""
+async def test_kill_all_processes(backend: LocalBackend) -> None:
+    """Like a power loss of the computer: only the state folder remains."""
     await one_idle_two_running(backend)
     kill([backend.supervisor(instance_id) for instance_id in backend.machines()])
     kill([backend.background("github")])

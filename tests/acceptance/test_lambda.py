@@ -21,7 +21,7 @@ import lambda_package
 from tests.support.aws.stack import SCOPE, AwsStack, aws_stack
 from tests.support.emf import check_emf
 from tests.support.leak_scanner import LeakScanner, issued_credentials, key_pair
-from tests.support.registry import answered
+from tests.support.pip_mirror import offline_index
 
 #: Like Lambda's runtime: sets the log level, passes event and context, and prints the result or the error.
 RUNTIME = """
@@ -54,7 +54,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("lambda") / "function.zip"
     machine = {"aarch64": "arm64"}.get(platform.machine(), platform.machine())
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    with patch.dict(os.environ, answered(target.parent)):
+    with patch.dict(os.environ, offline_index(target.parent)):
         assert lambda_package.main(["--to", str(target), "--architecture", machine, "--python", version]) == 0
     return target
 

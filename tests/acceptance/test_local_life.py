@@ -1,4 +1,4 @@
-"""A run's life through the command line: real processes, real jobs, the local GitHub."""
+"""Runs through the command line, with real processes and jobs on the fake GitHub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def queue(github: FakeGitHubClient, run_id: str, *runs: str) -> JobView:
 
 
 async def after(github: FakeGitHubClient, job: JobView, *, status: str) -> JobView:
-    """The job, once it has that status or is over."""
+    """Wait until the job has this status or has completed."""
     while job.status not in {status, "completed"}:
         before = job.status
         job = await github.job(job.id, wait_s=LIMIT_S, since=before)
@@ -45,7 +45,7 @@ def machine_of(job: JobView) -> str:
     return "i-" + job.runner_name.rpartition("-i-")[2]
 
 
-async def test_cold_then_warm_then_again_with_the_same_run_id(backend: LocalBackend) -> None:
+async def test_cold_and_warm_provision_and_second_attempt_of_a_run(backend: LocalBackend) -> None:
     cold = (await backend.provision("1", 2)).document
     assert (cold["created"], cold["reused"]) == (2, 0)
     ids = {item["instance_id"] for item in cold["instances"]}
@@ -67,14 +67,14 @@ async def test_cold_then_warm_then_again_with_the_same_run_id(backend: LocalBack
     warm = (await backend.provision("1", 2, "--run-attempt", "2")).document
     assert (warm["created"], warm["reused"]) == (0, 2)
     assert {item["instance_id"] for item in warm["instances"]} == ids
-    # A late release of the first attempt takes nothing from the second.
+    # A late release of the first attempt does not affect the second.
     late = (await backend.release("1", "--run-attempt", "1")).document
     assert (late["released"], backend.states()) == ([], ["running", "running"])
     assert len((await backend.release("1", "--run-attempt", "2")).document["released"]) == 2
     assert {item["uses"] for item in backend.records().values()} == {2}
 
 
-async def test_jobs_of_two_runs_never_meet(backend: LocalBackend) -> None:
+async def test_jobs_run_on_machines_of_their_run_only(backend: LocalBackend) -> None:
     one, two = await asyncio.gather(backend.provision("run-a", 2), backend.provision("run-b", 1))
     machines = {
         run_id: {item["instance_id"] for item in done.document["instances"]}
@@ -86,7 +86,7 @@ async def test_jobs_of_two_runs_never_meet(backend: LocalBackend) -> None:
         for job in [await after(github, job, status="completed") for job in jobs]:
             assert job.conclusion == "success"
             assert machine_of(job) in machines[job.run_id]
-        # Machines change hands; jobs still go where they belong.
+        # The machines change runs; jobs still run on the machines of their run.
         await backend.release("run-a")
         stray = await queue(github, "run-a")
         other = (await backend.provision("run-c", 2)).document
@@ -96,13 +96,13 @@ async def test_jobs_of_two_runs_never_meet(backend: LocalBackend) -> None:
         assert (await github.job(stray.id)).status == "queued"
 
 
-async def test_a_foreign_job_with_the_runs_label_is_refused(backend: LocalBackend, tmp_path: Path) -> None:
-    """A label is no secret, and a failed hook alone does not keep `if: always()` from running."""
+async def test_foreign_job_with_the_runs_label_is_refused(backend: LocalBackend, tmp_path: Path) -> None:
+    """Labels are not secret, and a failed hook alone does not prevent `if: always()` steps."""
     await backend.provision("1")
     trace = tmp_path / "was-here"
     steps = [JobStep(run=f"touch {trace}"), JobStep(run=f"touch {trace}", always=True)]
     async with backend.github() as github:
-        # The workflow cannot pass itself off as another by its variables.
+        # Variables of the workflow cannot fake another run.
         disguise = {"GITHUB_RUN_ID": "1", "BASH_ENV": "/dev/stdin"}
         job = await github.queue_job(repo=REPO, run_id="2", labels=["1"], steps=steps, env=disguise)
         job = await after(github, job, status="completed")
@@ -116,7 +116,7 @@ async def test_a_foreign_job_with_the_runs_label_is_refused(backend: LocalBacken
     assert f"refused 1 foreign job: run 2 of {REPO}; " in report["detail"]
 
 
-async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path: Path) -> None:
+async def test_release_waits_for_a_running_job(backend: LocalBackend, tmp_path: Path) -> None:
     await backend.provision("1")
     gate = tmp_path / "gate"
     async with backend.github() as github:
@@ -133,7 +133,7 @@ async def test_a_release_waits_for_a_running_job(backend: LocalBackend, tmp_path
         assert (job.conclusion, "finished" in job.log) == ("success", True)
 
 
-async def test_interrupted_while_machines_boot(backend: LocalBackend) -> None:
+async def test_provision_interrupted_during_boot(backend: LocalBackend) -> None:
     await backend.refresh(idle_time_sec=600, boot_delay_sec=30, gone_after_sec=1)
     provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
     await backend.until(lambda: backend.states() == ["created", "created"], "both are launched")
@@ -148,12 +148,12 @@ async def test_interrupted_while_machines_boot(backend: LocalBackend) -> None:
     assert backend.processes() == []
 
 
-async def test_interrupted_while_warm_machines_register(backend: LocalBackend) -> None:
-    """They are given back, not ended."""
+async def test_provision_interrupted_during_registration(backend: LocalBackend) -> None:
+    """The machines return to the pool."""
     await backend.provision("0", 2)
     await backend.release("0")
     async with backend.github() as github:
-        # Until the fault is cleared: no registration gets through before.
+        # Registrations are delayed until the fault is cleared.
         await github.set_fault("delay", operation="runner.register", seconds=25, times=None)
         provisioning = await backend.start("provision", "--run-id", "1", "--instance-count", "2", "--json")
         await backend.until(lambda: backend.states() == ["claimed", "claimed"], "both are claimed")
@@ -166,7 +166,7 @@ async def test_interrupted_while_warm_machines_register(backend: LocalBackend) -
     assert len(backend.machines()) == 2
 
 
-async def test_misfits_stay_and_usage_classes_do_not_mix(backend: LocalBackend) -> None:
+async def test_unsuitable_machines_stay_in_the_pool(backend: LocalBackend) -> None:
     await backend.provision("spot", 3, "--usage-class", "spot")
     await backend.release("spot")
     on_demand = (await backend.provision("1", 1)).document
@@ -181,7 +181,7 @@ async def test_misfits_stay_and_usage_classes_do_not_mix(backend: LocalBackend) 
     assert backend.pool_messages() == []
 
 
-async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> None:
+async def test_machine_is_retired_after_its_last_use(backend: LocalBackend) -> None:
     await backend.run("refresh", "--max-uses", "2", "--idle-time-sec", "600")
     await backend.provision("1")
     assert len((await backend.release("1")).document["released"]) == 1
@@ -193,9 +193,9 @@ async def test_a_machine_used_often_enough_is_retired(backend: LocalBackend) -> 
     assert backend.pool_messages() == []
 
 
-async def test_a_job_that_outlives_its_run_is_ended_with_it(backend: LocalBackend) -> None:
+async def test_job_ends_when_the_threshold_of_its_run_passes(backend: LocalBackend) -> None:
     async with backend.github() as github:
-        # There before its machine, whose time is short.
+        # Queued before the machine starts, because its lifetime is short.
         job = await queue(github, "1", "sleep 1000")
         await backend.provision("1", 1, "--max-runtime-min", "0.2")
         job = await after(github, job, status="in_progress")
@@ -206,7 +206,7 @@ async def test_a_job_that_outlives_its_run_is_ended_with_it(backend: LocalBacken
     assert backend.processes() == []
 
 
-async def test_a_failing_script_is_told_and_leaves_nothing(backend: LocalBackend) -> None:
+async def test_failing_script_is_reported_and_leaves_no_machine(backend: LocalBackend) -> None:
     await backend.refresh(pre_runner_script="echo no such package >&2; exit 3", gone_after_sec=1)
     failed = await backend.provision("1", 2, code=2)
     assert failed.document["error"]["field"] == "pre-runner-script"
@@ -215,7 +215,7 @@ async def test_a_failing_script_is_told_and_leaves_nothing(backend: LocalBackend
         await backend.until_settled()
 
 
-async def test_no_capacity_is_told_and_leaves_nothing(backend: LocalBackend) -> None:
+async def test_missing_capacity_is_reported_and_leaves_no_machine(backend: LocalBackend) -> None:
     await backend.refresh(fault="partial=1", gone_after_sec=1)
     failed = await backend.provision("1", 3, code=3)
     assert "1 of 3" in failed.document["error"]["message"]
@@ -237,14 +237,14 @@ async def test_ephemeral_machines_serve_one_job_each(backend: LocalBackend) -> N
         jobs = [await after(github, await queue(github, "1"), status="completed") for _ in range(2)]
         assert [job.conclusion for job in jobs] == ["success", "success"]
         assert {str(job.runner_name) for job in jobs} == set(runners)
-    # They have served, and wait for their release: none of them has failed.
+    # The machines wait for their release; none has failed.
     assert await backend.registrations() == []
     await backend.until(
         lambda: not any(backend.reports()[key]["listening"] for key in ids), "the listeners end by themselves"
     )
     await backend.sweep()
     assert {backend.records()[key]["state"] for key in ids} == {"running"}
-    # No record keeps what they were registered with.
+    # No record contains a just-in-time configuration.
     assert {backend.records()[key]["assignment"]["jitConfig"] for key in ids} == {""}
     released = (await backend.release("1")).document
     assert set(released["retired"]) == ids
@@ -258,7 +258,7 @@ async def test_ephemeral_machines_without_a_job_leave_no_registration(backend: L
     async with backend.github() as github:
         await github.set_fault("status", operation="jitconfig", status=403, times=1)
         await backend.provision("1", 2, "--ephemeral", code=2)
-    # The one that was made is gone at once; the machines, which nobody waits for, with the next sweeps.
+    # Its registration is removed at once, the machines by the next sweeps.
     assert await backend.registrations() == []
 
     await backend.provision("2", 1, "--ephemeral")

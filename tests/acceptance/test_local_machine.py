@@ -1,6 +1,6 @@
-"""Local machines for real: supervisors, power loss, dead-man timers, resets, the stand-in on the local GitHub."""
+"""Local machines with real processes: supervisors, power loss, dead-man timers, resets, the fake runner."""
 
-# What is waited for happens in other processes, and a test may block.
+# The tests wait for other processes, and blocking calls are acceptable.
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC240
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from remuda.fake_github.package import install
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import LaunchRequest, LaunchResult, MachineState
 
-#: Generous: nothing waits for it unless something is broken.
+#: Generous limit in seconds: reached only if a test fails.
 LONG_S = 90.0
-#: Nor does a machine's life end by it.
+#: First lifetime in seconds, longer than any test.
 LIFE_S = 600.0
-#: For a script that ends by itself.
+#: Time limit of a script in seconds.
 SCRIPT_S = 60.0
-#: Serves the agent's ports on a socket: a line is a call, the answer its result.
+#: Serves the agent's ports on a socket: one call per line; the response is the result.
 AGENT = """
 import asyncio, json, os, sys
 from datetime import datetime, UTC
@@ -82,7 +82,7 @@ async def main():
         "pid": lambda: os.getpid(),
         "environ": lambda: dict(os.environ),
         "identity": lambda: machine.identity(),
-        "arm": lambda at: machine.set_dead_man_timer(datetime.fromtimestamp(at, UTC)),
+        "set_dead_man_timer": lambda at: machine.set_dead_man_timer(datetime.fromtimestamp(at, UTC)),
         "end": lambda why: machine.end(why),
         "notice": lambda: machine.spot_notice(),
         "script": lambda timeout_s: machine.run_script(timeout_s),
@@ -115,11 +115,11 @@ asyncio.run(main())
 """
 
 
-class World:
-    """A root of machines, whose agents do as they are told."""
+class LocalMachines:
+    """Local machines whose agents execute calls of the test."""
 
     def __init__(self) -> None:
-        # Short: sockets' paths are limited.
+        # A short path, because socket paths are limited in length.
         self.folder = Path(tempfile.mkdtemp(prefix="remuda-"))
         self.root = self.folder / "m"
         self.source = self.folder / "runner"
@@ -148,15 +148,15 @@ class World:
         return result.instances[0].instance_id
 
     async def call(self, name: str, *line: Any) -> Any:
-        """Ask the machine's agent, as soon as there is one."""
+        """Call the machine's agent, as soon as it runs."""
         async with asyncio.timeout(LONG_S):
             while True:
                 try:
-                    return await self._ask(str(self.root / name / "agent.sock"), line)
+                    return await self._call(str(self.root / name / "agent.sock"), line)
                 except (ConnectionError, FileNotFoundError):
                     await asyncio.sleep(0.01)
 
-    async def _ask(self, socket: str, line: tuple[Any, ...]) -> Any:
+    async def _call(self, socket: str, line: tuple[Any, ...]) -> Any:
         reader, writer = await asyncio.open_unix_connection(socket)
         try:
             writer.write(json.dumps(line).encode() + b"\n")
@@ -178,14 +178,14 @@ class World:
                 await asyncio.sleep(0.01)
 
     async def terminate(self, *names: str) -> None:
-        """Until they have ended: one that takes its time is asked for only."""
+        """Terminate the machines and wait until they have ended."""
         assert await self.compute.terminate(names) == {}
         for name in names:
             await self.reaches(name, MachineState.TERMINATED)
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        """What its agent says meanwhile, its supervisor hears at once and afterwards."""
+        """Suspend the supervisor, so that it reads all lines of the agent afterwards at once."""
         supervisor = self.supervisor(name)
         os.kill(supervisor, signal.SIGSTOP)
         try:
@@ -193,8 +193,8 @@ class World:
         finally:
             os.kill(supervisor, signal.SIGCONT)
 
-    async def arm(self, name: str, in_s: float) -> None:
-        await self.call(name, "arm", (SystemClock().now() + timedelta(seconds=in_s)).timestamp())
+    async def set_dead_man_timer(self, name: str, in_s: float) -> None:
+        await self.call(name, "set_dead_man_timer", (SystemClock().now() + timedelta(seconds=in_s)).timestamp())
 
     def supervisor(self, name: str) -> int:
         known = files.supervisor(str(self.root / name))
@@ -207,7 +207,7 @@ class World:
         return document
 
     def processes(self) -> list[int]:
-        """All that carry a machine's mark or live in one's folder."""
+        """Return the pids of all processes with a machine's marker or in its folder."""
         names = [path.name for path in self.root.glob("i-*")]
         return [
             process.pid
@@ -243,8 +243,8 @@ def request(token: str, *, count: int, first_life_s: float, launch: dict[str, st
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
+async def world() -> AsyncIterator[LocalMachines]:
+    made = LocalMachines()
     yield made
     await made.close()
 
@@ -266,7 +266,7 @@ def names_below(pid: int) -> list[str]:
 # The machine and its agent
 
 
-async def test_a_machine_is_its_folder_and_nothing_else(world: World) -> None:
+async def test_terminated_machine_leaves_record_and_logs_only(world: LocalMachines) -> None:
     name = await world.one()
     environ = await world.call(name, "environ")
     folder = world.root.resolve() / name
@@ -284,7 +284,7 @@ async def test_a_machine_is_its_folder_and_nothing_else(world: World) -> None:
     assert "Identity" in await world.call(name, "identity")
 
 
-async def test_six_at_once(world: World) -> None:
+async def test_launch_of_six_machines(world: LocalMachines) -> None:
     result = await world.launch(count=6)
     names = [launched.instance_id for launched in result.instances]
     agents = await asyncio.gather(*(world.call(name, "pid") for name in names))
@@ -294,7 +294,7 @@ async def test_six_at_once(world: World) -> None:
     assert world.processes() == []
 
 
-async def test_an_agent_that_dies_is_started_again(world: World) -> None:
+async def test_killed_agent_is_restarted(world: LocalMachines) -> None:
     name = await world.one()
     await world.call(name, "save", "before")
     first = await world.call(name, "pid")
@@ -306,41 +306,41 @@ async def test_an_agent_that_dies_is_started_again(world: World) -> None:
     assert await world.call(name, "load") == ""
 
 
-async def test_it_ends_when_the_agent_says_so(world: World) -> None:
+async def test_agent_ends_the_machine(world: LocalMachines) -> None:
     name = await world.one()
     await world.call(name, "end", "threshold\npassed")
     await world.reaches(name, MachineState.TERMINATED)
     assert world.record(name)["reason"] == "threshold passed"
 
 
-async def test_the_dead_man_ends_it_whatever_the_agent_does(world: World) -> None:
+async def test_dead_man_timer_ends_the_machine_without_the_agent(world: LocalMachines) -> None:
     name = await world.one()
     agent = await world.call(name, "pid")
     with world.frozen(name):
-        await world.arm(name, 0.5)
+        await world.set_dead_man_timer(name, 0.5)
         os.kill(agent, signal.SIGSTOP)
     await world.reaches(name, MachineState.TERMINATED)
     assert world.record(name)["reason"] == "the dead-man timer expired"
     assert not alive(agent)
 
 
-async def test_the_dead_man_is_moved_by_the_agent(world: World) -> None:
+async def test_agent_moves_the_dead_man_timer(world: LocalMachines) -> None:
     name = await world.one()
     await world.call(name, "pid")
     descriptor = os.pidfd_open(world.supervisor(name))
     try:
         with world.frozen(name):
-            await world.arm(name, 0.5)
-            await world.arm(name, LIFE_S)
+            await world.set_dead_man_timer(name, 0.5)
+            await world.set_dead_man_timer(name, LIFE_S)
         assert not await asyncio.to_thread(procfs.wait_for, descriptor, 1.0)
-        await world.arm(name, -1)
+        await world.set_dead_man_timer(name, -1)
         assert await asyncio.to_thread(procfs.wait_for, descriptor, LONG_S)
     finally:
         os.close(descriptor)
     assert await world.state(name) is MachineState.TERMINATED
 
 
-async def test_a_notice_can_be_played(world: World) -> None:
+async def test_notice_file_is_the_spot_notice(world: LocalMachines) -> None:
     name = await world.one()
     assert await world.call(name, "notice") == ""
     (world.root / name / "notice").write_text("taken away\nin 2 minutes\n")
@@ -350,28 +350,31 @@ async def test_a_notice_can_be_played(world: World) -> None:
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("echo one; echo two >&2; exit 3", "StepResult(ok=False, detail='exit code 3: one | two')"),
-        ("#!/bin/bash\n[[ $HOME == */home ]] && echo fine", "StepResult(ok=True, detail='exit code 0: fine')"),
-        ("", "StepResult(ok=True, detail='no pre-runner script')"),
+        ("echo one; echo two >&2; exit 3", "StepResult(ok=False, detail='exit code 3: one | two', failure=None)"),
+        (
+            "#!/bin/bash\n[[ $HOME == */home ]] && echo fine",
+            "StepResult(ok=True, detail='exit code 0: fine', failure=None)",
+        ),
+        ("", "StepResult(ok=True, detail='no pre-runner script', failure=None)"),
     ],
 )
-async def test_the_script_before_the_runner(world: World, script: str, expected: str) -> None:
+async def test_pre_runner_script(world: LocalMachines, script: str, expected: str) -> None:
     name = await world.one(pre_runner_script=script)
     assert await world.call(name, "script", SCRIPT_S) == expected
 
 
-async def test_a_script_without_an_end_is_ended(world: World) -> None:
+async def test_pre_runner_script_is_killed_at_the_time_limit(world: LocalMachines) -> None:
     name = await world.one(pre_runner_script="echo begun; sleep 1000 & wait")
     outcome = await world.call(name, "script", 1)
     said = (world.root / name / "logs" / "pre-runner.log").read_text().strip()
-    assert outcome == f"StepResult(ok=False, detail='killed after 1 s: {said}')"
+    assert outcome == f"StepResult(ok=False, detail='killed after 1 s: {said}', failure=None)"
     assert said in {"begun", ""}, "on a busy computer its time may be up before it says anything"
 
 
 # Power
 
 
-async def test_power_loss_takes_everything_with_it(world: World) -> None:
+async def test_power_loss_ends_all_processes(world: LocalMachines) -> None:
     name = await world.one(pre_runner_script="setsid sleep 1000 >/dev/null 2>&1 &")
     agent = await world.call(name, "pid")
     await world.call(name, "script", SCRIPT_S)
@@ -385,7 +388,7 @@ async def test_power_loss_takes_everything_with_it(world: World) -> None:
     assert not (world.root / name / "work").exists()
 
 
-async def test_without_its_mark_a_leftover_is_found_by_its_place(world: World) -> None:
+async def test_remaining_process_without_marker_is_found_by_its_folder(world: LocalMachines) -> None:
     name = await world.one(pre_runner_script="cd ../work && env -i setsid sleep 1000 >/dev/null 2>&1 &")
     await world.call(name, "script", SCRIPT_S)
     bystander = subprocess.Popen(
@@ -401,12 +404,12 @@ async def test_without_its_mark_a_leftover_is_found_by_its_place(world: World) -
         bystander.wait()
 
 
-async def test_a_leftover_without_its_first_thread_is_found(world: World) -> None:
-    headless = (
+async def test_remaining_process_without_its_first_thread_is_found(world: LocalMachines) -> None:
+    without_first_thread = (
         "import ctypes, platform, threading; threading.Thread(target=threading.Event().wait).start(); "
         "ctypes.CDLL(None).syscall(dict(x86_64=60, aarch64=93)[platform.machine()], 0)"
     )
-    name = await world.one(pre_runner_script=f"{sys.executable} -c '{headless}' >/dev/null 2>&1 & echo $!")
+    name = await world.one(pre_runner_script=f"{sys.executable} -c '{without_first_thread}' >/dev/null 2>&1 & echo $!")
     await world.call(name, "script", SCRIPT_S)
     pid = int((world.root / name / "logs" / "pre-runner.log").read_text())
     await until(lambda: "(zombie)" in Path(f"/proc/{pid}/status").read_text())
@@ -415,7 +418,7 @@ async def test_a_leftover_without_its_first_thread_is_found(world: World) -> Non
     assert not alive(pid)
 
 
-async def test_a_supervisor_that_hangs_is_killed(world: World) -> None:
+async def test_hanging_supervisor_is_killed(world: LocalMachines) -> None:
     name = await world.one()
     await world.call(name, "pid")
     os.kill(world.supervisor(name), signal.SIGSTOP)
@@ -423,7 +426,7 @@ async def test_a_supervisor_that_hangs_is_killed(world: World) -> None:
     assert world.processes() == []
 
 
-async def test_a_number_given_anew_is_not_hit(world: World) -> None:
+async def test_reused_pid_is_not_signalled(world: LocalMachines) -> None:
     name = await world.one()
     await world.call(name, "pid")
     power = world.root / name / files.POWER
@@ -441,13 +444,13 @@ async def test_a_number_given_anew_is_not_hit(world: World) -> None:
         power.write_text(real)
 
 
-async def test_the_launcher_may_leave(world: World) -> None:
-    """A short-lived process launches; its end, its terminal's and its signals are nothing to the machine."""
+async def test_machine_outlives_its_launcher(world: LocalMachines) -> None:
+    """The end, the terminal and the signals of the launching process do not affect the machine."""
     script = f"""
 import asyncio, os, signal
 from pathlib import Path
 import test_local_machine as tests
-world = object.__new__(tests.World)
+world = object.__new__(tests.LocalMachines)
 from remuda.adapters.local.compute import LocalCompute
 world.compute = LocalCompute(root=Path({str(world.root)!r}), pool="pool", runner_source=Path({str(world.source)!r}),
     agent_command={[sys.executable, str(world.folder / "agent.py")]!r}, clock=tests.SystemClock(),
@@ -466,18 +469,18 @@ os.killpg(0, signal.SIGKILL)
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )
-    # All of it: the machine holds nothing of it open.
+    # The output ends, because the machine does not hold it open.
     output, _ = await asyncio.wait_for(launcher.communicate(), LONG_S)
     name = output.decode().strip()
     assert isinstance(await world.call(name, "pid"), int)
     assert await world.state(name) is MachineState.RUNNING
 
 
-async def test_a_launch_that_was_cut_is_finished_with_the_same_token(world: World) -> None:
+async def test_interrupted_launch_is_completed_with_the_same_token(world: LocalMachines) -> None:
     first = await world.launch(count=3)
     names = [launched.instance_id for launched in first.instances]
     await asyncio.gather(*(world.call(name, "pid") for name in names))
-    # As a launcher leaves it that died before the last machine was there.
+    # State after a launcher died before it created the last machine.
     (plan,) = [path for path in (world.root / ".launches").iterdir() if not path.suffix]
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"complete": False}))
     await world.terminate(names[2])
@@ -494,7 +497,7 @@ async def test_a_launch_that_was_cut_is_finished_with_the_same_token(world: Worl
 # Capacity and faults
 
 
-async def test_boots_are_slow_where_wanted(world: World) -> None:
+async def test_boot_delay(world: LocalMachines) -> None:
     name = await world.one(boot_delay_s="600")
     assert await world.state(name) is MachineState.PENDING
     name = await world.one(token="sooner", boot_delay_s="0.5")
@@ -504,9 +507,9 @@ async def test_boots_are_slow_where_wanted(world: World) -> None:
     assert from_text(record["bootedAt"]) - from_text(record["launchedAt"]) >= timedelta(seconds=0.5)
 
 
-async def test_a_machine_that_never_boots(world: World) -> None:
+async def test_fault_never_boots(world: LocalMachines) -> None:
     names = [
-        await world.one(token="lives on", fault="never-boots"),
+        await world.one(token="keeps running", fault="never-boots"),
         await world.one(token="ends", fault="never-boots", first_life_s=1.0),
     ]
     await world.reaches(names[0], MachineState.RUNNING)
@@ -516,13 +519,13 @@ async def test_a_machine_that_never_boots(world: World) -> None:
         assert not (world.root / name / "logs" / "agent.log").exists()
 
 
-async def test_a_machine_that_loses_power(world: World) -> None:
+async def test_fault_dies_after(world: LocalMachines) -> None:
     name = await world.one(fault="dies-after-s=0.2")
     await world.reaches(name, MachineState.TERMINATED)
     assert world.record(name)["reason"] == "lost power"
 
 
-async def test_capacity_runs_out(world: World) -> None:
+async def test_capacity_limits(world: LocalMachines) -> None:
     with pytest.raises(CapacityError, match="no capacity"):
         await world.launch(fault="no-capacity")
     partial = await world.launch("partial", count=3, fault="partial=1")
@@ -537,14 +540,14 @@ async def test_capacity_runs_out(world: World) -> None:
     assert len((await world.launch("more", capacity="2")).instances) == 1
 
 
-async def test_capacity_holds_between_launches_at_once(world: World) -> None:
+async def test_capacity_holds_for_concurrent_launches(world: LocalMachines) -> None:
     results = await asyncio.gather(
         *(world.launch(f"token-{number}", count=2, capacity="3") for number in range(4)), return_exceptions=True
     )
     assert sum(len(result.instances) for result in results if isinstance(result, LaunchResult)) == 3
 
 
-async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_renamed_draft_is_counted(world: LocalMachines, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted, counting = threading.Event(), threading.Event()
     fill, is_on = launch.LocalLauncher._fill, launch.is_on
 
@@ -556,7 +559,7 @@ async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, m
     def count_slowly(folder: Path) -> bool:
         if folder.name.startswith(launch.DRAFT):
             counting.set()
-            # Long enough for the draft to become a machine, where nothing keeps it from that.
+            # Long enough for the draft to be renamed if no lock prevents it.
             limit = time.monotonic() + 0.5
             while folder.exists() and time.monotonic() < limit:
                 threading.Event().wait(0.01)
@@ -587,21 +590,21 @@ async def test_a_machine_that_gets_its_name_meanwhile_is_counted(world: World, m
         ("boot-dela-s", "1"),
     ],
 )
-async def test_bad_options_are_named(world: World, option: str, value: str) -> None:
+async def test_invalid_options_are_rejected(world: LocalMachines, option: str, value: str) -> None:
     with pytest.raises(UserError) as caught:
         await world.compute.prepare({option: value})
     assert caught.value.field == option
     assert caught.value.fix
 
 
-async def test_runner_software_has_to_be_there(world: World) -> None:
+async def test_missing_runner_software_is_an_error(world: LocalMachines) -> None:
     shutil.rmtree(world.source)
     with pytest.raises(UserError, match="no runner software"):
         await world.compute.prepare({})
     world.root.mkdir(exist_ok=True)
 
 
-async def test_only_the_newest_finished_machines_are_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_newest_finished_machines_are_kept(world: LocalMachines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remuda.adapters.local.compute.MAX_FINISHED", 2)
     names = [await world.one(token=f"token-{number}", fault="never-boots") for number in range(4)]
     for name in names:
@@ -613,7 +616,7 @@ async def test_only_the_newest_finished_machines_are_kept(world: World, monkeypa
 # The runner
 
 
-class GitHub:
+class LocalGitHub:
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen([sys.executable, "-m", "remuda.fake_github", "--dir", str(folder)])
         self._folder = folder
@@ -655,24 +658,24 @@ class GitHub:
 
 
 @pytest.fixture
-async def github(tmp_path: Path) -> AsyncIterator[GitHub]:
-    made = GitHub(tmp_path / "github")
+async def github(tmp_path: Path) -> AsyncIterator[LocalGitHub]:
+    made = LocalGitHub(tmp_path / "github")
     await made.open()
     yield made
     await made.close()
 
 
-async def state_of(world: World, name: str, *words: str) -> None:
+async def state_of(world: LocalMachines, name: str, *words: str) -> None:
     async with asyncio.timeout(LONG_S):
         state = await world.call(name, "state")
         while any(word not in state for word in words):
             state = await world.call(name, "wait")
 
 
-async def test_a_job_and_the_reset_after_it(world: World, github: GitHub) -> None:
+async def test_job_and_reset(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
-    where = f"{github.url}/o/r"
-    configured = await world.call(name, "configure", where, "first", await github.token("registration"))
+    url = f"{github.url}/o/r"
+    configured = await world.call(name, "configure", url, "first", await github.token("registration"))
     assert "ok=True" in configured, configured
     assert [runner["status"] for runner in await github.runners()] == ["offline"]
     await world.call(name, "start")
@@ -683,23 +686,23 @@ async def test_a_job_and_the_reset_after_it(world: World, github: GitHub) -> Non
         "env -i setsid sh -c 'cd /; (sleep 1000 &) ; exec sleep 1000' </dev/null >/dev/null 2>&1 &",
         f"echo evil > {world.root}/{name}/runner/config.sh; mkfifo go; read x < go",
     )
-    # All of it has happened when the job waits.
+    # These have happened when the job waits.
     go = world.root / name / "work" / "r" / "r" / "go"
     await until(go.exists)
     await until(lambda: names_below(world.supervisor(name)).count("sleep") == 2)
     await state_of(world, name, "busy=True")
-    # A new agent finds the listener, and the job goes on.
+    # The restarted agent finds the listener, and the job continues.
     os.kill(await world.call(name, "pid"), signal.SIGKILL)
     await state_of(world, name, "listening=True", "busy=True")
     shutil.copy2(world.source / "config.sh", world.root / name / "runner" / "config.sh")
-    refused = await world.call(name, "remove", where, "first", await github.token("remove"))
+    refused = await world.call(name, "remove", url, "first", await github.token("remove"))
     assert "BUSY" in refused[0], refused
     await asyncio.to_thread(go.write_text, "on\n")
     await state_of(world, name, "busy=False")
 
     environment = (world.root / name / "home" / "environment").read_text()
     assert "REMUDA_MACHINE_FD" not in environment
-    removed = await world.call(name, "remove", where, "first", await github.token("remove"))
+    removed = await world.call(name, "remove", url, "first", await github.token("remove"))
     assert "REMOVED" in removed[0], removed
     assert await github.runners() == []
     await world.call(name, "stop")
@@ -711,11 +714,11 @@ async def test_a_job_and_the_reset_after_it(world: World, github: GitHub) -> Non
     supervisor, agent = world.supervisor(name), await world.call(name, "pid")
     assert [process.pid for process in procfs.descendants(supervisor)] == [agent]
     assert list((world.root / name / "home").iterdir()) == []
-    again = await world.call(name, "configure", where, "second", await github.token("registration"))
+    again = await world.call(name, "configure", url, "second", await github.token("registration"))
     assert "ok=True" in again, again
 
 
-async def test_a_job_ends_with_its_machine(world: World, github: GitHub) -> None:
+async def test_job_ends_with_its_machine(world: LocalMachines, github: LocalGitHub) -> None:
     name = await world.one()
     await world.call(name, "configure", f"{github.url}/o/r", "first", await github.token("registration"))
     await world.call(name, "start")

@@ -1,6 +1,7 @@
-"""`remuda scale-down --backend aws` on a fleet that Remuda did not launch: the tags and GitHub are all it has.
+"""`remuda scale-down --backend aws` on a fleet that Remuda did not launch, with only its tags and GitHub.
 
-No table, no queue, the peer's own environment variables, and a wall clock that stands still.
+There is no table and no queue. The settings are the environment variables of terraform-aws-github-runner, and the wall
+clock is frozen.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import pytest
 from tests.support.cli import CommandResult, run_cli
 from tests.support.emf import check_emf
 from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, FleetUrls, serve_fleet
-from tests.support.oracle import SCENARIOS, expected, variables
 from tests.support.records import NOW
+from tests.support.scale_down_scenarios import SCENARIOS, expected, variables
 from tests.support.scripted_fleet import tags
 
 REMUDA = Path(sys.executable).with_name("remuda")
 LAUNCHER = "tests.support.frozen_launcher"
 LIMIT_S = 120
-#: A call that hangs would hang for much longer.
-HELD_UP_S = 100
-#: One for each kind of thing that can happen; all of them run in conformance, over the same adapters.
+#: Seconds for a cycle with a hanging call, which would hang for much longer.
+CYCLE_LIMIT_S = 100
+#: One scenario of each kind. The conformance tests run all of them with the same adapters.
 SAMPLE = (
     "A2_orphan_id_online_busy_org",
     "A6_active_quota_full_idle_repo",
@@ -42,28 +43,28 @@ SAMPLE = (
 )
 
 
-def environment(served: FleetUrls, more: Mapping[str, str]) -> dict[str, str]:
+def environment(urls: FleetUrls, more: Mapping[str, str]) -> dict[str, str]:
     return {
         "PATH": os.environ["PATH"],
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_REGION": "eu-central-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        # Whatever else it may ask is not there.
+        # All other AWS services are unreachable.
         "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
-        "AWS_ENDPOINT_URL_EC2": served.ec2_url,
-        "GITHUB_API_URL": served.github_url,
+        "AWS_ENDPOINT_URL_EC2": urls.ec2_url,
+        "GITHUB_API_URL": urls.github_url,
         "REMUDA_GITHUB_TOKEN": TOKEN,
         **more,
     }
 
 
 def run(
-    served: FleetUrls, folder: Path, now: str, *arguments: str, **more: str
+    urls: FleetUrls, folder: Path, now: str, *arguments: str, **more: str
 ) -> tuple[int, dict[str, Any], CommandResult]:
     done = run_cli(
         [now, "scale-down", "--backend", "aws", "--json", *arguments],
-        environment=environment(served, more),
+        environment=environment(urls, more),
         timeout_s=LIMIT_S,
         cwd=folder,
         program=LAUNCHER,
@@ -76,49 +77,49 @@ def run(
 @pytest.mark.parametrize(
     "scenario", [item for item in SCENARIOS if item["name"] in SAMPLE], ids=lambda item: item["name"]
 )
-def test_does_as_the_verdict_says(scenario: Mapping[str, Any], tmp_path: Path) -> None:
-    world = FleetState.from_scenario(scenario)
-    with serve_fleet(world) as served:
+def test_scenario_gives_the_expected_result(scenario: Mapping[str, Any], tmp_path: Path) -> None:
+    fleet = FleetState.from_scenario(scenario)
+    with serve_fleet(fleet) as urls:
         for cycle in scenario["cycles"]:
-            world.begin_cycle(changes=cycle["changes"], faults=cycle["faults"])
+            fleet.begin_cycle(changes=cycle["changes"], faults=cycle["faults"])
             began = time.monotonic()
-            code, document, _ = run(served, tmp_path, cycle["now"], **variables(scenario))
+            code, document, _ = run(urls, tmp_path, cycle["now"], **variables(scenario))
             wanted = expected(scenario, cycle)
-            assert set(world.effects.terminated) == wanted.terminated, document
-            assert set(world.effects.tagged) == wanted.tagged, document
-            assert set(world.effects.untagged) == wanted.untagged, document
-            assert not world.effects.killed_busy
+            assert set(fleet.effects.terminated) == wanted.terminated, document
+            assert set(fleet.effects.tagged) == wanted.tagged, document
+            assert set(fleet.effects.untagged) == wanted.untagged, document
+            assert not fleet.effects.killed_busy
             assert code == (4 if document["errors"] else 0)
-            assert time.monotonic() - began < HELD_UP_S, "one fault does not hold up a cycle"
-            assert sum(document["calls"].get("github", {}).values()) == world.effects.github_calls()
+            assert time.monotonic() - began < CYCLE_LIMIT_S, "a hanging call does not block a cycle"
+            assert sum(document["calls"].get("github", {}).values()) == fleet.effects.github_calls()
             for decision in document["decisions"]:
                 assert set(decision) == {"instance_id", "owner", "action", "reason", "phase", "done"}
                 assert decision["phase"] in {1, 2}
                 assert decision["reason"]
 
 
-def test_a_thousand_busy_runners_cost_eleven_calls_at_most(tmp_path: Path) -> None:
-    world = FleetState()
-    world.owners.add("acme")
+def test_thousand_busy_runners_need_at_most_eleven_github_calls(tmp_path: Path) -> None:
+    fleet = FleetState()
+    fleet.owners.add("acme")
     for number in range(1_000):
-        world.add_machine(FleetInstance(f"i-{number:017x}", NOW, "running", tags()))
-        world.add_runner({"id": number + 1, "name": f"x-i-{number:017x}", "busy": True, "owner": "acme"})
-    with serve_fleet(world) as served:
-        code, document, _ = run(served, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci")
+        fleet.add_machine(FleetInstance(f"i-{number:017x}", NOW, "running", tags()))
+        fleet.add_runner({"id": number + 1, "name": f"x-i-{number:017x}", "busy": True, "owner": "acme"})
+    with serve_fleet(fleet) as urls:
+        code, document, _ = run(urls, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci")
     assert (code, len(document["decisions"])) == (0, 1_000)
-    assert world.effects.github_calls() <= 11
-    assert not world.effects.terminated
+    assert fleet.effects.github_calls() <= 11
+    assert not fleet.effects.terminated
 
 
-def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> None:
-    world = FleetState.from_scenario(
+def test_dry_run_prints_a_table_and_changes_nothing(tmp_path: Path) -> None:
+    fleet = FleetState.from_scenario(
         next(item for item in SCENARIOS if item["name"] == "B07_orphan_id_get_500_aborts_phase1")
     )
     config = {"ENVIRONMENT": "oracle-ci", "SCALE_DOWN_CONFIG": "[]"}
-    with serve_fleet(world) as served:
+    with serve_fleet(fleet) as urls:
         done = run_cli(
             ["2026-03-11T10:00:00Z", "scale-down", "--backend", "aws", "--dry-run"],
-            environment={**environment(served, config), "COLUMNS": "160"},
+            environment={**environment(urls, config), "COLUMNS": "160"},
             timeout_s=LIMIT_S,
             cwd=tmp_path,
             program=LAUNCHER,
@@ -127,8 +128,8 @@ def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> 
     assert "what would be done" in done.stdout
     assert done.stdout.count("terminate") == 4
     assert "offline and busy" in done.stdout
-    assert not world.effects.terminated + world.effects.tagged + world.effects.untagged
-    assert not world.effects.deregistered
+    assert not fleet.effects.terminated + fleet.effects.tagged + fleet.effects.untagged
+    assert not fleet.effects.deregistered
 
 
 @pytest.mark.parametrize(
@@ -141,22 +142,22 @@ def test_a_dry_run_is_a_table_for_people_and_touches_nothing(tmp_path: Path) -> 
         ("ENVIRONMENT", "ci-*"),
     ],
 )
-def test_bad_values_are_one_sentence_before_any_call(tmp_path: Path, name: str, value: str) -> None:
-    world = FleetState()
-    with serve_fleet(world) as served:
-        code, document, done = run(served, tmp_path, "2026-03-11T10:00:00Z", **{"ENVIRONMENT": "ci", name: value})
+def test_invalid_settings_are_a_one_line_error_before_any_call(tmp_path: Path, name: str, value: str) -> None:
+    fleet = FleetState()
+    with serve_fleet(fleet) as urls:
+        code, document, done = run(urls, tmp_path, "2026-03-11T10:00:00Z", **{"ENVIRONMENT": "ci", name: value})
     assert (code, document["error"]["field"]) == (2, name)
     assert document["error"]["fix"]
     assert len(done.stderr.splitlines()) == 1
-    assert not world.effects.calls
+    assert not fleet.effects.calls
 
 
-def test_a_refused_token_is_told_by_owner_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_rejected_token_is_reported_per_owner_and_changes_nothing(tmp_path: Path) -> None:
     scenario = next(item for item in SCENARIOS if item["name"] == "G01_org_and_two_repos")
-    world = FleetState.from_scenario(scenario)
-    with serve_fleet(world) as served:
+    fleet = FleetState.from_scenario(scenario)
+    with serve_fleet(fleet) as urls:
         code, document, _ = run(
-            served, tmp_path, scenario["config"]["now"], **variables(scenario), REMUDA_GITHUB_TOKEN="no"
+            urls, tmp_path, scenario["config"]["now"], **variables(scenario), REMUDA_GITHUB_TOKEN="no"
         )
     assert code == 4
     assert len(document["errors"]) == 3
@@ -164,15 +165,15 @@ def test_a_refused_token_is_told_by_owner_and_nothing_is_touched(tmp_path: Path)
     assert {item["action"] for item in document["decisions"]} == {"skip"}
 
 
-def test_it_needs_a_credential(tmp_path: Path) -> None:
-    world = FleetState()
-    with serve_fleet(world) as served:
-        code, document, _ = run(served, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci", REMUDA_GITHUB_TOKEN="")
+def test_missing_credential_is_an_error(tmp_path: Path) -> None:
+    fleet = FleetState()
+    with serve_fleet(fleet) as urls:
+        code, document, _ = run(urls, tmp_path, "2026-03-11T10:00:00Z", ENVIRONMENT="ci", REMUDA_GITHUB_TOKEN="")
     assert (code, document["error"]["field"]) == (2, "REMUDA_GITHUB_TOKEN")
-    assert not world.effects.calls
+    assert not fleet.effects.calls
 
 
-def test_the_installed_command_knows_it() -> None:
+def test_installed_command_has_scale_down() -> None:
     done = subprocess.run(
         [str(REMUDA), "scale-down", "--help"], capture_output=True, text=True, timeout=60, check=False
     )
@@ -198,15 +199,15 @@ json.dump(handler(json.loads(sys.argv[2]), Invocation()), sys.stderr)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None:
+def test_lambda_function_runs_scale_down(tmp_path: Path, *, dry_run: bool) -> None:
     scenario = next(item for item in SCENARIOS if item["name"] == "G01_org_and_two_repos")
-    world = FleetState.from_scenario(scenario)
+    fleet = FleetState.from_scenario(scenario)
     event = json.dumps({"command": "scale-down", "dry_run": dry_run})
-    with serve_fleet(world) as served:
+    with serve_fleet(fleet) as urls:
         done = subprocess.run(
             [sys.executable, "-c", _INVOKE, scenario["config"]["now"], event],
             cwd=tmp_path,
-            env=environment(served, variables(scenario)),
+            env=environment(urls, variables(scenario)),
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -214,10 +215,10 @@ def test_the_lambda_function_drives_it(tmp_path: Path, *, dry_run: bool) -> None
         )
     document = json.loads(done.stderr)
     assert {item["action"] for item in document["decisions"]} == {"terminate"}
-    assert len(world.effects.terminated) == (0 if dry_run else 3)
-    *told, metrics = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(fleet.effects.terminated) == (0 if dry_run else 3)
+    *log, metrics = [json.loads(line) for line in done.stdout.splitlines()]
     check_emf(metrics)
     assert (metrics["Command"], metrics["InstancesExamined"], metrics["Failed"]) == ("scale-down", 3, 0)
     assert metrics["Terminated"] == (0 if dry_run else 3)
     assert metrics["GithubCalls"] == sum(document["calls"]["github"].values())
-    assert sum(line["event"] == ("would-terminate" if dry_run else "scale-terminate") for line in told) == 3
+    assert sum(line["event"] == ("would-terminate" if dry_run else "scale-terminate") for line in log) == 3

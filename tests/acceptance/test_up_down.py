@@ -1,4 +1,4 @@
-"""`remuda up` and `remuda down`: at once, twice, with another pool, and what they leave."""
+"""`remuda up` and `remuda down`: concurrently, repeatedly, and with another pool."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert processes_of(state) == []
 
 
-def test_several_at_once_start_one_backend(folder: Path):
+def test_concurrent_ups_start_one_backend(folder: Path):
     outcomes = [done(process) for process in [start(folder, "up") for _ in range(3)]]
     assert [code for code, _ in outcomes] == [0, 0, 0]
     assert sorted(len(answer["started"]) for _, answer in outcomes) == [0, 0, 2]
@@ -73,7 +73,7 @@ def test_several_at_once_start_one_backend(folder: Path):
     assert remuda(folder, "down")[0] == 0
 
 
-def test_after_down_a_provision_says_that_it_is_not_up(folder: Path):
+def test_provision_after_down_reports_that_the_backend_is_down(folder: Path):
     remuda(folder, "up")
     remuda(folder, "refresh")
     remuda(folder, "down")
@@ -83,7 +83,7 @@ def test_after_down_a_provision_says_that_it_is_not_up(folder: Path):
     assert remuda(folder, "status")[1]["instances"] == []
 
 
-def test_purge_removes_only_what_up_made(folder: Path):
+def test_purge_removes_only_files_of_the_backend(folder: Path):
     remuda(folder, "up")
     mine = folder / "mine.txt"
     mine.write_text("keep me")
@@ -91,8 +91,8 @@ def test_purge_removes_only_what_up_made(folder: Path):
     assert [item.name for item in folder.iterdir()] == ["mine.txt"]
 
 
-def test_a_folder_belongs_to_one_pool(folder: Path):
-    """With another name every machine would look lost, and its jobs would be killed."""
+def test_folder_belongs_to_one_pool(folder: Path):
+    """With another pool name, all machines would look orphaned and their jobs would be killed."""
     remuda(folder, "up")
     assert remuda(folder, "refresh", REMUDA_POOL="ci")[0] == 0
     code, provisioned = remuda(folder, "provision", "--run-id", "1")
@@ -104,7 +104,7 @@ def test_a_folder_belongs_to_one_pool(folder: Path):
     code, answer = remuda(folder, "down")
     assert len(answer["terminated"]) == 1
     (ended,) = remuda(folder, "status", "--all")[1]["instances"]
-    assert (ended["state"], ended["retireReason"], ended["retireDetail"]) == (
+    assert (ended["state"], ended["retire_reason"], ended["retire_detail"]) == (
         "terminated",
         "terminated-by-operator",
         "remuda down",
@@ -112,8 +112,8 @@ def test_a_folder_belongs_to_one_pool(folder: Path):
     assert remuda(folder, "explain", "1")[1]["title"] == "Run 1: committed; its instance is terminated"
 
 
-def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder: Path):
-    """What an earlier agent began would finish later and replace what the next one did."""
+def test_agent_killed_during_registration_leaves_one_registration(folder: Path):
+    """A registration that the killed agent started must not finish later and replace the next one."""
     remuda(folder, "up")
     remuda(folder, "refresh", "--provision-timeout-sec", "60")
     endpoint = json.loads((folder / "github" / "endpoint.json").read_text())
@@ -134,7 +134,7 @@ def test_an_agent_killed_while_it_registers_leaves_no_second_registration(folder
 
 
 def wait_for_registration(folder: Path) -> int:
-    """The pid of a runner's registration on a machine in this folder."""
+    """Return the pid of a running `config.sh` on a machine in this folder."""
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         for pid in procfs.all_processes():

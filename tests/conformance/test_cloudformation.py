@@ -1,4 +1,4 @@
-"""The template makes what refresh would make, as far as a server shows: refresh finds nothing left to do."""
+"""The CloudFormation template on a test server."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.support.aws.servers import REGION
 
 ACCOUNT = "123456789012"
 SECRET = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
-#: What CloudFormation takes without a bucket.
+#: Maximum length of a template that is not in a bucket.
 MAX_TEMPLATE = 51_200
 PROVIDER = f"arn:aws:iam::{ACCOUNT}:oidc-provider/token.actions.githubusercontent.com"
 
 
-class Stack:
-    """A stack of the template, and clients for what is in it."""
+class CreatedStack:
+    """A stack of the template, and clients for its resources."""
 
     def __init__(self, opened: AsyncExitStack) -> None:
         self._opened = opened
         self._session = open_session()
-        # A pool and a bucket that no other test has: the server is shared.
+        # Unique names, because tests share the server.
         self.pool = secrets.token_hex(4)
         self.bucket = f"code-{self.pool}"
         self.name = f"remuda-{self.pool}"
@@ -58,7 +58,7 @@ class Stack:
         return await self._opened.enter_async_context(made)
 
     async def create_functions(self, **parameters: str) -> set[str]:
-        """With code for the functions, as `make lambda` would give it."""
+        """Create the stack with a package for the functions."""
         s3 = await self.client("s3")
         await s3.create_bucket(Bucket=self.bucket, CreateBucketConfiguration={"LocationConstraint": REGION})
         code = io.BytesIO()
@@ -69,7 +69,7 @@ class Stack:
         return await self.create(**given, **parameters)
 
     async def create(self, **parameters: str) -> set[str]:
-        """The names of its roles."""
+        """Create the stack and return the names of its roles."""
         client = await self.client("cloudformation")
         await client.create_stack(
             StackName=self.name,
@@ -87,23 +87,23 @@ class Stack:
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
+async def stack() -> AsyncIterator[CreatedStack]:
     async with AsyncExitStack() as opened:
-        yield Stack(opened)
+        yield CreatedStack(opened)
 
 
-async def test_refresh_finds_table_and_queues_as_it_wants_them(stack):
+async def test_refresh_changes_nothing_in_a_new_stack(stack):
     await stack.create()
     given: dict[str, Any] = {"clock": SystemClock(), "ids": SystemIds(), "calls": CallCounter()}
     store = DynamoInstanceStore(client=await stack.client("dynamodb"), table=stack.name, **given)
     pool = SqsResourcePool(client=await stack.client("sqs"), prefix=stack.name, **given)
-    # Where it is not the server's known gap (TTL in templates), there is nothing to do.
+    # The server ignores the TTL of templates.
     assert set(await store.prepare()) <= {f"expiry of old items in table {stack.name}"}
     assert not await pool.prepare(CLASSES)
     await store.close()
 
 
-async def test_the_policies_in_the_stack_are_those_of_the_source(stack):
+async def test_the_stack_contains_the_generated_policies(stack):
     await stack.create(GithubSecretArn=SECRET)
     iam = await stack.client("iam")
     for policy in policies():
@@ -119,7 +119,7 @@ async def attached(iam: Any, arn: str) -> Any:
     return json.loads(version) if isinstance(version, str) else version
 
 
-async def test_a_secret_that_is_not_named_must_be_among_the_pools_own(stack):
+async def test_without_an_arn_only_secrets_of_the_pool_may_be_read(stack):
     await stack.create()
     iam = await stack.client("iam")
     for name in ("refresh", "scale-down"):
@@ -128,14 +128,14 @@ async def test_a_secret_that_is_not_named_must_be_among_the_pools_own(stack):
         assert read["Resource"] == [f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:remuda/{stack.pool}/*"]
 
 
-async def test_another_environments_fleet_is_scaled_down_where_it_is_named(stack):
+async def test_scale_down_uses_the_environment_of_the_stack(stack):
     await stack.create(GithubEnvironment="theirs")
     document = await attached(await stack.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/{stack.name}-scale-down")
-    (ends,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
-    assert ends["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
+    (statement,) = [each for each in document["Statement"] if each["Sid"] == "TerminateFleetInstances"]
+    assert statement["Condition"]["StringEquals"]["aws:ResourceTag/ghr:environment"] == "theirs"
 
 
-async def test_roles_for_workflows_are_made_for_a_repository_only(stack):
+async def test_roles_for_workflows_require_a_repository(stack):
     assert await stack.create() == {f"{stack.name}-agent"}
 
 
@@ -152,24 +152,24 @@ async def test_the_roles_trust_the_repository(stack):
     assert subjects == {"workflow": "repo:acme/app:*", "refresh": "repo:acme/app:ref:refs/heads/main"}
 
 
-async def test_the_profile_carries_the_agents_role(stack):
+async def test_the_instance_profile_has_the_role_of_the_agent(stack):
     await stack.create()
     iam = await stack.client("iam")
     profile = (await iam.get_instance_profile(InstanceProfileName=f"{stack.name}-agent"))["InstanceProfile"]
     assert [role["RoleName"] for role in profile["Roles"]] == [f"{stack.name}-agent"]
 
 
-# The functions ------------------------------------------------------------------------------------------------------
+# Functions ----------------------------------------------------------------------------------------------------------
 
 
-async def test_without_code_there_is_no_function_and_no_schedule(stack):
+async def test_without_code_no_function_and_no_schedule_is_created(stack):
     await stack.create()
     names = [rule["Name"] for rule in (await (await stack.client("events")).list_rules())["Rules"]]
     assert not [name for name in names if name.startswith(stack.name)]
 
 
 @pytest.mark.parametrize("who", SCHEDULED)
-async def test_each_function_has_a_role_of_its_own(stack, who):
+async def test_each_function_has_its_own_role(stack, who):
     roles = await stack.create_functions()
     assert f"{stack.name}-{who}-function" in roles
     iam = await stack.client("iam")
@@ -182,7 +182,7 @@ async def test_each_function_has_a_role_of_its_own(stack, who):
     assert found["Timeout"] == FUNCTION_TIMEOUT_S
 
 
-async def test_the_handler_is_there():
+async def test_the_handler_exists():
     module, _, name = HANDLER.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
 
@@ -198,7 +198,7 @@ async def test_the_handler_is_there():
     ],
     ids=["sweeps only", "applies its settings"],
 )
-async def test_each_is_called_every_five_minutes_with_what_it_is_to_do(stack, given, inputs):
+async def test_each_function_is_invoked_every_five_minutes_with_its_command(stack, given, inputs):
     await stack.create_functions(**given)
     events, functions = await stack.client("events"), await stack.client("lambda")
     for who in SCHEDULED:
@@ -209,7 +209,7 @@ async def test_each_is_called_every_five_minutes_with_what_it_is_to_do(stack, gi
         function = (await functions.get_function(FunctionName=name))["Configuration"]
         assert target["Arn"] == function["FunctionArn"]
         assert json.loads(target["Input"]) == inputs[who]
-        # What is sent is what the handler takes.
+        # The handler accepts the input.
         assert parse_event(json.loads(target["Input"])).name == who
         assert target["RetryPolicy"]["MaximumRetryAttempts"] == 0
         policy = json.loads((await functions.get_policy(FunctionName=name))["Policy"])
@@ -217,7 +217,7 @@ async def test_each_is_called_every_five_minutes_with_what_it_is_to_do(stack, gi
         assert rule["Arn"] in json.dumps(statement)
 
 
-async def test_scale_down_can_be_left_off(stack):
+async def test_scale_down_can_be_disabled(stack):
     await stack.create_functions(ScaleDown="false")
     events = await stack.client("events")
     states = {who: (await events.describe_rule(Name=f"{stack.name}-{who}"))["State"] for who in SCHEDULED}
@@ -229,7 +229,7 @@ async def test_scale_down_can_be_left_off(stack):
     [("", {"REMUDA_GITHUB_TOKEN": SECRET}), ("7", {"REMUDA_GITHUB_APP_KEY": SECRET, "REMUDA_GITHUB_APP_ID": "7"})],
     ids=["token", "app"],
 )
-async def test_the_functions_settings_are_what_the_stack_was_given(stack, app, named):
+async def test_functions_get_the_settings_of_the_stack(stack, app, named):
     await stack.create_functions(GithubAppId=app, Ami="ami-12c6146b", SubnetIds="subnet-12345678,subnet-23456789")
     functions = await stack.client("lambda")
     for who in SCHEDULED:
@@ -242,7 +242,7 @@ async def test_the_functions_settings_are_what_the_stack_was_given(stack, app, n
         assert {key: variables[key] for key in keys if variables[key]} == named
 
 
-async def test_every_log_ends(stack):
+async def test_every_log_group_has_a_retention(stack):
     await stack.create()
     logs = await stack.client("logs")
     found = (await logs.describe_log_groups(logGroupNamePrefix=f"/remuda/{stack.pool}/"))["logGroups"]
@@ -250,8 +250,8 @@ async def test_every_log_ends(stack):
     assert {group["retentionInDays"] for group in found} == {LOG_DAYS}
 
 
-def test_alarms_are_made_where_somebody_hears_them():
-    """As the template says it: the server makes none."""
+def test_alarms_require_a_topic():
+    """Checked in the template: the server creates no alarms."""
     made = template()
     alarms = {name: item for name, item in made["Resources"].items() if item["Type"] == "AWS::CloudWatch::Alarm"}
     assert set(alarms) == {"RefreshAlarm", "ScaleDownAlarm"}
@@ -266,8 +266,8 @@ def test_alarms_are_made_where_somebody_hears_them():
     assert made["Parameters"]["AlarmTopicArn"]["Default"] == ""
 
 
-def test_each_role_carries_its_policies_and_no_more():
-    """As the template says it: the server attaches none."""
+def test_each_role_has_only_its_policies():
+    """Checked in the template: the server attaches no policies."""
     resources = template()["Resources"]
     carried = {
         name: {each["Ref"].removesuffix("Policy") for each in resource["Properties"]["ManagedPolicyArns"]}
@@ -283,12 +283,12 @@ def test_each_role_carries_its_policies_and_no_more():
     }
 
 
-def test_cloudformation_takes_it_in_one_piece():
+def test_the_template_fits_the_limit_of_cloudformation():
     assert len((DEPLOY / "cloudformation.yml").read_bytes()) < MAX_TEMPLATE
 
 
-def test_what_fails_is_not_tried_again_and_writes_where_its_role_may():
-    """As the template says it: the server knows neither."""
+def test_failed_invocations_are_not_retried_and_logs_go_to_the_log_group():
+    """Checked in the template: the server supports neither."""
     resources = template()["Resources"]
     for name in ("Refresh", "ScaleDown"):
         assert resources[f"{name}Invocations"]["Properties"]["MaximumRetryAttempts"] == 0

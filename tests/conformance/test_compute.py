@@ -1,6 +1,6 @@
-"""The Compute port's contract. An adapter joins with one class here and one line in the table."""
+"""Contract tests of the compute port, over all adapters."""
 
-# What is waited for happens in other processes, and a test may block.
+# The tests wait for other processes, and blocking calls are acceptable.
 # ruff: noqa: ASYNC110, ASYNC240
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ UNKNOWN = "i-00000000000000000"
 LARGE = ResourceClass(name="large", cpu=2, memory_mib=4096)
 
 
-class Cloud(Protocol):
-    """Where machines are, and as many doors to it as there are pools and processes."""
+class ComputeBackend(Protocol):
+    """A set of machines, with one compute adapter per pool."""
 
-    #: What its launches need.
+    #: Launch options that the backend requires.
     launch: dict[str, str]
 
     async def start(self) -> None: ...
@@ -42,11 +42,11 @@ class Cloud(Protocol):
     def open(self, pool: str = "pool") -> Compute: ...
 
     async def close(self) -> None:
-        """End all machines; fails where something of them is left."""
+        """Terminate all machines and fail if processes are left."""
         ...
 
 
-class LocalCloud:
+class LocalComputeBackend:
     def __init__(self) -> None:
         self.launch: dict[str, str] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="remuda-"))
@@ -56,7 +56,7 @@ class LocalCloud:
         self._pools: dict[str, LocalCompute] = {}
 
     async def start(self) -> None:
-        """It is there."""
+        """Nothing to start."""
 
     def open(self, pool: str = "pool") -> Compute:
         compute = LocalCompute(
@@ -91,13 +91,13 @@ def _has_any(path: Path, marks: list[bytes]) -> bool:
     return any(mark in content for mark in marks)
 
 
-class CloudInMemory:
+class MemoryComputeBackend:
     def __init__(self) -> None:
         self.launch: dict[str, str] = {}
         self._cloud = MemoryCloud(clock=SystemClock())
 
     async def start(self) -> None:
-        """It is there."""
+        """Nothing to start."""
 
     def open(self, pool: str = "pool") -> Compute:
         return MemoryCompute(cloud=self._cloud, pool=pool, calls=CallCounter())
@@ -108,7 +108,7 @@ class CloudInMemory:
         assert not [name for name in self._cloud.machines if self._cloud.is_alive(name)]
 
 
-class Ec2Cloud:
+class Ec2ComputeBackend:
     def __init__(self) -> None:
         self.launch: dict[str, str] = {}
         self._server = shared_ec2_server()
@@ -126,23 +126,27 @@ class Ec2Cloud:
         await self._stack.aclose()
 
 
-CLOUDS: dict[str, Callable[[], Cloud]] = {"ec2": Ec2Cloud, "local": LocalCloud, "memory": CloudInMemory}
-#: Begin the tags that a backend adds for itself.
+BACKENDS: dict[str, Callable[[], ComputeBackend]] = {
+    "ec2": Ec2ComputeBackend,
+    "local": LocalComputeBackend,
+    "memory": MemoryComputeBackend,
+}
+#: Prefixes of tags that a backend adds.
 OWN_TAGS = ("remuda:", "ghr:")
 
 
-@pytest.fixture(params=sorted(CLOUDS))
-async def cloud(request: pytest.FixtureRequest) -> AsyncIterator[Cloud]:
-    made = CLOUDS[request.param]()
-    await made.start()
-    yield made
-    await made.close()
+@pytest.fixture(params=sorted(BACKENDS))
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[ComputeBackend]:
+    backend = BACKENDS[request.param]()
+    await backend.start()
+    yield backend
+    await backend.close()
 
 
 @pytest.fixture
-async def compute(cloud: Cloud) -> Compute:
-    opened = cloud.open()
-    await opened.prepare(cloud.launch)
+async def compute(backend: ComputeBackend) -> Compute:
+    opened = backend.open()
+    await opened.prepare(backend.launch)
     return opened
 
 
@@ -150,8 +154,8 @@ Wanted = Callable[..., LaunchRequest]
 
 
 @pytest.fixture
-def wanted(cloud: Cloud) -> Wanted:
-    """A launch, with what this cloud needs for one."""
+def wanted(backend: ComputeBackend) -> Wanted:
+    """Return a function that makes launch requests with the backend's required options."""
 
     def make(
         token: str = "token", *, count: int = 1, patterns: str = "*", tags: Mapping[str, str] | None = None
@@ -167,7 +171,7 @@ def wanted(cloud: Cloud) -> Wanted:
                 tier=Tier.TRUSTED,
             ),
             scope="octo/repo",
-            launch=cloud.launch,
+            launch=backend.launch,
             first_life_s=120,
             margin_s=1,
             tags=tags or {},
@@ -186,11 +190,11 @@ async def reaches(compute: Compute, instance_id: str, state: MachineState) -> No
             await asyncio.sleep(0.01)
 
 
-async def test_preparing_twice_changes_nothing_more(cloud: Cloud, compute: Compute) -> None:
-    assert list(await compute.prepare(cloud.launch)) == []
+async def test_second_prepare_changes_nothing(backend: ComputeBackend, compute: Compute) -> None:
+    assert list(await compute.prepare(backend.launch)) == []
 
 
-async def test_machines_come_up_with_the_pools_tags(compute: Compute, wanted: Wanted) -> None:
+async def test_machines_have_the_pools_tags(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted(count=2, tags={"team": "a"}))
 
     assert result.errors == ()
@@ -208,19 +212,19 @@ async def test_machines_come_up_with_the_pools_tags(compute: Compute, wanted: Wa
     assert sorted(view.instance_id for view in await compute.list_pool()) == sorted(ids(result))
 
 
-async def test_the_types_are_among_those_allowed(compute: Compute, wanted: Wanted) -> None:
+async def test_instance_types_match_the_patterns(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted(patterns="r6i.* m6i.xlarge"))
     allowed = TypePatterns.parse("r6i.* m6i.xlarge")
     assert all(allowed.matches(launched.instance_type) for launched in result.instances)
 
 
-async def test_no_such_type_is_no_capacity(compute: Compute, wanted: Wanted) -> None:
+async def test_unknown_type_is_a_capacity_error(compute: Compute, wanted: Wanted) -> None:
     with pytest.raises(CapacityError, match=r"x1\.tiny.*large"):
         await compute.launch(wanted(patterns="x1.tiny"))
     assert list(await compute.list_pool()) == []
 
 
-async def test_a_token_launches_once(compute: Compute, wanted: Wanted) -> None:
+async def test_client_token_launches_once(compute: Compute, wanted: Wanted) -> None:
     results = await asyncio.gather(*(compute.launch(wanted(count=2)) for _ in range(3)))
     again = await compute.launch(wanted(count=2))
     assert all(result == again for result in results)
@@ -229,20 +233,20 @@ async def test_a_token_launches_once(compute: Compute, wanted: Wanted) -> None:
     assert not set(ids(other)) & set(ids(again))
 
 
-async def test_a_token_launches_once_even_after_the_end(compute: Compute, wanted: Wanted) -> None:
+async def test_client_token_launches_once_even_after_termination(compute: Compute, wanted: Wanted) -> None:
     first = await compute.launch(wanted())
     await compute.terminate(ids(first))
     assert ids(await compute.launch(wanted())) == ids(first)
     await reaches(compute, ids(first)[0], MachineState.TERMINATED)
 
 
-async def test_unknown_ones_are_left_out(compute: Compute, wanted: Wanted) -> None:
+async def test_unknown_instances_are_omitted(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted())
     assert set(await compute.describe([*ids(result), UNKNOWN, "../etc"])) == set(ids(result))
     assert await compute.describe([]) == {}
 
 
-async def test_terminated_ones_stay_known(compute: Compute, wanted: Wanted) -> None:
+async def test_terminated_machines_are_still_described(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted(count=2))
     assert await compute.terminate(ids(result)) == {}
     for name in ids(result):
@@ -250,15 +254,15 @@ async def test_terminated_ones_stay_known(compute: Compute, wanted: Wanted) -> N
     assert {view.state for view in await compute.list_pool()} == {MachineState.TERMINATED}
 
 
-async def test_what_is_gone_is_terminated_with_success(compute: Compute, wanted: Wanted) -> None:
+async def test_terminate_of_a_terminated_machine_succeeds(compute: Compute, wanted: Wanted) -> None:
     result = await compute.launch(wanted())
     assert await compute.terminate([*ids(result), *ids(result), UNKNOWN]) == {}
     assert await compute.terminate(ids(result)) == {}
 
 
-async def test_another_pools_machine_is_refused(cloud: Cloud, compute: Compute, wanted: Wanted) -> None:
-    other = cloud.open("other")
-    await other.prepare(cloud.launch)
+async def test_machine_of_another_pool_is_rejected(backend: ComputeBackend, compute: Compute, wanted: Wanted) -> None:
+    other = backend.open("other")
+    await other.prepare(backend.launch)
     theirs, ours = ids(await other.launch(wanted("theirs"))), ids(await compute.launch(wanted("ours")))
     await reaches(other, theirs[0], MachineState.RUNNING)
 
@@ -271,7 +275,7 @@ async def test_another_pools_machine_is_refused(cloud: Cloud, compute: Compute, 
     assert [view.instance_id for view in await compute.list_pool()] == ours
 
 
-async def test_tags_come_and_go(compute: Compute, wanted: Wanted) -> None:
+async def test_tag_and_untag(compute: Compute, wanted: Wanted) -> None:
     names = ids(await compute.launch(wanted(count=2)))
     await asyncio.gather(*(compute.tag(names, {f"key-{number}": "value"}) for number in range(10)))
     await compute.tag(names, {"key-0": "new"})

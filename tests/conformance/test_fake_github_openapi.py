@@ -1,4 +1,4 @@
-"""Every answer of the local GitHub fits GitHub's own OpenAPI description, for repositories and organisations."""
+"""Responses of the fake GitHub, validated against GitHub's OpenAPI description."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ from remuda.fake_github import Endpoint, read_endpoint
 from tests.support.records import LONG_S
 
 OPENAPI = json.loads((pathlib.Path(__file__).parent.parent / "data" / "github" / "openapi-runners.json").read_text())
-#: What GitHub answers where the description names no schema for a status (401, 403, 404).
+#: GitHub's error body, for statuses without a schema in the description (401, 403, 404).
 BASIC_ERROR = {
     "type": "object",
     "required": ["message", "documentation_url", "status"],
@@ -42,8 +42,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
             server.wait(LONG_S)
 
 
-class Api:
-    """Requests to one level of the API; every answer is checked against the description."""
+class ValidatingClient:
+    """Client for the API of one level (repository or organization) that validates each response."""
 
     def __init__(self, endpoint: Endpoint, level: str, prefix: str) -> None:
         self.base = PATHS[level]
@@ -77,7 +77,7 @@ class Api:
 
 
 def as_json_schema(schema: Any) -> Any:
-    """OpenAPI 3.0 says `nullable` where JSON Schema lists null among the types."""
+    """Convert OpenAPI 3.0's `nullable` to JSON Schema's null type."""
     if isinstance(schema, list):
         return [as_json_schema(item) for item in schema]
     if not isinstance(schema, dict):
@@ -94,22 +94,22 @@ def level(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["", "/api/v3"])
-def api(endpoint: Endpoint, level: str, request: pytest.FixtureRequest) -> Iterator[Api]:
-    api = Api(endpoint, level, request.param)
+def api(endpoint: Endpoint, level: str, request: pytest.FixtureRequest) -> Iterator[ValidatingClient]:
+    api = ValidatingClient(endpoint, level, request.param)
     yield api
     for runner in api.call("GET", params={"per_page": 100}).json()["runners"]:
         assert api.call("DELETE", "/{runner_id}", runner_id=runner["id"]).status_code == 204
     api.client.close()
 
 
-def test_tokens(api: Api) -> None:
+def test_tokens(api: ValidatingClient) -> None:
     for path in ("/registration-token", "/remove-token"):
         response = api.call("POST", path)
         assert response.status_code == 201
         assert response.json()["token"]
 
 
-def test_a_runner_from_birth_to_death(api: Api) -> None:
+def test_life_cycle_of_a_runner(api: ValidatingClient) -> None:
     created = api.jit("one")
     assert created.status_code == 201
     runner = created.json()["runner"]
@@ -139,15 +139,15 @@ def test_a_runner_from_birth_to_death(api: Api) -> None:
         {"labels": "x"},
     ],
 )
-def test_what_is_not_valid(api: Api, change: dict[str, Any]) -> None:
+def test_invalid_input_is_rejected(api: ValidatingClient, change: dict[str, Any]) -> None:
     assert api.jit(**{"name": "two", **change}).status_code == 422
 
 
-def test_a_body_that_is_no_json(api: Api) -> None:
+def test_body_that_is_not_json(api: ValidatingClient) -> None:
     assert api.call("POST", "/generate-jitconfig", content=b"{").status_code == 400
 
 
-def test_paging(api: Api) -> None:
+def test_paging(api: ValidatingClient) -> None:
     for number in range(5):
         api.jit(f"p{number}")
     first = api.call("GET", params={"per_page": 2})
@@ -166,17 +166,17 @@ def test_paging(api: Api) -> None:
 
 
 @pytest.mark.parametrize("header", ["Bearer wrong", "Basic abc", "token"])
-def test_bad_credentials(api: Api, header: str) -> None:
+def test_bad_credentials(api: ValidatingClient, header: str) -> None:
     response = api.call("GET", headers={"authorization": header})
     assert response.status_code == 401
     assert response.json()["message"] == "Bad credentials"
 
 
-def test_the_old_word_for_a_token(api: Api, endpoint: Endpoint) -> None:
+def test_authorization_scheme_token_is_accepted(api: ValidatingClient, endpoint: Endpoint) -> None:
     assert api.call("GET", headers={"authorization": f"token {endpoint.token}"}).status_code == 200
 
 
-def test_a_reader_may_not_write_and_a_stranger_sees_nothing(api: Api) -> None:
+def test_restricted_access_tokens(api: ValidatingClient) -> None:
     reader = api.client.post("/_admin/tokens", json={"scopes": ["acme"], "write": False}).json()["token"]
     stranger = api.client.post("/_admin/tokens", json={"scopes": ["other"]}).json()["token"]
     headers = {"authorization": f"Bearer {reader}"}
@@ -186,8 +186,8 @@ def test_a_reader_may_not_write_and_a_stranger_sees_nothing(api: Api) -> None:
     assert api.client.get("/_admin/runners", headers=headers).status_code == 403
 
 
-def test_unknown_scopes(api: Api) -> None:
-    api.client.patch("/_admin/settings", json={"known_scopes": ["somewhere/else"]})
+def test_unknown_scopes(api: ValidatingClient) -> None:
+    api.client.patch("/_admin/settings", json={"known_scopes": ["other/repo"]})
     try:
         assert api.call("GET").status_code == 404
         assert api.call("POST", "/registration-token").status_code == 404
@@ -195,7 +195,7 @@ def test_unknown_scopes(api: Api) -> None:
         api.client.patch("/_admin/settings", json={"known_scopes": None})
 
 
-def test_a_runner_that_got_a_job_just_before_its_delete(api: Api) -> None:
+def test_delete_of_a_runner_that_just_got_a_job(api: ValidatingClient) -> None:
     created = api.jit("racy").json()
     secret = json.loads(_unpack(json.loads(_unpack(created["encoded_jit_config"]))[".credentials"]))["data"]["token"]
     session = api.client.post(
@@ -211,7 +211,7 @@ def test_a_runner_that_got_a_job_just_before_its_delete(api: Api) -> None:
     api.client.delete(f"/_runner/sessions/{session}", headers={"authorization": f"Bearer {secret}"})
 
 
-def test_faults(api: Api) -> None:
+def test_faults(api: ValidatingClient) -> None:
     def fault(kind: str, **more: Any) -> None:
         assert api.client.post("/_admin/faults", json={"kind": kind, **more}).status_code == 201
 

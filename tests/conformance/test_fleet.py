@@ -1,4 +1,4 @@
-"""The fleet port, over every adapter: who is listed, tagged and ended, and who never is."""
+"""Contract tests of the fleet port, over all adapters."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.support.virtual_time import FixedClock
 ORPHAN = "ghr:orphan"
 
 
-class Stage(Protocol):
+class FleetBackend(Protocol):
     def open(self) -> TaggedFleet: ...
 
     async def launch(self, tags: dict[str, str]) -> str: ...
 
     async def tags_of(self, instance_id: str) -> dict[str, str] | None:
-        """None where it does not run any more."""
+        """Return the tags, or None if the machine has ended."""
         ...
 
 
-class MemoryStage:
+class MemoryFleetBackend:
     def __init__(self) -> None:
         self.machines = MemoryMachines()
 
@@ -55,8 +55,8 @@ class MemoryStage:
         return None if machine is None else dict(machine.tags)
 
 
-class LocalStage:
-    """The fleet of the local backend, over compute in memory: it knows compute by its port alone."""
+class LocalFleetBackend:
+    """The local fleet adapter over the memory compute adapter."""
 
     def __init__(self) -> None:
         self.cloud = MemoryCloud(clock=FixedClock(NOW))
@@ -87,7 +87,7 @@ class LocalStage:
         return dict(self.cloud.machines[instance_id].tags) if self.cloud.is_alive(instance_id) else None
 
 
-class MotoStage:
+class MotoFleetBackend:
     def __init__(self, client: Any) -> None:
         self._client = client
 
@@ -116,25 +116,25 @@ class MotoStage:
 
 
 @pytest.fixture(params=["memory", "local", "moto"])
-async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[FleetBackend]:
     if request.param == "memory":
-        yield MemoryStage()
+        yield MemoryFleetBackend()
     elif request.param == "local":
-        yield LocalStage()
+        yield LocalFleetBackend()
     else:
         server = shared_ec2_server()
         server.reset()
         async with server.client() as client:
-            yield MotoStage(client)
+            yield MotoFleetBackend(client)
 
 
-async def test_only_the_environments_own_machines_are_listed_and_orphans_apart(stage: Stage) -> None:
-    active = await stage.launch(tags())
-    orphan = await stage.launch(tags(orphan="true"))
-    no_orphan = await stage.launch(tags(orphan="false"))
-    await stage.launch({**tags(), "ghr:environment": "other"})
-    await stage.launch({**tags(), "ghr:Application": "other"})
-    fleet = stage.open()
+async def test_list_contains_only_the_environments_machines(backend: FleetBackend) -> None:
+    active = await backend.launch(tags())
+    orphan = await backend.launch(tags(orphan="true"))
+    no_orphan = await backend.launch(tags(orphan="false"))
+    await backend.launch({**tags(), "ghr:environment": "other"})
+    await backend.launch({**tags(), "ghr:Application": "other"})
+    fleet = backend.open()
     assert [item.instance_id for item in await fleet.list_machines()] == [active, orphan, no_orphan]
     (found,) = await fleet.list_machines(orphans=True)
     assert (found.instance_id, found.is_orphan, found.scope) == (orphan, True, "acme")
@@ -143,46 +143,46 @@ async def test_only_the_environments_own_machines_are_listed_and_orphans_apart(s
     await fleet.close()
 
 
-async def test_marks_come_and_go(stage: Stage) -> None:
-    names = [await stage.launch(tags()) for _ in range(2)]
-    fleet = stage.open()
+async def test_mark_and_unmark_orphans(backend: FleetBackend) -> None:
+    names = [await backend.launch(tags()) for _ in range(2)]
+    fleet = backend.open()
     await fleet.list_machines()
     assert await fleet.mark_orphans(names) == {}
-    assert [((await stage.tags_of(name)) or {}).get(ORPHAN) for name in names] == ["true", "true"]
+    assert [((await backend.tags_of(name)) or {}).get(ORPHAN) for name in names] == ["true", "true"]
     assert await fleet.unmark_orphans(names[:1]) == {}
-    assert ORPHAN not in ((await stage.tags_of(names[0])) or {})
+    assert ORPHAN not in ((await backend.tags_of(names[0])) or {})
     assert [item.instance_id for item in await fleet.list_machines(orphans=True)] == names[1:]
 
 
-async def test_an_end_is_asked_for_and_may_be_asked_for_again(stage: Stage) -> None:
-    names = [await stage.launch(tags()) for _ in range(3)]
-    fleet = stage.open()
+async def test_terminate_is_idempotent(backend: FleetBackend) -> None:
+    names = [await backend.launch(tags()) for _ in range(3)]
+    fleet = backend.open()
     await fleet.list_machines()
     assert await fleet.terminate(names[:2]) == {}
-    assert [await stage.tags_of(name) is None for name in names] == [True, True, False]
+    assert [await backend.tags_of(name) is None for name in names] == [True, True, False]
     assert await fleet.terminate(names[:2]) == {}
     assert [item.instance_id for item in await fleet.list_machines()] == names[2:]
 
 
-async def test_what_this_fleet_has_not_listed_is_refused(stage: Stage) -> None:
-    stranger = await stage.launch({**tags(), "ghr:environment": "other"})
-    own = await stage.launch(tags())
-    fleet = stage.open()
+async def test_machines_that_were_not_listed_are_rejected(backend: FleetBackend) -> None:
+    stranger = await backend.launch({**tags(), "ghr:environment": "other"})
+    own = await backend.launch(tags())
+    fleet = backend.open()
     await fleet.list_machines()
     for change in (fleet.terminate, fleet.mark_orphans, fleet.unmark_orphans):
         assert list(await change([stranger, own])) == [stranger]
-    before = await stage.tags_of(stranger)
+    before = await backend.tags_of(stranger)
     assert before is not None
     assert ORPHAN not in before
-    assert await stage.tags_of(own) is None
+    assert await backend.tags_of(own) is None
 
 
-# What only EC2 does -----------------------------------------------------------------------------------------------
+# EC2 only --------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def scripted(world: FleetState) -> AsyncIterator[Ec2Fleet]:
-    from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - beside this file
+    from tests.conformance.test_scale_down_oracle import ec2_client  # noqa: PLC0415 - only this helper needs it
 
     with serve_fleet(world) as served:
         async with ec2_client(served) as client:
@@ -198,7 +198,7 @@ def crowd(count: int) -> FleetState:
     return world
 
 
-async def test_all_pages_are_read_and_changes_go_in_batches() -> None:
+async def test_list_reads_all_pages_and_changes_are_batched() -> None:
     world = crowd(250)
     async with scripted(world) as fleet:
         names = [item.instance_id for item in await fleet.list_machines()]
@@ -210,7 +210,7 @@ async def test_all_pages_are_read_and_changes_go_in_batches() -> None:
 
 
 @pytest.mark.parametrize("protected", [(7, 40), (0, 1), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)])
-async def test_one_that_cannot_be_ended_does_not_save_the_others(protected: tuple[int, ...]) -> None:
+async def test_protected_machine_does_not_prevent_termination_of_others(protected: tuple[int, ...]) -> None:
     world = crowd(60)
     world.ec2_faults = [
         {
@@ -227,7 +227,7 @@ async def test_one_that_cannot_be_ended_does_not_save_the_others(protected: tupl
     assert len(world.effects.terminated) == 60 - len(protected)
 
 
-async def test_where_ec2_does_not_work_at_all_it_is_not_asked_for_each_one() -> None:
+async def test_unavailable_ec2_is_not_called_per_machine() -> None:
     world = crowd(100)
     world.ec2_faults = [{"action": "TerminateInstances", "code": "InternalError", "http_status": 500}]
     async with scripted(world) as fleet:
@@ -236,7 +236,7 @@ async def test_where_ec2_does_not_work_at_all_it_is_not_asked_for_each_one() -> 
     assert world.effects.calls["ec2 TerminateInstances"] <= 40
 
 
-async def test_only_what_runs_or_boots_is_listed_and_systems_are_told_apart() -> None:
+async def test_list_contains_pending_and_running_machines_with_their_system() -> None:
     world = FleetState()
     for number, state in enumerate(("pending", "running", "stopping", "stopped", "shutting-down", "terminated")):
         world.add_machine(FleetInstance(f"i-{number:017x}", None, state, tags(), platform="windows" if number else ""))

@@ -1,4 +1,4 @@
-"""What can be wrong with the file, and what the user hears of it."""
+"""Problems with the SQLite file, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def make_read_only(path: Path) -> None:
 
 
 def damage(path: Path) -> None:
-    """All but the first page."""
+    """Overwrite all pages but the first."""
     whole = path.read_bytes()
     path.write_bytes(whole[:4_096] + b"\xa5" * (len(whole) - 4_096))
 
 
 def execute(path: Path, statement: str) -> None:
-    """As somebody else, with their own tools."""
+    """Execute a statement through another connection."""
     connection = sqlite3.connect(path)
     connection.execute(statement)
     connection.close()
@@ -75,8 +75,8 @@ def open_pool(path: Path) -> SqliteResourcePool:
     return SqliteResourcePool(path=path, clock=SystemClock(), ids=SystemIds(), calls=CallCounter())
 
 
-async def refused(store: SqliteInstanceStore) -> UserError:
-    """What a read, a write and a wait say: the same."""
+async def error_of(store: SqliteInstanceStore) -> UserError:
+    """Check that a read, a write and a wait raise the same error, and return it."""
     with pytest.raises(UserError) as reading:
         await store.get("i-1")
     with pytest.raises(UserError, match=r".") as writing:
@@ -88,8 +88,8 @@ async def refused(store: SqliteInstanceStore) -> UserError:
     return reading.value
 
 
-async def test_a_missing_file_is_not_created_by_use(path: Path, store: SqliteInstanceStore) -> None:
-    error = await refused(store)
+async def test_missing_file_is_not_created_implicitly(path: Path, store: SqliteInstanceStore) -> None:
+    error = await error_of(store)
     assert str(path) in error.message
     assert "remuda up" in error.fix
     pool = open_pool(path)
@@ -101,7 +101,7 @@ async def test_a_missing_file_is_not_created_by_use(path: Path, store: SqliteIns
     assert await store.get("i-1") is None
 
 
-async def test_the_file_is_private_and_has_no_leftovers(tmp_path: Path) -> None:
+async def test_created_file_is_private_and_the_only_one(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "a?b#c%20.db"
     stores = [open_store(path) for _ in range(4)]
     created = await asyncio.gather(*(store.prepare() for store in stores))
@@ -114,7 +114,7 @@ async def test_the_file_is_private_and_has_no_leftovers(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-async def test_store_and_pool_share_a_file_in_either_order(path: Path, store: SqliteInstanceStore) -> None:
+async def test_store_and_pool_share_a_file_created_by_either(path: Path, store: SqliteInstanceStore) -> None:
     pool = open_pool(path)
     assert await pool.prepare(["large"]) == ["queue large"]
     assert await store.prepare() == []
@@ -125,9 +125,9 @@ async def test_store_and_pool_share_a_file_in_either_order(path: Path, store: Sq
 
 
 @pytest.mark.parametrize("garbage", [b"hello", b"x" * 10_000, b"SQLite format 3\0" + b"\xff" * 9_000])
-async def test_a_file_that_is_no_database(path: Path, store: SqliteInstanceStore, garbage: bytes) -> None:
+async def test_file_that_is_not_a_database(path: Path, store: SqliteInstanceStore, garbage: bytes) -> None:
     contents(path, garbage)
-    error = await refused(store)
+    error = await error_of(store)
     assert str(path) in error.message
     assert "move" in error.fix
     with pytest.raises(UserError):
@@ -135,7 +135,7 @@ async def test_a_file_that_is_no_database(path: Path, store: SqliteInstanceStore
     assert contents(path) == garbage
 
 
-async def test_a_damaged_database(path: Path, store: SqliteInstanceStore) -> None:
+async def test_damaged_database(path: Path, store: SqliteInstanceStore) -> None:
     await store.prepare()
     for number in range(200):
         await store.apply(birth(instance(number)))
@@ -148,20 +148,20 @@ async def test_a_damaged_database(path: Path, store: SqliteInstanceStore) -> Non
     await damaged.close()
 
 
-async def test_an_empty_or_foreign_database(path: Path, store: SqliteInstanceStore) -> None:
+async def test_empty_or_foreign_database(path: Path, store: SqliteInstanceStore) -> None:
     contents(path, b"")
-    assert "not a Remuda store" in (await refused(store)).message
+    assert "not a Remuda store" in (await error_of(store)).message
     execute(path, "CREATE TABLE accounts (name)")
-    assert "not a Remuda store" in (await refused(store)).message
+    assert "not a Remuda store" in (await error_of(store)).message
     with pytest.raises(UserError, match="not a Remuda store"):
         await store.prepare()
 
 
-async def test_a_schema_of_the_future(path: Path, store: SqliteInstanceStore) -> None:
+async def test_newer_schema_version(path: Path, store: SqliteInstanceStore) -> None:
     await store.prepare()
     execute(path, f"PRAGMA user_version = {VERSION + 1}")
     newer = open_store(path)
-    error = await refused(newer)
+    error = await error_of(newer)
     assert f"schema {VERSION + 1}" in error.message
     assert "upgrade" in error.fix
     with pytest.raises(UserError, match="newer Remuda"):
@@ -169,14 +169,14 @@ async def test_a_schema_of_the_future(path: Path, store: SqliteInstanceStore) ->
     await newer.close()
 
 
-async def test_a_folder_in_place_of_the_file(path: Path, store: SqliteInstanceStore) -> None:
+async def test_folder_in_place_of_the_file(path: Path, store: SqliteInstanceStore) -> None:
     make_folder(path)
-    assert "folder" in (await refused(store)).message
+    assert "folder" in (await error_of(store)).message
     with pytest.raises(UserError, match="folder"):
         await store.prepare()
 
 
-async def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+async def test_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
     store = open_store(tmp_path / "state" / "remuda.db")
     with pytest.raises(UserError, match="cannot create a store"):
@@ -193,7 +193,7 @@ def locked(path: Path) -> Iterator[None]:
     connection.close()
 
 
-async def test_a_lock_is_waited_for_and_then_given_up(path: Path) -> None:
+async def test_write_waits_for_the_lock_up_to_the_timeout(path: Path) -> None:
     impatient = open_store(path, busy_timeout_s=0.05)
     patient = open_store(path, busy_timeout_s=LONG_S)
     await impatient.prepare()
@@ -202,7 +202,7 @@ async def test_a_lock_is_waited_for_and_then_given_up(path: Path) -> None:
             await impatient.apply(birth(instance()))
         assert await impatient.get(instance_id(1)) is None, "reads need no lock"
         waiting = asyncio.create_task(patient.apply(birth(instance())))
-        # The loop turns while the write waits.
+        # The event loop is not blocked while the write waits.
         with pytest.raises(Unavailable, match="locked"):
             await impatient.beat("i-1", at=NOW, busy=False, listening=False, notice="", version="")
         assert not waiting.done()
@@ -212,7 +212,7 @@ async def test_a_lock_is_waited_for_and_then_given_up(path: Path) -> None:
     await patient.close()
 
 
-async def test_a_cancelled_write_harms_nothing_and_waiters_hear_of_it(path: Path, store: SqliteInstanceStore) -> None:
+async def test_cancelled_write_is_applied_completely_and_wakes_waiters(path: Path, store: SqliteInstanceStore) -> None:
     await store.prepare()
     record = await store.apply(birth(instance()))
     loop, begins = asyncio.get_running_loop(), asyncio.Event()
@@ -230,13 +230,13 @@ async def test_a_cancelled_write_harms_nothing_and_waiters_hear_of_it(path: Path
         begun.cancel()
         queued.cancel()
         await asyncio.wait({begun, queued})
-    # Nobody awaits the write that had begun; it is applied all the same, and seen.
+    # The started write is applied although its caller was cancelled, and waiters see it.
     assert await waiting == replace(record, uses=1)
     assert len(await store.history(record.instance_id)) == 2
     assert (await store.apply(change(record, uses=3))).uses == 3
 
 
-async def test_a_file_that_was_replaced_is_opened_anew(path: Path, store: SqliteInstanceStore) -> None:
+async def test_replaced_file_is_reopened(path: Path, store: SqliteInstanceStore) -> None:
     await store.prepare()
     await store.apply(birth(instance(1)))
     for each in path.parent.iterdir():
@@ -251,7 +251,7 @@ async def test_a_file_that_was_replaced_is_opened_anew(path: Path, store: Sqlite
     await other.close()
 
 
-async def test_closing_ends_the_waits(path: Path, store: SqliteInstanceStore) -> None:
+async def test_close_ends_waits(path: Path, store: SqliteInstanceStore) -> None:
     await store.prepare()
     waiting = asyncio.create_task(store.wait_for_control("i-1", None, LONG_S))
     await store.wait_for_control("i-2", None, 0.01)
@@ -263,15 +263,15 @@ async def test_closing_ends_the_waits(path: Path, store: SqliteInstanceStore) ->
 
 
 @pytest.fixture
-def nobodys_folder() -> Iterator[Path]:
-    """A folder that a user without privileges may reach; root's rights would hide what is read-only."""
+def unprivileged_folder() -> Iterator[Path]:
+    """A folder that an unprivileged user can access. Root ignores read-only permissions."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         yield Path(name)
 
 
 @contextmanager
 def unprivileged(folder: Path, *, mode: int = 0o700) -> Iterator[None]:
-    """As a user who owns the folder, which has this mode."""
+    """Become an unprivileged user who owns the folder, which gets this mode."""
     folder.chmod(mode)
     root = os.geteuid() == 0
     if root:
@@ -286,13 +286,13 @@ def unprivileged(folder: Path, *, mode: int = 0o700) -> Iterator[None]:
         folder.chmod(0o700)
 
 
-async def test_a_read_only_file(nobodys_folder: Path) -> None:
-    path = nobodys_folder / "remuda.db"
+async def test_read_only_file(unprivileged_folder: Path) -> None:
+    path = unprivileged_folder / "remuda.db"
     store = open_store(path)
     await store.prepare()
     await store.close()
     make_read_only(path)
-    with unprivileged(nobodys_folder):
+    with unprivileged(unprivileged_folder):
         reopened = open_store(path)
         with pytest.raises(UserError, match="is not writable") as error:
             await reopened.apply(birth(instance()))
@@ -300,17 +300,17 @@ async def test_a_read_only_file(nobodys_folder: Path) -> None:
         await reopened.close()
 
 
-async def test_a_read_only_folder(nobodys_folder: Path) -> None:
-    path = nobodys_folder / "remuda.db"
+async def test_read_only_folder(unprivileged_folder: Path) -> None:
+    path = unprivileged_folder / "remuda.db"
     store = open_store(path)
     await store.prepare()
     await store.close()
-    with unprivileged(nobodys_folder, mode=0o500):
+    with unprivileged(unprivileged_folder, mode=0o500):
         reopened = open_store(path)
         with pytest.raises(UserError, match="is not writable"):
             await reopened.apply(birth(instance()))
         await reopened.close()
-        another = open_store(nobodys_folder / "another.db")
+        another = open_store(unprivileged_folder / "another.db")
         with pytest.raises(UserError, match="is not writable"):
             await another.prepare()
         await another.close()
@@ -327,7 +327,7 @@ async def test_a_read_only_folder(nobodys_folder: Path) -> None:
         (sqlite3.SQLITE_MISUSE, sqlite3.OperationalError),
     ],
 )
-def test_codes_that_cannot_be_brought_about(path: Path, code: int, expected: type[Exception]) -> None:
+def test_translation_of_error_codes(path: Path, code: int, expected: type[Exception]) -> None:
     error = sqlite3.OperationalError("as SQLite says it")
     error.sqlite_errorcode = code
     with pytest.raises(expected), translated(path):

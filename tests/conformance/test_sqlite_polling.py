@@ -1,4 +1,4 @@
-"""Waiting on the file: one poller, which runs only while somebody waits and reads only what may have changed."""
+"""Waiting for changes of the file: one poller, which runs only with waiters and reads only possible changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from remuda.ports.calls import CallCounter
 from tests.support.records import LONG_S, birth, change, instance, instance_id, message
 
 
-class LedClock(SystemClock):
-    """Sleeps end when the test says so; it can wait for one to begin."""
+class ManualClock(SystemClock):
+    """The test ends each sleep, and can wait for the start of the next one."""
 
     def __init__(self) -> None:
         self.asked: list[float] = []
@@ -30,21 +30,21 @@ class LedClock(SystemClock):
         self._sleeping.put_nowait(over)
         await over
 
-    async def begun(self) -> asyncio.Future[None]:
-        """The next sleep that begins and is not yet over."""
+    async def next_sleep(self) -> asyncio.Future[None]:
+        """Wait for the start of the next sleep and return it."""
         while True:
             over = await self._sleeping.get()
             if not over.done():
                 return over
 
-    async def turn(self) -> None:
-        """End the present sleep."""
-        (await self.begun()).set_result(None)
+    async def end_sleep(self) -> None:
+        """End the current sleep."""
+        (await self.next_sleep()).set_result(None)
 
 
 @pytest.fixture
-def clock() -> LedClock:
-    return LedClock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def calls() -> CallCounter:
 
 
 @pytest.fixture
-async def store(tmp_path: Path, clock: LedClock, calls: CallCounter) -> AsyncIterator[SqliteInstanceStore]:
+async def store(tmp_path: Path, clock: ManualClock, calls: CallCounter) -> AsyncIterator[SqliteInstanceStore]:
     store = SqliteInstanceStore(path=tmp_path / "remuda.db", clock=clock, ids=SystemIds(), calls=calls)
     await store.prepare()
     yield store
@@ -71,39 +71,39 @@ def polls(calls: CallCounter) -> int:
     return calls.by_service()["store"].get("poll", 0)
 
 
-async def test_an_own_write_is_seen_without_any_poll(store: SqliteInstanceStore, clock: LedClock) -> None:
+async def test_write_of_this_process_is_seen_without_a_sleep(store: SqliteInstanceStore, clock: ManualClock) -> None:
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(store.wait_for_control(instance_id(1), None, 2 * LONG_S))
-        asleep = await clock.begun()
+        asleep = await clock.next_sleep()
         written = await store.apply(birth(instance()))
         assert await waiting == written
         assert asleep.cancelled()
 
 
-async def test_an_own_message_is_received_without_any_poll(tmp_path: Path, clock: LedClock) -> None:
+async def test_message_of_this_process_is_received_without_a_sleep(tmp_path: Path, clock: ManualClock) -> None:
     pool = SqliteResourcePool(path=tmp_path / "remuda.db", clock=clock, ids=SystemIds(), calls=CallCounter())
     await pool.prepare(["large"])
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(pool.receive("large", visibility_s=30, wait_s=2 * LONG_S))
-        await clock.begun()
+        await clock.next_sleep()
         await pool.send([message()])
         assert len(await waiting) == 1
     await pool.close()
 
 
-async def test_nothing_is_read_again_until_somebody_commits(
-    store: SqliteInstanceStore, other: SqliteInstanceStore, clock: LedClock, calls: CallCounter
+async def test_documents_are_read_again_only_after_a_commit(
+    store: SqliteInstanceStore, other: SqliteInstanceStore, clock: ManualClock, calls: CallCounter
 ) -> None:
     record = await store.apply(birth(instance()))
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(store.wait_for_control(record.instance_id, record, 2 * LONG_S))
         for _ in range(12):
-            await clock.turn()
-        asleep = await clock.begun()
+            await clock.end_sleep()
+        asleep = await clock.next_sleep()
         assert polls(calls) == 1
         await other.apply(birth(instance(2)))
         asleep.set_result(None)
-        asleep = await clock.begun()
+        asleep = await clock.next_sleep()
         assert polls(calls) == 2
         written = await other.apply(change(record, uses=1))
         asleep.set_result(None)
@@ -111,27 +111,27 @@ async def test_nothing_is_read_again_until_somebody_commits(
         assert polls(calls) == 3
 
 
-async def test_looks_become_rarer_and_stay_within_bounds(store: SqliteInstanceStore, clock: LedClock) -> None:
+async def test_polling_interval_grows_within_bounds(store: SqliteInstanceStore, clock: ManualClock) -> None:
     async with asyncio.timeout(LONG_S):
         waiting = asyncio.create_task(store.wait_for_control("i-1", None, 2 * LONG_S))
         for _ in range(20):
-            await clock.turn()
-        await clock.begun()
+            await clock.end_sleep()
+        await clock.next_sleep()
         waiting.cancel()
         await asyncio.wait({waiting})
     assert FIRST_INTERVAL_S / 2 <= clock.asked[0] <= FIRST_INTERVAL_S
     assert all(LAST_INTERVAL_S / 2 <= each <= LAST_INTERVAL_S for each in clock.asked[10:])
 
 
-async def test_all_who_wait_share_one_poller_which_ends_with_them(
-    store: SqliteInstanceStore, clock: LedClock, calls: CallCounter
+async def test_waiters_share_one_poller_which_ends_with_them(
+    store: SqliteInstanceStore, clock: ManualClock, calls: CallCounter
 ) -> None:
     before = asyncio.all_tasks()
     async with asyncio.timeout(LONG_S):
         waits = [
             asyncio.create_task(store.wait_for_control(instance_id(number), None, 2 * LONG_S)) for number in range(30)
         ]
-        asleep = await clock.begun()
+        asleep = await clock.next_sleep()
         tasks = asyncio.all_tasks() - before - set(waits)
         assert len(tasks) == 2, "the poller and its nap"
         assert polls(calls) <= 2, "they are read together"
@@ -141,10 +141,10 @@ async def test_all_who_wait_share_one_poller_which_ends_with_them(
         assert asleep.cancelled()
 
 
-async def test_an_error_ends_every_wait(store: SqliteInstanceStore, clock: LedClock, tmp_path: Path) -> None:
+async def test_error_ends_all_waits(store: SqliteInstanceStore, clock: ManualClock, tmp_path: Path) -> None:
     async with asyncio.timeout(LONG_S):
         waits = [asyncio.create_task(store.wait_for_control("i-1", None, 2 * LONG_S)) for _ in range(3)]
-        asleep = await clock.begun()
+        asleep = await clock.next_sleep()
         (tmp_path / "remuda.db").unlink()
         asleep.set_result(None)
         for outcome in await asyncio.gather(*waits, return_exceptions=True):

@@ -1,5 +1,5 @@
-"""Memory and SQLite against the pure model: whatever is written, in whatever order, the records are as
-`Change.applied_to` says.
+"""Property tests of the memory and SQLite stores: after any sequence of changes the records are those of
+`Change.applied_to`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.records import assignment, at, birth, change, instance, insta
 PROCESSES = 3
 INSTANCES = 2
 
-# Few values each, so that guards often hold and often do not.
+# Few values per field, so that guards hold about as often as they fail.
 STATES = st.sampled_from([State.IDLE, State.CLAIMED])
 EPOCHS = st.sampled_from([1, 2])
 OWNERS = st.sampled_from(["", "a"])
@@ -63,51 +63,51 @@ GUARDS = st.builds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StoreStep:
     number: int
     process: int
-    born: bool
+    creates: bool
     guard: WriteCondition
     sets: dict[str, Any]
 
     def change(self, name: str) -> Change:
         record = instance(self.number, **self.sets)
-        made = birth(record) if self.born else change(record, self.guard, **self.sets)
+        made = birth(record) if self.creates else change(record, self.guard, **self.sets)
         return replace(made, entry=replace(made.entry, transition=name))
 
 
 STEPS = st.lists(
     st.builds(
-        Step,
+        StoreStep,
         number=st.integers(1, INSTANCES),
         process=st.integers(0, PROCESSES - 1),
-        # One in four: most steps should meet a record.
-        born=st.integers(0, 3).map(lambda number: number == 0),
+        # One in four steps: most steps should find an existing record.
+        creates=st.integers(0, 3).map(lambda number: number == 0),
         guard=GUARDS,
         sets=SETS,
     ),
     max_size=25,
-).map(lambda steps: [replace(step, born=True) if index < INSTANCES else step for index, step in enumerate(steps)])
+).map(lambda steps: [replace(step, creates=True) if index < INSTANCES else step for index, step in enumerate(steps)])
 
 
 def model(stored: Instance | None, step: Change) -> Instance | None:
-    """The record after the step, or None where it is refused."""
+    """Return the record after the step, or None if the step is rejected."""
     if not step.condition.is_met_by(stored):
         return None
     after = step.applied_to(stored)
-    # A store keeps milliseconds.
+    # The stores keep milliseconds.
     return replace(after, threshold=after.threshold.replace(microsecond=after.threshold.microsecond // 1000 * 1000))
 
 
 async def attempt(store: InstanceStore, step: Change) -> tuple[bool, Instance | None]:
-    """Whether it was admitted, and the record that is there."""
+    """Apply the change. Return whether it was admitted, and the current record."""
     try:
         return True, await store.apply(step)
     except Conflict as conflict:
         return False, conflict.current
 
 
-async def play_in_turn(stores: Stores, steps: list[Step]) -> None:
+async def apply_sequentially(stores: Stores, steps: list[StoreStep]) -> None:
     processes = [stores.open() for _ in range(PROCESSES)]
     await processes[0].prepare()
     expected: dict[str, Instance] = {}
@@ -127,14 +127,14 @@ async def play_in_turn(stores: Stores, steps: list[Step]) -> None:
     await asyncio.gather(*(process.close() for process in processes))
 
 
-async def play_at_once(stores: Stores, steps: list[Step]) -> None:
+async def apply_concurrently(stores: Stores, steps: list[StoreStep]) -> None:
     processes = [stores.open() for _ in range(PROCESSES)]
     await processes[0].prepare()
     changes = {f"step-{index}": step.change(f"step-{index}") for index, step in enumerate(steps)}
     outcomes = await asyncio.gather(
         *(attempt(processes[step.process], wanted) for step, wanted in zip(steps, changes.values(), strict=True))
     )
-    # The history tells in which order they were carried out; in that order the model must agree with each.
+    # The history shows the order in which the changes were applied. The model must agree in that order.
     answers = dict(zip(changes, outcomes, strict=True))
     admitted = set()
     for number in range(1, INSTANCES + 1):
@@ -146,7 +146,7 @@ async def play_at_once(stores: Stores, steps: list[Step]) -> None:
             admitted.add(entry.transition)
         assert await processes[-1].get(instance_id(number)) == record
     assert admitted == {name for name, (applied, _) in answers.items() if applied}
-    # What was refused was refused by the record that it was shown.
+    # A rejected change does not match the record that the conflict returned.
     for name, (applied, shown) in answers.items():
         assert applied or not changes[name].condition.is_met_by(shown)
     await asyncio.gather(*(process.close() for process in processes))
@@ -155,14 +155,14 @@ async def play_at_once(stores: Stores, steps: list[Step]) -> None:
 @pytest.mark.parametrize("adapter", list(STORES))
 @settings(max_examples=50, deadline=None)
 @given(steps=STEPS)
-def test_changes_in_turn_are_as_the_model_says(adapter: str, steps: list[Step]) -> None:
+def test_sequential_changes_match_the_model(adapter: str, steps: list[StoreStep]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(play_in_turn(STORES[adapter](Path(folder)), steps))
+        asyncio.run(apply_sequentially(STORES[adapter](Path(folder)), steps))
 
 
 @pytest.mark.parametrize("adapter", list(STORES))
 @settings(max_examples=30, deadline=None)
 @given(steps=STEPS)
-def test_changes_at_once_are_as_some_order_of_them(adapter: str, steps: list[Step]) -> None:
+def test_concurrent_changes_match_the_model_in_some_order(adapter: str, steps: list[StoreStep]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(play_at_once(STORES[adapter](Path(folder)), steps))
+        asyncio.run(apply_concurrently(STORES[adapter](Path(folder)), steps))

@@ -1,4 +1,4 @@
-"""An agent's surroundings for tests: a machine and a runner that remember what was done to them."""
+"""Fakes of the agent's ports, and a fixture with one agent and its control plane in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDENTITY = Identity(instance_id=ID, pool="test", margin_s=MARGIN_S)
 
 
 class RecordingMachine:
-    """Its memory survives the agent. `log` is shared with the runner: the order of all that was done."""
+    """A machine that records calls in `log`, which it shares with the runner. Its state survives the agent."""
 
     def __init__(self, log: list[str], identity: Identity = IDENTITY) -> None:
         self.log = log
@@ -39,7 +39,7 @@ class RecordingMachine:
         self.notice = ""
         self.script = StepResult(ok=True)
         self.reset_outcome = StepResult(ok=True)
-        #: How long a reset takes.
+        #: Seconds that a reset takes.
         self.reset_s = 0.0
 
     async def identity(self) -> Identity:
@@ -71,16 +71,16 @@ class RecordingMachine:
 
 
 class RecordingRunner:
-    """Registration and listener outlive the agent. A job is `busy` set and cleared by the test."""
+    """A runner whose registration and listener survive the agent. Tests set `busy` for a job."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.current = RunnerState()
         self.configured: list[Assignment] = []
         self.configure_outcome = StepResult(ok=True)
-        #: What removals answer, one after the other; afterwards they succeed.
+        #: Results of the next removals; later ones succeed.
         self.removals: list[RemovalStatus] = []
-        #: Exit codes of listeners that end at once, one for each start; afterwards they stay.
+        #: Exit codes of the next listeners, which end at once; later ones keep running.
         self.exits: list[int] = []
         self.removed_with: list[Credential | None] = []
         self.started: list[Assignment] = []
@@ -134,14 +134,14 @@ class RecordingRunner:
 
 
 class FlakyStore:
-    """A store that a test can put out of reach, or cut at one call."""
+    """A store whose calls tests let fail."""
 
     def __init__(self, inner: InstanceStore) -> None:
         self._inner = inner
         self.down = False
-        #: Asked before each call by its name; true: the call fails.
+        #: Whether a call fails, by its name.
         self.fails: Callable[[str], bool] = lambda _name: False
-        #: As above, but the call is carried out and then reported as failed.
+        #: Whether a call is executed, but then reported as failed.
         self.loses_answer: Callable[[str], bool] = lambda _name: False
 
     def __getattr__(self, name: str) -> Any:
@@ -149,10 +149,10 @@ class FlakyStore:
 
         async def guarded(*given: Any, **named: Any) -> Any:
             if self.down or self.fails(name):
-                raise Unavailable("the store is out of reach")
+                raise Unavailable("the store cannot be reached")
             result = await call(*given, **named)
             if self.down or self.loses_answer(name):
-                raise Unavailable("the answer was lost")
+                raise Unavailable("the response was lost")
             return result
 
         return guarded
@@ -166,8 +166,8 @@ class RecordingEventLog:
         self.notes.append((action, why, facts))
 
 
-class Stable:
-    """One machine with its agent, and a control plane that does as the test says."""
+class AgentFixture:
+    """One machine with its agent, and the control plane operations that a test calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -196,7 +196,7 @@ class Stable:
         return self.task
 
     async def crash(self) -> None:
-        """The agent's process is gone; the machine and the listener are as they were."""
+        """End the agent without changing machine and listener."""
         if self.task is not None:
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
@@ -206,7 +206,7 @@ class Stable:
         await self.crash()
         self.start()
 
-    # What others see
+    # The store
 
     @property
     def record(self) -> Instance:

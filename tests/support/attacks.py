@@ -1,7 +1,7 @@
 """Attacks of a job on the next run on the same machine.
 
 Each attack is a few lines of bash that run as the job user: `plant` in a job of the first run, `look` in a later job.
-`look` succeeds if the planted thing is still there. If jobs lack the permission for an attack, `plant` fails.
+`look` succeeds if the implant is still there. If jobs lack the permission for an attack, `plant` fails.
 """
 
 # Paths of the tested machine.
@@ -23,7 +23,7 @@ SPOOL = "/opt/shared/a/b/c/d/e/spool"
 LOG = "/opt/shared/log"
 LOOSE = "/opt/shared/loose"
 KEPT = "kept"
-#: Seconds until a planted process must run. Generous: only a broken attack reaches it.
+#: Seconds until a process must run. Generous: only a broken attack reaches it.
 LIMIT_S = 60
 
 
@@ -49,7 +49,7 @@ class Attack:
     why: str = ""
 
 
-def file(name: str, what: str, *paths: str, content: str = "planted", mode: str = "644") -> Attack:
+def file(name: str, what: str, *paths: str, content: str = "implant", mode: str = "644") -> Attack:
     every = " ".join(paths)
     plant = (
         f'for path in {every}; do mkdir -p "$(dirname "$path")"; '
@@ -107,16 +107,16 @@ import ctypes, platform, sys
 libc = ctypes.CDLL(None, use_errno=True)
 add, keyctl = {"x86_64": (248, 250), "aarch64": (217, 219)}[platform.machine()]
 def key(ring):
-    assert libc.syscall(add, b"user", b"planted", b"x", 1, ring) > 0
+    assert libc.syscall(add, b"user", b"implant", b"x", 1, ring) > 0
 def persistent():
     return libc.syscall(keyctl, 22, -1, -2, 0, 0)
 def has(ring):
-    assert libc.syscall(keyctl, 10, ring, b"user", b"planted", 0) > 0
+    assert libc.syscall(keyctl, 10, ring, b"user", b"implant", 0) > 0
 """
 _QUEUE = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
-assert libc.mq_open(b"/planted", os.O_RDWR | {flags}, 0o600, None) >= 0
+assert libc.mq_open(b"/implant", os.O_RDWR | {flags}, 0o600, None) >= 0
 """
 _ACL = (
     "import os, struct\n"
@@ -180,14 +180,14 @@ IN_THE_RUNNER = (
     Attack(
         name="changed start script",
         what="a line in `run.sh`",
-        plant=f"echo '# planted' >>{RUNNER}/run.sh",
-        look=f"grep -q planted {RUNNER}/run.sh",
+        plant=f"echo '# implant' >>{RUNNER}/run.sh",
+        look=f"grep -q implant {RUNNER}/run.sh",
     ),
     Attack(
         name="changed program",
         what="a line in `bin/Runner.Listener`",
-        plant=f"echo '# planted' >>{RUNNER}/bin/Runner.Listener",
-        look=f"grep -q planted {RUNNER}/bin/Runner.Listener",
+        plant=f"echo '# implant' >>{RUNNER}/bin/Runner.Listener",
+        look=f"grep -q implant {RUNNER}/bin/Runner.Listener",
     ),
     Attack(
         name="hard link to a program",
@@ -198,8 +198,8 @@ IN_THE_RUNNER = (
     Attack(
         name="attribute of a program",
         what="an extended attribute of `config.sh`",
-        plant=python(f'import os\nos.setxattr("{RUNNER}/config.sh", "user.planted", b"1")'),
-        look=python(f'import os\nos.getxattr("{RUNNER}/config.sh", "user.planted")'),
+        plant=python(f'import os\nos.setxattr("{RUNNER}/config.sh", "user.implant", b"1")'),
+        look=python(f'import os\nos.getxattr("{RUNNER}/config.sh", "user.implant")'),
     ),
     Attack(
         name="access list of the runner",
@@ -220,11 +220,11 @@ IN_THE_RUNNER = (
     ),
 )
 IN_SHARED_FOLDERS = (
-    file("hidden file", "a dot file in `/tmp`", "/tmp/.planted"),
-    file("file in /var/tmp", "survives a reboot", "/var/tmp/planted"),
-    file("shared memory", "a file in `/dev/shm`", "/dev/shm/planted"),
-    file("lock folder", "a file in `/run/lock`", "/run/lock/planted"),
-    file("world-writable folder", "of the image, seven levels deep", f"{SPOOL}/planted"),
+    file("hidden file", "a dot file in `/tmp`", "/tmp/.implant"),
+    file("file in /var/tmp", "survives a reboot", "/var/tmp/implant"),
+    file("shared memory", "a file in `/dev/shm`", "/dev/shm/implant"),
+    file("lock folder", "a file in `/run/lock`", "/run/lock/implant"),
+    file("world-writable folder", "of the image, seven levels deep", f"{SPOOL}/implant"),
     Attack(
         name="setuid program",
         what="a shell with the setuid bit in `/var/tmp`",
@@ -265,8 +265,8 @@ IN_SHARED_FOLDERS = (
     Attack(
         name="abstract socket",
         what="a socket without a file",
-        plant=listening(abstract("planted"), "signal.pause()"),
-        look=connects(abstract("planted")),
+        plant=listening(abstract("implant"), "signal.pause()"),
+        look=connects(abstract("implant")),
     ),
     Attack(
         name="large sparse file",
@@ -279,7 +279,7 @@ IN_SHARED_FOLDERS = (
     Attack(name="System V queue", what="a queue", plant="ipcmk -Q", look='ipcs -q | grep -q "$USER"'),
     Attack(
         name="POSIX message queue",
-        what="`/planted`",
+        what="`/implant`",
         plant=python(_QUEUE.format(flags="os.O_CREAT")),
         look=python(_QUEUE.format(flags="0")),
     ),
@@ -354,7 +354,7 @@ PROCESSES = (
     ),
     Attack(
         name="constantly forking process",
-        what="each process lives for a moment",
+        what="each process exists for a moment",
         plant=listening(
             abstract("race"), "while True:\n    if os.fork():\n        os._exit(0)\n    signal.sigtimedwait([], 0.0005)"
         ),
@@ -393,8 +393,8 @@ PROCESSES = (
     process(
         "process with a deceptive name",
         "named like a kernel thread",
-        "env -i setsid bash -c 'exec -a \"[kworker/0:1-planted]\" sleep 1008' >/dev/null 2>&1 </dev/null &",
-        ".kworker/0:1-planted",
+        "env -i setsid bash -c 'exec -a \"[kworker/0:1-implant]\" sleep 1008' >/dev/null 2>&1 </dev/null &",
+        ".kworker/0:1-implant",
     ),
 )
 #: Attacks for which jobs lack the permission. If one worked, no reset could be trusted.
@@ -404,18 +404,18 @@ REFUSED = tuple(
         ("immutable bit", "`chattr +i` on an own file", "touch ~/fixed && chattr +i ~/fixed"),
         ("append-only bit", "`chattr +a` on an own file", "touch ~/fixed && chattr +a ~/fixed"),
         ("hard link to a file of root", "a link in `/var/tmp` to `/etc/passwd`", "ln /etc/passwd /var/tmp/passwd"),
-        ("pristine runner", "changing `/opt/remuda/runner`", "echo planted >>/opt/remuda/runner/run.sh"),
+        ("pristine runner", "changing `/opt/remuda/runner`", "echo implant >>/opt/remuda/runner/run.sh"),
         ("registrar", "reading `/opt/remuda/registrar`", "ls /opt/remuda/registrar"),
         ("state of the agent", "reading `/var/lib/remuda`", "ls /var/lib/remuda"),
         (
             "folder next to those of jobs",
             "a new folder in `/var/lib/remuda-jobs`",
-            "mkdir /var/lib/remuda-jobs/planted",
+            "mkdir /var/lib/remuda-jobs/implant",
         ),
         ("preloaded library", "`/etc/ld.so.preload`", "echo /tmp/x.so >/etc/ld.so.preload"),
-        ("system crontab", "`/etc/cron.d`", "mkdir -p /etc/cron.d && echo planted >/etc/cron.d/planted"),
-        ("system profile", "`/etc/profile.d`", "echo planted >/etc/profile.d/planted.sh"),
-        ("system unit", "`/etc/systemd/system`", "echo planted >/etc/systemd/system/planted.service"),
+        ("system crontab", "`/etc/cron.d`", "mkdir -p /etc/cron.d && echo implant >/etc/cron.d/implant"),
+        ("system profile", "`/etc/profile.d`", "echo implant >/etc/profile.d/implant.sh"),
+        ("system unit", "`/etc/systemd/system`", "echo implant >/etc/systemd/system/implant.service"),
         ("system program", "a shim in `/usr/local/bin`", "cp /bin/true /usr/local/bin/git"),
         ("process of the agent", "sending a signal", "kill -STOP $(pgrep -o -f 'remuda agent')"),
     )
@@ -425,21 +425,21 @@ RETIRED = (
     Attack(
         name="world-writable file of root",
         what=f"a line in `{LOG}` of the test image",
-        plant=f"echo planted >>{LOG}",
+        plant=f"echo implant >>{LOG}",
         look=f"{LOG}, which it may write to, is not as it was",
         outcome=AttackOutcome.RETIRED,
     ),
     Attack(
         name="world-writable folder without sticky bit",
         what=f"a file of root replaced in `{LOOSE}` of the test image",
-        plant=f"rm -f {LOOSE}/{KEPT} && echo planted >{LOOSE}/{KEPT}",
+        plant=f"rm -f {LOOSE}/{KEPT} && echo implant >{LOOSE}/{KEPT}",
         look=f"{KEPT} in {LOOSE}, where it may rename all, is not what it was",
         outcome=AttackOutcome.RETIRED,
     ),
     Attack(
         name="attribute of a folder of root",
         what=f"an extended attribute of `{LOOSE}`",
-        plant=python(f'import os\nos.setxattr("{LOOSE}", "user.planted", b"1")'),
+        plant=python(f'import os\nos.setxattr("{LOOSE}", "user.implant", b"1")'),
         look=f"{LOOSE}, which it may write to, has other attributes than before",
         outcome=AttackOutcome.RETIRED,
     ),
@@ -521,7 +521,7 @@ NOT_TESTED = tuple(
         ),
     )
 )
-PLANTED = (*IN_HOME, *IN_THE_RUNNER, *IN_SHARED_FOLDERS, *SCHEDULED, *PROCESSES)
+REMOVABLE = (*IN_HOME, *IN_THE_RUNNER, *IN_SHARED_FOLDERS, *SCHEDULED, *PROCESSES)
 GROUPS: Mapping[str, tuple[Attack, ...]] = {
     "In the home folder": IN_HOME,
     "In the folders of the runner": IN_THE_RUNNER,

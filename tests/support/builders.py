@@ -1,4 +1,4 @@
-"""Instances in each state, with the events that may happen to them: valid, and different only where a test says so."""
+"""Builders of instances in each state and of events, whose fields tests override by keyword."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REMOVAL = Credential(token="removal-t0ken", expires_at=at(3_600))
 
 
 def in_state(state: State, **changed: Any) -> Instance:
-    """As the control plane would have left it: epoch 2, used once before."""
+    """An instance in this state with epoch 2 that has served one run before."""
     base = instance(state=state, epoch=2, uses=1, owner=OWNER, provision_id="p-1", scope="octo/repo")
     runs = {"run_id": "1234", "last_run_id": "1233", "assignment": assignment(2)}
     without_credential = replace(assignment(2), credential=None)
@@ -76,7 +76,7 @@ def claim(**changed: Any) -> Claim:
 
 
 def evidence(record: Instance) -> dict[type, Event]:
-    """One event of each kind, with all the evidence that this instance could need for it."""
+    """One valid event of each type for this instance."""
     epoch = record.epoch
     clean = report(Signal.UD_REMOVE_REG_REMOVE_RUN_OK, epoch)
     events: tuple[Event, ...] = (

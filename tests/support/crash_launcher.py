@@ -1,9 +1,9 @@
-"""`remuda`, killed at a chosen call: `python crash_launcher.py --crash store.apply:3:after -- provision …`.
+"""`remuda` that kills itself at a chosen call: `python crash_launcher.py --crash store.apply:3:after -- provision …`.
 
-The ports that the process builds are wrapped, in this process only; at the n-th call of an operation it kills itself
-with SIGKILL, before the call or after it. `--crash 'store.beat?busy=True:1:after'` counts only calls with that
-argument. With `--agent-crash` the machines that are launched get agents that are killed so, once each (`--once FOLDER`
-holds a mark for each machine): their supervisor starts the next one by the same command.
+The process wraps its ports and sends itself SIGKILL before or after the n-th call of an operation.
+`--crash 'store.beat?busy=True:1:after'` counts only calls with this argument. With `--agent-crash`, the agents of
+launched machines kill themselves once per machine; `--once FOLDER` holds a file for each machine whose agent did. The
+supervisor restarts an agent with the same command.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ PORTS = ("store", "pool", "compute", "github", "machine", "runner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class CrashTrigger:
     operation: str
-    #: An argument by name and its value as text, or empty.
+    #: Name of an argument and its value as text; empty for any call.
     argument: str
     value: str
     number: int
     after: bool
 
     @classmethod
-    def parse(cls, text: str) -> Point:
+    def parse(cls, text: str) -> CrashTrigger:
         what, number, when = text.rsplit(":", 2)
         operation, _, condition = what.partition("?")
         argument, _, value = condition.partition("=")
         if when not in {"before", "after"} or operation.split(".")[0] not in PORTS:
-            raise ValueError(f"{text!r} is no crash point")
+            raise ValueError(f"{text!r} is not a crash point")
         return cls(operation=operation, argument=argument, value=value, number=int(number), after=when == "after")
 
 
-class Crash:
-    def __init__(self, point: Point, mark: Path | None = None) -> None:
+class CrashAtCall:
+    def __init__(self, point: CrashTrigger, mark: Path | None = None) -> None:
         self._point = point
         self._mark = mark
         self._count = 0
@@ -72,7 +72,7 @@ class Crash:
 
 
 class _Port:
-    def __init__(self, port: Any, name: str, crash: Crash) -> None:
+    def __init__(self, port: Any, name: str, crash: CrashAtCall) -> None:
         self._port, self._name, self._crash = port, name, crash
 
     def __getattr__(self, operation: str) -> Any:
@@ -92,7 +92,7 @@ class _Port:
         return call
 
 
-def run_cli(crash: Crash | None, agent_crash: str, once: str, arguments: Sequence[str]) -> int:
+def run_cli(crash: CrashAtCall | None, agent_crash: str, once: str, arguments: Sequence[str]) -> int:
     # Replaced before the commands import it.
     wiring = _module("remuda.wiring")
     original = wiring.open_context
@@ -113,12 +113,12 @@ def run_cli(crash: Crash | None, agent_crash: str, once: str, arguments: Sequenc
 
 
 def _module(name: str) -> Any:
-    """Imported late, as `remuda` does: an agent does not pay for the command line."""
+    """Import a module late, so that an agent does not import the command line."""
     return importlib.import_module(name)
 
 
 def _change_agents(agent_crash: str, once: str) -> None:
-    """Machines get this program in place of `remuda agent`."""
+    """Let machines run this program instead of `remuda agent`."""
     wiring = _module("remuda.wiring.local")
     original = wiring.LocalCompute
 
@@ -130,7 +130,7 @@ def _change_agents(agent_crash: str, once: str) -> None:
     wiring.LocalCompute = local_compute
 
 
-def run_agent(crash: Crash, arguments: Sequence[str]) -> int:
+def run_agent(crash: CrashAtCall, arguments: Sequence[str]) -> int:
     agent = _module("remuda.cli.agent")
     original = agent.Agent
 
@@ -151,8 +151,8 @@ def main(arguments: Sequence[str]) -> int:
     command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     if command[:1] == ["agent"]:
         mark = Path(parsed.once) / os.environ["REMUDA_MACHINE"]
-        return run_agent(Crash(Point.parse(parsed.crash), mark), command[1:])
-    crash = Crash(Point.parse(parsed.crash)) if parsed.crash else None
+        return run_agent(CrashAtCall(CrashTrigger.parse(parsed.crash), mark), command[1:])
+    crash = CrashAtCall(CrashTrigger.parse(parsed.crash)) if parsed.crash else None
     return run_cli(crash, parsed.agent_crash, parsed.once, command)
 
 

@@ -89,18 +89,18 @@ class FleetState:
 
     @classmethod
     def from_scenario(cls, scenario: Mapping[str, Any]) -> FleetState:
-        world = cls()
+        fleet = cls()
         now = datetime.fromisoformat(scenario["config"]["now"])
         for item in scenario["instances"]:
             offset = item["launch_offset_seconds"]
             launched_at = None if offset is None else now + timedelta(seconds=offset)
-            world.add_machine(FleetInstance(item["id"], launched_at, item["state"], dict(item["tags"])))
+            fleet.add_machine(FleetInstance(item["id"], launched_at, item["state"], dict(item["tags"])))
         for owner in scenario["github"]["owners"]:
             if owner["app_installed"]:
-                world.owners.add(owner["owner"])
+                fleet.owners.add(owner["owner"])
         for item in scenario["github"]["runners"]:
-            world.add_runner(item)
-        return world
+            fleet.add_runner(item)
+        return fleet
 
     def add_machine(self, machine: FleetInstance) -> None:
         self.machines[machine.instance_id] = machine
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     #: One packet per response: otherwise each waits for an acknowledgement.
     wbufsize = 1 << 16
-    world: ClassVar[FleetState]
+    fleet: ClassVar[FleetState]
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -202,20 +202,20 @@ class _Github(_Handler):
         runner_id = int(found["id"]) if found and found["id"] else None
         page = int(query.get("page", "1"))
         op = "list_runners" if runner_id is None else {"GET": "get_runner", "DELETE": "delete_runner"}[method]
-        with self.world.lock:
-            self.world.effects.calls[f"github {op}"] += 1
-            fault = self.world.fault(self.world.github_faults, op=op, owner=owner, runner_id=runner_id, page=page)
+        with self.fleet.lock:
+            self.fleet.effects.calls[f"github {op}"] += 1
+            fault = self.fleet.fault(self.fleet.github_faults, op=op, owner=owner, runner_id=runner_id, page=page)
         if fault is not None and self._inject(fault):
             return
-        with self.world.lock:
+        with self.fleet.lock:
             status, document, headers = self._answer(op, owner, runner_id, page)
         body = b"" if document is None else json.dumps(document).encode()
         self.answer(status, body, "application/json", headers)
 
     def _inject(self, fault: Mapping[str, Any]) -> bool:
         if fault["action"] == "hang":
-            self.world.on_hang()
-            self.world.closing.wait(HANG_S)
+            self.fleet.on_hang()
+            self.fleet.closing.wait(HANG_S)
             self.close_connection = True
             return True
         if fault["action"] == "reset":
@@ -227,17 +227,17 @@ class _Github(_Handler):
         return True
 
     def _answer(self, op: str, owner: str, runner_id: int | None, page: int) -> tuple[int, Any, dict[str, str]]:
-        world = self.world
+        fleet = self.fleet
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return 401, {"message": "Bad credentials"}, {}
-        if owner not in world.owners:
+        if owner not in fleet.owners:
             return 404, {"message": "Not Found"}, {}
         if op == "list_runners":
-            mine = [item for item in world.runners.values() if item.owner == owner and not item.hidden_from_list]
+            mine = [item for item in fleet.runners.values() if item.owner == owner and not item.hidden_from_list]
             shown = [item.document(item.list_view) for item in mine[(page - 1) * PER_PAGE : page * PER_PAGE]]
             more = {"Link": '<http://x/?page=2>; rel="next"'} if page * PER_PAGE < len(mine) else {}
             return 200, {"total_count": len(mine), "runners": shown}, more
-        runner = world.runners.get(runner_id or 0)
+        runner = fleet.runners.get(runner_id or 0)
         if runner is None or runner.owner != owner:
             return 404, {"message": "Not Found"}, {}
         if op == "get_runner":
@@ -246,8 +246,8 @@ class _Github(_Handler):
             return 200, runner.document(runner.get_view), {}
         if runner.document(runner.get_view)["busy"]:
             return 422, {"message": "Bad request - FleetRunner is still running a job"}, {}
-        del world.runners[runner.runner_id]
-        world.effects.deregistered.append(runner.runner_id)
+        del fleet.runners[runner.runner_id]
+        fleet.effects.deregistered.append(runner.runner_id)
         return 204, None, {}
 
 
@@ -258,9 +258,9 @@ class _Ec2(_Handler):
         names = _listed(form, "InstanceId") or _listed(form, "ResourceId")
         filters = {form[f"Filter.{n}.Name"]: _listed(form, f"Filter.{n}.Value") for n in _numbers(form, "Filter")}
         scope = "orphans" if f"tag:{GHR_ORPHAN_TAG}" in filters else "all"
-        with self.world.lock:
-            self.world.effects.calls[f"ec2 {action}"] += 1
-            fault = self.world.fault(self.world.ec2_faults, action=action, scope=scope, instance_ids=names)
+        with self.fleet.lock:
+            self.fleet.effects.calls[f"ec2 {action}"] += 1
+            fault = self.fleet.fault(self.fleet.ec2_faults, action=action, scope=scope, instance_ids=names)
             if fault is not None:
                 self._fail(fault)
                 return
@@ -275,14 +275,14 @@ class _Ec2(_Handler):
 
     def _DescribeInstances(self, form: dict[str, str], _: list[str], filters: dict[str, list[str]]) -> str:  # noqa: N802
         start = int(form.get("NextToken") or 0)
-        found = self.world.describe(filters)
-        page = self.world.ec2_page
+        found = self.fleet.describe(filters)
+        page = self.fleet.ec2_page
         more = f"<nextToken>{start + page}</nextToken>" if start + page < len(found) else ""
         shown = "".join(f"<item><instancesSet>{_xml(item)}</instancesSet></item>" for item in found[start:][:page])
         return f"<reservationSet>{shown}</reservationSet>{more}"
 
     def _DescribeTags(self, _: dict[str, str], __: list[str], filters: dict[str, list[str]]) -> str:  # noqa: N802
-        found = self.world.describe({"instance-id": filters["resource-id"]})
+        found = self.fleet.describe({"instance-id": filters["resource-id"]})
         shown = "".join(
             f"<item><resourceId>{machine.instance_id}</resourceId><resourceType>instance</resourceType>"
             f"<key>{escape(key)}</key><value>{escape(machine.tags[key])}</value></item>"
@@ -293,15 +293,15 @@ class _Ec2(_Handler):
         return f"<tagSet>{shown}</tagSet>"
 
     def _TerminateInstances(self, _: dict[str, str], names: list[str], __: Any) -> str:  # noqa: N802
-        self.world.terminate(names)
+        self.fleet.terminate(names)
         return "<instancesSet/>"
 
     def _CreateTags(self, form: dict[str, str], names: list[str], _: Any) -> str:  # noqa: N802
-        self.world.tag(names, {form[f"Tag.{n}.Key"]: form[f"Tag.{n}.Value"] for n in _numbers(form, "Tag")})
+        self.fleet.tag(names, {form[f"Tag.{n}.Key"]: form[f"Tag.{n}.Value"] for n in _numbers(form, "Tag")})
         return "<return>true</return>"
 
     def _DeleteTags(self, form: dict[str, str], names: list[str], _: Any) -> str:  # noqa: N802
-        self.world.untag(names, [form[f"Tag.{n}.Key"] for n in _numbers(form, "Tag")])
+        self.fleet.untag(names, [form[f"Tag.{n}.Key"] for n in _numbers(form, "Tag")])
         return "<return>true</return>"
 
 
@@ -335,10 +335,10 @@ class FleetUrls:
 
 
 @contextmanager
-def serve_fleet(world: FleetState) -> Iterator[FleetUrls]:
+def serve_fleet(fleet: FleetState) -> Iterator[FleetUrls]:
     servers = []
     for kind in (_Github, _Ec2):
-        handler = type(kind.__name__, (kind,), {"world": world})
+        handler = type(kind.__name__, (kind,), {"fleet": fleet})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -347,7 +347,7 @@ def serve_fleet(world: FleetState) -> Iterator[FleetUrls]:
     try:
         yield FleetUrls(github_url=github, ec2_url=ec2)
     finally:
-        world.closing.set()
+        fleet.closing.set()
         for server in servers:
             server.shutdown()
             server.server_close()

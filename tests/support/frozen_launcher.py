@@ -1,6 +1,6 @@
-"""`remuda` with a wall clock that stands still, from its first argument on: `2026-03-11T10:00:00Z scale-down …`.
+"""`remuda` with its wall clock frozen at the time in the first argument: `2026-03-11T10:00:00Z scale-down …`.
 
-Only the wall clock: seconds still pass, as they do on a machine whose date is wrong.
+The monotonic clock still runs.
 """
 
 from __future__ import annotations

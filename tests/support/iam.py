@@ -1,6 +1,6 @@
-"""A small evaluator of IAM policies: what a policy allows, by the rules of AWS's documentation.
+"""An evaluator of IAM policies by the rules of the AWS documentation.
 
-It knows what policies like ours use and refuses everything else: nothing passes because it was not understood.
+It supports the elements that the project's policies use and raises `NotImplementedError` for all others.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
-#: A key of the request: one value, or several where the key takes several.
+#: The value of a condition key, or its values if the key is multivalued.
 Value = str | Sequence[str]
 Document = Mapping[str, Any]
 
-#: The only version in which variables are filled in.
+#: The only version with policy variables.
 VERSION = "2012-10-17"
 _ELEMENTS = {"Sid", "Effect", "Action", "NotAction", "Resource", "NotResource", "Condition"}
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
-#: `${*}` is a star that is no wildcard.
+#: `${*}` is a literal star.
 _LITERALS = {"*", "?", "$"}
-#: A pattern's wildcards, apart from characters that only look like them.
+#: Wildcards of a pattern, as distinct from literal stars and question marks.
 ANY, ONE = "\1", "\2"
 
 FOR_ALL, FOR_ANY = "ForAllValues", "ForAnyValue"
 IF_EXISTS = "IfExists"
 _POSITIVE = {"ArnEquals", "ArnLike", "Bool", "StringEquals", "StringEqualsIgnoreCase", "StringLike"}
-#: True where the other one is not, of a key that is missing, too.
+#: Negated operators, which also match a missing key.
 _NEGATED = {
     "ArnNotEquals": "ArnEquals",
     "ArnNotLike": "ArnLike",
@@ -38,20 +38,20 @@ _NEGATED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class IamRequest:
     action: str
     resource: str
-    #: Keys are compared without case, as IAM does.
+    #: Keys are case-insensitive, as in IAM.
     context: Mapping[str, Value] = field(default_factory=dict)
 
     def values(self, key: str) -> list[str]:
-        """None at all where the request has no such key."""
+        """The values of a key; empty if the request does not have it."""
         found = next((value for name, value in self.context.items() if name.lower() == key.lower()), ())
         return [found] if isinstance(found, str) else list(found)
 
 
-def allows(policy: Document | Sequence[Document], request: Request) -> bool:
-    """Whether the policies of one who asks allow it: denied unless allowed, and an explicit Deny wins."""
+def allows(policy: Document | Sequence[Document], request: IamRequest) -> bool:
+    """Whether the policies allow a request: one must allow it and none deny it."""
     effects = {
         statement["Effect"]
         for document in _list(policy)
@@ -65,7 +65,7 @@ def allows(policy: Document | Sequence[Document], request: Request) -> bool:
 
 
 def _statements(document: Document) -> list[Document]:
-    """All of them, looked through first: what is not understood is told of also where it would not decide."""
+    """The statements of a policy, after a check that all of them are supported."""
     if document.get("Version") != VERSION or set(document) - {"Version", "Id", "Statement"}:
         raise NotImplementedError(f"a policy with {sorted(document)}, version {document.get('Version')}")
     statements = _list(document["Statement"])
@@ -81,7 +81,7 @@ def _statements(document: Document) -> list[Document]:
     return statements
 
 
-def _applies(statement: Document, request: Request) -> bool:
+def _applies(statement: Document, request: IamRequest) -> bool:
     return (
         _is_among(statement, "Action", lambda each: _is_action(each, request.action))
         and _is_among(statement, "Resource", lambda each: _is_resource(each, request))
@@ -104,7 +104,7 @@ def _is_action(pattern: str, action: str) -> bool:
     return _like(_wild(pattern.lower()), action.lower())
 
 
-def _is_resource(pattern: str, request: Request) -> bool:
+def _is_resource(pattern: str, request: IamRequest) -> bool:
     return pattern == "*" or _arn_like(pattern, request.resource, request)
 
 
@@ -114,7 +114,7 @@ def _is_resource(pattern: str, request: Request) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Operator:
     name: str
-    #: Over the values of a key that has several: FOR_ALL, FOR_ANY, or empty.
+    #: Qualifier for multivalued keys: FOR_ALL, FOR_ANY, or empty.
     over: str = ""
     if_exists: bool = False
     negated: bool = False
@@ -131,13 +131,13 @@ def _operator(text: str) -> Operator:
     return Operator(name=_NEGATED.get(name, name), over=over, if_exists=rest != name, negated=name in _NEGATED)
 
 
-def _holds(operator: Operator, key: str, wanted: Sequence[str], request: Request) -> bool:
+def _holds(operator: Operator, key: str, wanted: Sequence[str], request: IamRequest) -> bool:
     values = request.values(key)
     if operator.name == "Null":
         (absent,) = wanted
         return (not values) == _truth(absent)
     if not values:
-        return _holds_of_none(operator)
+        return _holds_without_values(operator)
     matches = [
         any(_matches(operator.name, each, value, request) for each in wanted) is not operator.negated
         for value in values
@@ -149,14 +149,14 @@ def _holds(operator: Operator, key: str, wanted: Sequence[str], request: Request
     return matches[0]
 
 
-def _holds_of_none(operator: Operator) -> bool:
-    """Of no values at all everything is true of all of them, hence Null beside ForAllValues; and nothing of any."""
+def _holds_without_values(operator: Operator) -> bool:
+    """Whether a condition holds for a missing key. ForAllValues does, hence policies add a Null condition."""
     if operator.over:
         return operator.over == FOR_ALL or operator.if_exists
     return operator.negated or operator.if_exists
 
 
-def _matches(operator: str, wanted: str, value: str, request: Request) -> bool:
+def _matches(operator: str, wanted: str, value: str, request: IamRequest) -> bool:
     if operator == "Bool":
         return _truth(wanted) == _truth(value)
     if operator == "StringEquals":
@@ -166,15 +166,15 @@ def _matches(operator: str, wanted: str, value: str, request: Request) -> bool:
         return resolved is not None and resolved.casefold() == value.casefold()
     if operator == "StringLike":
         return _like(_resolved(wanted, request), value)
-    # ArnEquals and ArnLike are the same.
+    # ArnEquals behaves like ArnLike.
     return _arn_like(wanted, value, request)
 
 
 # Patterns -------------------------------------------------------------------------------------------------------------
 
 
-def _arn_like(wanted: str, value: str, request: Request) -> bool:
-    """Each of the six parts by itself: a wildcard does not cross a colon, but within the last one."""
+def _arn_like(wanted: str, value: str, request: IamRequest) -> bool:
+    """Compare the six parts separately: a wildcard matches colons in the last part only."""
     patterns, parts = _parts(wanted), _parts(value)
     return len(patterns) == len(parts) and all(
         _like(_resolved(pattern, request), part) for pattern, part in zip(patterns, parts, strict=True)
@@ -182,14 +182,14 @@ def _arn_like(wanted: str, value: str, request: Request) -> bool:
 
 
 def _parts(arn: str) -> list[str]:
-    """Of an ARN; the colons within a variable are none of its own."""
+    """The parts of an ARN. Colons within a variable do not separate parts."""
     hidden = _VARIABLE.sub(lambda match: match.group().replace(":", "\0"), arn)
     return [part.replace("\0", ":") for part in hidden.split(":", 5)]
 
 
-def _resolved(text: str, request: Request, *, wildcards: bool = True) -> str | None:
-    """With its variables filled in; None where the request lacks one. What a variable brings along is no wildcard."""
-    made, end = "", 0
+def _resolved(text: str, request: IamRequest, *, wildcards: bool = True) -> str | None:
+    """A pattern with its variables replaced; None if the request lacks one. Wildcards in values are literal."""
+    resolved, end = "", 0
     for match in _VARIABLE.finditer(text):
         name = match.group(1)
         if "," in name:
@@ -197,9 +197,9 @@ def _resolved(text: str, request: Request, *, wildcards: bool = True) -> str | N
         values = [name] if name in _LITERALS else request.values(name)
         if len(values) != 1:
             return None
-        made += _wild(text[end : match.start()], wildcards=wildcards) + values[0]
+        resolved += _wild(text[end : match.start()], wildcards=wildcards) + values[0]
         end = match.end()
-    return made + _wild(text[end:], wildcards=wildcards)
+    return resolved + _wild(text[end:], wildcards=wildcards)
 
 
 def _wild(text: str, *, wildcards: bool = True) -> str:

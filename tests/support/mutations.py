@@ -1,9 +1,9 @@
-"""Hypothesis strategies for bad input: valid documents with a few values removed, replaced, swapped, nested or enlarged.
+"""Hypothesis strategies for bad input: valid documents with a few values removed, replaced, swapped or nested.
 
 Fully random input is rejected by the first check; input with one error gets further.
 
-The short profile tries the same examples on every run. `REMUDA_FUZZ=5000` tries that many new examples per test; failing
-ones are kept in `.hypothesis` and tried first the next time.
+The short profile tries the same examples on every run. `REMUDA_FUZZ=5000` tries that many new examples per test;
+failing ones are kept in `.hypothesis` and tried first the next time.
 """
 
 from __future__ import annotations

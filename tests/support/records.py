@@ -1,4 +1,4 @@
-"""Records for tests: valid, and different only where a test says so."""
+"""Builders of valid records, whose fields tests override by keyword."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Actor, Change, Claim, WriteCondition, advance
 from simulation.loop import START
 
-#: Where a test waits for what must happen: long enough for the slowest machine, and never waited out.
+#: Seconds to wait for an event that must happen. Generous: only a broken test reaches it.
 LONG_S = 60.0
-#: Where a test waits for what must not happen.
+#: Seconds to wait for an event that must not happen.
 SHORT_S = 0.05
 
 NOW = START
 
 
 def at(seconds: float) -> datetime:
-    """So many seconds after NOW."""
+    """The time `seconds` after NOW."""
     return NOW + timedelta(seconds=seconds)
 
 
@@ -62,7 +62,7 @@ def entry(transition: str = "test", **changed: Any) -> HistoryEntry:
 
 
 def birth(record: Instance) -> Change:
-    """Any record at all, put where there is none."""
+    """A change that creates this record, whatever its state."""
     return Change(
         instance_id=record.instance_id,
         condition=WriteCondition(state=None, epoch=record.epoch),
@@ -72,7 +72,7 @@ def birth(record: Instance) -> Change:
 
 
 def change(record: Instance, guard: WriteCondition | None = None, transition: str = "test", **sets: Any) -> Change:
-    """Guarded by the record's state and epoch, unless told otherwise."""
+    """A change of fields, by default guarded by state and epoch of the record."""
     return Change(
         instance_id=record.instance_id,
         condition=guard or WriteCondition(state=record.state, epoch=record.epoch),

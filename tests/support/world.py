@@ -12,7 +12,7 @@ from typing import Any, cast
 from remuda.controlplane.context import Context
 from remuda.controlplane.operator import OperatorAction
 from remuda.controlplane.provision import ProvisionRequest, ProvisionResult, provision
-from remuda.controlplane.refresh import Desired, RefreshResult, refresh
+from remuda.controlplane.refresh import DesiredConfig, RefreshResult, refresh
 from remuda.controlplane.release import ReleaseResult, release
 from remuda.domain.instance import ASSIGNED, Instance, State
 from remuda.domain.provision import Provision
@@ -45,7 +45,7 @@ LIFETIMES = Lifetimes(
     release_time_s=30.0,
     margin_s=2.0,
     unrecorded_grace_s=20.0,
-    ghost_grace_s=30.0,
+    registration_grace_s=30.0,
     gone_after_s=12.0,
     reannounce_s=40.0,
 )
@@ -238,7 +238,7 @@ class PoolWorld(World):
             calls=calls,
         )
 
-    def configuration(self, **changed: Any) -> Desired:
+    def configuration(self, **changed: Any) -> DesiredConfig:
         values: dict[str, Any] = {
             "pool": POOL,
             "classes": DEFAULT_CLASSES,
@@ -247,7 +247,7 @@ class PoolWorld(World):
             "github_url": "https://github.com",
             "scope": SCOPE,
         }
-        return Desired(**{**values, **changed})
+        return DesiredConfig(**{**values, **changed})
 
     async def configure(self, **changed: Any) -> RefreshResult:
         configuration = self.configuration(**changed)

@@ -74,7 +74,7 @@ def test_an_error_for_people_is_one_line_on_stderr(capsys: pytest.CaptureFixture
     assert capsys.readouterr() == ("", "remuda: dir 'a b' [bold]is[/bold] wrong; name another\n")
 
 
-def test_a_bug_is_one_sentence_with_its_place_and_exits_70(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_one_line_with_its_place_and_exits_70(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(Output(as_json=True), failing(KeyError("lost"))) == 70
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err
@@ -83,7 +83,7 @@ def test_a_bug_is_one_sentence_with_its_place_and_exits_70(capsys: pytest.Captur
     assert message.startswith("a bug: KeyError: 'lost' (test_command.py:")
 
 
-def test_an_interrupt_before_there_is_anything_to_clean_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_keyboard_interrupt_exits_130_silently(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(Output(as_json=False), failing(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == ""
 
@@ -102,7 +102,7 @@ def test_a_result_is_one_document_on_stdout(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("state", State)
-def test_no_record_is_shown_with_its_credential(state: State) -> None:
+def test_documents_of_instances_contain_no_credential(state: State) -> None:
     text = json.dumps(instance_document(in_state(state)))
     assert "t0ken" not in text
     assert "credential" not in text
@@ -121,14 +121,14 @@ def json_logs() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("why", ["clean", 'a "quote"', "two\nlines", "\u2028 and \x1b[31m"])
-def test_an_agent_logs_one_line_an_event_in_either_format(why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agent_logs_one_line_per_event_in_both_formats(why: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"instance_id": "i-1", "run_id": "7", "epoch": 3, "signal": None}
     LineEventLog(SystemClock(), as_json=True).record("removal-failed", why, **facts)
     LineEventLog(SystemClock()).record("removal-failed", why, **facts)
     (logged, plain) = capsys.readouterr().out.splitlines()
     line = json.loads(logged)
-    told = {name: line[name] for name in ("event", "level", "reason", "instance_id", "run_id", "epoch")}
-    assert told == {
+    fields = {name: line[name] for name in ("event", "level", "reason", "instance_id", "run_id", "epoch")}
+    assert fields == {
         "event": "removal-failed",
         "level": "warning",
         "reason": " ".join(why.splitlines()),
@@ -140,8 +140,8 @@ def test_an_agent_logs_one_line_an_event_in_either_format(why: str, capsys: pyte
     assert "removal-failed instance_id=i-1 run_id=7 epoch=3" in plain
 
 
-def test_agents_on_ec2_are_told_only_what_is_not_the_default() -> None:
-    """Else every pool's launch template would change once more."""
+def test_agents_get_the_log_format_only_if_it_is_not_the_default() -> None:
+    """Otherwise the launch template of every pool would change."""
     assert agent_log_environment(Settings()) == {}
     assert agent_log_environment(Settings(log_format="json")) == {"REMUDA_LOG_FORMAT": "json"}
 
@@ -156,7 +156,7 @@ def test_agents_on_ec2_are_told_only_what_is_not_the_default() -> None:
         ([], {"REMUDA_LOG_FORMAT": "yaml"}, False),
     ],
 )
-def test_an_agent_that_cannot_start_says_so_in_the_format_of_its_log(
+def test_an_agent_reports_a_failed_start_in_its_log_format(
     arguments: list[str],
     environ: dict[str, str],
     is_json: bool,  # noqa: FBT001 - a case
@@ -170,15 +170,15 @@ def test_an_agent_that_cannot_start_says_so_in_the_format_of_its_log(
     assert run_agent(arguments) == UserError.exit_code
     (line,) = capsys.readouterr().err.splitlines()
     if is_json:
-        told = json.loads(line)
-        assert (told["level"], told["event"], told["type"]) == ("error", "error", "UserError")
-        assert told["fix"]
+        logged = json.loads(line)
+        assert (logged["level"], logged["event"], logged["type"]) == ("error", "error", "UserError")
+        assert logged["fix"]
     else:
         assert line.startswith("remuda agent: REMUDA_BACKEND is ''")
 
 
 @pytest.mark.usefixtures("json_logs")
-def test_an_event_is_one_line_with_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_json_log_has_one_line_per_event(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(as_json=True)
     event_log = ConsoleEventLog(output, SystemClock())
     facts = {"instance_id": "i-1", "run_id": "7", "epoch": 3}
@@ -197,7 +197,7 @@ def test_an_event_is_one_line_with_its_facts(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("json_logs")
-def test_an_error_is_an_event_too_and_quiet_hides_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_json_logs_contain_only_errors(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(as_json=False, quiet=True)
     ConsoleEventLog(output, SystemClock()).record("launch", "why")
     output.say("x")
@@ -218,7 +218,9 @@ def test_an_error_is_an_event_too_and_quiet_hides_the_rest(capsys: pytest.Captur
         (["status"], {}, ""),
     ],
 )
-def test_the_format_is_known_before_the_settings_are(arguments: list[str], environ: dict[str, str], found: str) -> None:
+def test_the_log_format_is_found_before_settings_are_loaded(
+    arguments: list[str], environ: dict[str, str], found: str
+) -> None:
     assert early_log_format(arguments, environ) == found
 
 
@@ -252,7 +254,7 @@ except Interrupted as error:
 
 
 @pytest.mark.parametrize(("then", "finishes"), [("SIGTERM", True), ("SIGINT", False)])
-def test_only_the_same_signal_again_cuts_the_giving_back(then: str, *, finishes: bool) -> None:
+def test_only_a_repeated_signal_interrupts_the_cleanup(then: str, *, finishes: bool) -> None:
     done = subprocess.run([sys.executable, "-c", SIGNALLED, then], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "")
     assert ("given back" in done.stdout) == finishes

@@ -53,14 +53,14 @@ def refuse(flags: dict[str, Any] | None = None, environ: dict[str, str] | None =
 # Precedence -------------------------------------------------------------------------------------------------------
 
 
-def test_without_anything_every_setting_has_its_default() -> None:
+def test_every_setting_has_a_default() -> None:
     loaded = load({}, environ={})
     assert loaded == Settings()
     assert loaded.origins == {}
     assert not loaded.given("idle_time_sec")
 
 
-def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file: SettingsFile) -> None:
+def test_priority_is_flag_environment_file_default(file: SettingsFile) -> None:
     in_file = "idle-time-sec = 10\nmax-uses = 10\nmax-age-sec = 10\n"
     environ = {"REMUDA_IDLE_TIME_SEC": "20", "REMUDA_MAX_USES": "20"}
     loaded = file.load(in_file, {"idle_time_sec": "30"}, environ)
@@ -83,7 +83,7 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(file: Set
         ("github_api_url", "GITHUB_API_URL", "https://api.github.com"),
     ],
 )
-def test_what_github_sets_is_used_unless_remudas_own_variable_is_set(name: str, source: str, value: Any) -> None:
+def test_variables_of_github_are_used_unless_those_of_remuda_are_set(name: str, source: str, value: Any) -> None:
     loaded = load({}, environ={source: str(value)})
     assert (getattr(loaded, name), loaded.origins[name]) == (value, source)
     other = {"github_scope": "octo/other", "github_api_url": "http://localhost:8080/api"}.get(name, "7")
@@ -94,20 +94,20 @@ def test_what_github_sets_is_used_unless_remudas_own_variable_is_set(name: str, 
 @pytest.mark.parametrize(
     "address", ["nonsense", "http://h:port", "http://h:999999", "http://[", "ftp://h", "http:///x", "http://h/\0"]
 )
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_an_invalid_url_is_rejected(address: str) -> None:
     with pytest.raises(UserError, match="--github-api-url must be a URL") as caught:
         load({"github_api_url": address}, environ={})
     assert caught.value.field == "--github-api-url"
 
 
 @pytest.mark.parametrize("token", ["\u00e9", "two words", "a\nb"])
-def test_a_token_that_is_none_is_refused_and_not_shown(token: str) -> None:
+def test_an_invalid_token_is_rejected_and_not_shown(token: str) -> None:
     with pytest.raises(UserError) as caught:
         load({}, environ={"REMUDA_GITHUB_TOKEN": token})
     assert token not in caught.value.message
 
 
-def test_a_token_of_the_workflow_is_not_picked_up_unasked() -> None:
+def test_the_token_of_the_workflow_is_not_used() -> None:
     assert load({}, environ={"GITHUB_TOKEN": SECRET}).github_token is None
 
 
@@ -115,11 +115,11 @@ def test_an_empty_variable_counts_as_unset(file: SettingsFile) -> None:
     assert file.load("max-uses = 10", environ={"REMUDA_MAX_USES": ""}).max_uses == 10
 
 
-def test_an_empty_flag_is_a_value() -> None:
+def test_an_empty_flag_is_not_ignored() -> None:
     assert refuse({"instance_count": ""}, {"REMUDA_INSTANCE_COUNT": "3"}).field == "--instance-count"
 
 
-def test_one_name_in_three_spellings() -> None:
+def test_flag_variable_and_key_follow_from_the_name() -> None:
     assert (flag("idle_time_sec"), variable("idle_time_sec"), key("idle_time_sec")) == (
         "--idle-time-sec",
         "REMUDA_IDLE_TIME_SEC",
@@ -127,7 +127,7 @@ def test_one_name_in_three_spellings() -> None:
     )
 
 
-def test_an_error_names_the_source_that_the_value_came_from(file: SettingsFile) -> None:
+def test_an_error_names_the_source_of_the_value(file: SettingsFile) -> None:
     assert refuse({"max_uses": "0"}).field == "--max-uses"
     assert refuse(environ={"REMUDA_MAX_USES": "0"}).field == "REMUDA_MAX_USES"
     assert refuse(environ={"GITHUB_RUN_ID": "1 2"}).field == "GITHUB_RUN_ID"
@@ -137,7 +137,7 @@ def test_an_error_names_the_source_that_the_value_came_from(file: SettingsFile) 
 # The file ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_is_found_where_it_is_named(tmp_path: Path) -> None:
+def test_the_file_is_chosen_by_argument_variable_or_default_name(tmp_path: Path) -> None:
     (tmp_path / "remuda.toml").write_text("max-uses = 1")
     (tmp_path / "other.toml").write_text("max-uses = 2")
     assert load({}, environ={}).max_uses == 1
@@ -147,7 +147,7 @@ def test_the_file_is_found_where_it_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.toml", "."], ids=["missing", "a folder"])
-def test_a_named_file_that_cannot_be_read_is_an_error(name: str) -> None:
+def test_an_unreadable_named_file_is_an_error(name: str) -> None:
     with pytest.raises(UserError, match="cannot be read") as refused:
         load({}, environ={}, file=Path(name))
     assert refused.value.field == "config"
@@ -168,13 +168,13 @@ def test_a_named_file_that_cannot_be_read_is_an_error(name: str) -> None:
     ],
     ids=lambda text: text[:20],
 )
-def test_what_is_not_toml_is_told_with_the_file(file: SettingsFile, text: str) -> None:
+def test_invalid_toml_is_reported_with_the_file(file: SettingsFile, text: str) -> None:
     error = file.refuse(text)
     assert "settings.toml is not TOML" in error.message
     assert (error.field, "\n" in error.message) == ("config", False)
 
 
-def test_bytes_that_are_no_text_are_not_toml(file: SettingsFile) -> None:
+def test_a_file_that_is_not_utf8_is_not_toml(file: SettingsFile) -> None:
     file.path.write_bytes(b"pool = '\xff\xfe'")
     with pytest.raises(UserError, match="is not TOML"):
         load({}, environ={}, file=file.path)
@@ -189,17 +189,17 @@ def test_bytes_that_are_no_text_are_not_toml(file: SettingsFile) -> None:
         ("[nested]\npool = 'x'", "'remuda config' lists the settings"),
     ],
 )
-def test_an_unknown_key_is_told_with_the_nearest_one(file: SettingsFile, text: str, fix: str) -> None:
+def test_an_unknown_key_is_reported_with_the_closest_one(file: SettingsFile, text: str, fix: str) -> None:
     assert fix in file.refuse(text).fix
 
 
-def test_an_unknown_key_as_long_as_a_page_is_cut(file: SettingsFile) -> None:
+def test_a_long_unknown_key_is_truncated(file: SettingsFile) -> None:
     assert len(file.refuse(f"{'x' * 10_000} = 5").message) < 300
 
 
 @pytest.mark.parametrize("field", list(SETTINGS))
 @pytest.mark.parametrize("value", ["true", "[[1]]", "1979-05-27", '{a = "s3cret"}'])
-def test_a_value_of_the_wrong_kind_is_refused_wherever_it_stands(file: SettingsFile, field: str, value: str) -> None:
+def test_a_value_of_the_wrong_type_is_rejected_for_every_setting(file: SettingsFile, field: str, value: str) -> None:
     if (field, value) == ("ephemeral", "true"):
         assert file.load("ephemeral = true").ephemeral
         return
@@ -220,10 +220,10 @@ def test_classes_may_be_a_table_or_json(file: SettingsFile) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", "null", "5", '{"large": 1}', '{"large": {"cpu": 1}}', "[" * 100_000, "x" * 10_000]
 )
-def test_malformed_classes_are_refused(text: str) -> None:
+def test_malformed_classes_are_rejected(text: str) -> None:
     error = refuse({"resource_class_config": text})
     assert error.field == "--resource-class-config"
-    assert '{"large": {"cpu": 2, "mmem": 4096}}' in error.fix or "whole number" in error.fix
+    assert '{"large": {"cpu": 2, "mmem": 4096}}' in error.fix or "integer" in error.fix
     assert len(error.message) < 300
 
 
@@ -239,8 +239,8 @@ def test_a_run_id_may_be_a_number_in_the_file(file: SettingsFile) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  ", "x" * 5_000, "a\0b"], ids=["empty", "blank", "long", "nul"])
-def test_a_folder_that_cannot_be_one_is_refused(text: str) -> None:
-    """An empty one would be the present folder, which `down --purge` would remove."""
+def test_an_invalid_directory_is_rejected(text: str) -> None:
+    """An empty one would be the current directory, which `down --purge` would remove."""
     error = refuse({"dir": text})
     assert error.field == "--dir"
     assert len(error.message) < 300
@@ -253,7 +253,7 @@ def test_a_script_may_be_text_or_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["@missing.sh", "@.", "@" + "x" * 9_999, "@a\0b", "x" * 10_001])
-def test_a_script_that_cannot_be_used_is_refused(text: str) -> None:
+def test_an_invalid_script_is_rejected(text: str) -> None:
     error = refuse({"pre_runner_script": text})
     assert error.field == "--pre-runner-script"
     assert len(error.message) < 300
@@ -262,7 +262,7 @@ def test_a_script_that_cannot_be_used_is_refused(text: str) -> None:
 # Secrets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_secret_shows_nowhere(file: SettingsFile) -> None:
+def test_a_secret_is_never_shown(file: SettingsFile) -> None:
     loaded = file.load(f'github-token = "{SECRET}"')
     assert loaded.github_token is not None
     assert loaded.github_token.text == SECRET
@@ -272,12 +272,12 @@ def test_a_secret_shows_nowhere(file: SettingsFile) -> None:
 
 
 @pytest.mark.parametrize("text", [f'["{SECRET}"]', f'{{a = "{SECRET}"}}'])
-def test_a_secret_of_the_wrong_kind_shows_in_no_error(file: SettingsFile, text: str) -> None:
+def test_an_error_about_a_secret_does_not_show_it(file: SettingsFile, text: str) -> None:
     error = file.refuse(f"github-token = {text}")
     assert SECRET not in error.message + error.fix + repr(error) + repr(error.__cause__)
 
 
-def test_a_secret_shows_in_no_error_about_another_setting(file: SettingsFile) -> None:
+def test_an_error_about_another_setting_does_not_show_a_secret(file: SettingsFile) -> None:
     error = file.refuse(f'github-token = "{SECRET}"\nmax-uses = 0')
     assert SECRET not in error.message + error.fix + repr(error)
 
@@ -294,7 +294,7 @@ def test_config_shows_each_setting_with_its_source() -> None:
 # Scale-down -------------------------------------------------------------------------------------------------------
 
 
-def test_the_variables_of_terraform_aws_github_runner_work_as_they_are() -> None:
+def test_variables_of_terraform_aws_github_runner_are_accepted() -> None:
     environ = {
         "ENVIRONMENT": "ci",
         "SCALE_DOWN_CONFIG": '[{"cron": "* * 9-17 * * 1-5", "timeZone": "europe/berlin", "idleCount": 2}]',
@@ -307,7 +307,7 @@ def test_the_variables_of_terraform_aws_github_runner_work_as_they_are() -> None
     assert [(window.idle_count, window.eviction) for window in policy.windows] == [(2, "oldest_first")]
 
 
-def test_remudas_own_variables_come_before_them() -> None:
+def test_variables_of_remuda_have_priority_over_those_of_terraform() -> None:
     loaded = load({}, environ={"ENVIRONMENT": "theirs", "REMUDA_ENVIRONMENT": "ours"})
     assert loaded.environment == "ours"
     assert loaded.origins["environment"] == "REMUDA_ENVIRONMENT"
@@ -334,14 +334,14 @@ def test_the_file_has_a_table_for_scale_down(file: SettingsFile) -> None:
     ]
 
 
-def test_an_unknown_key_in_that_table_is_named(file: SettingsFile) -> None:
+def test_an_unknown_key_in_the_scale_down_table_is_rejected(file: SettingsFile) -> None:
     error = file.refuse("[scale_down]\nidle_confg = []")
     assert "idle_confg" in error.message
     assert error.fix == "did you mean idle_config?"
     assert file.refuse("scale_down = 1").field == "scale_down"
 
 
-def test_what_is_wrong_in_their_variable_is_told_with_its_name() -> None:
+def test_an_error_in_a_terraform_variable_names_the_variable() -> None:
     error = refuse(environ={"SCALE_DOWN_CONFIG": '[{"cron": "not a cron", "idleCount": 1}]'})
     assert error.field == "SCALE_DOWN_CONFIG"
     assert "idle-config[0]: cron is 'not a cron'" in error.message

@@ -104,9 +104,9 @@ def _release(document: Document) -> list[str]:
 _SWEEP_RESULTS = {
     "terminated": "terminated",
     "rolled_back": "rolled back from failed provisions",
-    "announced": "published to the pool",
-    "finished": "interrupted release completed",
-    "removed": "stale registration removed",
+    "published": "published to the pool",
+    "finished_releases": "interrupted release completed",
+    "stale_registrations": "stale registration removed",
 }
 
 

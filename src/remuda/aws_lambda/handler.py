@@ -93,8 +93,8 @@ async def _refresh(
     async with open_context(settings, event_log, needs_github=True, calls=calls) as context:
         wanted = None if command.sweep_only else desired(settings, pool=context.pool_name)
         result = await refresh(context, wanted)
-    counts = {f"Instances{pascal_case(state)}": count for state, count in (result.fleet or {}).items()}
-    counts["StaleRegistrationsRemoved"] = len(result.removed)
+    counts = {f"Instances{pascal_case(state)}": count for state, count in (result.live_instances or {}).items()}
+    counts["StaleRegistrationsRemoved"] = len(result.stale_registrations)
     return LambdaOutcome(document=results.refresh_document(result), errors=result.errors, counts=counts)
 
 

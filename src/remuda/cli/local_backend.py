@@ -21,7 +21,7 @@ from remuda.agent.processes import command
 from remuda.cli.output import Output
 from remuda.cli.run import EXIT_OK, EXIT_PARTIAL, plural, run_async
 from remuda.config.settings import Settings
-from remuda.controlplane.operator import InstanceSelector, choose, terminate
+from remuda.controlplane.operator import InstanceSelector, select_instances, terminate
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.fake_github import read_endpoint
@@ -312,7 +312,7 @@ async def _record_termination(settings: Settings, event_log: EventLog) -> None:
     """Record the reason of the termination. If that fails, the last sweep finds the instances gone."""
     try:
         async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
-            held = await choose(context, InstanceSelector(everything=True))
+            held = await select_instances(context, InstanceSelector(everything=True))
             await terminate(context, held, reason="remuda down", dry_run=False)
     except RemudaError as error:
         event_log.record("termination-unrecorded", error.message)

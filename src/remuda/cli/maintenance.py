@@ -76,9 +76,9 @@ def _say_refresh(output: Output, result: RefreshResult) -> None:
         "retired": len(result.retired),
         "terminated": len(result.terminated),
         "rolled back": len(result.rolled_back),
-        "published": len(result.announced),
-        "releases finished": len(result.finished),
-        "stale registrations removed": len(result.removed),
+        "published": len(result.published),
+        "releases finished": len(result.finished_releases),
+        "stale registrations removed": len(result.stale_registrations),
     }
     changes = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     output.say(f"refresh: {changes or 'no changes'} ({result.seconds:.2f} s)")

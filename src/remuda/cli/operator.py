@@ -120,7 +120,7 @@ def _run(settings: Settings, output: Output, selector: InstanceSelector, act: Ac
         event_log = output.event_log(SystemClock())
         async with open_context(settings, event_log, needs_github=False, require_local_github=False) as context:
             guarded = output.guarded(context)
-            return await act(guarded, await operator.choose(guarded, selector), dry_run)
+            return await act(guarded, await operator.select_instances(guarded, selector), dry_run)
 
     return run_async(work, on_interrupt_message="interrupted; completed changes remain")
 
@@ -147,24 +147,24 @@ def _confirm(output: Output, plan: OperatorResult) -> None:
 
 
 def _report(output: Output, result: OperatorResult) -> int:
-    word = f"would be {_PARTICIPLES[result.lever]}" if result.dry_run else _PARTICIPLES[result.lever]
-    for item in result.pulled:
+    word = f"would be {_PARTICIPLES[result.action]}" if result.dry_run else _PARTICIPLES[result.action]
+    for item in result.outcomes:
         run = f" (run {item.run_id})" if item.run_id else ""
         outcome = f"{word}: {item.why}" if item.done else f"unchanged: {item.why}"
         output.say(f"{item.instance_id} was {item.state}{run}, {outcome}")
     output.say_errors(result.errors)
-    output.say(f"{len(result.done)} {word}, {len(result.pulled) - len(result.done)} unchanged")
+    output.say(f"{len(result.done)} {word}, {len(result.outcomes) - len(result.done)} unchanged")
     output.result(_document(result))
     return EXIT_PARTIAL if result.errors else EXIT_OK
 
 
 def _document(result: OperatorResult) -> dict[str, Any]:
     return {
-        "lever": result.lever.value,
+        "action": result.action.value,
         "dry_run": result.dry_run,
         "done": [item.instance_id for item in result.done],
-        "unchanged": [item.instance_id for item in result.pulled if not item.done],
-        "reasons": {item.instance_id: item.why for item in result.pulled},
-        "states": {item.instance_id: item.state.value for item in result.pulled},
+        "unchanged": [item.instance_id for item in result.outcomes if not item.done],
+        "reasons": {item.instance_id: item.why for item in result.outcomes},
+        "states": {item.instance_id: item.state.value for item in result.outcomes},
         "errors": list(result.errors),
     }

@@ -14,7 +14,7 @@ from remuda.config.settings import Settings
 from remuda.domain.errors import UserError
 from remuda.domain.resources import repository_of
 from remuda.domain.text import truncate
-from remuda.domain.trust import Trust, Unread, decide
+from remuda.domain.trust import Trust, UnreadablePayload, decide_trust
 
 #: Event name if only the payload file is known.
 UNNAMED_EVENT = "(none)"
@@ -31,7 +31,7 @@ def trust(settings: Settings) -> Trust:
     event = settings.event_name or (UNNAMED_EVENT if settings.event_path else "")
     payload = read_event(settings.event_path) if event else None
     with _named(settings):
-        return decide(event, payload, requested)
+        return decide_trust(event, payload, requested)
 
 
 def check_label(run_id: str, *, environ: Mapping[str, str], field: str) -> None:
@@ -71,21 +71,21 @@ def _named(settings: Settings) -> Iterator[None]:
 
 
 def read_event(path: str) -> Any:
-    """The payload of the event, or `Unread` with the reason; the trust then follows from the event's name alone."""
+    """The event's payload, or `UnreadablePayload` with the reason: then the event's name alone decides the trust."""
     if not path:
-        return Unread(file="", why="GITHUB_EVENT_PATH is not set")
+        return UnreadablePayload(file="", why="GITHUB_EVENT_PATH is not set")
     shown = truncate(path, MAX_SHOWN)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:  # noqa: PTH123  # a descriptor
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return Unread(file=shown, why="not a regular file")
+                return UnreadablePayload(file=shown, why="not a regular file")
             text = file.read(MAX_EVENT_BYTES + 1)
         found = json.loads(text) if len(text) <= MAX_EVENT_BYTES else None
     except OSError as problem:
-        return Unread(file=shown, why=problem.strerror or "cannot be opened")
+        return UnreadablePayload(file=shown, why=problem.strerror or "cannot be opened")
     except (ValueError, RecursionError):
-        return Unread(file=shown, why="not JSON")
+        return UnreadablePayload(file=shown, why="not JSON")
     if len(text) > MAX_EVENT_BYTES:
-        return Unread(file=shown, why=f"larger than {MAX_EVENT_BYTES} bytes")
-    return found if isinstance(found, Mapping) else Unread(file=shown, why="not a JSON object")
+        return UnreadablePayload(file=shown, why=f"larger than {MAX_EVENT_BYTES} bytes")
+    return found if isinstance(found, Mapping) else UnreadablePayload(file=shown, why="not a JSON object")

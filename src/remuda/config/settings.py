@@ -572,7 +572,7 @@ class Settings:
             max_uses=self.max_uses,
             margin_s=self.margin_sec or (LOCAL_MARGIN_S if self.backend == "local" else AWS_MARGIN_S),
             unrecorded_grace_s=self.unrecorded_grace_sec,
-            ghost_grace_s=self.stale_registration_grace_sec,
+            registration_grace_s=self.stale_registration_grace_sec,
             gone_after_s=self.gone_after_sec,
             reannounce_s=self.republish_sec,
             keep_records_s=self.keep_records_sec,

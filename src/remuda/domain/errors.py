@@ -1,17 +1,17 @@
-"""The whole error tree: an error says what the caller can do, not where it came from.
+"""Error classes. The class tells the caller what to do, not which component failed.
 
 RemudaError
 ├── UserError           fix the input, the credential or the permission       exit 2
-├── Conflict            lost a race or the record moved on: choose another    exit 4
-├── NotFound            already gone: success for deletes                     exit 4
-├── CapacityError       next type, next zone, or later                        exit 3
-├── Unavailable         back off and try again                                exit 4
-│   ├── Throttled       as above, after `retry_after_s`
-│   ├── TimedOut        as above; what was asked for may have happened
-│   └── Unreadable      a record cannot be parsed; it is named, the others are there
-├── Partial             some of it was done, the rest is named                exit 4
-├── Interrupted         stopped by a person, cleaned up                       exit 130
-└── InvariantViolated   a bug: stop, with its history                         exit 70
+├── Conflict            another process changed the record: choose another    exit 4
+├── NotFound            it does not exist: success for deletes                exit 4
+├── CapacityError       try another type or zone, or later                    exit 3
+├── Unavailable         back off and retry                                    exit 4
+│   ├── Throttled       retry after `retry_after_s`
+│   ├── TimedOut        retry; the request may have been applied
+│   └── Unreadable      records cannot be parsed; lists their names and the other records
+├── Partial             some of the work failed                               exit 4
+├── Interrupted         interrupted by a person, after cleaning up            exit 130
+└── InvariantViolated   a bug: stop                                           exit 70
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from remuda.domain.text import truncate
 
-#: How much of an error is told: what others said is part of many.
+#: Maximum characters of a message. Many contain responses of other services.
 MAX_MESSAGE = 10_000
 
 
@@ -32,7 +32,7 @@ class RemudaError(Exception):
 
     def __init__(self, message: str = "", *, fix: str = "") -> None:
         super().__init__(truncate(message, MAX_MESSAGE) or (type(self).__doc__ or "").strip())
-        #: What the reader can do about it, as one sentence.
+        #: What the reader can do about it, as an imperative.
         self.fix = truncate(fix, MAX_MESSAGE)
 
     @property
@@ -47,70 +47,70 @@ class UserError(RemudaError):
 
     def __init__(self, message: str = "", *, field: str = "", fix: str = "") -> None:
         super().__init__(message, fix=fix)
-        #: The field as the user wrote it: a flag, a variable or a key of the file.
+        #: The input as the user wrote it: a flag, an environment variable or a key of the file.
         self.field = field
 
 
 class Conflict(RemudaError):
-    """The record is not what the write expected."""
+    """The stored record does not meet the condition of a write."""
 
     exit_code = 4
 
     def __init__(self, message: str = "", *, current: Any = None) -> None:
         super().__init__(message)
-        #: The record that won, or None where there is none.
+        #: The stored record, or None if there is none.
         self.current = current
 
 
 class NotFound(RemudaError):
-    """It does not exist (any more)."""
+    """It does not exist."""
 
     exit_code = 4
 
 
 class CapacityError(RemudaError):
-    """There is no capacity for what was asked."""
+    """There is no capacity for the request."""
 
     exit_code = 3
 
 
 class Unavailable(RemudaError):
-    """A service cannot be reached or does not answer as it should."""
+    """A service is unreachable or responds unexpectedly."""
 
     exit_code = 4
 
 
 class Throttled(Unavailable):
-    """A service asks for fewer calls."""
+    """A service limits the rate of requests."""
 
     def __init__(self, message: str = "", *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        #: How long the service wants to be left alone.
+        #: Seconds to wait before the next request.
         self.retry_after_s = retry_after_s
 
 
 class TimedOut(Unavailable):
-    """No answer in time; what was asked for may have happened."""
+    """A request timed out; it may have been applied."""
 
 
 class Unreadable(Unavailable):
     """Records cannot be parsed."""
 
-    #: How many of them the message names.
-    MOST = 5
+    #: Maximum number of records that the message names.
+    MAX_NAMED = 5
 
     def __init__(self, where: str, unreadable: Mapping[str, str], *, records: Mapping[str, Any] | None = None) -> None:
-        told = [f"the record of {name} in {where} cannot be read: {why}" for name, why in unreadable.items()]
-        more = [f"and {len(told) - self.MOST} more"] if len(told) > self.MOST else []
-        super().__init__("; ".join(told[: self.MOST] + more), fix="mend it, or remove it by hand")
-        #: Why, by name. They are there: nobody may act as if they were not.
+        messages = [f"the record of {name} in {where} cannot be read: {why}" for name, why in unreadable.items()]
+        more = [f"and {len(messages) - self.MAX_NAMED} more"] if len(messages) > self.MAX_NAMED else []
+        super().__init__("; ".join(messages[: self.MAX_NAMED] + more), fix="repair or remove the record by hand")
+        #: Reasons by name. These records exist: callers must not treat them as missing.
         self.unreadable = dict(unreadable)
-        #: Those of the same read that can be parsed, by name.
+        #: The readable records of the same read, by name.
         self.records = dict(records or {})
 
 
 class Partial(RemudaError):
-    """Some of it could not be done."""
+    """Some of the work failed."""
 
     exit_code = 4
 
@@ -122,15 +122,15 @@ class Interrupted(RemudaError):
 
 
 class InvariantViolated(RemudaError):
-    """A rule that must always hold was broken: a bug."""
+    """An invariant was violated: a bug."""
 
     exit_code = 70
 
     def __init__(self, message: str = "", *, history: Sequence[Any] = ()) -> None:
         super().__init__(message)
-        #: What led here, oldest first.
+        #: Records or events that led to it, oldest first.
         self.history = tuple(history)
 
 
 class IllegalTransition(InvariantViolated):
-    """The transition table has no row for this."""
+    """The transition table does not allow this transition."""

@@ -1,4 +1,4 @@
-"""The pool's configuration, as `refresh` applies it and `provision` and `release` read it."""
+"""Pool configuration, which `refresh` writes and the other commands read, and the names of its runners."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EPOCH = re.compile(r"[1-9][0-9]{0,18}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScopeTokens:
-    """What lets a runner register and deregister in one scope. Both live an hour."""
+    """Registration and removal token of one scope. Both are valid for an hour."""
 
     scope: str
     registration: Credential
@@ -33,20 +33,20 @@ class PoolConfig:
     classes: tuple[ResourceClass, ...]
     lifetimes: Lifetimes
     max_instances: int
-    #: Where runners register, without the scope: https://github.com.
+    #: URL that runners register with, without the scope: https://github.com.
     github_url: str
     applied_at: datetime
-    #: Rises with each write, so that two refreshes at once do not undo each other.
+    #: Rises with each write, so that concurrent refreshes do not overwrite each other.
     revision: int = 1
     tokens: tuple[ScopeTokens, ...] = ()
-    #: What the backend needs to launch: image, subnets, script, …
+    #: Launch parameters of the backend: image, subnets, script, …
     launch: Mapping[str, str] = field(default_factory=dict)
-    #: Whose machines a run may be given.
+    #: Which instances a run may reuse.
     reuse: Reuse = Reuse.SAME_TRUST
 
     @property
     def runner_prefix(self) -> str:
-        """Belongs to this pool alone, else one pool's sweep would hit another's runners."""
+        """Unique per pool; otherwise one pool's sweep would remove another's runners."""
         return runner_prefix(self.pool)
 
     def resource_class(self, name: str) -> ResourceClass:
@@ -55,7 +55,7 @@ class PoolConfig:
                 return candidate
         known = ", ".join(candidate.name for candidate in self.classes)
         raise UserError(
-            f"resource-class {name!r} is not one of this pool's classes",
+            f"resource-class {name!r} is not a class of this pool",
             field="resource-class",
             fix=f"use one of {known}, or add it with --resource-class-config and run remuda refresh",
         )
@@ -76,7 +76,7 @@ def runner_prefix(pool: str) -> str:
 
 
 def runner_name(pool: str, epoch: int, instance_id: str) -> str:
-    """Unique for each assignment; ends with the instance id."""
+    """Return the name for an assignment: unique, and ending with the instance id."""
     name = f"{runner_prefix(pool)}{epoch}-{instance_id}"
     if len(name) > MAX_RUNNER_NAME:
         raise UserError(f"runner name {name!r} is longer than {MAX_RUNNER_NAME}", field="pool", fix="shorten the pool")
@@ -84,12 +84,12 @@ def runner_name(pool: str, epoch: int, instance_id: str) -> str:
 
 
 def parse_runner_name(pool: str, name: str) -> tuple[int, str] | None:
-    """(epoch, instance id) of one of this pool's runners, or None for anybody else's."""
+    """Return epoch and instance id of one of this pool's runners, or None for other runners."""
     prefix = runner_prefix(pool)
     if not name.startswith(prefix):
         return None
     epoch, _, instance_id = name[len(prefix) :].partition("-")
-    # The id is checked too: to pool `ci`, the names of pool `ci-1` look like its own.
+    # The check of the id tells the runners of pool `ci-1` from those of pool `ci`.
     if not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id):
         return None
     return int(epoch), instance_id

@@ -1,4 +1,4 @@
-"""What a run asks for and what a pool message offers: classes, usage, type patterns, and whether they fit."""
+"""Resource classes, usage classes, type patterns and pool messages, and whether a message matches a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remuda.domain.text import quote
 MAX_PATTERN_TEXT = 1_000
 MAX_PATTERN = 64
 MAX_CLASSES = 50
-#: How much of a wrong value an error repeats.
+#: Maximum characters of a rejected value in an error message.
 MAX_SHOWN = 80
 MAX_CPU = 1_024
 MAX_MEMORY_MIB = 32 * 1024 * 1024
@@ -26,7 +26,7 @@ _INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
 
-#: Labels that GitHub gives to runners by itself: as a run id they would attract other workflows' jobs.
+#: Labels that GitHub adds to runners by default. As a run id they would attract jobs of other workflows.
 _GENERIC_LABELS = frozenset({"self-hosted", "linux", "windows", "macos", "x64", "arm", "arm64"})
 
 
@@ -36,26 +36,26 @@ class UsageClass(StrEnum):
 
 
 class Tier(StrEnum):
-    """How far the code of a run is trusted. An instance may fall to the lower one, and never rises again."""
+    """Trust in the code of a run. An instance's tier may fall, never rise."""
 
     TRUSTED = "trusted"
     UNTRUSTED = "untrusted"
 
 
 class Reuse(StrEnum):
-    """Whose machines a run may be given."""
+    """Reuse policy: which instances a run may claim."""
 
-    #: Anybody's of at least its own tier.
+    #: Instances of at least the run's tier.
     ALWAYS = "always"
-    #: Those of its own tier that served its own repository and no other.
+    #: Instances of the run's tier that served only the run's repository.
     SAME_REPO = "same-repo"
-    #: Those of its own tier.
+    #: Instances of the run's tier.
     SAME_TRUST = "same-trust"
-    #: None: each machine serves one run.
+    #: None: each instance serves one run.
     NEVER = "never"
 
     def tiers(self, tier: Tier) -> tuple[Tier, ...]:
-        """Of which tiers a machine may be that a run of `tier` is given: never of a lower one."""
+        """Return the tiers of instances that a run of `tier` may claim: never a lower one."""
         if self is Reuse.NEVER:
             return ()
         if self is Reuse.ALWAYS and tier is Tier.UNTRUSTED:
@@ -66,9 +66,9 @@ class Reuse(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceClass:
     name: str
-    #: vCPUs at least.
+    #: Minimum vCPUs.
     cpu: int
-    #: Memory at least, in MiB.
+    #: Minimum memory.
     memory_mib: int
 
 
@@ -87,52 +87,50 @@ DEFAULT_CLASSES: tuple[ResourceClass, ...] = tuple(
 
 
 def parse_classes(document: Any, *, field: str = "resource-class-config") -> tuple[ResourceClass, ...]:
-    """Own classes: `{"large": {"cpu": 2, "mmem": 4096}, …}`. They replace the defaults."""
+    """Parse custom classes: `{"large": {"cpu": 2, "mmem": 4096}, …}`. They replace the defaults."""
     fix = 'give an object such as {"large": {"cpu": 2, "mmem": 4096}}'
     if not isinstance(document, Mapping) or not document:
         raise UserError(f"{field} must be a non-empty object of classes", field=field, fix=fix)
     if len(document) > MAX_CLASSES:
-        raise UserError(f"{field} has {len(document)} classes; {MAX_CLASSES} are the most", field=field, fix=fix)
+        raise UserError(f"{field} has {len(document)} classes, more than {MAX_CLASSES}", field=field, fix=fix)
     classes = []
     for name, body in document.items():
         if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name.lower() in _GENERIC_LABELS:
             raise UserError(
-                f"{field}: {quote(name, MAX_SHOWN)} cannot be a class name",
+                f"{field}: {quote(name, MAX_SHOWN)} is not a valid class name",
                 field=field,
-                fix="use up to 40 letters, digits, - and _, and no label that every runner has",
+                fix="use up to 40 letters, digits, - and _, and not a default runner label",
             )
         if not isinstance(body, Mapping):
             raise UserError(f"{field}: class {name!r} must be an object", field=field, fix=fix)
         classes.append(
             ResourceClass(
                 name=name,
-                cpu=_whole(body.get("cpu"), f"{field}: cpu of {name!r}", MAX_CPU, field),
-                memory_mib=_whole(body.get("mmem"), f"{field}: mmem of {name!r}", MAX_MEMORY_MIB, field),
+                cpu=_integer(body.get("cpu"), f"{field}: cpu of {name!r}", MAX_CPU, field),
+                memory_mib=_integer(body.get("mmem"), f"{field}: mmem of {name!r}", MAX_MEMORY_MIB, field),
             )
         )
     return tuple(classes)
 
 
-def _whole(value: Any, what: str, most: int, field: str) -> int:
+def _integer(value: Any, what: str, most: int, field: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(
-            f"{what} is {quote(value, MAX_SHOWN)}", field=field, fix=f"give a whole number from 1 to {most}"
-        )
+        raise UserError(f"{what} is {quote(value, MAX_SHOWN)}", field=field, fix=f"give an integer from 1 to {most}")
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class TypePatterns:
-    """Instance types as words, literal but for `*`: `c* m6i.large`. Any one that matches will do."""
+    """Patterns of instance types, literal except for `*`: `c* m6i.large`. A type must match one of them."""
 
     words: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str, *, field: str = "allowed-instance-types") -> TypePatterns:
-        fix = "give words such as 'c* m6i.large', literal but for *"
+        fix = "give patterns such as 'c* m6i.large', literal except for *"
         if len(text) > MAX_PATTERN_TEXT:
             raise UserError(
-                f"{field} is {len(text)} characters long; {MAX_PATTERN_TEXT} are the most", field=field, fix=fix
+                f"{field} is {len(text)} characters long, more than {MAX_PATTERN_TEXT}", field=field, fix=fix
             )
         words = tuple(dict.fromkeys(text.replace(",", " ").split()))
         if not words:
@@ -150,7 +148,7 @@ class TypePatterns:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Greedy, in linear time: no pattern can make it slow."""
+    """Match greedily in linear time: no pattern can make it slow."""
     first, *rest = pattern.split("*")
     if not rest:
         return pattern == text
@@ -168,7 +166,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolMessage:
-    """A hint that an instance was idle at an epoch. The record proves it or not."""
+    """Message that an instance was idle at an epoch. It may be stale: only the record proves it."""
 
     id: str
     epoch: int
@@ -179,7 +177,7 @@ class PoolMessage:
     #: The message carries it as `mmem`.
     memory_mib: int = field(metadata={"key": "mmem"})
     tier: Tier = Tier.TRUSTED
-    #: As in the record.
+    #: See `Instance.repository`.
     repository: str = ""
 
     def __post_init__(self) -> None:
@@ -188,28 +186,28 @@ class PoolMessage:
         if self.epoch < 1:
             raise ValueError("its epoch is below 1")
         if not _CLASS_NAME.fullmatch(self.resource_class):
-            raise ValueError("its class cannot be one")
+            raise ValueError("its class is not a valid class name")
         if not _INSTANCE_TYPE.fullmatch(self.instance_type):
-            raise ValueError("its instance type cannot be one")
+            raise ValueError("its instance type is not a valid type name")
         if self.repository and not is_repository(self.repository):
             raise ValueError("its repository is not of the form owner/name")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerRequest:
-    """What a run asks of each of its instances."""
+    """Requirements of a run for each of its instances."""
 
     resource_class: ResourceClass
     usage_class: UsageClass
     patterns: TypePatterns
     tier: Tier
     reuse: Reuse = Reuse.SAME_TRUST
-    #: Of the run, as records have it (`folded`); empty where it is not known.
+    #: The run's repository in lower case, or empty if unknown.
     repository: str = ""
 
 
-def misfit(message: PoolMessage, request: RunnerRequest) -> str | None:
-    """Why a message does not fit a request, or None where it does."""
+def mismatch(message: PoolMessage, request: RunnerRequest) -> str | None:
+    """Return why a message does not match a request, for people. None if it matches."""
     wanted = request.resource_class
     if message.resource_class != wanted.name:
         return f"class {message.resource_class}, not {wanted.name}"
@@ -233,7 +231,7 @@ def is_instance_id(text: str) -> bool:
 
 
 def check_run_id(text: str, *, field: str = "run-id") -> str:
-    """A run id is a label: it must be one word, and one that attracts no other workflow's jobs."""
+    """Check a run id. It becomes a label, so it must be one word that attracts no jobs of other workflows."""
     if not _RUN_ID.fullmatch(text):
         raise UserError(
             f"{field} is {text[:80]!r}",
@@ -242,7 +240,7 @@ def check_run_id(text: str, *, field: str = "run-id") -> str:
         )
     if text.lower() in _GENERIC_LABELS:
         raise UserError(
-            f"{field} is {text!r}, a label of every self-hosted runner",
+            f"{field} is {text!r}, a default label of self-hosted runners",
             field=field,
             fix="give the workflow's run id (github.run_id)",
         )
@@ -269,22 +267,23 @@ def check_repository(text: str, *, field: str = "repository") -> str:
     return text
 
 
-def folded(repository: str) -> str:
-    """A repository as records have it: to GitHub, names that differ in case are the same."""
+def normalize_repository(repository: str) -> str:
+    """Return the name in lower case, as records store it: GitHub ignores case."""
     return repository.lower()
 
 
 def repository_of(scope: str, repository: str, *, field: str = "repository") -> str:
-    """The repository of a run whose runners register in `scope`, or empty where nobody says. Runners of an
-    organisation serve its own repositories alone.
+    """Return the repository of a run whose runners register in `scope`, or empty if unknown.
+
+    Runners of an organisation serve only its own repositories.
     """
     owner, _, name = scope.partition("/")
     if name:
         return scope
     if repository and repository.partition("/")[0].lower() != owner.lower():
         raise UserError(
-            f"{field} is {repository!r}, which runners of {scope} do not serve",
+            f"{field} is {repository!r}, which is not a repository of {scope}",
             field=field,
-            fix=f"give a repository of {scope}, or the scope of the repository",
+            fix=f"give a repository of {scope}, or change the scope",
         )
     return repository

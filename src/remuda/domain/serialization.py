@@ -1,8 +1,8 @@
-"""Domain records as plain documents (JSON types, camelCase keys) and back.
+"""Conversion of domain records to JSON documents with camelCase keys, and back.
 
-Documents come from stores and queues that others can write to: parsing checks every field and raises `ValueError`
-with the field's name, never with its value, which may be a secret or hostile. Unknown keys are ignored, so that a
-newer version may add some.
+Other parties can write to the stores and queues that documents come from: parsing checks every field and raises
+`ValueError` with the field's name, never with its value, which may be secret or hostile. Unknown keys are ignored, so
+that newer versions may add some.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from remuda.domain.text import truncate
 
 T = TypeVar("T")
 
-#: Every JSON parser and every store can hold these whole numbers, and one more.
-MAX_WHOLE = 2**53 - 1
-#: Times outside are nobody's: with these, no span that a record may hold leads out of what a clock can show.
+#: Largest integer that every JSON parser and every store represents exactly.
+MAX_INTEGER = 2**53 - 1
+#: Range of accepted times. Adding any duration that a record may hold to them does not overflow.
 EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 LATEST = datetime(9000, 1, 1, tzinfo=UTC)
-#: How much of a key an error repeats.
+#: Maximum characters of a key in an error message.
 MAX_KEY = 80
 
 
 @typing.runtime_checkable
 class SelfChecking(typing.Protocol):
-    """A record that must be more than its fields: what was read is asked, what is made here is not."""
+    """A record with conditions beyond its field types. They are checked when it is parsed."""
 
     def check(self) -> None:
-        """`ValueError` says what is wrong, and never with which value."""
+        """Raise `ValueError` if the record is invalid. The message must not contain its values."""
         ...
 
 
@@ -51,7 +51,7 @@ def document_key(field: dataclasses.Field[Any]) -> str:
 
 
 def to_jsonable(value: Any) -> Any:
-    """One value as JSON types."""
+    """Convert one value to JSON types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_document(value)
     if isinstance(value, datetime):
@@ -86,11 +86,11 @@ def from_document(cls: type[T], document: Mapping[str, Any]) -> T:
 
 @cache
 def _is_checked(cls: type[Any]) -> bool:
-    """Asked once for each kind: of a protocol it is a slow question, and records come by thousands."""
+    """Cached because `issubclass` with a protocol is slow, and stores return thousands of records."""
     return issubclass(cls, SelfChecking)
 
 
-#: Takes a JSON value, and says where it stood if it is wrong.
+#: Converts a JSON value; the second argument names its place for errors.
 _Parser = Callable[[Any, str], Any]
 
 
@@ -110,13 +110,13 @@ def _fields(cls: Any) -> tuple[tuple[str, str, str, _Parser, bool], ...]:
 
 
 def parse(kind: Any, value: Any, where: str) -> Any:
-    """A JSON value as the type that an annotation names."""
+    """Convert a JSON value to the type of an annotation."""
     return _parser(kind)(value, where)
 
 
 @cache
 def _parser(kind: Any) -> _Parser:
-    """Annotations are looked into once: stores hold many records of few types."""
+    """Return the parser of an annotation. Cached because stores hold many records of few types."""
     origin = typing.get_origin(kind)
     if origin in {types.UnionType, typing.Union}:
         return _optional_parser(kind)
@@ -168,12 +168,12 @@ def _parse_time(value: Any, where: str) -> datetime:
     except ValueError:
         raise ValueError(f"{where} is not a time of the form 2025-05-31T12:00:00.000Z") from None
     if not EARLIEST <= at <= LATEST:
-        raise ValueError(f"{where} is a time before {EARLIEST.year} or after {LATEST.year}")
+        raise ValueError(f"{where} is not between {EARLIEST.year} and {LATEST.year}")
     return at
 
 
 def _parse_enum(kind: type[Enum], members: Mapping[Any, Enum], value: Any, where: str) -> Enum:
-    # A value that cannot be looked up is no member either.
+    # Unhashable values cannot be looked up and are not members.
     member = members.get(value) if isinstance(value, str | int) else None
     if member is None:
         known = ", ".join(str(member.value) for member in kind)
@@ -184,7 +184,7 @@ def _parse_enum(kind: type[Enum], members: Mapping[Any, Enum], value: Any, where
 def _parse_float(value: Any, where: str) -> float:
     number = _typed(int if isinstance(value, int) else float, value, where)
     if not math.isfinite(number):
-        raise ValueError(f"{where} is not a number that can be counted with")
+        raise ValueError(f"{where} must be finite")
     return float(number)
 
 
@@ -193,15 +193,15 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where} must be {kind.__name__}, not bool")
     if not isinstance(value, kind):
         raise ValueError(f"{where} must be {kind.__name__}, not {type(value).__name__}")
-    if kind is int and abs(value) > MAX_WHOLE:
-        raise ValueError(f"{where} is beyond {MAX_WHOLE}")
+    if kind is int and abs(value) > MAX_INTEGER:
+        raise ValueError(f"{where} is larger than {MAX_INTEGER}")
     if kind is str and not _is_text(value):
-        raise ValueError(f"{where} holds half a character")
+        raise ValueError(f"{where} contains a lone surrogate")
     return value
 
 
 def _is_text(value: str) -> bool:
-    """JSON can spell half of a surrogate pair, which nothing can write again."""
+    """Whether a string can be encoded: JSON can contain lone surrogates."""
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
-"""Which registrations are ghosts: nobody's runner, left on GitHub.
+"""Detection of stale registrations: runners on GitHub whose instance does not use them any more.
 
-The list of runners must have been read *before* the records: then a ghost stays one, whatever happens meanwhile. One
-without a record stays one only if it has no machine either: those for one job are registered before their record is
-written.
+The list of runners must be read before the records: then a stale registration stays stale, whatever other processes do.
+A registration without a record is stale only if it has no machine either, because just-in-time registrations are made
+before the record is written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def stale_registration_reason(
     now: datetime,
     grace_s: float,
 ) -> str | None:
-    """Why a registration is a ghost, or None where it is none, or not yet. `unrecorded_since`: since when there was
-    neither a record nor a machine for it, as far as it is known.
+    """Return why a registration is stale, for people. None if it is not, or not yet.
+
+    `unrecorded_since` is the time since which it is known to have neither a record nor a machine.
     """
     parsed = parse_runner_name(pool, name)
     if parsed is None:
@@ -36,7 +37,7 @@ def stale_registration_reason(
     if record.state in ABSORBING:
         return f"its instance is {record.state}"
     if epoch < record.epoch:
-        return f"of assignment {epoch}; the instance is at {record.epoch}"
+        return f"its epoch is {epoch}, the instance's is {record.epoch}"
     if epoch == record.epoch and record.state is State.IDLE:
         return "its instance is idle"
     return None

@@ -1,4 +1,4 @@
-"""Text from outside, made fit for people's eyes: a terminal, a log, a page."""
+"""Sanitizing of untrusted text for terminals, logs and pages."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from typing import Any
 
 
 def sanitize(text: str) -> str:
-    """One line without a character that does more than be read: the others are spelt out, spaces of all kinds are one.
+    """Return one printable line: whitespace becomes a space, other unprintable characters are escaped.
 
-    Escape sequences could hide or github lines, marks of direction turn them round, and half a surrogate pair cannot be
-    written at all.
+    Escape sequences could hide or forge lines, direction marks could reverse them, lone surrogates cannot be encoded.
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else _spelt(char) for char in text)
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
-def truncate(text: str, most: int) -> str:
-    """The same, and never more than so many characters."""
-    return sanitize(text[:most])[:most]
+def truncate(text: str, limit: int) -> str:
+    """Sanitize a text and cut it to `limit` characters."""
+    return sanitize(text[:limit])[:limit]
 
 
-def quote(value: Any, most: int) -> str:
-    """A value as a person would write it, for the error that refuses it; never a page of it."""
+def quote(value: Any, limit: int) -> str:
+    """Return the `repr` of a rejected value for an error message, sanitized and cut to `limit` characters."""
     try:
-        text = repr(value[:most] if isinstance(value, str) else value)
+        text = repr(value[:limit] if isinstance(value, str) else value)
     except (ValueError, RecursionError):
-        # Python writes down no number of thousands of digits, and nothing that is nested without end.
-        text = f"a {type(value).__name__} too large to be shown"
-    return truncate(text, most)
+        # Python refuses to format integers of thousands of digits and values that are nested too deeply.
+        text = f"a {type(value).__name__} that is too large to show"
+    return truncate(text, limit)
 
 
-def _spelt(char: str) -> str:
+def _escape(char: str) -> str:
     return " " if char.isspace() else char.encode("unicode_escape").decode("ascii")

@@ -1,7 +1,7 @@
-"""How long an instance may stay in a state, and when time has certainly run out.
+"""Time limits of instances.
 
-Clocks differ by up to the margin: an instance is used until its threshold less the margin, and ended at its threshold
-plus the margin.
+Clocks may differ by the margin: an instance is used until its threshold minus the margin, and terminated at its
+threshold plus the margin.
 """
 
 from __future__ import annotations
@@ -9,56 +9,59 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 
-#: A heartbeat that did not change for so long is dead, one first seen with an older stamp too (skew included).
+#: Seconds between two heartbeats.
 HEARTBEAT_INTERVAL_S = 5.0
+#: Seconds without a change after which a heartbeat is dead.
 HEARTBEAT_DEAD_AFTER_S = 15.0
+#: Age in seconds beyond which the first observed heartbeat is dead, clock skew included.
 HEARTBEAT_STALE_AFTER_S = 75.0
-#: A century: with more, times could not be counted with.
+#: A century in seconds. Longer limits could overflow dates.
 MAX_LIFETIME = 100 * 366 * 86_400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifetimes:
-    """The limits of a pool; `refresh` applies them."""
+    """Time limits of a pool in seconds. `refresh` applies them."""
 
-    #: A provision must be complete by then; also the life of `created` and `claimed`.
+    #: Limit of a provision; also of the states `created` and `claimed`.
     provision_timeout_s: float = 300.0
-    #: The life of `running`, unless a provision asks for another.
+    #: Limit of `running`, unless a provision requests another.
     max_runtime_s: float = 1_800.0
-    #: The life of `idle`.
+    #: Limit of `idle`.
     idle_time_s: float = 420.0
-    #: The life of `releasing`, extended while a job runs.
+    #: Limit of `releasing`, extended while a job runs.
     release_time_s: float = 300.0
-    #: Beyond this age, or so many uses, an instance is not pooled again.
+    #: Age at which an instance does not return to the pool.
     max_age_s: float = 86_400.0
+    #: Uses after which an instance does not return to the pool.
     max_uses: int = 50
-    #: What clocks may differ by.
+    #: Tolerated difference between clocks.
     margin_s: float = 60.0
-    #: An EC2 instance with our tags may lack a record for so long.
+    #: Time that an EC2 instance with the pool's tags may lack a record.
     unrecorded_grace_s: float = 300.0
-    #: A registration with our prefix may lack a record and a machine for so long.
-    ghost_grace_s: float = 900.0
-    #: An instance must be missing twice, so far apart, to be gone.
+    #: Time that a registration with the pool's prefix may lack both a record and a machine.
+    registration_grace_s: float = 900.0
+    #: Minimum time between two failed lookups before an instance counts as gone.
     gone_after_s: float = 60.0
-    #: An idle instance is announced again after so long.
+    #: Time after which an idle instance is announced again.
     reannounce_s: float = 600.0
-    #: How long the record of a terminated instance is kept.
+    #: Time that the record of a terminated instance is kept.
     keep_records_s: float = 30 * 86_400.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if not 0 <= getattr(self, field.name) <= MAX_LIFETIME:
-                raise ValueError(f"Lifetimes.{field.name} is not from 0 to {MAX_LIFETIME}")
+                raise ValueError(f"Lifetimes.{field.name} must be from 0 to {MAX_LIFETIME}")
 
     @property
     def missing_after_s(self) -> float:
-        """What EC2 does not list for so long is not there: a list may lag, and the times are of several clocks."""
+        """Time that EC2 must not list an instance before it counts as gone: lists lag, and clocks differ."""
         return self.gone_after_s + self.margin_s
 
     @property
-    def ghost_after_s(self) -> float:
-        """So long a registration must have had neither a record nor a machine."""
-        return max(self.ghost_grace_s, self.missing_after_s)
+    def registration_stale_after_s(self) -> float:
+        """Time that a registration must lack both a record and a machine before it is stale."""
+        return max(self.registration_grace_s, self.missing_after_s)
 
 
 def expired(threshold: datetime, *, now: datetime, margin_s: float) -> bool:

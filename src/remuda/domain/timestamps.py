@@ -1,27 +1,27 @@
-"""Times as text: UTC, ISO-8601, fixed width, milliseconds and Z, so that text order is time order."""
+"""Timestamps as text: UTC, ISO-8601, fixed width, milliseconds and Z. Text order equals time order."""
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
 
-_SHAPE = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{3}Z", re.ASCII)
+_FORMAT = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{3}Z", re.ASCII)
 
 
 def to_text(at: datetime) -> str:
     if at.tzinfo is None:
-        raise ValueError("a time without a zone cannot be written")
+        raise ValueError("a time without a time zone has no timestamp")
     return at.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
 def from_text(text: str) -> datetime:
-    if not _SHAPE.fullmatch(text):
+    if not _FORMAT.fullmatch(text):
         raise ValueError(f"{text!r} is not a time of the form 2025-05-31T12:00:00.000Z")
     return datetime.fromisoformat(text)
 
 
 def to_milliseconds(at: datetime) -> datetime:
-    """What survives a round trip through text."""
+    """Cut to milliseconds, the precision of the text."""
     return at.replace(microsecond=at.microsecond // 1000 * 1000)
 
 

@@ -1,7 +1,7 @@
-"""How far a run's code is trusted, seen from the event that started it.
+"""Trust tier of a run, derived from the event that started it.
 
-A payload is what GitHub wrote about the event, and parts of it are what strangers wrote. So each part is looked at
-before it is used, and what cannot be told is not trusted.
+Strangers can influence parts of an event's payload. Each part is validated before use, and an event whose origin is
+unclear is untrusted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Tier, is_repository
 
-#: How much of an event's name a reason repeats.
+#: Maximum characters of an event's name in a reason.
 MAX_EVENT = 40
-#: Events whose workflows run what is in the repository itself, whoever caused them.
+#: Events whose workflows run code of the repository itself, regardless of the user who caused them.
 _OWN_CODE = frozenset(
     {
         "branch_protection_rule",
@@ -51,10 +51,8 @@ _OWN_CODE = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unread:
-    """Stands for a payload that could not be read."""
-
-    #: The file, as it may be shown, or empty where none was named.
+class UnreadablePayload:
+    #: The file for messages, or empty if none was given.
     file: str
     why: str
 
@@ -72,40 +70,41 @@ class Trust:
 
 
 def trust_of(event: str, payload: object) -> Trust:
-    """`payload` is `Unread` where the event's file cannot be read."""
-    told = payload if isinstance(payload, Mapping) else None
-    if told is None and _needs_payload(event):
-        why = f": {payload}" if isinstance(payload, Unread) else ""
-        return Trust(tier=Tier.UNTRUSTED, why=f"event {_word(event)}, and what it is about cannot be read{why}")
+    """Return the trust in an event. `payload` is `UnreadablePayload` if the event's file cannot be read."""
+    content = payload if isinstance(payload, Mapping) else None
+    if content is None and _needs_payload(event):
+        why = f": {payload}" if isinstance(payload, UnreadablePayload) else ""
+        return Trust(tier=Tier.UNTRUSTED, why=f"event {_shown(event)}, whose payload cannot be read{why}")
     if event.startswith("pull_request"):
-        return _pull_request(told or {})
+        return _pull_request(content or {})
     if event == "workflow_run":
-        return _workflow_run(told or {})
+        return _workflow_run(content or {})
     if event == "issue_comment":
-        return _issue_comment(told or {})
+        return _issue_comment(content or {})
     if event not in _OWN_CODE:
-        return Trust(tier=Tier.UNTRUSTED, why=f"event {_word(event)}: it is not known whose code that runs")
+        return Trust(tier=Tier.UNTRUSTED, why=f"event {_shown(event)}: it is unknown whose code it runs")
     return Trust(tier=Tier.TRUSTED, why=f"event {event}")
 
 
-def decide(event: str, payload: object, asked: Tier | None) -> Trust:
-    """The tier of a run. Who asks may lower what the event says, never raise it."""
+def decide_trust(event: str, payload: object, requested: Tier | None) -> Trust:
+    """Return the tier of a run. A requested tier may be lower than the event's, never higher."""
     if not event:
-        return Trust(tier=asked or Tier.TRUSTED, why="asked for" if asked else "by default: no event started it")
+        why = "requested" if requested else "default: no event started the run"
+        return Trust(tier=requested or Tier.TRUSTED, why=why)
     found = trust_of(event, payload)
-    if asked is None or asked is found.tier:
+    if requested is None or requested is found.tier:
         return found
-    if asked is Tier.UNTRUSTED:
-        return Trust(tier=asked, why="asked for")
-    fix = "leave --tier out: code of strangers runs on machines of its own"
-    if isinstance(payload, Unread) and _needs_payload(event):
-        named = f"{payload.file} is not it" if payload.file else "nothing does"
-        fix = f"let --event-path or GITHUB_EVENT_PATH name the event's file ({named}), or {fix}"
-    raise UserError(f"tier is {asked}, but the event says {found}", field="tier", fix=fix)
+    if requested is Tier.UNTRUSTED:
+        return Trust(tier=requested, why="requested")
+    fix = "omit --tier: untrusted code runs on separate instances"
+    if isinstance(payload, UnreadablePayload) and _needs_payload(event):
+        given = f"{payload.file} is not readable" if payload.file else "none is given"
+        fix = f"set --event-path or GITHUB_EVENT_PATH to the event's file ({given}), or {fix}"
+    raise UserError(f"tier is {requested}, but the event is {found}", field="tier", fix=fix)
 
 
 def _needs_payload(event: str) -> bool:
-    """Whether its name alone does not tell."""
+    """Whether the event's name alone does not decide the tier."""
     return event.startswith("pull_request") or event in {"workflow_run", "issue_comment"}
 
 
@@ -113,40 +112,40 @@ def _pull_request(payload: Mapping[str, Any]) -> Trust:
     request = _part(payload, "pull_request")
     number = request.get("number")
     name = f"pull request #{number}" if isinstance(number, int) and not isinstance(number, bool) else "pull request"
-    # Where the workflow runs, not what the request says of itself.
+    # The repository that the workflow runs in, not the one that the request claims.
     home = _repository(payload, "repository") or _repository(_part(request, "base"))
-    return _compared(name, _repository(_part(request, "head")), home)
+    return _compare(name, _repository(_part(request, "head")), home)
 
 
 def _workflow_run(payload: Mapping[str, Any]) -> Trust:
     run = _part(payload, "workflow_run")
     cause = run.get("event")
     if not isinstance(cause, str) or not (cause in _OWN_CODE or cause.startswith("pull_request")):
-        # Of a comment, or of a run after a run, it does not say whose code was at the beginning.
-        return Trust(tier=Tier.UNTRUSTED, why="workflow run after an event that does not say whose code it ran")
+        # For comments and nested workflow runs, the payload does not name the original code.
+        return Trust(tier=Tier.UNTRUSTED, why="workflow run after an event that does not say whose code it runs")
     home = _repository(payload, "repository") or _repository(run, "repository")
-    return _compared("workflow run", _repository(run, "head_repository"), home)
+    return _compare("workflow run", _repository(run, "head_repository"), home)
 
 
 def _issue_comment(payload: Mapping[str, Any]) -> Trust:
     issue = payload.get("issue")
     if not isinstance(issue, Mapping):
-        return Trust(tier=Tier.UNTRUSTED, why="event issue_comment, and which issue cannot be read")
+        return Trust(tier=Tier.UNTRUSTED, why="event issue_comment without a readable issue")
     if issue.get("pull_request") is not None:
-        return Trust(tier=Tier.UNTRUSTED, why="comment on a pull request: it does not say whose code that is")
+        return Trust(tier=Tier.UNTRUSTED, why="comment on a pull request: its code may come from a fork")
     return Trust(tier=Tier.TRUSTED, why="event issue_comment, on an issue")
 
 
-def _compared(name: str, head: str, home: str) -> Trust:
+def _compare(name: str, head: str, home: str) -> Trust:
     if not head or not home:
-        return Trust(tier=Tier.UNTRUSTED, why=f"{name} from a repository that is not told, or is gone")
+        return Trust(tier=Tier.UNTRUSTED, why=f"{name} from an unknown or deleted repository")
     if head.lower() != home.lower():
         return Trust(tier=Tier.UNTRUSTED, why=f"{name} from fork {head}")
     return Trust(tier=Tier.TRUSTED, why=f"{name} from {home} itself")
 
 
 def _repository(parent: Mapping[str, Any], name: str = "repo") -> str:
-    """Its full name, or empty where there is none, or none that can be one."""
+    """Return the full name, or empty if it is missing or invalid."""
     full_name = _part(parent, name).get("full_name")
     return full_name if isinstance(full_name, str) and is_repository(full_name) else ""
 
@@ -156,5 +155,5 @@ def _part(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _word(event: str) -> str:
-    return event[:MAX_EVENT] if event.replace("_", "").isalnum() and event.isascii() else "of an unknown name"
+def _shown(event: str) -> str:
+    return event[:MAX_EVENT] if event.replace("_", "").isalnum() and event.isascii() else "with an invalid name"

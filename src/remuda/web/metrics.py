@@ -27,7 +27,7 @@ from remuda.controlplane.read.status import Status
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.provision import Provision
 from remuda.domain.provision_outcome import ProvisionKind
-from remuda.domain.reporting.warnings import KINDS
+from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import UsageClass
 from remuda.domain.transitions import TRANSITIONS
 from remuda.ports.calls import CallCounter
@@ -336,8 +336,8 @@ def _gauges(pool: str, status: Status) -> Iterator[tuple[str, Values]]:
     yield OPEN_PROVISIONS.name, {(pool,): float(len(ages))}
     yield OPEN_PROVISION_AGE.name, {(pool,): max(ages, default=0.0)}
     yield from _heartbeats(pool, status)
-    kinds = Counter(item.kind if item.kind in KINDS else OTHER for item in status.warnings)
-    yield WARNINGS.name, {(pool, kind): float(kinds[kind]) for kind in (*KINDS, OTHER)}
+    kinds = Counter(item.kind for item in status.warnings)
+    yield WARNINGS.name, {(pool, kind.value): float(kinds[kind]) for kind in WarningKind}
     yield LAST_POLL.name, {(pool,): status.at.timestamp()}
     if status.config is not None:
         yield MAX_INSTANCES.name, {(pool,): float(status.config.max_instances)}

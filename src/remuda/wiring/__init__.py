@@ -9,7 +9,7 @@ from remuda.adapters.local.fleet import LocalFleet
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.config.settings import Settings
 from remuda.controlplane.context import Context
-from remuda.controlplane.refresh.configure import Desired
+from remuda.controlplane.refresh.configure import DesiredConfig
 from remuda.controlplane.scale_down import FleetContext
 from remuda.domain.errors import UserError
 from remuda.ports.calls import CallCounter
@@ -91,7 +91,7 @@ def _environment_tag(settings: Settings, pool: str) -> str:
     return settings.environment or settings.github_environment or pool
 
 
-def desired(settings: Settings, *, pool: str) -> Desired:
+def desired(settings: Settings, *, pool: str) -> DesiredConfig:
     """The configuration that `refresh` applies."""
     if settings.backend == "aws" and not settings.given("github_scope"):
         raise UserError(
@@ -104,7 +104,7 @@ def desired(settings: Settings, *, pool: str) -> Desired:
         from remuda.adapters.aws.ec2.options import Ec2LaunchOptions  # noqa: PLC0415 - slow to import
 
         Ec2LaunchOptions.parse(launch)  # Checked before any API call.
-    return Desired(
+    return DesiredConfig(
         pool=pool,
         classes=settings.resource_class_config,
         lifetimes=settings.lifetimes,

@@ -18,7 +18,7 @@ from aiohttp import web
 JSON = "application/x-amz-json-1.0"
 #: The content type of requests to EC2.
 FORM = "application/x-www-form-urlencoded"
-#: In place of an operation: all operations without a fault of their own.
+#: In place of an operation: all operations without a specific fault.
 ANY = "*"
 #: Seconds to start and stop. Generous: only a broken proxy reaches it.
 LIMIT_S = 60.0

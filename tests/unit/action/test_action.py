@@ -324,7 +324,10 @@ def test_scale_down_summary_lists_decisions_with_reasons(step: InProcessStep, mo
             "aws-region is 'eu\\nX=1'; use a region such as eu-central-1",
         ),
         ({"mode": "refresh", "sweep_only": "yes"}, "sweep-only is 'yes'; use true or false"),
-        ({"mode": "release", "run_id": "self-hosted"}, "run-id is 'self-hosted', a label of every self-hosted runner"),
+        (
+            {"mode": "release", "run_id": "self-hosted"},
+            "run-id is 'self-hosted', a default label",
+        ),
         ({"mode": "provision", "config": "/no/such.toml"}, "/no/such.toml cannot be read"),
     ],
 )

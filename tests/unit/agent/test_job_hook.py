@@ -334,8 +334,8 @@ class TestRefusedJobs:
             "1 a/b c",
         ]
         hooked.notes.write_text("\n".join(lines))
-        told = "refused 6 foreign jobs: run 0 of evil/corp, run 1 of evil/corp, run 2 of evil/corp and 2 more"
-        assert hooked.hook.refused() == told
+        expected = "refused 6 foreign jobs: run 0 of evil/corp, run 1 of evil/corp, run 2 of evil/corp and 2 more"
+        assert hooked.hook.refused() == expected
 
     def test_special_files_are_ignored(self, hooked: Hooked) -> None:
         os.mkfifo(hooked.notes)

@@ -31,10 +31,10 @@ HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>"
 def sample_usage(run_id: str = "41", why: str = "its time is up", error: str = "") -> UsageReport:
     record = instance(state=State.TERMINATED, created_at=at(0), threshold=at(900), resource_class="large")
     history = [
-        entry("create", at=at(0), source="", target="created", run_id=run_id),
-        entry("commit", at=at(60), source="created", target="running", run_id=run_id),
-        entry("end-running", at=at(900), source="running", target="terminating", run_id=run_id, why=why),
-        entry("confirm", at=at(960), source="terminating", target="terminated", run_id=run_id),
+        entry("create", at=at(0), source=None, target=State.CREATED, run_id=run_id),
+        entry("commit", at=at(60), source=State.CREATED, target=State.RUNNING, run_id=run_id),
+        entry("end-running", at=at(900), source=State.RUNNING, target=State.TERMINATING, run_id=run_id, why=why),
+        entry("confirm", at=at(960), source=State.TERMINATING, target=State.TERMINATED, run_id=run_id),
     ]
     runner = AcquiredRunner(instance_id=instance_id(1), source=RunnerSource.CREATED, seconds=60)
     cold = ProvisionOutcome(ended_at=at(60), seconds=60.0, created=1, acquired=(runner,), error=error)

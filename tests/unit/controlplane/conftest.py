@@ -1,4 +1,4 @@
-"""All tests here run in virtual time: hours cost nothing, and nothing depends on how fast this computer is."""
+"""Tests in virtual time: simulated hours take no real time, and results do not depend on the machine's speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
 
 @pytest.fixture
 async def world() -> AsyncIterator[PoolWorld]:
-    """A configured pool without instances. At the end all time passes, and nothing may be left."""
+    """A configured pool without instances. At the end time passes until every instance must be terminated."""
     world = PoolWorld()
     await world.configure()
     yield world

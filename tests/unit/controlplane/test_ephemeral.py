@@ -1,4 +1,4 @@
-"""Instances for one job each: registered just in time, ended after it, and nothing of them left."""
+"""Ephemeral instances: registered just in time for one job each, and terminated after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def provisioned(world: PoolWorld, count: int = 1, hook: Any = None) -> lis
     return sorted(item.instance.instance_id for item in made.instances)
 
 
-async def test_without_a_credential_of_its_own_nothing_is_begun(world: PoolWorld) -> None:
+async def test_ephemeral_provision_requires_a_credential(world: PoolWorld) -> None:
     process = world.process()
     with pytest.raises(UserError, match="ephemeral runners need a GitHub credential") as refused:
         await world.provision("1", ephemeral=True, process=process)
@@ -29,13 +29,13 @@ async def test_without_a_credential_of_its_own_nothing_is_begun(world: PoolWorld
     assert not any(process.calls.by_service().values())
 
 
-async def test_a_scope_that_sweeps_do_not_look_after_is_refused(world: PoolWorld) -> None:
+async def test_scope_outside_the_pool_is_rejected(world: PoolWorld) -> None:
     with pytest.raises(UserError, match="octo/other"):
         await world.provision("1", ephemeral=True, scope="octo/other", process=world.process(credentialed=True))
     assert not world.registrations()
 
 
-async def test_the_pool_is_left_alone(world: PoolWorld) -> None:
+async def test_ephemeral_provision_takes_nothing_from_the_pool(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     (machine,) = await provisioned(world)
     assert machine != warm
@@ -45,11 +45,11 @@ async def test_the_pool_is_left_alone(world: PoolWorld) -> None:
 
 
 @pytest.mark.parametrize("credentialed", [True, False])
-async def test_one_job_then_released_then_gone(world: PoolWorld, credentialed: bool) -> None:  # noqa: FBT001
+async def test_ephemeral_instance_runs_one_job_and_is_terminated(world: PoolWorld, credentialed: bool) -> None:  # noqa: FBT001
     machines = await provisioned(world, 2)
     jobs = [world.github.queue(run_id="1", labels=("1",)) for _ in range(3)]
     await asyncio.sleep(20)
-    # Each has served one; the third waits for ever, and none of the listeners has failed.
+    # Each has run one job. The third job stays queued, and no listener has failed.
     assert sorted(job.conclusion for job in jobs) == ["", "success", "success"]
     assert world.registrations() == []
     await world.sweep()
@@ -60,7 +60,7 @@ async def test_one_job_then_released_then_gone(world: PoolWorld, credentialed: b
     assert {world.database.histories[machine][-1].retire_reason for machine in machines} == {RetireReason.EPHEMERAL}
 
 
-async def test_a_release_with_a_credential_removes_what_no_job_used(world: PoolWorld) -> None:
+async def test_release_with_a_credential_removes_unused_registration(world: PoolWorld) -> None:
     (machine,) = await provisioned(world)
     assert len(world.registrations(machine)) == 1
     done = await world.release("1", process=world.process(credentialed=True))
@@ -68,7 +68,7 @@ async def test_a_release_with_a_credential_removes_what_no_job_used(world: PoolW
     assert world.registrations() == []
 
 
-async def test_without_one_the_machine_goes_and_a_sweep_removes_the_registration(world: PoolWorld) -> None:
+async def test_without_a_credential_a_sweep_removes_the_registration(world: PoolWorld) -> None:
     (machine,) = await provisioned(world)
     done = await world.release("1")
     assert [item.status for item in done.outcomes] == [ReleaseStatus.RETIRED]
@@ -77,7 +77,7 @@ async def test_without_one_the_machine_goes_and_a_sweep_removes_the_registration
     assert world.registrations() == []
 
 
-async def test_a_release_waits_for_the_job(world: PoolWorld) -> None:
+async def test_release_waits_for_the_job(world: PoolWorld) -> None:
     (machine,) = await provisioned(world)
     job = world.github.queue(run_id="1", labels=("1",), seconds=15.0)
     await asyncio.sleep(5)
@@ -87,7 +87,7 @@ async def test_a_release_waits_for_the_job(world: PoolWorld) -> None:
     assert world.record(machine).state is State.TERMINATING
 
 
-async def test_released_before_it_has_booted(world: PoolWorld) -> None:
+async def test_release_before_boot_removes_the_registration(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(provisioned(world))
     await asyncio.sleep(5)
@@ -98,7 +98,7 @@ async def test_released_before_it_has_booted(world: PoolWorld) -> None:
     assert world.registrations() == []
 
 
-async def test_the_configuration_is_on_the_record_for_its_step_alone(world: PoolWorld) -> None:
+async def test_jit_config_is_removed_from_the_record_after_its_step(world: PoolWorld) -> None:
     seen: set[tuple[State, bool]] = set()
     tell = world.database.changes.notify
 
@@ -118,7 +118,7 @@ FAILURES = [Throttled("slowly"), Unavailable("GitHub is away"), Conflict("it exi
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda item: type(item).__name__)
-async def test_where_one_cannot_be_registered_nothing_is_left(world: PoolWorld, failure: RemudaError) -> None:
+async def test_failed_jit_registration_leaves_nothing(world: PoolWorld, failure: RemudaError) -> None:
     asked = 0
 
     async def hook(name: str, call: Call) -> Any:
@@ -138,7 +138,7 @@ async def test_where_one_cannot_be_registered_nothing_is_left(world: PoolWorld, 
     assert len(world.in_state(State.TERMINATING)) == 3
 
 
-async def test_a_provision_that_fails_later_leaves_no_registration(world: PoolWorld) -> None:
+async def test_failed_provision_leaves_no_registration(world: PoolWorld) -> None:
     world.behaviour.boot_s = 1_000.0
     with pytest.raises(Unavailable):
         await provisioned(world, 2)
@@ -146,7 +146,7 @@ async def test_a_provision_that_fails_later_leaves_no_registration(world: PoolWo
     assert world.registrations() == []
 
 
-async def test_one_that_is_interrupted_while_it_commits_leaves_none_either(world: PoolWorld) -> None:
+async def test_provision_interrupted_during_commit_leaves_no_registration(world: PoolWorld) -> None:
     async def hook(name: str, call: Call) -> Any:
         result = await call()
         if name == "store.apply" and State.RUNNING in world.states().values():

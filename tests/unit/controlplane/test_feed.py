@@ -1,4 +1,4 @@
-"""The feed: who looks again and again knows what one thorough look would say, and pays little where nobody watches."""
+"""The fleet reader and the dashboard's feed: changes add up to the status, and an unwatched feed polls rarely."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPEN = ProvisionStatus.OPEN
 
 
 class Page:
-    """What somebody knows who was told all changes."""
+    """The state that results from all changes."""
 
     def __init__(self, context: Context, since_s: float = DAY_S) -> None:
         self.context = context
@@ -55,16 +55,16 @@ class Page:
         return set(found.instances) | found.removed_instances
 
 
-async def test_what_was_told_adds_up_to_what_is_there(world: PoolWorld) -> None:
+async def test_changes_add_up_to_the_current_state(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context)
     await page.poll(include_terminated=True)
     await world.warm(2)
-    told = await page.poll()
-    assert told == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
+    changed = await page.poll()
+    assert changed == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
     await world.provision("7", count=3)
     await page.poll()
-    # Histories are read once more after a change, and then nothing is left to tell.
+    # Histories are read again in the poll after a change; then there are no more changes.
     await page.poll()
     assert await page.poll() == set()
     everything = await read_status(context, include_terminated=True)
@@ -74,7 +74,7 @@ async def test_what_was_told_adds_up_to_what_is_there(world: PoolWorld) -> None:
     await world.release("7")
 
 
-async def test_ends_are_seen_and_go_out_of_sight_in_time(world: PoolWorld) -> None:
+async def test_terminations_are_reported_and_removed_after_a_time(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
     await page.poll(include_terminated=True)
@@ -95,7 +95,7 @@ async def test_ends_are_seen_and_go_out_of_sight_in_time(world: PoolWorld) -> No
     assert await page.poll(include_terminated=True) == set()
 
 
-async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
+async def test_changes_found_by_a_failed_poll_are_returned_by_the_next(
     world: PoolWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = world.process()
@@ -115,7 +115,7 @@ async def test_what_a_look_found_before_it_failed_is_told_by_the_next(
 
 
 def asked(world: PoolWorld, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
-    """A provision as the store has it."""
+    """A stored provision."""
     now = world.process().clock.now() - timedelta(seconds=age_s)
     settled = status is ProvisionStatus.RELEASED
     return Provision(
@@ -132,7 +132,7 @@ def asked(world: PoolWorld, number: int, *, age_s: float = 0.0, status: Provisio
     )
 
 
-async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: PoolWorld) -> None:
+async def test_open_provision_is_shown_regardless_of_newer_ones(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context)
     first = asked(world, 1, age_s=200)
@@ -147,13 +147,13 @@ async def test_an_open_launch_is_in_sight_however_many_came_after_it(world: Pool
     meters.on_status(found)
     assert b'remuda_open_provisions{pool="test"} 1.0' in meters.text(context.calls)[0]
     assert b'remuda_open_provision_age_max_seconds{pool="test"} 200.0' in meters.text(context.calls)[0]
-    # And so is what became of it.
+    # Its end is reported, too.
     await context.store.replace_provision(first, released(first, now=context.clock.now(), why="given up"))
     await page.poll(with_status=True)
     assert page.runs["p-1"].status is ProvisionStatus.RELEASED
 
 
-async def test_what_is_old_goes_out_of_sight(world: PoolWorld) -> None:
+async def test_old_provisions_are_removed(world: PoolWorld) -> None:
     context = world.process()
     page = Page(context, since_s=3_600.0)
     for number, age_s in enumerate((3_000, 100), start=1):
@@ -164,10 +164,10 @@ async def test_what_is_old_goes_out_of_sight(world: PoolWorld) -> None:
     await asyncio.sleep(1_000)
     for with_status in (False, True):
         await page.poll(with_status=with_status)
-        assert set(page.runs) == {"p-2", "p-3"}, "what is open stays"
+        assert set(page.runs) == {"p-2", "p-3"}, "open provisions stay"
 
 
-async def test_decisions_and_times_lapse_with_age(world: PoolWorld) -> None:
+async def test_old_decisions_and_times_are_removed(world: PoolWorld) -> None:
     context = world.process()
     feed = make_feed(context, [], since_s=600.0)
     running = asyncio.create_task(feed.run())
@@ -188,9 +188,7 @@ async def test_decisions_and_times_lapse_with_age(world: PoolWorld) -> None:
     await world.release("7")
 
 
-class Counting:
-    """An observer, as metrics are one."""
-
+class CountingObserver:
     def __init__(self) -> None:
         self.failures = 0
         self.pools: list[str] = []
@@ -218,7 +216,9 @@ class MemoryEventLog:
         self.said.append((action, why))
 
 
-def make_feed(context: Context, failures: list[str], *observers: Counting, since_s: float = DAY_S, **more: Any) -> Feed:
+def make_feed(
+    context: Context, failures: list[str], *observers: CountingObserver, since_s: float = DAY_S, **more: Any
+) -> Feed:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Context]:
         if failures:
@@ -237,7 +237,7 @@ def make_feed(context: Context, failures: list[str], *observers: Counting, since
     )
 
 
-async def test_a_store_that_fails_is_told_of_and_tried_again(world: PoolWorld) -> None:
+async def test_store_failure_is_reported_and_retried(world: PoolWorld) -> None:
     event_log = MemoryEventLog()
     feed = make_feed(world.process(), ["the disk is full", "the disk is full"], event_log=event_log)
     running = asyncio.create_task(feed.run())
@@ -251,7 +251,7 @@ async def test_a_store_that_fails_is_told_of_and_tried_again(world: PoolWorld) -
     running.cancel()
 
 
-async def test_what_reuse_is_worth_is_what_the_report_says(world: PoolWorld) -> None:
+async def test_savings_equal_those_of_the_report(world: PoolWorld) -> None:
     context = world.process()
     prices = PriceTable(dated="2026-10", on_demand={"c6i.large": 3_600.0})
     feed = make_feed(context, [], prices=prices)
@@ -263,18 +263,18 @@ async def test_what_reuse_is_worth_is_what_the_report_says(world: PoolWorld) -> 
         await world.provision("8")
         await asyncio.sleep(5)
         shown = json.loads(feed.change_log.snapshot())["facts"]["usage"]
-        told = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
-    assert (shown["reused"], shown["created"], shown["runs"]) == (told.reused, told.created, 2) == (1, 1, 2)
-    # Reckoned a little before: an hour is 3,600 of them, a second is one.
-    assert 0 < shown["cost"] <= told.costs.total <= shown["cost"] + 10
-    assert shown["idle_cost"] == pytest.approx(told.savings.idle_cost, abs=0.001)
-    assert shown["saved_waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
+        expected = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
+    assert (shown["reused"], shown["created"], shown["runs"]) == (expected.reused, expected.created, 2) == (1, 1, 2)
+    # Calculated slightly earlier. The price is 1 per second.
+    assert 0 < shown["cost"] <= expected.costs.total <= shown["cost"] + 10
+    assert shown["idle_cost"] == pytest.approx(expected.savings.idle_cost, abs=0.001)
+    assert shown["saved_waiting_s"] == pytest.approx(expected.savings.waiting_s, abs=0.1)
     assert (shown["prices_as_of"], shown["unpriced"]) == ("2026-10", [])
     running.cancel()
     await world.release("8")
 
 
-async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(world: PoolWorld) -> None:
+async def test_unwatched_feed_polls_rarely_and_wakes_for_a_client(world: PoolWorld) -> None:
     context = world.process()
     feed = make_feed(context, [])
     running = asyncio.create_task(feed.run())
@@ -297,9 +297,9 @@ async def test_nobody_watching_costs_little_and_who_comes_is_served_at_once(worl
     running.cancel()
 
 
-async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(world: PoolWorld) -> None:
+async def test_observer_gets_all_changes_and_a_request_wakes_the_poller(world: PoolWorld) -> None:
     context = world.process()
-    heard = Counting()
+    heard = CountingObserver()
     feed = make_feed(context, ["the disk is full"], heard)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(2)
@@ -318,7 +318,7 @@ async def test_an_observer_hears_of_everything_and_a_question_wakes_the_poller(w
     await world.release("7")
 
 
-async def test_one_that_reads_slowly_gets_the_newest_and_holds_up_nobody(world: PoolWorld) -> None:
+async def test_slow_client_gets_the_newest_state_and_blocks_no_other(world: PoolWorld) -> None:
     feed = make_feed(world.process(), [])
     running = asyncio.create_task(feed.run())
     with feed.watched():

@@ -1,4 +1,4 @@
-"""Provision: from the pool if it can, created if it must, all or nothing, and held by nobody if it fails."""
+"""Provision: reuses instances of the pool, creates the rest, and holds nothing if it fails."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from simulation.memory.compute import MemoryCompute
 from simulation.names import POOL, SCOPE
 from tests.support.virtual_time import Call, EventRecorder
 from tests.support.world import PoolWorld
-from tests.unit.controlplane.cuts import Unsure
+from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
-async def refused(world: PoolWorld, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
-    """The provision fails so, and holds nothing."""
+async def assert_fails(world: PoolWorld, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
+    """Check that the provision fails with this error and holds nothing."""
     with pytest.raises(kind) as failure:
         await world.provision(run_id, **changed)
     world.check_holds_nothing(run_id)
@@ -34,7 +34,7 @@ async def refused(world: PoolWorld, kind: type[RemudaError], run_id: str = "1", 
     return failure.value
 
 
-async def test_an_empty_pool_means_cold_starts_in_one_launch(world: PoolWorld) -> None:
+async def test_empty_pool_causes_one_launch(world: PoolWorld) -> None:
     result = await world.provision(count=3)
     assert (result.created, result.reused) == (3, 0)
     assert result.calls["compute"] == {"launch": 1}
@@ -42,7 +42,7 @@ async def test_an_empty_pool_means_cold_starts_in_one_launch(world: PoolWorld) -
     assert {runner.labels for runner in world.registrations()} == {("1", "large")}
 
 
-async def test_a_full_pool_means_warm_starts(world: PoolWorld) -> None:
+async def test_full_pool_is_reused(world: PoolWorld) -> None:
     ids = await world.warm(3)
     result = await world.provision(count=3)
     assert (result.created, result.reused) == (0, 3)
@@ -52,14 +52,14 @@ async def test_a_full_pool_means_warm_starts(world: PoolWorld) -> None:
     assert {item.instance.epoch for item in result.instances} == {2}
 
 
-async def test_what_the_pool_lacks_is_created(world: PoolWorld) -> None:
+async def test_missing_instances_are_created(world: PoolWorld) -> None:
     await world.warm(2)
     result = await world.provision(count=5)
     assert (result.created, result.reused) == (3, 2)
     assert result.calls["compute"] == {"launch": 1}
 
 
-async def test_jobs_run_and_the_registration_credential_is_gone(world: PoolWorld) -> None:
+async def test_jobs_run_and_registration_credential_is_removed(world: PoolWorld) -> None:
     result = await world.provision(count=2)
     jobs = [world.github.queue(run_id="1", labels=["1", "large"]) for _ in range(4)]
     other = world.github.queue(run_id="2", labels=["2"])
@@ -71,7 +71,7 @@ async def test_jobs_run_and_the_registration_credential_is_gone(world: PoolWorld
         assert item.instance.assignment.credential is None
 
 
-async def test_two_runs_never_get_the_same_machine(world: PoolWorld) -> None:
+async def test_concurrent_runs_get_different_machines(world: PoolWorld) -> None:
     await world.warm(6)
     runs = await asyncio.gather(*(world.provision(f"r{number}", count=3) for number in range(4)))
     ids = [item.instance.instance_id for run in runs for item in run.instances]
@@ -79,7 +79,7 @@ async def test_two_runs_never_get_the_same_machine(world: PoolWorld) -> None:
     assert sum(run.reused for run in runs) == 6
 
 
-async def test_a_run_takes_a_second_class_beside_the_first(world: PoolWorld) -> None:
+async def test_run_can_provision_two_classes(world: PoolWorld) -> None:
     await world.provision(count=1)
     second = await world.provision(count=1, resource_class="xlarge")
     assert {runner.labels for runner in world.registrations()} == {("1", "large"), ("1", "xlarge")}
@@ -88,89 +88,89 @@ async def test_a_run_takes_a_second_class_beside_the_first(world: PoolWorld) -> 
     assert len(released.outcomes) == 2
 
 
-async def test_no_capacity_says_who_had_none(world: PoolWorld) -> None:
+async def test_missing_capacity_names_the_instance_types(world: PoolWorld) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
-    error = await refused(world, CapacityError, count=2)
+    error = await assert_fails(world, CapacityError, count=2)
     assert "c6i.large: capacity for 0 of 2" in error.message
 
 
-async def test_partial_capacity_is_ended_and_named(world: PoolWorld) -> None:
+async def test_partial_capacity_is_terminated_and_reported(world: PoolWorld) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"m6i.large": 2}
     await world.warm(1)
-    error = await refused(world, CapacityError, count=4)
+    error = await assert_fails(world, CapacityError, count=4)
     assert "1 of 3" in error.message
     assert "m6i.large: capacity for 1 of 3" in error.message
     assert "c6i.large" in error.message
     assert len(world.in_state(State.TERMINATING)) == 1
-    # The warm one comes back to the pool.
+    # The claimed instance returns to the pool.
     await world.pass_time(15)
     assert len(world.in_state(State.IDLE)) == 1
 
 
-async def test_a_new_machine_that_fails_takes_all_with_it(world: PoolWorld) -> None:
+async def test_failed_new_machine_fails_the_provision(world: PoolWorld) -> None:
     await world.warm(1)
     world.behaviour.registration["i-00000000000000003"] = StepResult(ok=False, detail="no network")
-    error = await refused(world, Unavailable, count=3)
+    error = await assert_fails(world, Unavailable, count=3)
     assert "no network" in error.message
     assert "i-00000000000000003" in error.message
 
 
-async def test_a_failing_script_stops_everything_and_says_so(world: PoolWorld) -> None:
+async def test_failed_pre_runner_script_fails_the_provision(world: PoolWorld) -> None:
     world.behaviour.script = StepResult(ok=False, detail="line 3: no such package")
-    error = await refused(world, UserError, count=2)
+    error = await assert_fails(world, UserError, count=2)
     assert isinstance(error, UserError)
     assert error.field == "pre-runner-script"
     assert "no such package" in error.message
 
 
-async def test_a_machine_that_never_boots_ends_with_the_deadline(world: PoolWorld) -> None:
+async def test_machine_that_never_boots_times_out(world: PoolWorld) -> None:
     world.behaviour.without_agent.add("i-00000000000000001")
     began = world.loop.time()
-    await refused(world, TimedOut, count=1)
+    await assert_fails(world, TimedOut, count=1)
     assert world.loop.time() - began < world.lifetimes.provision_timeout_s
 
 
-async def test_a_token_that_runs_out_too_early_is_refused_before_any_claim(world: PoolWorld) -> None:
+async def test_token_that_expires_early_is_rejected_before_any_claim(world: PoolWorld) -> None:
     await world.warm(2)
     config = world.database.config
     assert config is not None
     left = config.tokens_for(SCOPE).registration.expires_at - world.clock.now()
-    # No sweep meanwhile, and the idle ones are renewed by hand: only the token gets old.
+    # Without sweeps, so that the token is not renewed.
     await world.pass_time(left.total_seconds() - 50, sweeps=False)
-    error = await refused(world, UserError, count=2)
+    error = await assert_fails(world, UserError, count=2)
     assert "registration token" in error.message
     assert not world.database.provisions or all(item.run_id != "1" for item in world.database.provisions.values())
 
 
-async def test_an_own_credential_needs_no_token_of_the_pool(world: PoolWorld) -> None:
+async def test_credential_of_the_process_replaces_the_pool_token(world: PoolWorld) -> None:
     result = await world.provision(process=world.process(credentialed=True))
     assert result.calls["github"] == {"POST registration-token": 1}
 
 
-async def test_an_unknown_class_and_scope_are_refused_first(world: PoolWorld) -> None:
+async def test_unknown_class_and_scope_are_rejected_first(world: PoolWorld) -> None:
     for changed in ({"resource_class": "giant"}, {"scope": "octo/other"}):
-        await refused(world, UserError, **changed)
+        await assert_fails(world, UserError, **changed)
     assert not world.database.provisions
 
 
-async def test_without_configuration_there_is_no_provision() -> None:
+async def test_provision_requires_a_configuration() -> None:
     world = PoolWorld()
     with pytest.raises(UserError, match="no configuration"):
         await world.provision()
 
 
-async def test_max_instances_counts_all_that_live() -> None:
+async def test_max_instances_counts_live_instances() -> None:
     world = PoolWorld(max_instances=4)
     await world.configure()
     await world.provision("1", count=3)
-    error = await refused(world, CapacityError, "2", count=2)
+    error = await assert_fails(world, CapacityError, "2", count=2)
     assert "max-instances is 4" in error.message
-    await refused(world, CapacityError, "3", count=5)
+    await assert_fails(world, CapacityError, "3", count=5)
     await world.provision("4", count=1)
     await world.end()
 
 
-async def test_max_instances_holds_for_provisions_at_the_same_moment() -> None:
+async def test_max_instances_holds_for_concurrent_provisions() -> None:
     world = PoolWorld(max_instances=4)
     await world.configure()
     outcomes = await asyncio.gather(*(world.provision(str(run), count=2) for run in range(4)), return_exceptions=True)
@@ -180,24 +180,24 @@ async def test_max_instances_holds_for_provisions_at_the_same_moment() -> None:
     await world.end()
 
 
-async def test_the_deadline_burns_no_machine_of_the_pool(world: PoolWorld) -> None:
-    """When time is up nothing more is claimed: it would only be ended again."""
+async def test_no_claim_after_the_deadline(world: PoolWorld) -> None:
+    """An instance claimed after the deadline would only be given back."""
     ids = await world.warm(6)
     world.behaviour.configure_s = 50.0
-    await refused(world, RemudaError, count=1, timeout_s=10.0)
+    await assert_fails(world, RemudaError, count=1, timeout_s=10.0)
     claimed = [key for key in ids if world.record(key).epoch > 1]
     assert len(claimed) == 1
 
 
-async def test_a_new_run_is_not_started_when_time_is_up(world: PoolWorld) -> None:
-    """A launch past the deadline would be money for nothing."""
+async def test_no_launch_after_the_deadline(world: PoolWorld) -> None:
+    """A machine launched after the deadline would only be terminated."""
     await world.warm(1)
     world.behaviour.configure_s = 50.0
-    await refused(world, RemudaError, count=1, timeout_s=10.0)
+    await assert_fails(world, RemudaError, count=1, timeout_s=10.0)
     assert len(world.cloud.machines) == 1
 
 
-async def test_a_release_stops_a_provision_that_is_at_work(world: PoolWorld) -> None:
+async def test_release_stops_a_provision_in_progress(world: PoolWorld) -> None:
     world.behaviour.boot_s = 20.0
     provisioning = asyncio.create_task(world.provision(count=2))
     await asyncio.sleep(5)
@@ -208,7 +208,7 @@ async def test_a_release_stops_a_provision_that_is_at_work(world: PoolWorld) -> 
     world.check_holds_nothing("1")
 
 
-async def test_a_release_just_before_the_commit_wins(world: PoolWorld) -> None:
+async def test_release_just_before_the_commit_wins(world: PoolWorld) -> None:
     release: asyncio.Task[object] | None = None
 
     async def hook(name: str, call: Call) -> Any:
@@ -225,21 +225,21 @@ async def test_a_release_just_before_the_commit_wins(world: PoolWorld) -> None:
     world.check_holds_nothing("1")
 
 
-async def test_a_claimed_machine_is_given_back_not_ended(world: PoolWorld) -> None:
+async def test_rollback_returns_claimed_instances_to_the_pool(world: PoolWorld) -> None:
     ids = await world.warm(2)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
-    await refused(world, CapacityError, count=3)
+    await assert_fails(world, CapacityError, count=3)
     assert world.in_state(State.RELEASING) == ids
     await world.pass_time(15)
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_a_rollback_goes_on_where_github_is_down(world: PoolWorld) -> None:
-    """With a credential of its own, the provision wants a fresh removal token; the pool's will do."""
+async def test_rollback_uses_the_pool_token_if_github_is_down(world: PoolWorld) -> None:
+    """A provision with a GitHub credential mints a removal token; the pool's token is the fallback."""
     ids = await world.warm(1)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"c6i.large": 2}
 
-    class Down(Unsure):
+    class Down(AmbiguousAnswer):
         async def __call__(self, name: str, call: Call) -> Any:
             if name == "github.removal_token":
                 raise Unavailable("GitHub is down")
@@ -253,7 +253,7 @@ async def test_a_rollback_goes_on_where_github_is_down(world: PoolWorld) -> None
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_the_same_run_id_may_provision_again(world: PoolWorld) -> None:
+async def test_run_id_can_be_provisioned_again(world: PoolWorld) -> None:
     await world.provision(count=1, attempt=1)
     await world.release(attempt=1)
     again = await world.provision(count=1, attempt=2)
@@ -263,15 +263,15 @@ async def test_the_same_run_id_may_provision_again(world: PoolWorld) -> None:
     assert world.in_state(State.RUNNING) == [again.instances[0].instance.instance_id]
 
 
-async def test_the_run_may_ask_for_its_own_times(world: PoolWorld) -> None:
+async def test_request_overrides_pool_times(world: PoolWorld) -> None:
     result = await world.provision(max_runtime_s=1_000.0, timeout_s=100.0)
     threshold = result.instances[0].instance.threshold
     assert threshold - world.clock.now() == timedelta(seconds=1_000)
     await world.release()
 
 
-class FallsBack(MemoryCompute):
-    """A cloud without spot, which gives on-demand machines in its place."""
+class OnDemandFallback(MemoryCompute):
+    """Launches on-demand machines instead of spot."""
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         result = await super().launch(request)
@@ -279,17 +279,17 @@ class FallsBack(MemoryCompute):
         return LaunchResult(instances=instances, errors=("subnet-1 c6i.large (spot): no capacity",))
 
 
-async def test_what_falls_back_to_on_demand_is_recorded_and_pooled_as_such(world: PoolWorld) -> None:
+async def test_on_demand_fallback_is_recorded_and_pooled_as_on_demand(world: PoolWorld) -> None:
     context = world.process()
-    context = replace(context, compute=FallsBack(cloud=world.cloud, pool=POOL, calls=context.calls))
+    context = replace(context, compute=OnDemandFallback(cloud=world.cloud, pool=POOL, calls=context.calls))
     made = await world.provision("1", process=context, usage_class=UsageClass.SPOT)
     assert [item.instance.usage_class for item in made.instances] == [UsageClass.ON_DEMAND]
     assert isinstance(context.event_log, EventRecorder)
-    assert context.event_log.count("launch-refused") == 1, "the user hears of it"
+    assert context.event_log.count("launch-refused") == 1, "the fallback is logged"
     await world.release("1")
-    (hint,) = [item.message for item in world.queues.named("large").messages]
-    assert hint is not None
-    assert hint.usage_class is UsageClass.ON_DEMAND
-    # It does not serve who wants spot, and does serve who wants on-demand.
+    (pool_message,) = [item.message for item in world.queues.named("large").messages]
+    assert pool_message is not None
+    assert pool_message.usage_class is UsageClass.ON_DEMAND
+    # It matches requests for on-demand, not for spot.
     assert (await world.provision("2", usage_class=UsageClass.SPOT)).reused == 0
     assert (await world.provision("3")).reused == 1

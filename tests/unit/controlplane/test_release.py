@@ -1,4 +1,4 @@
-"""Release: idempotent, resumable, concurrent; a job that still runs may finish."""
+"""Release: idempotent, resumable and concurrent; a running job may finish."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from remuda.ports.machine import StepResult
 from simulation.names import SCOPE
 from tests.support.virtual_time import Call, Hook
 from tests.support.world import LIFETIMES, PoolWorld
-from tests.unit.controlplane.cuts import Cut, How
+from tests.unit.controlplane.interruption import Cut, CutKind
 
 
-def fates(result: ReleaseResult) -> list[str]:
+def statuses(result: ReleaseResult) -> list[str]:
     assert not result.errors
     return sorted(outcome.status.value for outcome in result.outcomes)
 
 
 def answers_after(seconds: float) -> Hook:
-    """A process that hears of signals later than others."""
+    """A process that reads signals with a delay."""
 
     async def hook(name: str, call: Call) -> Any:
         answer = await call()
@@ -41,10 +41,10 @@ async def one(world: PoolWorld, **changed: Any) -> Instance:
     return item.instance
 
 
-async def test_a_release_cleans_pools_and_announces(world: PoolWorld) -> None:
+async def test_release_resets_pools_and_publishes(world: PoolWorld) -> None:
     ids = sorted(item.instance.instance_id for item in (await world.provision(count=3)).instances)
     result = await world.release()
-    assert fates(result) == ["released"] * 3
+    assert statuses(result) == ["released"] * 3
     assert world.in_state(State.IDLE) == ids
     assert world.messages() == ids
     assert not world.registrations()
@@ -55,36 +55,36 @@ async def test_a_release_cleans_pools_and_announces(world: PoolWorld) -> None:
         assert record.threshold - world.clock.now() <= timedelta(seconds=world.lifetimes.idle_time_s)
 
 
-async def test_announcements_share_calls(world: PoolWorld) -> None:
+async def test_pool_messages_are_sent_in_batches(world: PoolWorld) -> None:
     await world.provision(count=12)
     result = await world.release()
-    assert fates(result) == ["released"] * 12
+    assert statuses(result) == ["released"] * 12
     assert result.calls["pool"]["send"] <= 3
 
 
-async def test_a_run_without_provision_is_nothing_to_release(world: PoolWorld) -> None:
-    assert fates(await world.release("unknown")) == []
+async def test_release_of_a_run_without_provision(world: PoolWorld) -> None:
+    assert statuses(await world.release("unknown")) == []
 
 
-async def test_twice_in_a_row(world: PoolWorld) -> None:
+async def test_release_twice_is_idempotent(world: PoolWorld) -> None:
     await one(world)
-    assert fates(await world.release()) == ["released"]
-    assert fates(await world.release()) == ["skipped"]
+    assert statuses(await world.release()) == ["released"]
+    assert statuses(await world.release()) == ["skipped"]
     assert len(world.messages()) == 1
 
 
-async def test_twice_at_once(world: PoolWorld) -> None:
+async def test_concurrent_releases_agree(world: PoolWorld) -> None:
     await world.provision(count=3)
     slow = [world.process(answers_after(seconds)) for seconds in (0.0, 0.1, 0.2)]
     results = await asyncio.gather(*(world.release(process=process) for process in slow))
     assert not [error for result in results for error in result.errors]
     assert len(world.in_state(State.IDLE)) == 3
     assert len(set(world.messages())) == 3
-    # Whoever came second saw the same end.
-    assert {fate for result in results for fate in fates(result)} == {"released"}
+    # Both releases report the same outcome.
+    assert {fate for result in results for fate in statuses(result)} == {"released"}
 
 
-async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: PoolWorld) -> None:
+async def test_release_finished_by_a_sweep_counts_as_released(world: PoolWorld) -> None:
     await world.provision(count=2)
 
     async def sweep_often() -> None:
@@ -95,50 +95,50 @@ async def test_a_sweep_that_finishes_first_makes_it_no_less_released(world: Pool
     sweeping = asyncio.create_task(sweep_often())
     result = await world.release(process=world.process(answers_after(0.3)))
     sweeping.cancel()
-    assert fates(result) == ["released"] * 2
+    assert statuses(result) == ["released"] * 2
 
 
-async def test_a_release_is_taken_up_where_a_crash_left_it(world: PoolWorld) -> None:
+async def test_release_resumes_after_a_crash(world: PoolWorld) -> None:
     await world.provision(count=2)
-    cut = Cut(5, How.CRASH_AFTER)
+    cut = Cut(5, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
     assert world.in_state(State.RELEASING)
-    assert set(fates(await world.release())) <= {"released", "skipped"}
+    assert set(statuses(await world.release())) <= {"released", "skipped"}
     assert len(world.in_state(State.IDLE)) == 2
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_only_attempts_up_to_ours(world: PoolWorld) -> None:
+async def test_release_covers_attempts_up_to_its_own(world: PoolWorld) -> None:
     first = await one(world, attempt=1)
     second = await one(world, attempt=2)
-    assert fates(await world.release(attempt=1)) == ["released"]
+    assert statuses(await world.release(attempt=1)) == ["released"]
     assert world.in_state(State.RUNNING) == [second.instance_id]
-    assert fates(await world.release(attempt=3)) == ["released", "skipped"]
+    assert statuses(await world.release(attempt=3)) == ["released", "skipped"]
     assert world.in_state(State.IDLE) == sorted([first.instance_id, second.instance_id])
 
 
-async def test_a_machine_that_another_run_has_by_now_is_left_alone(world: PoolWorld) -> None:
+async def test_instance_of_another_run_is_skipped(world: PoolWorld) -> None:
     instance = await one(world)
     await world.release()
     (again,) = (await world.provision("2")).instances
     assert again.instance.instance_id == instance.instance_id
     result = await world.release()
-    assert fates(result) == ["skipped"]
+    assert statuses(result) == ["skipped"]
     assert "another provision" in result.outcomes[0].why
     assert world.in_state(State.RUNNING) == [instance.instance_id]
 
 
-async def test_unexpected_states_are_told_and_the_others_go_on(world: PoolWorld) -> None:
+async def test_unexpected_states_are_reported_and_others_released(world: PoolWorld) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.cloud.end(first.instance_id, "power loss")
     await world.sweep()
     assert world.record(first.instance_id).state in {State.TERMINATING, State.TERMINATED}
     result = await world.release()
-    assert fates(result) == ["released", "skipped"]
+    assert statuses(result) == ["released", "skipped"]
     assert world.in_state(State.IDLE) == [second.instance_id]
 
 
-async def test_a_running_job_is_waited_for(world: PoolWorld) -> None:
+async def test_release_waits_for_a_running_job(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=70)
     await asyncio.sleep(1)
@@ -151,18 +151,18 @@ async def test_a_running_job_is_waited_for(world: PoolWorld) -> None:
         if record.state is State.RELEASING:
             assert record.threshold <= deadline
             seen.add(record.threshold)
-    assert fates(await releasing) == ["released"]
+    assert statuses(await releasing) == ["released"]
     assert job.conclusion == "success"
-    assert deadline in seen, "extended, as far as the run may last"
+    assert deadline in seen, "extended up to the run's deadline"
 
 
-async def test_no_job_lasts_beyond_its_runs_deadline(world: PoolWorld) -> None:
+async def test_job_ends_at_the_run_deadline(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10_000)
     await asyncio.sleep(1)
     deadline = world.record(instance.instance_id).threshold
     result = await world.release()
-    assert fates(result) == ["expired"]
+    assert statuses(result) == ["expired"]
     assert world.record(instance.instance_id).threshold == deadline
     assert world.clock.now() >= deadline
     await world.pass_time(25)
@@ -170,8 +170,8 @@ async def test_no_job_lasts_beyond_its_runs_deadline(world: PoolWorld) -> None:
     assert job.conclusion == "failure"
 
 
-async def test_a_credential_that_runs_out_is_renewed(world: PoolWorld) -> None:
-    """The release begins with what the pool has; a sweep mints a better one while a job still runs."""
+async def test_expiring_removal_credential_is_renewed(world: PoolWorld) -> None:
+    """The release starts with the pool's token; a sweep renews it while a job runs."""
     instance = await one(world, max_runtime_s=6_000.0)
     world.github.queue(run_id="1", labels=["1"], seconds=3_400)
     await world.pass_time(3_000, sweeps=False)
@@ -187,41 +187,41 @@ async def test_a_credential_that_runs_out_is_renewed(world: PoolWorld) -> None:
     assert second.credential is not None
     assert second.credential.expires_at >= first.credential.expires_at
     await world.pass_time(200)
-    assert fates(await releasing) == ["released"]
+    assert statuses(await releasing) == ["released"]
 
 
-async def test_an_own_credential_mints_the_removal_token(world: PoolWorld) -> None:
+async def test_process_with_a_credential_mints_the_removal_token(world: PoolWorld) -> None:
     await one(world)
     result = await world.release(process=world.process(credentialed=True))
-    assert fates(result) == ["released"]
+    assert statuses(result) == ["released"]
     assert result.calls["github"]["POST remove-token"] == 1
 
 
-async def test_what_was_used_often_enough_is_retired() -> None:
+async def test_instance_with_max_uses_is_retired() -> None:
     world = PoolWorld(lifetimes=replace(LIFETIMES, max_uses=2))
     await world.configure()
     instance = await one(world)
-    assert fates(await world.release()) == ["released"]
+    assert statuses(await world.release()) == ["released"]
     (again,) = (await world.provision("2")).instances
     assert again.instance.instance_id == instance.instance_id
     result = await world.release("2")
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert "used up: 2 of 2 uses" in result.outcomes[0].why
     await world.end()
 
 
-async def test_what_is_too_old_is_retired() -> None:
+async def test_too_old_instance_is_retired() -> None:
     world = PoolWorld(lifetimes=replace(LIFETIMES, max_age_s=20.0))
     await world.configure()
     await one(world)
     await world.pass_time(25, sweeps=False)
     result = await world.release()
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert "too old" in result.outcomes[0].why
     await world.end()
 
 
-async def test_a_spot_notice_retires_after_the_job(world: PoolWorld) -> None:
+async def test_spot_notice_retires_after_the_job(world: PoolWorld) -> None:
     instance = await one(world)
     job = world.github.queue(run_id="1", labels=["1"], seconds=10)
     world.machines[instance.instance_id].notice = "terminate at 12:10"
@@ -229,59 +229,59 @@ async def test_a_spot_notice_retires_after_the_job(world: PoolWorld) -> None:
     assert world.record(instance.instance_id).retire_reason is RetireReason.SPOT_NOTICE
     assert world.record(instance.instance_id).state is State.RUNNING
     result = await world.release()
-    assert (fates(result), job.conclusion) == (["retired"], "success")
+    assert (statuses(result), job.conclusion) == (["retired"], "success")
 
 
-async def test_a_failed_reset_ends_the_machine(world: PoolWorld) -> None:
+async def test_failed_reset_terminates_the_machine(world: PoolWorld) -> None:
     instance = await one(world)
     world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert "would not die" in world.database.histories[instance.instance_id][-1].why
     assert not world.messages()
 
 
-async def test_a_machine_that_died_is_left_to_its_threshold(world: PoolWorld) -> None:
+async def test_dead_machine_ends_at_its_threshold(world: PoolWorld) -> None:
     instance = await one(world)
     world.stop_agent(instance.instance_id)
     result = await world.release()
-    assert fates(result) == ["expired"]
+    assert statuses(result) == ["expired"]
     assert world.record(instance.instance_id).state is State.RELEASING
 
 
-async def test_the_ok_of_an_earlier_epoch_pools_nothing(world: PoolWorld) -> None:
+async def test_signal_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     assert world.database.reports[warm].signal is Signal.UD_REMOVE_REG_REMOVE_RUN_OK
     await world.provision()
     world.stop_agent(warm)
     result = await world.release()
-    assert fates(result) == ["expired"]
+    assert statuses(result) == ["expired"]
     await world.sweep()
     assert world.record(warm).state is not State.IDLE
 
 
-async def test_a_machine_still_booting_is_ended_by_a_release(world: PoolWorld) -> None:
-    cut = Cut(8, How.CRASH_AFTER)
+async def test_release_terminates_a_booting_machine(world: PoolWorld) -> None:
+    cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(process=world.process(cut)))
     assert world.in_state(State.CREATED)
     result = await world.release()
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert world.in_state(State.TERMINATING)
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_claimed_machines_of_a_dead_provision_come_back(world: PoolWorld) -> None:
+async def test_claimed_instances_of_a_crashed_provision_are_released(world: PoolWorld) -> None:
     ids = await world.warm(2)
-    cut = Cut(8, How.CRASH_AFTER)
+    cut = Cut(8, CutKind.CRASH_AFTER)
     await cut.run(world.provision(count=2, process=world.process(cut)))
     assert world.in_state(State.CLAIMED)
     await world.release()
     await world.sweep()
     assert world.in_state(State.IDLE) == ids
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_one_error_leaves_the_others(world: PoolWorld) -> None:
+async def test_one_error_does_not_stop_the_others(world: PoolWorld) -> None:
     first, second = (item.instance for item in (await world.provision(count=2)).instances)
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope="octo/gone")
     result = await world.release()
@@ -292,7 +292,7 @@ async def test_one_error_leaves_the_others(world: PoolWorld) -> None:
     world.database.instances[first.instance_id] = replace(world.record(first.instance_id), scope=SCOPE)
 
 
-async def test_what_a_reset_found_is_told_of_pooled_and_retired_ones(world: PoolWorld) -> None:
+async def test_reset_detail_is_reported_for_pooled_and_retired_instances(world: PoolWorld) -> None:
     for reuse, fate in ((Reuse.SAME_TRUST, ReleaseStatus.RELEASED), (Reuse.NEVER, ReleaseStatus.RETIRED)):
         await world.configure(reuse=reuse)
         instance_id = (await one(world, run_id=fate.value)).instance_id

@@ -1,4 +1,4 @@
-"""Whose machines a run may be given: the pool's policy, from its configuration to the claim and to the end."""
+"""Reuse policy: which runs may share a machine, from the configuration to the claim and the release."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T, U = Tier.TRUSTED, Tier.UNTRUSTED
 ONE, TWO = "octo/one", "octo/two"
 
 
-async def taken(world: PoolWorld, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
-    """Whether a run is given the machine of the one before."""
+async def is_reused(world: PoolWorld, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
+    """Whether the second run reuses the machine of the first."""
     await world.configure(reuse=reuse)
     await world.warm(1, tier=first[0], repository=first[1])
     result = await world.provision("1", tier=then[0], repository=then[1])
@@ -43,17 +43,17 @@ async def taken(world: PoolWorld, reuse: Reuse, *, first: tuple[Tier, str], then
         (Reuse.NEVER, (T, ONE), (T, ONE), False),
     ],
 )
-async def test_who_is_given_whose_machine(
+async def test_reuse_policy_decides_which_runs_share_machines(
     world: PoolWorld,
     reuse: Reuse,
     first: tuple[Tier, str],
     then: tuple[Tier, str],
     expected: bool,  # noqa: FBT001
 ) -> None:
-    assert await taken(world, reuse, first=first, then=then) is expected
+    assert await is_reused(world, reuse, first=first, then=then) is expected
 
 
-async def test_a_machine_that_falls_never_rises_again(world: PoolWorld) -> None:
+async def test_tier_of_a_machine_never_rises(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.ALWAYS)
     (machine,) = await world.warm(1, tier=T)
     assert (await world.provision("1", tier=U)).reused == 1
@@ -66,7 +66,7 @@ async def test_a_machine_that_falls_never_rises_again(world: PoolWorld) -> None:
     assert history == ["matches the request; tier untrusted from now on"]
 
 
-async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy(world: PoolWorld) -> None:
+async def test_machine_of_two_repositories_is_not_reused_after_policy_change(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.ALWAYS)
     (machine,) = await world.warm(1, repository=ONE)
     assert world.record(machine).repository == ONE
@@ -79,29 +79,29 @@ async def test_a_machine_that_served_two_is_nobodys_after_a_change_of_the_policy
         await world.release(run_id)
 
 
-async def test_one_whose_repository_nobody_named_is_nobodys(world: PoolWorld) -> None:
+async def test_machine_of_an_unknown_repository_is_not_reused(world: PoolWorld) -> None:
     (machine,) = await world.warm(1)
     assert world.record(machine).repository == ""
     assert (await world.provision("1", repository=ONE)).reused == 1
     assert world.record(machine).repository == ""
 
 
-@pytest.mark.parametrize("lie", [{"repository": TWO}, {"tier": T}])
-async def test_a_hint_that_lies_claims_nothing_and_goes(world: PoolWorld, lie: dict[str, Any]) -> None:
-    """Whoever can write to the queue is not believed: the record decides, in the claim's own write."""
+@pytest.mark.parametrize("wrong", [{"repository": TWO}, {"tier": T}])
+async def test_wrong_pool_message_claims_nothing_and_is_deleted(world: PoolWorld, wrong: dict[str, Any]) -> None:
+    """The claim's conditional write checks the record, not the message."""
     await world.configure(reuse=Reuse.SAME_REPO)
     (machine,) = await world.warm(1, tier=U, repository=ONE)
     (sent,) = world.queues.named("large").messages
     assert sent.message is not None
-    sent.message = replace(sent.message, **lie)
-    told: dict[str, Any] = {"tier": U, "repository": ONE, **lie}
-    result = await world.provision("1", **told)
+    sent.message = replace(sent.message, **wrong)
+    request: dict[str, Any] = {"tier": U, "repository": ONE, **wrong}
+    result = await world.provision("1", **request)
     assert (result.created, result.rejected["claim-lost"]) == (1, 1)
     assert world.record(machine).state is State.IDLE
     assert world.messages() == []
 
 
-async def test_same_repo_needs_to_know_the_repository(world: PoolWorld) -> None:
+async def test_same_repo_requires_the_repository(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.SAME_REPO)
     with pytest.raises(UserError, match="the repository of run 1 is unknown") as refused:
         await world.provision("1")
@@ -109,7 +109,7 @@ async def test_same_repo_needs_to_know_the_repository(world: PoolWorld) -> None:
     assert not world.database.provisions
 
 
-async def test_never_means_one_run_for_each_machine(world: PoolWorld) -> None:
+async def test_reuse_never_gives_each_machine_one_run(world: PoolWorld) -> None:
     await world.configure(reuse=Reuse.NEVER)
     made = await world.provision("1", count=2)
     machines = [item.instance.instance_id for item in made.instances]
@@ -122,7 +122,7 @@ async def test_never_means_one_run_for_each_machine(world: PoolWorld) -> None:
     assert world.messages() == []
 
 
-async def test_what_an_earlier_policy_left_idle_is_ended(world: PoolWorld) -> None:
+async def test_idle_machines_of_an_earlier_policy_are_terminated(world: PoolWorld) -> None:
     (idle,) = await world.warm(1)
     made = await world.provision("1")
     (working,) = (item.instance.instance_id for item in made.instances)
@@ -130,18 +130,18 @@ async def test_what_an_earlier_policy_left_idle_is_ended(world: PoolWorld) -> No
     (second,) = await world.warm(1)
     await world.configure(reuse=Reuse.NEVER)
     assert world.record(second).state is State.TERMINATING
-    # One at work finishes its run first, and goes then.
+    # A running instance finishes its run first.
     assert world.record(working).state is State.RUNNING
     await world.release("1")
     assert world.record(working).state is State.TERMINATING
 
 
-async def test_a_change_of_the_policy_is_told(world: PoolWorld) -> None:
+async def test_policy_change_is_reported(world: PoolWorld) -> None:
     result = await world.configure(reuse=Reuse.SAME_REPO)
     assert result.applied == ("reuse",)
 
 
-async def test_the_assignment_names_the_repository(world: PoolWorld) -> None:
+async def test_assignment_contains_the_repository(world: PoolWorld) -> None:
     made = await world.provision("1", repository="Octo/One")
     (item,) = made.instances
     assert item.instance.assignment is not None

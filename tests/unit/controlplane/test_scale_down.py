@@ -1,4 +1,4 @@
-"""Cycles of scale-down over fleets in memory: what is done, what is told, and what it costs."""
+"""Scale-down cycles over fleets in memory: actions, reports and number of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.virtual_time import Call, EventRecorder, Killed, hooked
 
 
 class Fleet:
-    """A fleet, a GitHub and cycles over them. The clock of the loop begins at NOW."""
+    """A fleet and a scripted GitHub. The loop's clock starts at NOW."""
 
     def __init__(self, *machines: FleetMachine) -> None:
         self.machines = MemoryMachines()
@@ -51,7 +51,7 @@ class Fleet:
         return [name for name, item in self.machines.alive.items() if item.is_orphan]
 
 
-async def test_a_thousand_busy_runners_cost_their_pages_and_nothing_else() -> None:
+async def test_thousand_busy_runners_cost_only_list_calls() -> None:
     fleet = Fleet(*(machine(number) for number in range(1, 1_001)))
     for number in range(1, 1_001):
         fleet.runner(number, busy=True)
@@ -61,7 +61,7 @@ async def test_a_thousand_busy_runners_cost_their_pages_and_nothing_else() -> No
     assert not fleet.machines.ended
 
 
-async def test_a_removal_costs_two_calls_and_an_orphan_with_an_id_one() -> None:
+async def test_calls_per_removal_and_per_orphan_lookup() -> None:
     fleet = Fleet(machine(1), machine(2), machine(3, orphan="true", github_runner_id="3"), machine(4))
     fleet.runner(1)
     fleet.runner(2)
@@ -72,8 +72,8 @@ async def test_a_removal_costs_two_calls_and_an_orphan_with_an_id_one() -> None:
     assert len(fleet.hub.requests) == 1 + 2 * 2 + 1
 
 
-async def test_removals_keep_to_githubs_pace() -> None:
-    """900 points a minute, six for a removal, some for the lists: 133 at once, the rest a minute later."""
+async def test_removals_respect_the_github_rate_limit() -> None:
+    """At 800 points per minute and 6 per removal, 133 removals run at once and the others a minute later."""
     fleet = Fleet(*(machine(number) for number in range(1, 201)))
     for number in range(1, 201):
         fleet.runner(number)
@@ -91,7 +91,7 @@ async def test_removals_keep_to_githubs_pace() -> None:
         assert sum(cost for when, cost in points if at <= when < at + 60) <= 900
 
 
-async def test_a_dry_run_shows_the_same_plan_and_touches_nothing() -> None:
+async def test_dry_run_has_the_same_decisions_and_changes_nothing() -> None:
     fleet = Fleet(
         machine(1), machine(2, orphan="true"), machine(3), machine(4, orphan="true", github_runner_id="4"), machine(5)
     )
@@ -109,7 +109,7 @@ async def test_a_dry_run_shows_the_same_plan_and_touches_nothing() -> None:
     assert planned.dry_run
 
 
-async def test_one_owner_that_fails_leaves_the_others_untouched() -> None:
+async def test_failure_of_one_owner_does_not_affect_others() -> None:
     fleet = Fleet(machine(1), machine(2, owner="beta/x"), machine(3, owner="gamma"), machine(4, owner="beta/x"))
     fleet.runner(1)
     fleet.runner(2, scope="beta/x")
@@ -122,7 +122,7 @@ async def test_one_owner_that_fails_leaves_the_others_untouched() -> None:
     assert "beta/x" in error
 
 
-async def test_a_look_that_fails_keeps_that_one_runner() -> None:
+async def test_failed_lookup_keeps_only_that_runner() -> None:
     fleet = Fleet(*(machine(number) for number in range(1, 4)))
     for number in range(1, 4):
         fleet.runner(number)
@@ -135,7 +135,7 @@ async def test_a_look_that_fails_keeps_that_one_runner() -> None:
 
 
 class Stubborn(MemoryFleet):
-    """Some of its machines cannot be changed."""
+    """A fleet that refuses to change some machines."""
 
     refused: frozenset[str] = frozenset()
 
@@ -147,7 +147,7 @@ class Stubborn(MemoryFleet):
         raise Unavailable(f"tags of {len(instance_ids)} machines cannot be changed")
 
 
-async def test_what_cannot_be_carried_out_is_told_by_name_and_tried_again() -> None:
+async def test_failed_actions_are_reported_and_retried() -> None:
     fleet = Fleet(machine(1), machine(2), machine(3))
     fleet.runner(1)
     fleet.runner(2)
@@ -157,7 +157,7 @@ async def test_what_cannot_be_carried_out_is_told_by_name_and_tried_again() -> N
     result = await fleet.cycle()
     assert fleet.machines.ended == [instance_id(1)]
     assert [error.split(":")[0] for error in result.errors] == [instance_id(2), instance_id(3)]
-    # Its registration is gone: it is found as an orphan, and ends by that.
+    # Its registration is gone, so later cycles find and terminate it as an orphan.
     fleet.fleet = usual
     await fleet.cycle()
     assert fleet.orphans == [instance_id(2), instance_id(3)]
@@ -165,10 +165,10 @@ async def test_what_cannot_be_carried_out_is_told_by_name_and_tried_again() -> N
     assert not fleet.machines.alive
 
 
-async def test_an_orphan_without_an_id_that_github_shows_busy_is_kept_and_untagged() -> None:
+async def test_busy_orphan_without_runner_id_is_kept_and_unmarked() -> None:
     fleet = Fleet(machine(1, orphan="true"), machine(2, orphan="true"), machine(3, orphan="true"))
     fleet.runner(1, busy=True)
-    # The list is behind: the look before the end is not.
+    # The list is stale; the read before the termination is not.
     fleet.runner(2, busy=True, listed_busy=False)
     fleet.runner(3)
     await fleet.cycle()
@@ -177,7 +177,7 @@ async def test_an_orphan_without_an_id_that_github_shows_busy_is_kept_and_untagg
     assert 3 not in fleet.hub.runners
 
 
-async def test_one_that_belongs_to_nobody_is_looked_for_in_every_list() -> None:
+async def test_machine_without_owner_is_searched_in_every_list() -> None:
     lost = machine(1, orphan="true", owner="", Type="")
     fleet = Fleet(lost, machine(2))
     fleet.runner(1, busy=True)
@@ -187,7 +187,7 @@ async def test_one_that_belongs_to_nobody_is_looked_for_in_every_list() -> None:
     assert not fleet.orphans
 
 
-async def test_one_that_belongs_to_nobody_waits_where_a_list_may_hide_its_job() -> None:
+async def test_machine_without_owner_is_kept_if_a_list_failed() -> None:
     lost = machine(1, orphan="true", owner="", Type="")
     fleet = Fleet(lost, machine(2), machine(3, owner="beta/x"))
     fleet.runner(1, scope="beta/x", busy=True)
@@ -198,7 +198,7 @@ async def test_one_that_belongs_to_nobody_waits_where_a_list_may_hide_its_job() 
     assert fleet.orphans == [instance_id(1)]
 
 
-async def test_an_orphan_whose_type_is_missing_is_looked_for_where_its_owner_is() -> None:
+async def test_orphan_without_type_is_searched_at_its_owner() -> None:
     fleet = Fleet(machine(1, orphan="true", Type=""), machine(2, orphan="true", owner="solo/tool", Type="Org"))
     fleet.runner(1, busy=True)
     fleet.runner(2, scope="solo/tool")
@@ -207,8 +207,8 @@ async def test_an_orphan_whose_type_is_missing_is_looked_for_where_its_owner_is(
     assert not fleet.orphans
 
 
-async def test_a_runner_that_only_its_machine_knows_of_is_looked_at_before_the_end() -> None:
-    """Two registrations, one of them missing in a stale list."""
+async def test_runner_id_tag_is_looked_up_before_termination() -> None:
+    """Two registrations, one of which is missing in a stale list."""
     fleet = Fleet(machine(1, github_runner_id="9"))
     fleet.runner(1)
     fleet.hub.add(ScriptedRunner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
@@ -217,7 +217,7 @@ async def test_a_runner_that_only_its_machine_knows_of_is_looked_at_before_the_e
     assert 1 in fleet.hub.runners
 
 
-async def test_a_false_alarm_that_the_list_does_not_show_yet_is_not_marked_again() -> None:
+async def test_recovered_orphan_missing_in_the_list_is_not_marked_again() -> None:
     fleet = Fleet(machine(1, orphan="true", github_runner_id="1"))
     fleet.runner(1, busy=True, listed=False)
     result = await fleet.cycle()
@@ -225,7 +225,7 @@ async def test_a_false_alarm_that_the_list_does_not_show_yet_is_not_marked_again
     assert not fleet.orphans
 
 
-async def test_a_budget_spreads_removals_over_cycles() -> None:
+async def test_budget_spreads_removals_over_cycles() -> None:
     fleet = Fleet(machine(1, orphan="true"), *(machine(number, age_s=600 + number) for number in range(2, 6)))
     for number in range(1, 6):
         fleet.runner(number)
@@ -235,16 +235,16 @@ async def test_a_budget_spreads_removals_over_cycles() -> None:
     assert sorted(fleet.machines.ended) == list(map(instance_id, (1, 3, 4, 5)))
 
 
-async def test_every_decision_is_told_to_the_journal_with_its_reason() -> None:
+async def test_decisions_are_logged_with_reasons() -> None:
     fleet = Fleet(machine(1), machine(2, age_s=1), machine(3))
     fleet.runner(1)
     await fleet.cycle()
-    told = {action: why for action, why in fleet.notes.lines if action.startswith("scale-")}
-    assert set(told) == {"scale-terminate", "scale-keep", "scale-mark-orphan"}
-    assert all(told.values())
+    logged = {action: why for action, why in fleet.notes.lines if action.startswith("scale-")}
+    assert set(logged) == {"scale-terminate", "scale-keep", "scale-mark-orphan"}
+    assert all(logged.values())
 
 
-async def test_where_nothing_can_be_listed_for_lack_of_rights_that_is_the_error() -> None:
+async def test_missing_permission_to_list_is_an_error() -> None:
     class Denied(MemoryFleet):
         async def list_machines(self, *, orphans: bool = False) -> list[FleetMachine]:
             raise UserError(f"denied ({orphans})", fix="give the role the right")
@@ -255,7 +255,7 @@ async def test_where_nothing_can_be_listed_for_lack_of_rights_that_is_the_error(
         await fleet.cycle()
 
 
-async def test_a_pool_is_not_opened_without_a_sign_of_one() -> None:
+async def test_pool_is_opened_only_if_a_machine_has_its_tag() -> None:
     opened = 0
 
     @asynccontextmanager
@@ -287,7 +287,7 @@ async def test_a_pool_is_not_opened_without_a_sign_of_one() -> None:
     assert not fleet.machines.alive[instance_id(3)].is_orphan
 
 
-async def test_a_job_that_arrives_between_look_and_deletion_is_safe() -> None:
+async def test_job_assigned_between_check_and_deletion_is_not_killed() -> None:
     fleet = Fleet(machine(1), machine(2, orphan="true"))
     fleet.runner(1, busy_after_lookups=1)
     fleet.runner(2, busy_after_lookups=1)
@@ -298,7 +298,7 @@ async def test_a_job_that_arrives_between_look_and_deletion_is_safe() -> None:
     assert "busy" in result.outcomes[-1].decision.reason
 
 
-# Cut anywhere -----------------------------------------------------------------------------------------------------
+# Interruption -----------------------------------------------------------------------------------------------------
 
 
 def mixed_fleet() -> Fleet:
@@ -322,8 +322,8 @@ def mixed_fleet() -> Fleet:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-async def test_a_cycle_that_is_killed_anywhere_is_finished_by_the_next_ones(*, after: bool) -> None:
-    """No lock and no memory: the tags are the state. Every call is cut once, before and after it was done."""
+async def test_cycle_killed_at_each_call_is_finished_by_later_cycles(*, after: bool) -> None:
+    """The tags are the only state. Each call is interrupted once before and once after it was made."""
     number = 0
     while True:
         number += 1

@@ -1,4 +1,4 @@
-"""Scale-down and the pool: records rule their machines, and the quota keeps idle ones warm."""
+"""Scale-down with a pool: recorded machines are kept, and idle instances are renewed up to the quota."""
 
 from __future__ import annotations
 
@@ -72,29 +72,33 @@ async def pass_time(world: PoolWorld, seconds: float, policy: ScaleDownPolicy) -
         assert not result.errors
 
 
-async def test_the_quota_keeps_two_warm_and_the_idle_time_ends_the_third(world: PoolWorld) -> None:
+async def test_quota_renews_two_and_the_third_expires(world: PoolWorld) -> None:
     ids = await world.warm(3)
     await pass_time(world, 300, keeping(2))
     assert len(world.in_state(State.IDLE)) == 2
     assert set(world.in_state(State.IDLE)) < set(ids)
-    # Beyond the window nobody renews them.
+    # After the window they are not renewed.
     await world.pass_time(120)
     assert not world.in_state(State.IDLE)
 
 
-async def test_the_page_shows_whom_it_kept_and_why_once_each(world: PoolWorld) -> None:
+async def test_dashboard_shows_each_renewal_once(world: PoolWorld) -> None:
     kept = set(await world.warm(2))
     await pass_time(world, 180, keeping(2))
     histories = await world.process().store.histories(sorted(kept))
     for name in kept:
         shown = decisions(KnownInstance(instance=world.record(name), history=histories[name]))
-        (told,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
-        assert (told["by"], told["instance"], told["what"]) == ("scale-down", name, "kept in the pool")
-        assert told["why"]
-        assert told["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
+        (kept,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
+        assert (kept["by"], kept["instance"], kept["what"]) == (
+            "scale-down",
+            name,
+            "kept in the pool",
+        )
+        assert kept["why"]
+        assert kept["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 
 
-async def test_kept_ones_are_claimed_like_any_other(world: PoolWorld) -> None:
+async def test_renewed_instances_can_be_claimed(world: PoolWorld) -> None:
     await world.warm(2)
     await pass_time(world, 180, keeping(2))
     result = await world.provision("2", count=2)
@@ -102,7 +106,7 @@ async def test_kept_ones_are_claimed_like_any_other(world: PoolWorld) -> None:
     await world.release("2")
 
 
-async def test_nobody_is_kept_beyond_the_maximum_age() -> None:
+async def test_renewal_stops_at_the_maximum_age() -> None:
     world = PoolWorld()
     await world.configure(lifetimes=world.lifetimes)
     await world.warm(1)
@@ -121,8 +125,8 @@ async def test_nobody_is_kept_beyond_the_maximum_age() -> None:
     await world.end()
 
 
-async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(world: PoolWorld) -> None:
-    """Idle ones are not on GitHub by design, and reused ones are older than any boot time."""
+async def test_machine_with_a_live_record_is_kept_and_unmarked(world: PoolWorld) -> None:
+    """Idle instances have no registration, and reused ones are older than the boot time."""
     await world.warm(2)
     made = await world.provision("2")
     await asyncio.sleep(60)
@@ -135,13 +139,13 @@ async def test_a_live_record_never_enters_the_table_and_a_stray_tag_is_removed(w
     result = await cycle(world)
     assert {item.decision.action for item in result.outcomes} == {Action.KEEP}
     assert all("record" in item.decision.reason for item in result.outcomes)
-    # And GitHub was not asked for anything.
+    # GitHub was not called.
     assert "github" not in result.calls
     assert made.instances
     await world.release("2")
 
 
-async def test_a_machine_of_the_pool_without_a_record_is_judged_by_the_table() -> None:
+async def test_pool_machine_without_a_record_is_decided_by_its_registrations() -> None:
     world = PoolWorld()
     await world.configure()
     (name,) = await world.warm(1)
@@ -154,7 +158,7 @@ async def test_a_machine_of_the_pool_without_a_record_is_judged_by_the_table() -
     assert not world.alive()
 
 
-async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(world: PoolWorld) -> None:
+async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: PoolWorld) -> None:
     ids = await world.warm(2)
     await asyncio.sleep(60)
     mark(world, ids[0])
@@ -172,8 +176,8 @@ async def test_with_the_store_out_of_reach_machines_of_the_pool_are_left_alone(w
     assert "out of reach" in error
 
 
-async def test_a_record_that_appears_while_github_is_listed_counts(world: PoolWorld) -> None:
-    """Read after the lists: a machine that was just launched is nobody's for a moment."""
+async def test_record_written_during_the_lists_counts(world: PoolWorld) -> None:
+    """Records are read again after the lists, because a new machine gets its record after its launch."""
     (name,) = await world.warm(1)
     world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
     record = world.database.instances.pop(name)
@@ -190,7 +194,7 @@ async def test_a_record_that_appears_while_github_is_listed_counts(world: PoolWo
     assert world.alive() == [name]
 
 
-async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: PoolWorld) -> None:
+async def test_machine_of_another_pool_is_skipped(world: PoolWorld) -> None:
     (name,) = await world.warm(1)
     pool = world.process(credentialed=True)
 
@@ -219,7 +223,7 @@ async def test_a_machine_of_another_pool_is_not_ours_to_judge(world: PoolWorld) 
     world.database.instances[name] = record
 
 
-async def test_a_claim_that_comes_before_the_renewal_wins(world: PoolWorld) -> None:
+async def test_claim_before_the_renewal_wins(world: PoolWorld) -> None:
     await world.warm(1)
     claimed = asyncio.Event()
 
@@ -239,7 +243,7 @@ async def test_a_claim_that_comes_before_the_renewal_wins(world: PoolWorld) -> N
     await world.release("2")
 
 
-async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: PoolWorld) -> None:
+async def test_claim_after_the_renewal_succeeds(world: PoolWorld) -> None:
     await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     result = await cycle(world, keeping(1))
@@ -250,7 +254,7 @@ async def test_a_renewal_that_comes_first_leaves_the_claim_its_way(world: PoolWo
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-async def test_a_dry_run_renews_nothing(world: PoolWorld, *, dry_run: bool) -> None:
+async def test_dry_run_renews_nothing(world: PoolWorld, *, dry_run: bool) -> None:
     (name,) = await world.warm(1)
     await asyncio.sleep(CYCLE_S)
     before = world.record(name).threshold

@@ -1,4 +1,4 @@
-"""Selection: what messages are taken, handed back, dropped; and what becomes of machines that fail."""
+"""Selection: matching, handing back and dropping of pool messages, and failed registrations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.records import message
 from tests.support.virtual_time import Call
 from tests.support.world import PoolWorld, number_of
 
-MISFITS: dict[str, dict[str, Any]] = {
+MISMATCHES: dict[str, dict[str, Any]] = {
     "usage": {"usage_class": UsageClass.SPOT},
     "type": {"instance_type": "t3.large"},
     "cpu": {"cpu": 1},
@@ -28,55 +28,55 @@ MISFITS: dict[str, dict[str, Any]] = {
 }
 
 
-def put(world: PoolWorld, hint: PoolMessage | None, *, queue: str = "large", malformed: str = "") -> None:
-    world.queues.put(queue, hint, shuffle=0.5, malformed=malformed)
+def put(world: PoolWorld, pool_message: PoolMessage | None, *, queue: str = "large", malformed: str = "") -> None:
+    world.queues.put(queue, pool_message, shuffle=0.5, malformed=malformed)
 
 
-def fitting(number: int = 1, **changed: Any) -> PoolMessage:
+def matching(number: int = 1, **changed: Any) -> PoolMessage:
     return message(number, **{"usage_class": UsageClass.ON_DEMAND, **changed})
 
 
-@pytest.mark.parametrize("kind", MISFITS)
-async def test_a_misfit_is_handed_back_at_once(world: PoolWorld, kind: str) -> None:
-    hint = fitting(0xABC, **MISFITS[kind])
-    put(world, hint)
+@pytest.mark.parametrize("kind", MISMATCHES)
+async def test_mismatch_is_handed_back(world: PoolWorld, kind: str) -> None:
+    pool_message = matching(0xABC, **MISMATCHES[kind])
+    put(world, pool_message)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
     assert (result.created, dict(result.rejected)) == (1, {"mismatch": 1})
     (left,) = world.queues.named("large").messages
-    assert (left.message, left.receipt) == (hint, "")
+    assert (left.message, left.receipt) == (pool_message, "")
     assert left.visible_at <= world.clock.now()
 
 
-async def test_a_hundred_misfits_cost_few_calls(world: PoolWorld) -> None:
+async def test_hundred_mismatches_cost_few_calls(world: PoolWorld) -> None:
     for number in range(100):
-        put(world, fitting(number, **list(MISFITS.values())[number % 6]))
+        put(world, matching(number, **list(MISMATCHES.values())[number % 6]))
     result = await world.provision(count=4, patterns=TypePatterns(("c*",)))
     assert result.created == 4
     assert sum(result.calls["pool"].values()) <= 30
     assert len(world.messages()) == 100
 
 
-async def test_the_fit_among_misfits_is_found(world: PoolWorld) -> None:
+async def test_match_among_mismatches_is_found(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     for number in range(60):
-        put(world, fitting(0x1000 + number, usage_class=UsageClass.SPOT))
+        put(world, matching(0x1000 + number, usage_class=UsageClass.SPOT))
     result = await world.provision()
     assert [item.instance.instance_id for item in result.instances] == [warm]
     assert len(world.messages()) == 60
 
 
-async def test_more_misfits_than_are_held_at_once_end_the_search(world: PoolWorld) -> None:
+async def test_search_ends_with_more_mismatches_than_the_limit(world: PoolWorld) -> None:
     for number in range(450):
-        put(world, fitting(number, usage_class=UsageClass.SPOT))
+        put(world, matching(number, usage_class=UsageClass.SPOT))
     result = await world.provision()
     assert result.created == 1
     assert sum(result.calls["pool"].values()) <= 400
     assert len(world.messages()) == 450
 
 
-async def test_surplus_stays_in_the_pool(world: PoolWorld) -> None:
+async def test_surplus_messages_stay_in_the_pool(world: PoolWorld) -> None:
     await world.warm(8)
-    put(world, fitting(0xABC, usage_class=UsageClass.SPOT))
+    put(world, matching(0xABC, usage_class=UsageClass.SPOT))
     result = await world.provision(count=2)
     assert result.reused == 2
     visible = [item for item in world.queues.named("large").messages if item.visible_at <= world.clock.now()]
@@ -91,30 +91,30 @@ async def test_malformed_messages_are_dropped_and_counted(world: PoolWorld) -> N
     assert not world.queues.named("large").messages
 
 
-async def test_a_stale_message_is_deleted(world: PoolWorld) -> None:
-    """An older epoch, a record that is not idle, no record at all."""
+async def test_stale_message_is_deleted(world: PoolWorld) -> None:
+    """An older epoch, a record that is not idle, and no record."""
     await world.warm(1)
     running = (await world.provision("busy", count=2)).instances
     ids = {item.instance.epoch: item.instance.instance_id for item in running}
-    put(world, fitting(number_of(ids[2]), epoch=1))
-    put(world, fitting(number_of(ids[1]), epoch=1))
-    put(world, fitting(0xDEAD))
+    put(world, matching(number_of(ids[2]), epoch=1))
+    put(world, matching(number_of(ids[1]), epoch=1))
+    put(world, matching(0xDEAD))
     result = await world.provision("2")
     assert (result.created, dict(result.rejected)) == (1, {"claim-lost": 3})
     assert not world.queues.named("large").messages
     assert world.in_state(State.RUNNING) == sorted([*ids.values(), result.instances[0].instance.instance_id])
 
 
-async def test_a_message_from_the_future_does_not_claim(world: PoolWorld) -> None:
+async def test_message_of_a_later_epoch_does_not_claim(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
-    put(world, fitting(number_of(warm), epoch=7))
+    put(world, matching(number_of(warm), epoch=7))
     result = await world.provision()
     assert result.created == 1
     assert world.record(warm).state is State.IDLE
 
 
-async def test_a_worker_with_a_stale_message_does_not_speak_for_the_claim_of_another(world: PoolWorld) -> None:
+async def test_stale_message_does_not_drop_another_workers_claim(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.provision("again")
     await world.release("again")
@@ -128,7 +128,7 @@ async def test_a_worker_with_a_stale_message_does_not_speak_for_the_claim_of_ano
     world.check_holds_nothing("last")
 
 
-async def test_a_duplicate_message_is_deleted(world: PoolWorld) -> None:
+async def test_duplicate_message_is_deleted(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     for _ in range(3):
         put(world, world.record(warm).message())
@@ -138,7 +138,7 @@ async def test_a_duplicate_message_is_deleted(world: PoolWorld) -> None:
     assert not world.queues.named("large").messages
 
 
-async def test_an_instance_about_to_expire_is_not_claimed(world: PoolWorld) -> None:
+async def test_expiring_instance_is_not_claimed(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     await world.pass_time(world.lifetimes.idle_time_s - 1, sweeps=False)
     result = await world.provision()
@@ -146,8 +146,8 @@ async def test_an_instance_about_to_expire_is_not_claimed(world: PoolWorld) -> N
     assert world.record(warm).epoch == 1
 
 
-async def test_lost_races_go_on_to_the_next(world: PoolWorld) -> None:
-    """Two runs get the same hints: each machine goes to one of them."""
+async def test_worker_continues_after_a_lost_claim(world: PoolWorld) -> None:
+    """Two runs receive the same messages; each machine goes to one of them."""
     ids = await world.warm(4)
     for instance_id in ids:
         put(world, world.record(instance_id).message())
@@ -158,7 +158,7 @@ async def test_lost_races_go_on_to_the_next(world: PoolWorld) -> None:
     }
 
 
-async def test_a_dead_heartbeat_gives_up_early(world: PoolWorld) -> None:
+async def test_dead_heartbeat_ends_the_wait_early(world: PoolWorld) -> None:
     dead, good = await world.warm(2)
     world.stop_agent(dead)
     await asyncio.sleep(20)
@@ -170,7 +170,7 @@ async def test_a_dead_heartbeat_gives_up_early(world: PoolWorld) -> None:
     assert world.record(dead).state is State.TERMINATING
 
 
-async def test_a_heartbeat_that_is_plainly_dead_is_seen_at_once(world: PoolWorld) -> None:
+async def test_old_heartbeat_ends_the_wait_at_once(world: PoolWorld) -> None:
     (dead,) = await world.warm(1)
     world.stop_agent(dead)
     await asyncio.sleep(80)
@@ -180,8 +180,8 @@ async def test_a_heartbeat_that_is_plainly_dead_is_seen_at_once(world: PoolWorld
     assert result.created == 1
 
 
-async def test_a_store_out_of_reach_is_no_dead_heartbeat(world: PoolWorld) -> None:
-    """For twenty seconds no report can be read: the machine is as healthy as before."""
+async def test_unreachable_store_does_not_count_as_dead_heartbeat(world: PoolWorld) -> None:
+    """No report can be read for 20 seconds although the machine is healthy."""
     (warm,) = await world.warm(1)
     world.behaviour.configure_s = 30.0
     began = world.loop.time()
@@ -195,7 +195,7 @@ async def test_a_store_out_of_reach_is_no_dead_heartbeat(world: PoolWorld) -> No
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_a_failed_registration_ends_the_machine_and_goes_on(world: PoolWorld) -> None:
+async def test_failed_registration_terminates_the_machine_and_continues(world: PoolWorld) -> None:
     bad, _good = await world.warm(2)
     world.behaviour.registration[bad] = StepResult(ok=False, detail="disk full")
     result = await world.provision(count=2)
@@ -204,7 +204,7 @@ async def test_a_failed_registration_ends_the_machine_and_goes_on(world: PoolWor
     assert (history[-1].transition, "disk full" in history[-1].why) == ("end-claimed", True)
 
 
-async def test_a_slow_machine_is_given_up_and_another_taken(world: PoolWorld) -> None:
+async def test_slow_machine_is_replaced(world: PoolWorld) -> None:
     slow, _ = await world.warm(2)
     world.stop_agent(slow)
 
@@ -221,7 +221,7 @@ async def test_a_slow_machine_is_given_up_and_another_taken(world: PoolWorld) ->
     assert (result.reused, result.created) == (1, 1)
 
 
-async def test_a_refused_credential_stops_all_and_burns_nothing(world: PoolWorld) -> None:
+async def test_rejected_credential_stops_without_consuming_the_pool(world: PoolWorld) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
         world.behaviour.registration[instance_id] = StepResult(
@@ -236,7 +236,7 @@ async def test_a_refused_credential_stops_all_and_burns_nothing(world: PoolWorld
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_a_github_out_of_reach_burns_nothing(world: PoolWorld) -> None:
+async def test_unreachable_github_stops_without_consuming_the_pool(world: PoolWorld) -> None:
     ids = await world.warm(5)
     for instance_id in ids:
         world.behaviour.registration[instance_id] = StepResult(
@@ -249,7 +249,7 @@ async def test_a_github_out_of_reach_burns_nothing(world: PoolWorld) -> None:
     assert world.in_state(State.IDLE) == ids
 
 
-async def test_failures_of_ours_do_not_burn_the_whole_pool(world: PoolWorld) -> None:
+async def test_repeated_failures_do_not_consume_the_whole_pool(world: PoolWorld) -> None:
     ids = await world.warm(12)
     for instance_id in ids:
         world.behaviour.registration[instance_id] = StepResult(ok=False, detail="no route to host")
@@ -260,7 +260,7 @@ async def test_failures_of_ours_do_not_burn_the_whole_pool(world: PoolWorld) -> 
     assert len(world.in_state(State.IDLE)) == 12 - (1 + EXTRA_FAILURES_ALLOWED + 1)
 
 
-async def test_a_late_signal_of_an_earlier_epoch_does_not_count(world: PoolWorld) -> None:
+async def test_late_signal_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.behaviour.configure_s = 5.0
     provisioning = asyncio.create_task(world.provision())
@@ -279,7 +279,7 @@ async def test_tiers_do_not_mix(world: PoolWorld) -> None:
     assert (trusted.created, untrusted.reused) == (1, 1)
 
 
-async def test_a_pool_that_cannot_be_reached_fails_the_provision_cleanly(world: PoolWorld) -> None:
+async def test_unreachable_pool_fails_the_provision(world: PoolWorld) -> None:
     await world.warm(1)
 
     async def hook(name: str, call: Call) -> Any:

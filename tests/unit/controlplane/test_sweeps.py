@@ -1,4 +1,4 @@
-"""The sweeps over records and provisions: what is expired, half done or nobody's is found and finished."""
+"""Sweeps of records, provisions and pool messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.records import birth, message, provision
 from tests.support.records import instance as make_record
 from tests.support.virtual_time import Call, EventRecorder
 from tests.support.world import LIFETIMES, PoolWorld
-from tests.unit.controlplane.cuts import Cut, How, Unsure
+from tests.unit.controlplane.interruption import AmbiguousAnswer, Cut, CutKind
 
 MARGIN_S = LIFETIMES.margin_s
 
 
 @pytest.mark.parametrize("state", sorted(LIVE - {State.TERMINATING}))
-async def test_what_is_expired_ends_in_every_live_state(state: State) -> None:
-    """And not before: until the margin has passed nobody touches it."""
+async def test_expired_instances_end_in_every_live_state(state: State) -> None:
+    """Not before the clock margin has passed."""
     world = PoolWorld()
     world.ignore("S7")
     await world.configure()
@@ -46,13 +46,11 @@ async def test_what_is_expired_ends_in_every_live_state(state: State) -> None:
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
-async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(
-    world: PoolWorld, *, applied: bool
-) -> None:
+async def test_ambiguous_batch_confirmation_is_repeated_one_by_one(world: PoolWorld, *, applied: bool) -> None:
     ids = await world.warm(3)
     for instance_id in ids:
         world.cloud.end(instance_id, "pulled")
-    hook = Unsure("store.apply_all", applied=applied, at=(1,))
+    hook = AmbiguousAnswer("store.apply_all", applied=applied, at=(1,))
     done: set[str] = set()
     for _ in range(3):
         result = await world.sweep(hook)
@@ -63,9 +61,9 @@ async def test_ends_whose_confirmation_got_no_answer_are_confirmed_one_by_one(
     assert {world.record(instance_id).state for instance_id in ids} == {State.TERMINATED}
 
 
-async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(world: PoolWorld) -> None:
+async def test_provision_killed_before_its_commit_is_rolled_back(world: PoolWorld) -> None:
     ids = await world.warm(1)
-    cut = Cut(17, How.CRASH_BEFORE)
+    cut = Cut(17, CutKind.CRASH_BEFORE)
     await cut.run(world.provision("lost", count=2, process=world.process(cut)))
     held = world.in_state(State.CREATED, State.CLAIMED, State.RUNNING)
     assert held
@@ -74,12 +72,12 @@ async def test_a_provision_killed_before_its_commit_is_closed_and_rolled_back(wo
     assert stored.status is ProvisionStatus.RELEASED
     assert "deadline" in stored.why
     assert not world.in_state(State.CREATED, State.CLAIMED, State.RUNNING)
-    await cut.bury()
+    await cut.discard()
     assert ids
 
 
-async def test_running_machines_of_a_provision_that_was_never_committed_come_back(world: PoolWorld) -> None:
-    """Killed between the first `running` and the commit: the run never learnt of them."""
+async def test_running_instances_of_an_uncommitted_provision_are_released(world: PoolWorld) -> None:
+    """The process was killed between the first transition to `running` and the commit."""
     await world.warm(2)
 
     async def hook(name: str, call: Call) -> Any:
@@ -87,7 +85,7 @@ async def test_running_machines_of_a_provision_that_was_never_committed_come_bac
             cut.dead.set()
         return await cut(name, call)
 
-    cut = Cut(1_000, How.CRASH_BEFORE)
+    cut = Cut(1_000, CutKind.CRASH_BEFORE)
     await cut.run(world.provision("lost", count=2, process=world.process(hook)))
     assert len(world.in_state(State.RUNNING)) == 2
     await asyncio.sleep(world.lifetimes.provision_timeout_s + MARGIN_S)
@@ -95,42 +93,42 @@ async def test_running_machines_of_a_provision_that_was_never_committed_come_bac
     assert len(result.rolled_back) == 2
     await world.pass_time(12)
     assert len(world.in_state(State.IDLE)) == 2
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_an_interrupted_release_is_finished(world: PoolWorld) -> None:
+async def test_interrupted_release_is_finished(world: PoolWorld) -> None:
     await world.provision(count=1)
-    cut = Cut(6, How.CRASH_BEFORE)
+    cut = Cut(6, CutKind.CRASH_BEFORE)
     await cut.run(world.release(process=world.process(cut)))
     assert len(world.in_state(State.RELEASING)) == 1
     await asyncio.sleep(3)
     result = await world.sweep()
-    assert len(result.finished) == len(result.announced) == len(world.messages()) == 1
-    await cut.bury()
+    assert len(result.finished_releases) == len(result.published) == len(world.messages()) == 1
+    await cut.discard()
 
 
-async def test_a_marked_run_whose_release_died_is_taken_back(world: PoolWorld) -> None:
+async def test_instances_of_a_crashed_release_are_taken_back(world: PoolWorld) -> None:
     await world.provision()
-    cut = Cut(3, How.CRASH_AFTER)
+    cut = Cut(3, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
     assert cut.calls[-1] == "store.replace_provision"
     assert world.in_state(State.RUNNING)
     result = await world.sweep()
     assert len(result.rolled_back) == 1
     assert world.in_state(State.RELEASING)
-    await cut.bury()
+    await cut.discard()
 
 
-async def test_an_idle_instance_that_was_never_announced_is(world: PoolWorld) -> None:
+async def test_unpublished_idle_instance_is_published(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
     result = await world.sweep()
-    assert (list(result.announced), world.messages()) == ([warm], [warm])
-    assert (await world.sweep()).announced == ()
+    assert (list(result.published), world.messages()) == ([warm], [warm])
+    assert (await world.sweep()).published == ()
 
 
-async def test_a_lost_announcement_is_repeated_after_a_while(world: PoolWorld) -> None:
+async def test_lost_pool_message_is_sent_again(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     await world.pass_time(world.lifetimes.reannounce_s - 11)
@@ -139,18 +137,18 @@ async def test_a_lost_announcement_is_repeated_after_a_while(world: PoolWorld) -
     assert world.messages() == [warm]
 
 
-async def test_an_announcement_that_fails_is_told_and_repeated(world: PoolWorld) -> None:
+async def test_failed_pool_message_is_reported_and_sent_again(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
     world.database.instances[warm] = replace(world.record(warm), announced_at=None)
-    result = await world.sweep(Unsure("pool.send", applied=False))
-    assert any("announcements" in error for error in result.errors)
-    assert result.announced == ()
+    result = await world.sweep(AmbiguousAnswer("pool.send", applied=False))
+    assert any("pool messages" in error for error in result.errors)
+    assert result.published == ()
     assert world.record(warm).announced_at is None
-    assert (await world.sweep()).announced == (warm,)
+    assert (await world.sweep()).published == (warm,)
 
 
-async def test_a_runner_that_failed_while_running_ends_its_machine(world: PoolWorld) -> None:
+async def test_failed_runner_ends_its_machine(world: PoolWorld) -> None:
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     await world.process().store.write_signal(key, epoch=1, signal=Signal.UD_REG_FAILED, detail="runner too old")
@@ -158,7 +156,7 @@ async def test_a_runner_that_failed_while_running_ends_its_machine(world: PoolWo
     assert "runner too old" in result.retired[key]
 
 
-async def test_a_failure_of_an_earlier_epoch_ends_nothing(world: PoolWorld) -> None:
+async def test_failure_of_an_earlier_epoch_is_ignored(world: PoolWorld) -> None:
     world.ignore("S4")
     (warm,) = await world.warm(1)
     world.behaviour.without_agent.add(warm)
@@ -169,7 +167,7 @@ async def test_a_failure_of_an_earlier_epoch_ends_nothing(world: PoolWorld) -> N
 
 
 @pytest.mark.parametrize("why", ["too old", "used", "spot notice"])
-async def test_an_idle_instance_past_its_use_is_retired(why: str) -> None:
+async def test_idle_instance_beyond_its_limits_is_retired(why: str) -> None:
     world = PoolWorld()
     await world.configure()
     (warm,) = await world.warm(1)
@@ -185,7 +183,7 @@ async def test_an_idle_instance_past_its_use_is_retired(why: str) -> None:
     await world.end()
 
 
-async def test_a_settled_provision_is_not_looked_at_again(world: PoolWorld) -> None:
+async def test_settled_provision_is_not_read_again(world: PoolWorld) -> None:
     await world.provision()
     await world.release()
     await world.pass_time(world.lifetimes.provision_timeout_s + 100)
@@ -194,18 +192,18 @@ async def test_a_settled_provision_is_not_looked_at_again(world: PoolWorld) -> N
     assert "find_by_provision" not in result.calls["store"]
 
 
-async def test_a_run_that_nobody_releases_is_closed_when_its_time_is_up(world: PoolWorld) -> None:
+async def test_unreleased_run_is_closed_after_its_deadline(world: PoolWorld) -> None:
     await world.provision()
     (provision_,) = world.database.provisions.values()
     assert provision_.deadline == max(item.threshold for item in world.database.instances.values())
     await world.pass_time(world.lifetimes.max_runtime_s + 300)
     (provision_,) = world.database.provisions.values()
     assert provision_.settled
-    assert "nobody released it" in provision_.why
+    assert "not released before its deadline" in provision_.why
 
 
-async def test_a_claim_that_comes_late_is_still_found(world: PoolWorld) -> None:
-    """A provision was closed; a claim of its dead process arrives after that."""
+async def test_late_claim_of_a_released_provision_is_taken_back(world: PoolWorld) -> None:
+    """A claim of a killed process is applied after its provision was closed."""
     (warm,) = await world.warm(1)
     closed = provision(9, created_at=world.clock.now(), deadline=world.clock.now())
     await world.process().store.put_provision(closed)
@@ -223,10 +221,10 @@ async def test_a_claim_that_comes_late_is_still_found(world: PoolWorld) -> None:
     world.database.instances[warm] = late
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
-    world.violations.clear()  # The record was written past the law.
+    world.violations.clear()  # The record was written without a transition.
 
 
-async def test_old_records_are_forgotten() -> None:
+async def test_old_records_are_deleted() -> None:
     world = PoolWorld(lifetimes=replace(LIFETIMES, keep_records_s=100.0))
     await world.configure()
     await world.provision()
@@ -241,19 +239,19 @@ FAILING = {
     "compute.list_pool": "machines",
     "compute.terminate": "machines",
     "github.list_runners": "runners of",
-    "github.delete_runner": "ghost",
+    "github.delete_runner": "stale registrations",
     "store.unsettled_provisions": "provisions",
-    "store.troubled_reports": "reports of trouble",
+    "store.troubled_reports": "reports with a problem",
     "store.get_reports": "reports of releases",
-    "pool.send": "announcements",
+    "pool.send": "pool messages",
     "store.forget": "old records",
-    "store.put_sightings": "sightings",
+    "store.put_first_seen": "anomalies",
 }
 
 
 @pytest.mark.parametrize("operation", FAILING)
-async def test_one_failing_part_leaves_the_others(operation: str) -> None:
-    """Each sweep has something to do; with one of them failing, all others do theirs."""
+async def test_failing_sweep_does_not_stop_the_others(operation: str) -> None:
+    """Each sweep has something to do. If one fails, all others still do it."""
     world = PoolWorld()
     world.ignore("S7")
     await world.configure()
@@ -274,25 +272,25 @@ async def test_one_failing_part_leaves_the_others(operation: str) -> None:
     result = await world.sweep(hook)
     assert any(FAILING[operation] in error for error in result.errors), result.errors
     assert expired.instance_id in result.retired
-    assert operation == "pool.send" or result.announced
-    assert operation.startswith("github") or len(result.removed) == 1
+    assert operation == "pool.send" or result.published
+    assert operation.startswith("github") or len(result.stale_registrations) == 1
     (stored,) = [item for item in world.database.provisions.values() if item.provision_id == "p-9"]
     assert (stored.status is ProvisionStatus.RELEASED) == (operation != "store.unsettled_provisions")
     await world.end()
 
 
-async def test_hints_that_are_too_many_for_the_first_time_are_left_alone(world: PoolWorld) -> None:
-    """However long the sweep takes: the surplus may be a message that is being claimed."""
+async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: PoolWorld) -> None:
+    """However long the sweep takes, because the surplus may be a message that is being claimed."""
     world.queues.put("large", message(0xBAD), shuffle=0.5)
 
     async def slow(name: str, call: Call) -> Any:
         await asyncio.sleep(0.5)
         return await call()
 
-    assert [(await world.sweep(slow)).dropped for _ in range(3)] == [0, 1, 0]
+    assert [(await world.sweep(slow)).stale_messages for _ in range(3)] == [0, 1, 0]
 
 
-async def test_a_sweep_stopped_while_it_judges_hints_hides_none(world: PoolWorld) -> None:
+async def test_interrupted_message_sweep_hands_messages_back(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.put("large", message(0xBAD), shuffle=0.5)
     await world.sweep()
@@ -312,7 +310,7 @@ async def test_a_sweep_stopped_while_it_judges_hints_hides_none(world: PoolWorld
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_no_call_outlives_a_look_outside_that_fails(world: PoolWorld) -> None:
+async def test_failed_list_cancels_the_other_list(world: PoolWorld) -> None:
     ended: list[str] = []
 
     async def hook(name: str, call: Call) -> Any:
@@ -331,7 +329,7 @@ async def test_no_call_outlives_a_look_outside_that_fails(world: PoolWorld) -> N
 
 
 class HalfWritten(MemoryInstanceStore):
-    """A store that writes a third, refuses a third for good, and loses the answer to the last third."""
+    """Applies a third of the writes, rejects a third, and loses the answers of the last third."""
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         written, refused, lost = changes
@@ -341,7 +339,7 @@ class HalfWritten(MemoryInstanceStore):
         return [None, UserError("not allowed"), Unavailable("no answer")]
 
 
-async def test_what_was_written_is_told_whatever_became_of_the_others(world: PoolWorld) -> None:
+async def test_successful_writes_of_a_failed_batch_are_logged(world: PoolWorld) -> None:
     world.ignore("S7")
     context = world.process()
     store = HalfWritten(clock=world.clock, calls=context.calls, database=world.database)
@@ -356,10 +354,10 @@ async def test_what_was_written_is_told_whatever_became_of_the_others(world: Poo
     assert notes.count("confirm") == 2
 
 
-async def test_two_refreshes_at_once(world: PoolWorld) -> None:
+async def test_concurrent_refreshes(world: PoolWorld) -> None:
     await world.warm(2)
     await world.provision("1", count=1)
-    cut = Cut(6, How.CRASH_AFTER)
+    cut = Cut(6, CutKind.CRASH_AFTER)
     await world.provision("2", count=1)
     await cut.run(world.release("2", process=world.process(cut)))
     await asyncio.sleep(70)
@@ -371,4 +369,4 @@ async def test_two_refreshes_at_once(world: PoolWorld) -> None:
     results = await asyncio.gather(*(world.sweep(slow) for _ in range(4)))
     assert not [error for result in results for error in result.errors]
     world.check()
-    await cut.bury()
+    await cut.discard()

@@ -1,4 +1,4 @@
-"""The function's package: what goes in, and the same bytes for the same input."""
+"""Content and reproducibility of the Lambda package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import lambda_package
 
 
-def made(folder: Path) -> list[tuple[str, Path]]:
+def package_files(folder: Path) -> list[tuple[str, Path]]:
     installed = folder / "installed"
     files = {
         "botocore/data/dynamodb/2012-08-10/service-2.json.gz": "model",
@@ -19,7 +19,7 @@ def made(folder: Path) -> list[tuple[str, Path]]:
         "botocore/data/endpoints.json": "{}",
         "botocore/__init__.py": "",
         "botocore/__pycache__/__init__.cpython-311.pyc": "compiled",
-        "bin/httpx": "#!/somebody/python",
+        "bin/httpx": "#!/usr/bin/python",
         "httpx-0.28.1.dist-info/RECORD": "../../bin/httpx,sha256=…",
         "httpx-0.28.1.dist-info/METADATA": "Version: 0.28.1",
     }
@@ -29,8 +29,8 @@ def made(folder: Path) -> list[tuple[str, Path]]:
     return list(lambda_package.contents(installed))
 
 
-def test_only_what_a_function_reads_goes_in(tmp_path: Path):
-    names = {name for name, _ in made(tmp_path)}
+def test_the_package_contains_only_what_a_function_needs(tmp_path: Path):
+    names = {name for name, _ in package_files(tmp_path)}
     assert {name for name in names if not name.startswith("remuda/")} == {
         "botocore/__init__.py",
         "botocore/data/dynamodb/2012-08-10/service-2.json.gz",
@@ -41,8 +41,8 @@ def test_only_what_a_function_reads_goes_in(tmp_path: Path):
     assert not any("__pycache__" in name for name in names)
 
 
-def test_times_and_order_of_files_do_not_show(tmp_path: Path):
-    files = made(tmp_path)
+def test_the_package_does_not_depend_on_times_and_order_of_files(tmp_path: Path):
+    files = package_files(tmp_path)
     first, second = tmp_path / "first.zip", tmp_path / "second.zip"
     lambda_package.pack(files, first)
     for _, file in files:
@@ -57,10 +57,10 @@ def test_times_and_order_of_files_do_not_show(tmp_path: Path):
 def test_a_package_beyond_the_limits_of_lambda_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lambda_package, "MAX_ZIPPED", 1_000)
     with pytest.raises(SystemExit, match="limits of Lambda"):
-        lambda_package.pack(made(tmp_path), tmp_path / "big.zip")
+        lambda_package.pack(package_files(tmp_path), tmp_path / "big.zip")
 
 
-def test_it_needs_what_the_backend_needs_and_no_tool():
+def test_requirements_contain_the_aws_extra_and_no_test_tools():
     words = " ".join(lambda_package.requirements())
     assert "aiobotocore" in words
     assert "pytest" not in words

@@ -1,6 +1,6 @@
-"""Nobody reaches what is another's: every role of the template, against all that another instance, pool, region or
-account has. What a role is there for is allowed by the same requests, aimed at its own. And each condition that is
-taken out of a policy is missed.
+"""Isolation of the roles of the template from other instances, pools, regions and accounts.
+
+The same requests are allowed on a role's own resources. Removing any condition from a policy makes a test fail.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from template import GITHUB, template
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 TEMPLATE = template()["Resources"]
 ROLES = tuple(name for name, each in TEMPLATE.items() if each["Type"] == "AWS::IAM::Role")
 CONTROL_PLANE = tuple(name for name in ROLES if name != "AgentRole")
 REPOSITORY, BRANCH = "acme/app", "main"
 POOL, REQUESTED = f"aws:ResourceTag/{POOL_TAG}", f"aws:RequestTag/{POOL_TAG}"
-#: What makes something: its parts are in `misuses`.
-MAKES = frozenset({"ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:RunInstances"})
+#: Actions that create resources; `misuses` covers their parts.
+CREATE_ACTIONS = frozenset({"ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:RunInstances"})
 
-#: A slow machine is no failure; each example is hundreds of requests.
+#: Each example makes hundreds of requests.
 thorough = settings(deadline=None, max_examples=10)
 
 
-# Two who are apart ----------------------------------------------------------------------------------------------------
+# Places ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Place:
 
     @property
     def tags(self) -> dict[str, Value]:
-        """As its machines and its launch template are tagged."""
+        """Tags of its instances and its launch template."""
         return {
             POOL: self.pool,
             f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
@@ -96,7 +96,7 @@ class Place:
 
     @property
     def caller(self) -> dict[str, Value]:
-        """What IAM knows of who asks; and what he says himself, in his own favour."""
+        """Context of a request by this instance, including request tags that favour the caller."""
         return {
             "aws:userid": f"{self.role_id}:{self.instance}",
             "ec2:SourceInstanceARN": self.machine,
@@ -119,8 +119,9 @@ PLACES = st.builds(
 
 @st.composite
 def pairs(draw: st.DrawFn, *differ: str) -> tuple[Place, Place]:
-    """Two places that differ in one of these, and perhaps in more. A pool's name may begin as the other's does: that is
-    what a wildcard would let through.
+    """Two places that differ in at least one of these.
+
+    The name of one pool may be a prefix of the other, which a wildcard in a policy would let through.
     """
     own, other = draw(PLACES), draw(PLACES)
     by = draw(st.sampled_from(differ))
@@ -132,11 +133,11 @@ def pairs(draw: st.DrawFn, *differ: str) -> tuple[Place, Place]:
     return own, other
 
 
-# The roles, as the template makes them --------------------------------------------------------------------------------
+# Roles of the template ------------------------------------------------------------------------------------------------
 
 
 def resolved(value: Any, parameters: Mapping[str, str]) -> Any:
-    """What CloudFormation makes of it."""
+    """The value after CloudFormation has resolved its functions."""
     if isinstance(value, list):
         return [resolved(each, parameters) for each in value]
     if not isinstance(value, Mapping):
@@ -169,14 +170,14 @@ def parameters_of(place: Place) -> dict[str, str]:
 
 
 @cache
-def carried(role: str, place: Place) -> list[dict[str, Any]]:
+def policies_of(role: str, place: Place) -> list[dict[str, Any]]:
     """The policies of a role in the stack of this place."""
     names = [each["Ref"] for each in TEMPLATE[role]["Properties"]["ManagedPolicyArns"]]
     return [resolved(TEMPLATE[name]["Properties"]["PolicyDocument"], parameters_of(place)) for name in names]
 
 
 def granted(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All that a role may do, to whatever."""
+    """All actions that a role may perform on some resource."""
     return sorted({action for each in documents for statement in each["Statement"] for action in statement["Action"]})
 
 
@@ -187,7 +188,7 @@ def test_roles_have_nothing_but_the_policies_of_the_template():
         assert "Policies" not in properties
         for each in properties["ManagedPolicyArns"]:
             assert TEMPLATE[each["Ref"]]["Type"] == "AWS::IAM::ManagedPolicy"
-    # And nobody gets a right by a policy of what is used: a queue's, a table's, a secret's.
+    # No resource policy (queue, table, secret) grants anything.
     for resource in TEMPLATE.values():
         assert resource["Type"] not in {"AWS::SQS::QueuePolicy", "AWS::IAM::Policy", "AWS::IAM::User"}
         assert "ResourcePolicy" not in resource["Properties"]
@@ -197,12 +198,12 @@ def test_roles_have_nothing_but_the_policies_of_the_template():
 
 
 def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Value]]]:
-    """What an action may be aimed at in a place: resources, with what IAM knows of each."""
+    """Resources of a place that an action applies to, each with its context."""
     service, _, name = action.partition(":")
     if service == "dynamodb":
         yield of.table, {}
         yield from ((of.table, {LEADING_KEYS: [key]}) for key in of.keys)
-        # Hidden among one's own; and one's own, in another's table.
+        # A foreign key among own keys, and own keys in a foreign table.
         yield from ((of.table, {LEADING_KEYS: [*by.own_keys, key]}) for key in of.own_keys if key not in by.own_keys)
         yield from ((of.table, {LEADING_KEYS: [key]}) for key in by.own_keys if of.table != by.table)
         for index in (items.LIVE_INDEX, items.PROVISION_INDEX):
@@ -226,57 +227,57 @@ def at(action: str, of: Place, by: Place) -> Iterator[tuple[str, Mapping[str, Va
     elif service == "ssm":
         yield of.arn("ssm", f"parameter/remuda/{of.pool}/ami"), {}
     else:
-        # Looks, which know no resources, and what makes something.
-        assert action in MAKES or name.startswith("Describe"), f"nothing to try {action} on"
+        # Describe calls, which have no resources, and calls that create resources.
+        assert action in CREATE_ACTIONS or name.startswith("Describe"), f"nothing to try {action} on"
 
 
-def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[Request]:
+def requests(actions: Sequence[str], *, of: Place, by: Place) -> Iterator[IamRequest]:
     for action in actions:
         for resource, known in at(action, of, by):
-            # What is known of the target counts, whatever is said.
-            yield Request(action=action, resource=resource, context={**by.caller, **known})
+            # The context of the target overrides that of the caller.
+            yield IamRequest(action=action, resource=resource, context={**by.caller, **known})
 
 
-def reached(documents: Sequence[Mapping[str, Any]], asked: Iterator[Request]) -> list[Request]:
-    return [each for each in asked if allows(documents, each)]
+def allowed_requests(documents: Sequence[Mapping[str, Any]], requests: Iterator[IamRequest]) -> list[IamRequest]:
+    return [each for each in requests if allows(documents, each)]
 
 
-# An instance and another ----------------------------------------------------------------------------------------------
+# Instances ------------------------------------------------------------------------------------------------------------
 
 
 @thorough
 @given(pairs("instance", "pool", "region", "account"))
 @example((Place(), Place(instance="i-00000000000000002")))
-def test_an_instance_reaches_nothing_of_another(pair):
+def test_an_instance_cannot_reach_another(pair):
     own, other = pair
     if own.machine == other.machine:
-        # No two share an id within a region.
+        # Ids are unique within a region.
         other = replace(other, instance=f"i-{'f' * 17}")
         assume(own.machine != other.machine)
-    documents = carried("AgentRole", own)
-    # Also what nobody has given to it, as the others in the stack have.
-    actions = sorted({action for role in ROLES for action in granted(carried(role, own))} - MAKES)
-    assert not reached(documents, requests(actions, of=other, by=own))
+    documents = policies_of("AgentRole", own)
+    # Including the actions of all other roles.
+    actions = sorted({action for role in ROLES for action in granted(policies_of(role, own))} - CREATE_ACTIONS)
+    assert not allowed_requests(documents, requests(actions, of=other, by=own))
 
 
 @thorough
 @given(pairs("role_id"))
-def test_an_instance_of_a_former_role_does_not_reach_what_has_its_id_below_the_new_one(pair):
+def test_an_instance_cannot_reach_records_under_another_role_id(pair):
     own, other = pair
     other = replace(own, role_id=other.role_id)
-    assert not reached(
-        carried("AgentRole", own), requests(["dynamodb:GetItem", "dynamodb:UpdateItem"], of=other, by=own)
+    assert not allowed_requests(
+        policies_of("AgentRole", own), requests(["dynamodb:GetItem", "dynamodb:UpdateItem"], of=other, by=own)
     )
 
 
 @thorough
 @given(PLACES)
-def test_an_instance_reaches_three_things_of_its_own(place):
-    actions = sorted({action for role in ROLES for action in granted(carried(role, place))} - MAKES)
+def test_an_instance_can_use_its_control_its_report_and_its_termination(place):
+    actions = sorted({action for role in ROLES for action in granted(policies_of(role, place))} - CREATE_ACTIONS)
     control, report = place.own_keys
     found = {
         (each.action, each.resource, *each.values(LEADING_KEYS))
-        for each in reached(carried("AgentRole", place), requests(actions, of=place, by=place))
+        for each in allowed_requests(policies_of("AgentRole", place), requests(actions, of=place, by=place))
     }
     assert found == {
         ("dynamodb:GetItem", place.table, control),
@@ -285,46 +286,46 @@ def test_an_instance_reaches_three_things_of_its_own(place):
     }
 
 
-# A pool and another ---------------------------------------------------------------------------------------------------
+# Pools ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", CONTROL_PLANE)
 @thorough
 @given(pairs("pool", "region", "account"))
 @example((Place(), Place(pool="ci-2")))
-def test_the_control_plane_reaches_nothing_of_another_pool(role, pair):
+def test_the_control_plane_cannot_reach_another_pool(role, pair):
     own, other = pair
-    documents = carried(role, own)
-    asked = requests(granted(documents), of=other, by=own)
-    # What IAM knows no region of is the account's.
+    documents = policies_of(role, own)
+    attempts = requests(granted(documents), of=other, by=own)
+    # Resources of IAM have no region.
     same_name = (own.account, own.pool) == (other.account, other.pool)
-    found = reached(documents, asked)
+    found = allowed_requests(documents, attempts)
     assert not [each for each in found if not (same_name and each.resource.startswith("arn:aws:iam:"))]
 
 
 @pytest.mark.parametrize("role", CONTROL_PLANE)
 @thorough
 @given(PLACES)
-def test_what_a_role_was_given_it_can_do_in_its_own_pool(role, place):
-    """The same requests, aimed at its own: a right that none of them uses would not have been tried on others."""
-    documents = carried(role, place)
-    allowed = {each.action for each in reached(documents, requests(granted(documents), of=place, by=place))}
-    tried = {each for each in granted(documents) if each not in MAKES and not each.startswith("ec2:Describe")}
-    # These two tag only what they make.
-    at_birth = {"ec2:CreateTags"} if role in {"WorkflowRole", "RefreshFunctionRole"} else set()
-    assert allowed == tried - at_birth
+def test_a_role_can_use_every_granted_action_in_its_pool(role, place):
+    """Proves that the requests above cover every granted action."""
+    documents = policies_of(role, place)
+    allowed = {each.action for each in allowed_requests(documents, requests(granted(documents), of=place, by=place))}
+    tried = {each for each in granted(documents) if each not in CREATE_ACTIONS and not each.startswith("ec2:Describe")}
+    # These two may tag only at creation.
+    at_creation = {"ec2:CreateTags"} if role in {"WorkflowRole", "RefreshFunctionRole"} else set()
+    assert allowed == tried - at_creation
 
 
 @pytest.mark.parametrize("role", CONTROL_PLANE)
 @thorough
 @given(PLACES, st.from_regex(r"[a-z0-9]{1,8}", fullmatch=True))
-def test_what_is_nobodys_is_out_of_reach(role, place, word):
-    """In the same account, with names like ours, and without our tags."""
+def test_a_role_cannot_reach_unrelated_resources(role, place, word):
+    """Resources in the same account with similar names, and without the tags of the pool."""
     assume(word not in CLASSES)
-    documents = carried(role, place)
+    documents = policies_of(role, place)
     tagged: list[Mapping[str, Value]] = [{}, {POOL: f"{place.pool}{word}"}]
     tagged += [{name: value} for name, value in place.tags.items() if name != POOL]
-    strangers: list[tuple[str, Mapping[str, Value]]] = [
+    unrelated: list[tuple[str, Mapping[str, Value]]] = [
         (f"{place.table}-{word}", {}),
         (f"{place.table}/index/{word}", {}),
         (f"{place.table}/stream/{word}", {}),
@@ -343,15 +344,15 @@ def test_what_is_nobodys_is_out_of_reach(role, place, word):
         (place.arn("ec2", f"volume/{word}"), {}),
         (place.template, {}),
     ]
-    for action in set(granted(documents)) - MAKES:
+    for action in set(granted(documents)) - CREATE_ACTIONS:
         if not action.startswith("ec2:Describe"):
-            for resource, known in (each for each in strangers if f":{action.partition(':')[0]}:" in each[0]):
-                request = Request(action=action, resource=resource, context={**place.caller, **known})
+            for resource, known in (each for each in unrelated if f":{action.partition(':')[0]}:" in each[0]):
+                request = IamRequest(action=action, resource=resource, context={**place.caller, **known})
                 assert not allows(documents, request), request
 
 
-#: Ways to more than was given, or to a loss that nobody could undo.
-NOBODYS = (
+#: Actions that escalate privileges or destroy data.
+DANGEROUS_ACTIONS = (
     "cloudformation:UpdateStack",
     "dynamodb:DeleteItem",
     "dynamodb:DeleteTable",
@@ -381,42 +382,46 @@ NOBODYS = (
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_some_rights_nobody_has(role):
+def test_no_role_has_dangerous_permissions(role):
     place = Place()
-    documents = carried(role, place)
+    documents = policies_of(role, place)
     resources = {
         each for document in documents for statement in document["Statement"] for each in statement["Resource"]
     }
     context = {**place.caller, **place.tags, "ec2:InstanceID": place.instance, LEADING_KEYS: place.own_keys[:1]}
-    asked = (Request(action=action, resource=each, context=context) for action in NOBODYS for each in sorted(resources))
-    assert not reached(documents, asked)
+    attempts = (
+        IamRequest(action=action, resource=each, context=context)
+        for action in DANGEROUS_ACTIONS
+        for each in sorted(resources)
+    )
+    assert not allowed_requests(documents, attempts)
 
 
 @pytest.mark.parametrize("who", SCHEDULED)
-def test_a_function_writes_no_log_but_its_own(who):
+def test_a_function_cannot_write_the_log_of_another(who):
     (other,) = set(SCHEDULED) - {who}
     place = Place()
     role = {"refresh": "RefreshFunctionRole", "scale-down": "ScaleDownFunctionRole"}[who]
     for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
         stream = place.arn("logs", f"log-group:/remuda/ci/{other}:log-stream:1")
-        assert not allows(carried(role, place), Request(action=action, resource=stream))
+        assert not allows(policies_of(role, place), IamRequest(action=action, resource=stream))
 
 
-# Records that are the operator's --------------------------------------------------------------------------------------
+# Configuration --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["WorkflowRole", "ScaleDownFunctionRole"])
 @thorough
 @given(PLACES)
-def test_only_refresh_writes_the_pools_configuration(role, place):
-    """It says where runners register and what machines run: any branch may take on a workflow's role."""
+def test_only_refresh_may_write_the_configuration(role, place):
+    """The configuration determines what instances run, and code of any branch can assume the role of workflows."""
     pool = str(items.CONFIG[items.PK]["S"])
-    assert pool == items.PREFIXES[items.PK]["S"] == items.SIGHTINGS[items.PK]["S"]
-    documents = carried(role, place)
+    assert pool == items.PREFIXES[items.PK]["S"] == items.FIRST_SEEN[items.PK]["S"]
+    documents = policies_of(role, place)
 
     def writes(operation: str, keys: list[str]) -> bool:
         context = {**place.caller, LEADING_KEYS: keys}
-        return allows(documents, Request(action=f"dynamodb:{operation}", resource=place.table, context=context))
+        return allows(documents, IamRequest(action=f"dynamodb:{operation}", resource=place.table, context=context))
 
     control, report = place.own_keys
     history, run = items.history_pk(place.instance), items.run_pk("4711")
@@ -428,19 +433,19 @@ def test_only_refresh_writes_the_pools_configuration(role, place):
         assert {key for key in place.keys if writes(operation, [key])} == its
         assert not any(writes(operation, [key, pool]) for key in place.keys)
         assert not writes(operation, [])
-    refresh = Request(action="dynamodb:PutItem", resource=place.table, context={LEADING_KEYS: [pool]})
-    assert allows(carried("RefreshFunctionRole", place), refresh)
+    refresh = IamRequest(action="dynamodb:PutItem", resource=place.table, context={LEADING_KEYS: [pool]})
+    assert allows(policies_of("RefreshFunctionRole", place), refresh)
 
 
-# What is made ---------------------------------------------------------------------------------------------------------
+# Creation of resources ------------------------------------------------------------------------------------------------
 
 
-def misuses(own: Place, other: Place) -> list[Request]:
-    """Parts of launches that are not the pool's, each of which must be refused: EC2 asks for every one of them."""
+def misuses(own: Place, other: Place) -> list[IamRequest]:
+    """Requests for parts of launches outside the pool. EC2 authorizes each part, so each must be denied."""
 
-    def part(action: str, resource: str, *known: Mapping[str, Value]) -> Request:
+    def part(action: str, resource: str, *known: Mapping[str, Value]) -> IamRequest:
         context = {key: value for each in known for key, value in each.items()}
-        return Request(action=f"ec2:{action}", resource=resource, context=context)
+        return IamRequest(action=f"ec2:{action}", resource=resource, context=context)
 
     ours: dict[str, Value] = {REQUESTED: own.pool}
     theirs: dict[str, Value] = {REQUESTED: other.pool}
@@ -451,39 +456,39 @@ def misuses(own: Place, other: Place) -> list[Request]:
     things = [own.arn("ec2", f"{kind}/x-1") for kind in ("key-pair", "security-group")]
     things.append(f"arn:aws:ec2:{own.region}::image/ami-1")
     nets = [own.arn("ec2", "subnet/subnet-1"), own.arn("ec2", "network-interface/*")]
-    born: dict[str, Value] = {"ec2:CreateAction": "RunInstances"}
+    at_launch: dict[str, Value] = {"ec2:CreateAction": "RunInstances"}
     return [
-        # By another's template, or by one that nobody tagged.
+        # With the template of another pool, or without tags.
         *(
             part(action, own.template, by, tags)
             for action in ("CreateFleet", "RunInstances")
             for tags in (other.tags, {})
         ),
-        # Untagged, with another's tag, without a template.
+        # Without a tag, with the tag of another pool, without a template.
         *(part("RunInstances", each, by, tags) for each in made for tags in ({}, theirs)),
         *(part("RunInstances", each, ours) for each in made),
-        # An image, a group, a key of one's own choice; and all of it without a template.
+        # With an image, group or key outside the template; and without a template.
         *(part("RunInstances", each, by, chosen) for each in things),
         *(part("RunInstances", each, named) for each in things),
         *(part("RunInstances", each) for each in nets),
-        # Tags for what is there, what was made otherwise, or what is not to be the pool's.
+        # Tags for existing resources, for resources created otherwise, or outside the pool.
         *(part("CreateTags", each, ours) for each in (own.machine, own.template)),
         *(part("CreateTags", each, ours, {"ec2:CreateAction": "CreateVolume"}) for each in (own.machine, own.template)),
-        *(part("CreateTags", each, born, tags) for each in (own.machine,) for tags in ({}, theirs)),
+        *(part("CreateTags", each, at_launch, tags) for each in (own.machine,) for tags in ({}, theirs)),
         *(
             part("CreateTags", own.template, {"ec2:CreateAction": "CreateLaunchTemplate"}, tags)
             for tags in ({}, theirs)
         ),
         *(part("CreateLaunchTemplate", own.template, tags) for tags in ({}, theirs)),
-        # A role for something else than machines.
-        Request(
+        # A role for another service.
+        IamRequest(
             action="iam:PassRole",
             resource=own.arn("iam", f"role/remuda-{own.pool}-agent"),
             context={"iam:PassedToService": "lambda.amazonaws.com"},
         ),
-        # Tags that make a machine the pool's, or no longer: beside the one for orphans, or by removing all.
+        # Adding or removing the tag of the pool, together with the orphan tag, or by removing all tags.
         *(
-            Request(action=action, resource=own.machine, context={**own.tags, "aws:TagKeys": keys})
+            IamRequest(action=action, resource=own.machine, context={**own.tags, "aws:TagKeys": keys})
             for action in ("ec2:CreateTags", "ec2:DeleteTags")
             for keys in ([], [POOL_TAG], [ORPHAN_TAG, POOL_TAG], [GHR_ENVIRONMENT_TAG])
         ),
@@ -493,44 +498,44 @@ def misuses(own: Place, other: Place) -> list[Request]:
 @pytest.mark.parametrize("role", ROLES)
 @thorough
 @given(pairs("pool"))
-def test_nothing_is_made_or_tagged_that_is_not_the_pools(role, pair):
+def test_a_role_cannot_create_or_tag_resources_outside_its_pool(role, pair):
     own, other = pair
     other = replace(own, pool=other.pool)
-    assert not reached(carried(role, own), iter(misuses(own, other)))
+    assert not allowed_requests(policies_of(role, own), iter(misuses(own, other)))
 
 
-# Whether all that would be noticed ------------------------------------------------------------------------------------
+# Sensitivity of these tests -------------------------------------------------------------------------------------------
 
 
 def _conditions() -> Iterator[tuple[str, int, str, str]]:
     for role in ("AgentRole", "WorkflowRole", "RefreshFunctionRole", "ScaleDownFunctionRole"):
-        for number, statement in enumerate(carried(role, Place())[0]["Statement"]):
+        for number, statement in enumerate(policies_of(role, Place())[0]["Statement"]):
             for operator, keys in statement.get("Condition", {}).items():
                 for key in keys:
                     yield role, number, operator, key
 
 
-def half_tagged(place: Place) -> Iterator[Request]:
-    """Machines of a fleet that is another's, or no fleet of runners at all."""
+def half_tagged(place: Place) -> Iterator[IamRequest]:
+    """Requests for instances that have only one of the two fleet tags."""
     for name, value in place.tags.items():
         if name != POOL:
             for action in ("ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"):
                 context = {name: value, "aws:TagKeys": [ORPHAN_TAG]}
-                yield Request(action=action, resource=place.machine, context=context)
+                yield IamRequest(action=action, resource=place.machine, context=context)
 
 
-def unkeyed(place: Place) -> Iterator[Request]:
-    """Writes to the pool's configuration, and writes that name no key."""
+def unkeyed(place: Place) -> Iterator[IamRequest]:
+    """Writes to the configuration, and writes without keys."""
     for operation in ("BatchWriteItem", "PutItem", "UpdateItem"):
         for keys in ([], [str(items.CONFIG[items.PK]["S"])]):
-            yield Request(action=f"dynamodb:{operation}", resource=place.table, context={LEADING_KEYS: keys})
+            yield IamRequest(action=f"dynamodb:{operation}", resource=place.table, context={LEADING_KEYS: keys})
 
 
 @pytest.mark.parametrize(("role", "number", "operator", "key"), list(_conditions()))
-def test_a_condition_that_is_taken_out_is_missed(role, number, operator, key):
+def test_removing_any_condition_allows_more(role, number, operator, key):
     own = Place()
     other = replace(own, instance="i-00000000000000002", pool="ci" if role == "AgentRole" else "ci-2")
-    whole = carried(role, own)
+    whole = policies_of(role, own)
     loosened = copy.deepcopy(whole)
     del loosened[0]["Statement"][number]["Condition"][operator][key]
     tried = [
@@ -539,29 +544,29 @@ def test_a_condition_that_is_taken_out_is_missed(role, number, operator, key):
         *half_tagged(own),
         *unkeyed(own),
     ]
-    assert len(reached(loosened, iter(tried))) > len(reached(whole, iter(tried)))
+    assert len(allowed_requests(loosened, iter(tried))) > len(allowed_requests(whole, iter(tried)))
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_name_that_is_widened_is_missed(role):
+def test_widening_any_resource_name_allows_more(role):
     own, other = Place(), Place(pool="ci-2")
     named = [
         (document, statement, resource)
-        for document, policy in enumerate(carried(role, own))
+        for document, policy in enumerate(policies_of(role, own))
         for statement, each in enumerate(policy["Statement"])
         for resource, name in enumerate(each["Resource"])
         if re.search(r"remuda[-/]ci", name)
     ]
     assert named
     for document, statement, resource in named:
-        loosened = copy.deepcopy(carried(role, own))
+        loosened = copy.deepcopy(policies_of(role, own))
         names = loosened[document]["Statement"][statement]["Resource"]
         names[resource] = re.sub(r"(remuda[-/]ci)", r"\1*", names[resource])
-        # An agent is bound by its keys as well: its own, in another's table.
-        assert reached(loosened, requests(granted(loosened), of=other, by=own)), names[resource]
+        # An agent is also restricted to its keys, so it is tried with its own keys in the foreign table.
+        assert allowed_requests(loosened, requests(granted(loosened), of=other, by=own)), names[resource]
 
 
-# Who may take on a role -----------------------------------------------------------------------------------------------
+# Trust policies -------------------------------------------------------------------------------------------------------
 
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)
 
@@ -573,14 +578,14 @@ def trusts(role: str, subject: str | None, audience: str = "sts.amazonaws.com") 
     assert who == {"Federated": parameters_of(Place())["OidcProviderArn"]}
     context = {f"{GITHUB}:aud": audience, **({f"{GITHUB}:sub": subject} if subject is not None else {})}
     statement["Resource"] = "*"
-    request = Request(action="sts:AssumeRoleWithWebIdentity", resource=Place().arn("iam", "role/r"), context=context)
+    request = IamRequest(action="sts:AssumeRoleWithWebIdentity", resource=Place().arn("iam", "role/r"), context=context)
     return allows(document, request)
 
 
 @pytest.mark.parametrize("role", ["WorkflowRole", "RefreshRole"])
 @thorough
 @given(NAMES, NAMES)
-def test_no_other_repository_takes_on_a_role(role, owner, name):
+def test_other_repositories_cannot_assume_a_role(role, owner, name):
     assume(f"{owner}/{name}" != REPOSITORY)
     branch = f"ref:refs/heads/{BRANCH}"
     for repository in (f"{owner}/{name}", f"acme/{name}x", f"{owner}acme/app", f"acme/app-{name}", f"acme/app/{name}"):
@@ -592,7 +597,7 @@ def test_no_other_repository_takes_on_a_role(role, owner, name):
 
 @thorough
 @given(NAMES)
-def test_refresh_trusts_one_branch(name):
+def test_only_one_branch_can_assume_the_refresh_role(name):
     assume(name != BRANCH)
     for subject in (f"ref:refs/heads/{name}", f"ref:refs/tags/{BRANCH}", "pull_request", f"environment:{name}"):
         assert not trusts("RefreshRole", f"repo:{REPOSITORY}:{subject}")
@@ -603,7 +608,7 @@ def test_refresh_trusts_one_branch(name):
     ("role", "service"),
     [("AgentRole", "ec2"), ("RefreshFunctionRole", "lambda"), ("ScaleDownFunctionRole", "lambda")],
 )
-def test_the_other_roles_are_for_a_service(role, service):
+def test_other_roles_are_assumed_by_a_service(role, service):
     (statement,) = TEMPLATE[role]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
     assert statement["Principal"] == {"Service": f"{service}.amazonaws.com"}
     assert statement["Action"] == "sts:AssumeRole"

@@ -1,5 +1,6 @@
-"""The policies, one by one: who is denied what. What is another's is in test_least_privilege.py; the calls that must be
-allowed are in test_policy_calls.py.
+"""Requests that each policy denies, and the form of the policies.
+
+test_least_privilege.py checks resources of other pools, test_policy_calls.py the calls that must be allowed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION = "123456789012", "eu-central-1"
-#: What IAM takes for a managed policy, white space apart.
-MAX_POLICY = 6_144
+#: Maximum length of a managed policy, without white space.
+MAX_POLICY_CHARS = 6_144
 
-#: A slow machine is no failure.
-unhurried = settings(deadline=None)
+no_deadline = settings(deadline=None)
 
-MADE = {policy.name: policy for policy in policies()}
+POLICIES = {policy.name: policy for policy in policies()}
 POOL_NAMES = st.from_regex(r"[a-z0-9-]{1,20}", fullmatch=True)
 INSTANCE_IDS = st.from_regex(r"i-[0-9a-f]{17}", fullmatch=True)
 ROLE_IDS = st.from_regex(r"AROA[A-Z0-9]{17}", fullmatch=True)
-#: Rights over items, those that nobody has included.
+#: All actions on items, including those that no policy allows.
 ITEM_ACTIONS = tuple(
     f"dynamodb:{name}"
     for name in (
@@ -57,7 +57,12 @@ LEADING = "dynamodb:LeadingKeys"
 @cache
 def of(name: str, pool: str = "ci") -> dict[str, Any]:
     return fill_placeholders(
-        MADE[name], pool=pool, account=ACCOUNT, region=REGION, environment=f"{pool}-env", credential=credential_of(pool)
+        POLICIES[name],
+        pool=pool,
+        account=ACCOUNT,
+        region=REGION,
+        environment=f"{pool}-env",
+        credential=credential_of(pool),
     )
 
 
@@ -70,7 +75,7 @@ def arn(service: str, resource: str) -> str:
 
 
 def may(policy: Mapping[str, Any], action: str, resource: str, context: Mapping[str, Value] | None = None) -> bool:
-    return allows(policy, Request(action=action, resource=resource, context=context or {}))
+    return allows(policy, IamRequest(action=action, resource=resource, context=context or {}))
 
 
 def table_of(pool: str) -> str:
@@ -82,16 +87,16 @@ def partition(item: items.Item) -> str:
 
 
 def caller(role: str, instance: str) -> dict[str, Value]:
-    """What IAM knows of a request by this instance."""
+    """The context of a request that this instance makes."""
     return {"aws:userid": f"{role}:{instance}", "ec2:SourceInstanceARN": arn("ec2", f"instance/{instance}")}
 
 
 # An instance ----------------------------------------------------------------------------------------------------------
 
 
-@unhurried
+@no_deadline
 @given(INSTANCE_IDS, ROLE_IDS)
-def test_an_instance_reads_its_control_and_writes_its_report_and_no_more(instance, role):
+def test_an_instance_may_only_read_its_control_and_write_its_report(instance, role):
     keys = items.ItemKeys(prefix=f"{role}:")
     control, report = partition(keys.control(instance)), partition(keys.report(instance))
     allowed = {
@@ -103,25 +108,25 @@ def test_an_instance_reads_its_control_and_writes_its_report_and_no_more(instanc
     assert allowed == {("dynamodb:GetItem", control), ("dynamodb:UpdateItem", report)}
 
 
-@unhurried
+@no_deadline
 @given(INSTANCE_IDS, ROLE_IDS, st.sampled_from(ITEM_ACTIONS))
 def test_a_request_without_keys_is_denied(instance, role, action):
     assert not may(of("agent"), action, table_of("ci"), {**caller(role, instance), LEADING: []})
     assert not may(of("agent"), action, table_of("ci"), caller(role, instance))
 
 
-@unhurried
+@no_deadline
 @given(INSTANCE_IDS, INSTANCE_IDS, ROLE_IDS)
-def test_an_instance_terminates_itself_alone(mine, other, role):
-    def ends(target: str) -> bool:
+def test_an_instance_may_terminate_only_itself(mine, other, role):
+    def may_terminate(target: str) -> bool:
         context = {**caller(role, mine), "ec2:InstanceID": target, f"aws:ResourceTag/{POOL_TAG}": "ci"}
         return may(of("agent"), "ec2:TerminateInstances", arn("ec2", f"instance/{target}"), context)
 
-    assert ends(mine)
-    assert ends(other) is (mine == other)
+    assert may_terminate(mine)
+    assert may_terminate(other) is (mine == other)
 
 
-def test_credentials_taken_off_the_machine_terminate_nothing():
+def test_credentials_used_outside_the_instance_may_not_terminate():
     context = {"ec2:InstanceID": "i-0123456789abcdef0"}
     assert not may(of("agent"), "ec2:TerminateInstances", arn("ec2", "instance/i-0123456789abcdef0"), context)
 
@@ -130,32 +135,32 @@ def test_credentials_taken_off_the_machine_terminate_nothing():
 
 
 @pytest.mark.parametrize("name", ["workflow", "refresh"])
-@unhurried
+@no_deadline
 @given(POOL_NAMES, POOL_NAMES, INSTANCE_IDS)
-def test_only_machines_with_the_pools_tag_are_terminated(name, pool, other, instance):
+def test_only_instances_with_the_tag_of_the_pool_may_be_terminated(name, pool, other, instance):
     assume(pool != other)
 
-    def ends(tags: Mapping[str, Value]) -> bool:
+    def may_terminate(tags: Mapping[str, Value]) -> bool:
         return may(of(name, pool), "ec2:TerminateInstances", arn("ec2", f"instance/{instance}"), tags)
 
-    assert ends({f"aws:ResourceTag/{POOL_TAG}": pool})
-    assert not ends({f"aws:ResourceTag/{POOL_TAG}": other})
-    assert not ends({"aws:ResourceTag/Name": pool})
-    # What the request says of itself counts for nothing.
-    assert not ends({f"aws:RequestTag/{POOL_TAG}": pool})
+    assert may_terminate({f"aws:ResourceTag/{POOL_TAG}": pool})
+    assert not may_terminate({f"aws:ResourceTag/{POOL_TAG}": other})
+    assert not may_terminate({"aws:ResourceTag/Name": pool})
+    # Tags of the request do not count.
+    assert not may_terminate({f"aws:RequestTag/{POOL_TAG}": pool})
 
 
 def fleet(environment: str) -> dict[str, Value]:
-    """The tags of a machine that scale-down looks after."""
+    """The tags of an instance that scale-down manages."""
     return {
         f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
         f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": environment,
     }
 
 
-@unhurried
+@no_deadline
 @given(POOL_NAMES, POOL_NAMES, INSTANCE_IDS)
-def test_scale_down_ends_and_marks_machines_of_its_environment_alone(pool, other, instance):
+def test_scale_down_may_terminate_and_mark_only_instances_of_its_environment(pool, other, instance):
     assume(pool != other)
     machine = arn("ec2", f"instance/{instance}")
     orphan: dict[str, Value] = {"aws:TagKeys": [ORPHAN_TAG]}
@@ -169,32 +174,32 @@ def test_scale_down_ends_and_marks_machines_of_its_environment_alone(pool, other
     for action in ("ec2:CreateTags", "ec2:DeleteTags"):
         for keys in ([], [GHR_ENVIRONMENT_TAG], [ORPHAN_TAG, POOL_TAG]):
             assert not may(policy, action, machine, {**own, "aws:TagKeys": keys})
-    # The records: what it renews, and none that it would have to make.
+    # It may update records, but not create them.
     record: dict[str, Value] = {LEADING: [partition(items.ItemKeys(prefix="AROA:").control(instance))]}
     assert may(policy, "dynamodb:UpdateItem", table_of(pool), record)
     for action in ("dynamodb:PutItem", "dynamodb:DeleteItem", "dynamodb:Scan", "dynamodb:CreateTable"):
         assert not may(policy, action, table_of(pool), record)
 
 
-def test_refresh_neither_marks_machines_nor_touches_a_fleet_without_the_pools_tag():
+def test_refresh_may_not_change_instances_without_the_tag_of_the_pool():
     machine = arn("ec2", "instance/i-0123456789abcdef0")
     tagged = {**fleet("ci-env"), "aws:TagKeys": [ORPHAN_TAG]}
     for action in ("ec2:TerminateInstances", "ec2:CreateTags", "ec2:DeleteTags"):
         assert not may(of("refresh"), action, machine, tagged)
 
 
-def test_the_credential_is_one_secret_and_two_may_read_it():
+def test_only_refresh_and_scale_down_may_read_the_secret():
     read = "secretsmanager:GetSecretValue"
-    allowed = {name for name in MADE if may(of(name), read, credential_of("ci"))}
+    allowed = {name for name in POLICIES if may(of(name), read, credential_of("ci"))}
     assert allowed == {"refresh", "scale-down"}
-    for name in MADE:
+    for name in POLICIES:
         assert not may(of(name), read, credential_of("ci") + "x")
         assert not may(of(name), read, arn("secretsmanager", "secret:remuda/ci/other-AbCdEf"))
 
 
-@unhurried
+@no_deadline
 @given(POOL_NAMES, POOL_NAMES)
-def test_a_launch_needs_the_pools_template_and_tag(pool, other):
+def test_a_launch_requires_template_and_tag_of_the_pool(pool, other):
     assume(pool != other)
     policy = of("workflow", pool)
     template = arn("ec2", "launch-template/lt-1")
@@ -211,13 +216,13 @@ def test_a_launch_needs_the_pools_template_and_tag(pool, other):
     assert not may(policy, "ec2:RunInstances", f"arn:aws:ec2:{REGION}::image/ami-1", own_image)
 
 
-@unhurried
+@no_deadline
 @given(POOL_NAMES)
-def test_nobody_tags_a_machine_into_the_pool(pool):
+def test_no_policy_allows_adding_the_tag_of_the_pool(pool):
     machine = arn("ec2", "instance/i-0123456789abcdef0")
     into = {f"aws:RequestTag/{POOL_TAG}": pool, "aws:TagKeys": [POOL_TAG]}
     inside = {f"aws:ResourceTag/{POOL_TAG}": pool}
-    for name in MADE:
+    for name in POLICIES:
         policy = of(name, pool)
         assert not may(policy, "ec2:CreateTags", machine, into)
         assert not may(policy, "ec2:CreateTags", machine, {**into, **fleet(f"{pool}-env")})
@@ -229,7 +234,7 @@ def test_nobody_tags_a_machine_into_the_pool(pool):
             assert not may(policy, action, machine, {"aws:TagKeys": [ORPHAN_TAG]})
 
 
-def test_a_workflow_gives_machines_the_agents_role_and_nobody_else_any():
+def test_only_a_workflow_may_pass_the_role_of_the_agent_and_only_to_ec2():
     role = f"arn:aws:iam::{ACCOUNT}:role/remuda-ci-agent"
     to_ec2, to_lambda = ({"iam:PassedToService": f"{name}.amazonaws.com"} for name in ("ec2", "lambda"))
     assert may(of("workflow"), "iam:PassRole", role, to_ec2)
@@ -242,33 +247,33 @@ def test_a_workflow_gives_machines_the_agents_role_and_nobody_else_any():
 # Form -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_no_action_has_a_wildcard_and_no_statement_all_resources_but_to_look(name):
-    for statement in MADE[name].statements:
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_wildcards_except_resources_of_describe_calls(name):
+    for statement in POLICIES[name].statements:
         assert not any("*" in action or "?" in action for action in statement.actions)
         if ANY_RESOURCE in statement.resources:
             assert all(action.startswith("ec2:Describe") for action in statement.actions)
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_iam_takes_its_length(name):
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_fits_the_limit_of_iam(name):
     longest = fill_placeholders(
-        MADE[name], pool="p" * 20, account=ACCOUNT, region="ap-southeast-1", partition="aws-us-gov"
+        POLICIES[name], pool="p" * 20, account=ACCOUNT, region="ap-southeast-1", partition="aws-us-gov"
     )
-    assert len(json.dumps(longest, separators=(",", ":"))) <= MAX_POLICY
+    assert len(json.dumps(longest, separators=(",", ":"))) <= MAX_POLICY_CHARS
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_sids_are_as_iam_wants_them(name):
-    sids = [statement.sid for statement in MADE[name].statements]
+@pytest.mark.parametrize("name", POLICIES)
+def test_statement_ids_are_unique_and_alphanumeric(name):
+    sids = [statement.sid for statement in POLICIES[name].statements]
     assert len(set(sids)) == len(sids)
     assert all(sid.isalnum() and sid.isascii() for sid in sids)
 
 
-def test_the_files_are_current():
+def test_generated_files_are_current():
     assert build.main(["--check"]) == 0
 
 
-def test_files_that_are_not_current_are_told_of(capsys):
+def test_check_names_files_that_are_not_current(capsys):
     assert build.main(["--check", "--classes", "small"]) == 1
     assert "workflow.json" in capsys.readouterr().err

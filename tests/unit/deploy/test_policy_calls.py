@@ -1,4 +1,4 @@
-"""Every call that the adapters make is allowed to the one who makes it, and to nobody else."""
+"""Calls of the adapters: each policy allows those that its holder makes, and no others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from remuda.adapters.aws.dynamodb import items
 from remuda.domain.scale_down.fleet import GHR_APPLICATION, GHR_APPLICATION_TAG, GHR_ENVIRONMENT_TAG
 from remuda.ports.compute import POOL_TAG
 from statements import fill_placeholders
-from tests.support.iam import Request, Value, allows
+from tests.support.iam import IamRequest, Value, allows
 
 ACCOUNT, REGION, POOL = "123456789012", "eu-central-1", "ci"
 INSTANCE = "i-0123456789abcdef0"
 USER_ID = f"AROA{'A' * 17}:{INSTANCE}"
 KEYS = items.ItemKeys(prefix=USER_ID.removesuffix(INSTANCE))
 CREDENTIAL = f"arn:aws:secretsmanager:{REGION}:{ACCOUNT}:secret:github-AbCdEf"
-MADE = {
+POLICIES = {
     policy.name: fill_placeholders(
         policy, pool=POOL, account=ACCOUNT, region=REGION, environment=POOL, credential=CREDENTIAL
     )
@@ -30,18 +30,18 @@ MADE = {
 }
 SERVICES = ("dynamodb", "ec2", "iam", "sqs")
 
-#: What IAM asks for in place of a call: the rights of its parts.
+#: Calls that IAM authorizes by the permissions of their parts.
 PARTS = {"TransactWriteItems": "UpdateItem"}
-#: Partition keys of what is written, by whoever writes; refresh writes the configuration, too.
+#: Partition keys that each call writes; refresh also writes the configuration.
 WRITTEN = {
     "BatchWriteItem": (items.history_pk(INSTANCE),),
     "PutItem": (items.run_pk("4711"),),
     "TransactWriteItems": (f"control#{USER_ID}", f"report#{USER_ID}"),
     "UpdateItem": (f"control#{USER_ID}", f"report#{USER_ID}"),
 }
-#: Who makes which call: what the use cases of each come to, by way of the adapters.
+#: Calls of each policy's holder, through the adapters.
 CALLS = {
-    # Who it is, everybody may ask STS without any right.
+    # GetCallerIdentity of STS needs no permission.
     "agent": {
         "dynamodb": {"GetItem", "UpdateItem"},
         "ec2": {"TerminateInstances"},
@@ -50,7 +50,7 @@ CALLS = {
     },
     "workflow": {
         "dynamodb": {"BatchGetItem", "BatchWriteItem", "GetItem", "PutItem", "Query", "UpdateItem"},
-        # RunInstances as a dry run of the doctor's; EC2 asks for it within CreateFleet, too.
+        # EC2 requires RunInstances for CreateFleet; the doctor makes a dry run of it.
         "ec2": {"CreateFleet", "DescribeInstances", "DescribeTags", "RunInstances", "TerminateInstances"},
         "iam": set[str](),
         "sqs": {
@@ -117,39 +117,39 @@ def arn(service: str, resource: str) -> str:
 
 
 TABLE = arn("dynamodb", f"table/remuda-{POOL}")
-MACHINE = arn("ec2", f"instance/{INSTANCE}")
+INSTANCE_ARN = arn("ec2", f"instance/{INSTANCE}")
 TEMPLATE = arn("ec2", "launch-template/lt-0123456789abcdef0")
-#: As the machines of a pool are tagged, and its launch template.
-OURS: dict[str, Value] = {
+#: Tags of the instances of the pool and of its launch template.
+POOL_TAGS: dict[str, Value] = {
     f"aws:ResourceTag/{POOL_TAG}": POOL,
     f"aws:ResourceTag/{GHR_APPLICATION_TAG}": GHR_APPLICATION,
     f"aws:ResourceTag/{GHR_ENVIRONMENT_TAG}": POOL,
 }
-ASKED: dict[str, Value] = {f"aws:RequestTag/{POOL_TAG}": POOL}
+REQUESTED: dict[str, Value] = {f"aws:RequestTag/{POOL_TAG}": POOL}
 WITH_TEMPLATE: dict[str, Value] = {"ec2:LaunchTemplate": TEMPLATE}
 OF_TEMPLATE: dict[str, Value] = {**WITH_TEMPLATE, "ec2:IsLaunchTemplateResource": "true"}
 
 
-def request(action: str, resource: str, *contexts: Mapping[str, Value]) -> Request:
-    return Request(action=action, resource=resource, context={k: v for each in contexts for k, v in each.items()})
+def request(action: str, resource: str, *contexts: Mapping[str, Value]) -> IamRequest:
+    return IamRequest(action=action, resource=resource, context={k: v for each in contexts for k, v in each.items()})
 
 
-def launch() -> list[Request]:
-    """What EC2 asks IAM for one instant fleet of spot machines."""
+def launch() -> list[IamRequest]:
+    """The requests that EC2 authorizes for one instant fleet of spot instances."""
     kinds: dict[str, Mapping[str, Value]] = {
-        "instance/*": {**ASKED, **WITH_TEMPLATE},
-        "volume/*": {**ASKED, **WITH_TEMPLATE},
+        "instance/*": {**REQUESTED, **WITH_TEMPLATE},
+        "volume/*": {**REQUESTED, **WITH_TEMPLATE},
         "subnet/subnet-1": WITH_TEMPLATE,
         "network-interface/*": WITH_TEMPLATE,
         "security-group/sg-1": OF_TEMPLATE,
         "key-pair/people": OF_TEMPLATE,
         "spot-instances-request/*": {},
     }
-    tagged = {**ASKED, "aws:TagKeys": [POOL_TAG, "remuda:provision"]}
+    tagged = {**REQUESTED, "aws:TagKeys": [POOL_TAG, "remuda:provision"]}
     return [
         request("ec2:CreateFleet", arn("ec2", "fleet/*")),
-        request("ec2:CreateFleet", TEMPLATE, OURS),
-        request("ec2:RunInstances", TEMPLATE, OURS, WITH_TEMPLATE),
+        request("ec2:CreateFleet", TEMPLATE, POOL_TAGS),
+        request("ec2:RunInstances", TEMPLATE, POOL_TAGS, WITH_TEMPLATE),
         request("ec2:RunInstances", f"arn:aws:ec2:{REGION}::image/ami-1", OF_TEMPLATE),
         *(request("ec2:RunInstances", arn("ec2", kind), context) for kind, context in kinds.items()),
         *(
@@ -165,7 +165,7 @@ def launch() -> list[Request]:
     ]
 
 
-def dynamodb(operation: str, who: str) -> list[Request]:
+def dynamodb(operation: str, who: str) -> list[IamRequest]:
     action = f"dynamodb:{PARTS.get(operation, operation)}"
     if who == "agent":
         own = (KEYS.control if operation == "GetItem" else KEYS.report)(INSTANCE)
@@ -178,7 +178,7 @@ def dynamodb(operation: str, who: str) -> list[Request]:
     ]
 
 
-def ec2(operation: str, who: str) -> list[Request]:
+def ec2(operation: str, who: str) -> list[IamRequest]:
     action = f"ec2:{operation}"
     if operation.startswith("Describe"):
         return [request(action, "*")]
@@ -186,73 +186,73 @@ def ec2(operation: str, who: str) -> list[Request]:
         return launch()
     if operation == "CreateLaunchTemplate":
         created = {"ec2:CreateAction": operation, "aws:TagKeys": [POOL_TAG]}
-        return [request(action, TEMPLATE, ASKED), request("ec2:CreateTags", TEMPLATE, ASKED, created)]
+        return [request(action, TEMPLATE, REQUESTED), request("ec2:CreateTags", TEMPLATE, REQUESTED, created)]
     if "LaunchTemplate" in operation:
-        return [request(action, TEMPLATE, OURS)]
+        return [request(action, TEMPLATE, POOL_TAGS)]
     if operation in {"CreateTags", "DeleteTags"}:
-        return [request(action, MACHINE, OURS, {"aws:TagKeys": ["ghr:orphan"]})]
-    source = {"ec2:SourceInstanceARN": MACHINE, "ec2:InstanceID": INSTANCE} if who == "agent" else {}
-    return [request(action, MACHINE, OURS, source)]
+        return [request(action, INSTANCE_ARN, POOL_TAGS, {"aws:TagKeys": ["ghr:orphan"]})]
+    source = {"ec2:SourceInstanceARN": INSTANCE_ARN, "ec2:InstanceID": INSTANCE} if who == "agent" else {}
+    return [request(action, INSTANCE_ARN, POOL_TAGS, source)]
 
 
-def sqs(operation: str, _who: str) -> list[Request]:
-    # IAM knows no batches.
+def sqs(operation: str, _who: str) -> list[IamRequest]:
+    # IAM has no separate actions for batches.
     return [request(f"sqs:{operation.removesuffix('Batch')}", arn("sqs", f"remuda-{POOL}-large"))]
 
 
-def iam(operation: str, _who: str) -> list[Request]:
+def iam(operation: str, _who: str) -> list[IamRequest]:
     return [request(f"iam:{operation}", f"arn:aws:iam::{ACCOUNT}:instance-profile/remuda-{POOL}-agent")]
 
 
-ASKS = {"dynamodb": dynamodb, "ec2": ec2, "iam": iam, "sqs": sqs}
+REQUESTS_OF = {"dynamodb": dynamodb, "ec2": ec2, "iam": iam, "sqs": sqs}
 
 
 @pytest.mark.parametrize(
     ("who", "service", "operation"),
     [(who, service, name) for who, calls in CALLS.items() for service in SERVICES for name in sorted(calls[service])],
 )
-def test_who_makes_a_call_may_make_it(who, service, operation):
-    refused = [asked for asked in ASKS[service](operation, who) if not allows(MADE[who], asked)]
-    assert not refused
+def test_a_policy_allows_the_calls_of_its_holder(who, service, operation):
+    denied = [each for each in REQUESTS_OF[service](operation, who) if not allows(POLICIES[who], each)]
+    assert not denied
 
 
 @pytest.mark.parametrize("who", CALLS)
-def test_who_does_not_make_a_call_may_not_make_it(who):
-    asks = [
-        (service, name, asked)
+def test_a_policy_denies_all_other_calls(who):
+    requests = [
+        (service, name, each)
         for service in SERVICES
         for name in {name for calls in CALLS.values() for name in calls[service]} - CALLS[who][service]
-        # As the control plane asks it.
-        for asked in ASKS[service](name, "refresh")
-        if asked.action == f"{service}:{name.removesuffix('Batch')}"
+        # As the control plane makes them.
+        for each in REQUESTS_OF[service](name, "refresh")
+        if each.action == f"{service}:{name.removesuffix('Batch')}"
     ]
-    assert asks
-    assert not [(service, name) for service, name, asked in asks if allows(MADE[who], asked)]
+    assert requests
+    assert not [(service, name) for service, name, each in requests if allows(POLICIES[who], each)]
 
 
-def test_what_is_read_once_at_refresh():
+def test_scheduled_commands_may_read_the_secret():
     for who in ("refresh", "scale-down"):
-        assert allows(MADE[who], request("secretsmanager:GetSecretValue", CREDENTIAL))
+        assert allows(POLICIES[who], request("secretsmanager:GetSecretValue", CREDENTIAL))
 
 
 @pytest.mark.parametrize("who", ["refresh", "scale-down"])
-def test_a_function_writes_its_own_log(who):
+def test_a_function_may_write_only_its_own_log(who):
     other = {"refresh": "scale-down", "scale-down": "refresh"}[who]
     for action in ("logs:CreateLogStream", "logs:PutLogEvents"):
         for group, is_allowed in ((who, True), (other, False), ("agent", False)):
             stream = arn("logs", f"log-group:/remuda/{POOL}/{group}:log-stream:1")
-            assert allows(MADE[f"{who}-logs"], request(action, stream)) is is_allowed
+            assert allows(POLICIES[f"{who}-logs"], request(action, stream)) is is_allowed
 
 
 @pytest.mark.parametrize("parameter", ["/aws/service/ami-amazon-linux-latest/al2023", f"/remuda/{POOL}/ami"])
-def test_images_are_resolved(parameter):
+def test_a_workflow_may_resolve_images(parameter):
     account = "" if parameter.startswith("/aws") else ACCOUNT
-    asked = request("ssm:GetParameters", f"arn:aws:ssm:{REGION}:{account}:parameter{parameter}")
-    assert allows(MADE["workflow"], asked)
+    lookup = request("ssm:GetParameters", f"arn:aws:ssm:{REGION}:{account}:parameter{parameter}")
+    assert allows(POLICIES["workflow"], lookup)
 
 
-def test_the_list_of_calls_is_that_of_the_adapters():
-    """Each names the operations that it calls: one that is new there belongs into the list, and into a policy."""
+def test_the_list_of_calls_matches_the_adapters():
+    """A new operation in an adapter belongs into the list above and into a policy."""
     (folder,) = remuda.adapters.aws.__path__
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(Path(folder).rglob("*.py")))
     words = set(re.findall(r'"([A-Z][A-Za-z]+)"', text))

@@ -9,7 +9,7 @@ import pytest
 from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import ScopeTokens
 from remuda.domain.provision import ProvisionStatus
-from remuda.domain.reporting.warnings import ENDING_TAKES_S, PoolWarning, find_warnings
+from remuda.domain.reporting.warnings import MAX_TERMINATION_S, PoolWarning, find_warnings
 from remuda.domain.signals import Report
 from tests.support.builders import in_state
 from tests.support.records import NOW, at, instance, instance_id, pool_config, provision
@@ -51,8 +51,8 @@ def test_a_machine_that_boots_need_not_have_a_heartbeat() -> None:
 
 
 def test_an_end_that_nobody_confirms_is_stuck() -> None:
-    assert found(in_state(State.TERMINATING, threshold=at(-ENDING_TAKES_S + 1))) == []
-    assert [item.kind for item in found(in_state(State.TERMINATING, threshold=at(-ENDING_TAKES_S - 1)))] == ["stuck"]
+    assert found(in_state(State.TERMINATING, threshold=at(-MAX_TERMINATION_S + 1))) == []
+    assert [item.kind for item in found(in_state(State.TERMINATING, threshold=at(-MAX_TERMINATION_S - 1)))] == ["stuck"]
 
 
 def test_a_spot_notice_is_told() -> None:

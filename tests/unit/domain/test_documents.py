@@ -13,7 +13,7 @@ from remuda.domain.instance import HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.resources import PoolMessage
-from remuda.domain.serialization import MAX_WHOLE, camel, from_document, to_document, to_jsonable
+from remuda.domain.serialization import MAX_INTEGER, camel, from_document, to_document, to_jsonable
 from remuda.domain.signals import Report, Signal
 from tests.support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
 
@@ -44,7 +44,7 @@ def test_a_record_survives_json(record: Any) -> None:
     assert from_document(type(record), json.loads(text)) == record
 
 
-wholes = st.integers(-MAX_WHOLE, MAX_WHOLE)
+wholes = st.integers(-MAX_INTEGER, MAX_INTEGER)
 
 
 @given(

@@ -16,7 +16,7 @@ from remuda.domain.instance import HistoryEntry, Instance, RetireReason, State
 from remuda.domain.provision import Provision
 from remuda.domain.provision_outcome import AcquiredRunner, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.timeline import MachinePhase, clipped, levels, lifetime, spans_of
+from remuda.domain.reporting.timeline import MachinePhase, clip, lifetime, mean_counts, spans_of
 from remuda.domain.reporting.usage import UsageReport, instance_cost, quantile, usage_report, usage_summary
 from remuda.domain.resources import UsageClass
 from tests.support.records import at, entry, instance, instance_id, provision
@@ -131,9 +131,9 @@ def test_reuse_and_waiting_times_by_kind() -> None:
     assert (found.reused, found.created, found.provisions) == (11, 4, 7)
     assert found.reuse_rate == pytest.approx(11 / 15)
     assert found.kinds == {"cold": 1, "mixed": 1, "warm": 3, "failed": 1, "unknown": 1}
-    assert found.times["warm"].p50 == pytest.approx(2.0)
-    assert found.times["warm"].p95 == pytest.approx(2.9)
-    assert found.times["cold"].count == 1
+    assert found.provision_times["warm"].p50 == pytest.approx(2.0)
+    assert found.provision_times["warm"].p95 == pytest.approx(2.9)
+    assert found.provision_times["cold"].count == 1
     assert found.failures == {"no room": 1}
 
 
@@ -230,9 +230,7 @@ def test_every_cut_of_the_cost_adds_up(
     for cut in (costs.by_phase, costs.by_class, costs.by_usage, costs.by_type, costs.by_run):
         assert sum(cut.values()) == pytest.approx(costs.total)
     spans = [
-        span
-        for item, history in lives
-        for span in clipped(spans_of(item, history, now=until), since=since, until=until)
+        span for item, history in lives for span in clip(spans_of(item, history, now=until), since=since, until=until)
     ]
     assert sum(found.hours.values()) == pytest.approx(sum(span.seconds for span in spans) / 3_600)
     assert sum(found.hours.values()) <= len(lives) * length_s / 3_600 + 1e-9
@@ -258,13 +256,13 @@ def test_what_fits_a_glance_is_what_the_ledger_says(
 def test_levels_hold_all_the_time_there_was(lives: list[tuple[Instance, list[HistoryEntry]]], steps: int) -> None:
     since, until = at(0), at(5_000)
     spans = [span for item, history in lives for span in spans_of(item, history, now=NOW)]
-    found = levels(spans, since=since, until=until, steps=steps)
+    found = mean_counts(spans, since=since, until=until, steps=steps)
     assert len(found) == steps
     width = (until - since) / steps
-    inside = sum(span.seconds for span in clipped(spans, since=since, until=until))
+    inside = sum(span.seconds for span in clip(spans, since=since, until=until))
     assert sum(sum(step.values()) for step in found) * width.total_seconds() == pytest.approx(inside, abs=1e-3)
     assert all(sum(step.values()) <= len(lives) + 1e-6 for step in found)
 
 
 def test_a_time_without_length_has_no_levels() -> None:
-    assert levels([], since=NOW, until=NOW, steps=3) == [{}, {}, {}]
+    assert mean_counts([], since=NOW, until=NOW, steps=3) == [{}, {}, {}]

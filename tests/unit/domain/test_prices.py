@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
-from remuda.domain.reporting.prices import PriceTable, SpotPoint, mean_spot, parse_prices
+from remuda.domain.reporting.prices import PriceTable, SpotPrice, mean_spot_prices, parse_prices
 from remuda.domain.resources import UsageClass
 from tests.support.records import at
 
@@ -94,19 +94,19 @@ def test_what_is_shipped_is_dated_and_has_the_common_types() -> None:
     assert shipped.on_demand["c6i.xlarge"] == pytest.approx(2 * shipped.on_demand["c6i.large"])
 
 
-def point(price: float, seconds: float, zone: str = "a", name: str = "c6i.large") -> SpotPoint:
-    return SpotPoint(instance_type=name, zone=zone, at=at(seconds), price=price)
+def point(price: float, seconds: float, zone: str = "a", name: str = "c6i.large") -> SpotPrice:
+    return SpotPrice(instance_type=name, zone=zone, at=at(seconds), price=price)
 
 
 def test_a_mean_over_time() -> None:
     """It cost 0.1 before the time began and until half of it, then 0.3."""
     points = [point(0.3, 50), point(0.1, -1_000)]
-    assert mean_spot(points, since=at(0), until=at(100)) == {"c6i.large": pytest.approx(0.2)}
+    assert mean_spot_prices(points, since=at(0), until=at(100)) == {"c6i.large": pytest.approx(0.2)}
 
 
 def test_a_mean_over_zones_and_by_type() -> None:
     points = [point(0.1, 0), point(0.3, 0, "b"), point(7.0, 0, name="m6i.large")]
-    assert mean_spot(points, since=at(0), until=at(100)) == {
+    assert mean_spot_prices(points, since=at(0), until=at(100)) == {
         "c6i.large": pytest.approx(0.2),
         "m6i.large": pytest.approx(7.0),
     }
@@ -118,5 +118,5 @@ def test_a_mean_over_zones_and_by_type() -> None:
 )
 def test_a_mean_lies_between_the_prices(changes: list[tuple[float, float, str]], length_s: float) -> None:
     points = [point(price, seconds, zone) for price, seconds, zone in changes]
-    found = mean_spot(points, since=at(0), until=at(length_s))["c6i.large"]
+    found = mean_spot_prices(points, since=at(0), until=at(length_s))["c6i.large"]
     assert min(item[0] for item in changes) - 1e-9 <= found <= max(item[0] for item in changes) + 1e-9

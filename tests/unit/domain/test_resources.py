@@ -29,7 +29,7 @@ from remuda.domain.resources import (
     check_run_id,
     check_scope,
     is_instance_id,
-    misfit,
+    mismatch,
     parse_classes,
 )
 from tests.support.records import message
@@ -177,8 +177,8 @@ WANTED = RunnerRequest(
 
 
 def test_a_message_that_offers_as_much_or_more_fits() -> None:
-    assert misfit(message(), WANTED) is None
-    assert misfit(message(cpu=64, memory_mib=99_999), WANTED) is None
+    assert mismatch(message(), WANTED) is None
+    assert mismatch(message(cpu=64, memory_mib=99_999), WANTED) is None
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_a_message_that_offers_as_much_or_more_fits() -> None:
     ],
 )
 def test_one_thing_amiss_is_a_misfit_with_its_reason(changed: dict[str, Any], why: str) -> None:
-    assert misfit(message(**changed), WANTED) == why
+    assert mismatch(message(**changed), WANTED) == why
 
 
 def test_a_trusted_machine_does_not_fit_an_untrusted_run() -> None:
-    assert misfit(message(), replace(WANTED, tier=Tier.UNTRUSTED)) is not None
+    assert mismatch(message(), replace(WANTED, tier=Tier.UNTRUSTED)) is not None
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_whose_tier_a_run_may_be_given(reuse: Reuse, tier: Tier, admitted: tuple
 
 def test_a_machine_of_another_repository_does_not_fit_where_the_policy_asks() -> None:
     wanted = replace(WANTED, reuse=Reuse.SAME_REPO, repository="octo/one")
-    assert misfit(message(repository="octo/one"), wanted) is None
-    assert misfit(message(repository="octo/two"), wanted) == "served octo/two, not octo/one alone"
-    assert misfit(message(), wanted) == "served more than one repository, not octo/one alone"
-    assert misfit(message(repository="octo/two"), WANTED) is None
+    assert mismatch(message(repository="octo/one"), wanted) is None
+    assert mismatch(message(repository="octo/two"), wanted) == "served octo/two, not octo/one alone"
+    assert mismatch(message(), wanted) == "served more than one repository, not octo/one alone"
+    assert mismatch(message(repository="octo/two"), WANTED) is None
 
 
 @pytest.mark.parametrize("text", ["octo", "octo/", "a b/c", "octo/r\n", "octo/r/s", "x" * 300])

@@ -22,7 +22,7 @@ from remuda.domain.scale_down.decisions import (
     renewals,
     within_budget,
 )
-from remuda.domain.scale_down.fleet import FleetMachine, Registration, match
+from remuda.domain.scale_down.fleet import FleetMachine, Registration, match_registrations
 from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, Quota, quota_at
 from tests.support.records import NOW, at, instance, instance_id
 from tests.support.scripted_fleet import machine
@@ -46,7 +46,7 @@ def judge(
 ) -> list[Decision]:
     ids = [item.instance_id for item in machines]
     scopes = {item.scope for item in machines if item.scope}
-    known = {scope: None if runners is None else match(ids, runners) for scope in scopes}
+    known = {scope: None if runners is None else match_registrations(ids, runners) for scope in scopes}
     return decide_active(machines, known, policy or ScaleDownPolicy(), quota or Quota(), NOW)
 
 
@@ -57,12 +57,12 @@ def judge(
     ("lookup", "action", "word"),
     [
         (Lookup(found=registration(1, online=False, busy=True)), Action.TERMINATE, "offline and busy"),
-        (Lookup(found=None), Action.TERMINATE, "knows no runner"),
+        (Lookup(found=None), Action.TERMINATE, "has no runner"),
         (Lookup(found=registration(1, online=True, busy=True)), Action.UNMARK_ORPHAN, "online and busy"),
         (Lookup(found=registration(1, online=True)), Action.UNMARK_ORPHAN, "online and idle"),
         (Lookup(found=registration(1, online=False)), Action.UNMARK_ORPHAN, "offline and idle"),
-        (Lookup(found=registration(2, busy=True)), Action.TERMINATE, "not its own"),
-        (Lookup(failed="500"), Action.SKIP, "could not be asked"),
+        (Lookup(found=registration(2, busy=True)), Action.TERMINATE, "another machine's"),
+        (Lookup(failed="500"), Action.SKIP, "request to GitHub failed"),
     ],
 )
 def test_an_orphan_with_a_runner_id(lookup: Lookup, action: Action, word: str) -> None:
@@ -128,9 +128,9 @@ def test_an_orphan_whose_owner_is_unclear_is_left_alone_where_it_has_an_id(owner
         (6 * MINUTE, registration(1, busy=True), 0, Action.KEEP, "busy"),
         (6 * MINUTE, registration(1), 0, Action.TERMINATE, "idle"),
         (5 * MINUTE, registration(1), 0, Action.TERMINATE, "idle"),
-        (6 * MINUTE, None, 9, Action.MARK_ORPHAN, "not on GitHub"),
-        (5 * MINUTE, None, 0, Action.MARK_ORPHAN, "not on GitHub"),
-        (4 * MINUTE, None, 0, Action.KEEP, "still booting"),
+        (6 * MINUTE, None, 9, Action.MARK_ORPHAN, "not registered"),
+        (5 * MINUTE, None, 0, Action.MARK_ORPHAN, "not registered"),
+        (4 * MINUTE, None, 0, Action.KEEP, "booting"),
         (None, registration(1), 0, Action.KEEP, "unknown age"),
         (None, None, 0, Action.KEEP, "unknown age"),
         (-60, registration(1), 0, Action.KEEP, "too young"),
@@ -201,10 +201,10 @@ def test_a_budget_lets_those_go_that_are_evicted_first() -> None:
 
 def test_a_runner_belongs_to_the_machine_whose_id_its_name_ends_with() -> None:
     own, other = registration(1), registration(2)
-    found = match([instance_id(1), instance_id(3)], [own, other, registration(1, runner_id=9)])
+    found = match_registrations([instance_id(1), instance_id(3)], [own, other, registration(1, runner_id=9)])
     assert found == {instance_id(1): (own, registration(1, runner_id=9))}
     upper = Registration(runner_id=1, name=instance_id(10).upper(), online=True, busy=False)
-    assert not match([instance_id(10)], [upper])
+    assert not match_registrations([instance_id(10)], [upper])
 
 
 # Windows

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from remuda.domain.errors import UserError
 from remuda.domain.resources import Tier, repository_of
-from remuda.domain.trust import decide, trust_of
+from remuda.domain.trust import decide_trust, trust_of
 
 HOME, FORK = {"full_name": "octo/repo"}, {"full_name": "eve/repo"}
 
@@ -36,30 +36,30 @@ UNTRUSTED: list[tuple[str, Any, str]] = [
         "from fork",
     ),
     # A fork that was deleted since.
-    ("pull_request", pull_request(None), "not told, or is gone"),
-    ("pull_request", pull_request({}), "not told, or is gone"),
-    ("pull_request", pull_request({"full_name": 7}), "not told, or is gone"),
-    ("pull_request", pull_request({"full_name": "octo/repo\n::set-output"}), "not told, or is gone"),
-    ("pull_request", pull_request({"full_name": "octo"}), "not told, or is gone"),
-    ("pull_request", {"pull_request": {"head": {"repo": HOME}}}, "not told, or is gone"),
-    ("pull_request", {"pull_request": "octo/repo"}, "not told, or is gone"),
-    ("pull_request", {}, "not told, or is gone"),
+    ("pull_request", pull_request(None), "unknown or deleted repository"),
+    ("pull_request", pull_request({}), "unknown or deleted repository"),
+    ("pull_request", pull_request({"full_name": 7}), "unknown or deleted repository"),
+    ("pull_request", pull_request({"full_name": "octo/repo\n::set-output"}), "unknown or deleted repository"),
+    ("pull_request", pull_request({"full_name": "octo"}), "unknown or deleted repository"),
+    ("pull_request", {"pull_request": {"head": {"repo": HOME}}}, "unknown or deleted repository"),
+    ("pull_request", {"pull_request": "octo/repo"}, "unknown or deleted repository"),
+    ("pull_request", {}, "unknown or deleted repository"),
     ("pull_request", None, "cannot be read"),
     ("pull_request", [], "cannot be read"),
     ("workflow_run", workflow_run(FORK), "workflow run from fork eve/repo"),
-    ("workflow_run", workflow_run(None), "not told, or is gone"),
+    ("workflow_run", workflow_run(None), "unknown or deleted repository"),
     ("workflow_run", workflow_run(HOME, "issue_comment"), "does not say whose code"),
     ("workflow_run", workflow_run(HOME, "workflow_run"), "does not say whose code"),
     ("workflow_run", workflow_run(HOME, None), "does not say whose code"),
     ("workflow_run", workflow_run(FORK, "pull_request"), "workflow run from fork eve/repo"),
     ("workflow_run", None, "cannot be read"),
-    ("Pull_Request", pull_request(HOME), "not known whose code"),
-    (" push", None, "not known whose code"),
-    ("of_tomorrow", None, "not known whose code"),
-    ("issue_comment", {"issue": {"pull_request": {"url": "u"}}}, "whose code"),
-    ("issue_comment", {"issue": {"pull_request": {}}}, "whose code"),
-    ("issue_comment", {"issue": None}, "cannot be read"),
-    ("issue_comment", {}, "cannot be read"),
+    ("Pull_Request", pull_request(HOME), "unknown whose code"),
+    (" push", None, "unknown whose code"),
+    ("of_tomorrow", None, "unknown whose code"),
+    ("issue_comment", {"issue": {"pull_request": {"url": "u"}}}, "may come from a fork"),
+    ("issue_comment", {"issue": {"pull_request": {}}}, "may come from a fork"),
+    ("issue_comment", {"issue": None}, "without a readable issue"),
+    ("issue_comment", {}, "without a readable issue"),
     ("issue_comment", None, "cannot be read"),
 ]
 TRUSTED: list[tuple[str, Any, str]] = [
@@ -117,20 +117,23 @@ def test_whatever_a_payload_holds_there_is_an_answer_on_one_line(event: str, pay
 
 
 def test_without_an_event_a_person_decides() -> None:
-    assert (decide("", None, None).tier, decide("", None, Tier.TRUSTED).tier) == (Tier.TRUSTED, Tier.TRUSTED)
-    lowered = decide("", None, Tier.UNTRUSTED)
-    assert (lowered.tier, lowered.why) == (Tier.UNTRUSTED, "asked for")
+    assert (decide_trust("", None, None).tier, decide_trust("", None, Tier.TRUSTED).tier) == (
+        Tier.TRUSTED,
+        Tier.TRUSTED,
+    )
+    lowered = decide_trust("", None, Tier.UNTRUSTED)
+    assert (lowered.tier, lowered.why) == (Tier.UNTRUSTED, "requested")
 
 
 def test_who_asks_may_lower_what_the_event_says() -> None:
-    assert decide("push", None, Tier.UNTRUSTED).tier is Tier.UNTRUSTED
-    assert decide("push", None, Tier.TRUSTED).tier is Tier.TRUSTED
-    assert "fork" in decide("pull_request", pull_request(FORK), Tier.UNTRUSTED).why
+    assert decide_trust("push", None, Tier.UNTRUSTED).tier is Tier.UNTRUSTED
+    assert decide_trust("push", None, Tier.TRUSTED).tier is Tier.TRUSTED
+    assert "fork" in decide_trust("pull_request", pull_request(FORK), Tier.UNTRUSTED).why
 
 
 def test_and_never_raise_it() -> None:
-    with pytest.raises(UserError, match=r"tier is trusted, but the event says untrusted: pull request #12") as refused:
-        decide("pull_request", pull_request(FORK), Tier.TRUSTED)
+    with pytest.raises(UserError, match=r"tier is trusted, but the event is untrusted: pull request #12") as refused:
+        decide_trust("pull_request", pull_request(FORK), Tier.TRUSTED)
     assert (refused.value.field, "--tier" in refused.value.fix) == ("tier", True)
 
 
@@ -149,5 +152,5 @@ def test_the_repository_of_a_run(scope: str, given: str, known: str) -> None:
 
 
 def test_runners_of_an_organisation_serve_no_other() -> None:
-    with pytest.raises(UserError, match="runners of octo do not serve"):
+    with pytest.raises(UserError, match="is not a repository of octo"):
         repository_of("octo", "octocat/repo")

@@ -1,4 +1,4 @@
-"""Configuration from people and their files: each wrong thing gets its sentence, before any call is made."""
+"""Random configuration: every invalid value is a `UserError`, raised before any call."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from tests.support.mutations import (
 )
 from tests.support.records import NOW
 
-#: No input of this size may take longer, on the slowest machine.
-LONGEST_S = 20.0
+#: Limit for the time that one input may take, on a slow computer.
+MAX_SECONDS = 20.0
 
 texts = st.text(max_size=40) | st.sampled_from(TEXTS) | st.text(alphabet="*/,-#?L0123456789 SUNMON", max_size=30)
 
 
-def judged(work: Callable[[], Any]) -> Any:
-    """The result, or None where it was refused as it should be."""
+def result_or_rejected(work: Callable[[], Any]) -> Any:
+    """The result, or None if it raised a well-formed `UserError`."""
     began = time.monotonic()
     try:
         return work()
@@ -59,7 +59,7 @@ def judged(work: Callable[[], Any]) -> Any:
         check_told(error)
         return None
     finally:
-        assert time.monotonic() - began < LONGEST_S
+        assert time.monotonic() - began < MAX_SECONDS
 
 
 # Settings ---------------------------------------------------------------------------------------------------------
@@ -84,16 +84,16 @@ PRICES = {
 @example(values={"resource_class_config": '{"' + LONE + '": {"cpu": 1, "mmem": 1}}'}, flags=True)
 @example(values={"github_api_url": "http://[::1"}, flags=True)
 @example(values={"dir": "\x00"}, flags=True)
-def test_settings_of_flags_and_variables(values: dict[str, Any], flags: bool) -> None:  # noqa: FBT001 - drawn
+def test_random_flags_and_variables_are_accepted_or_rejected_cleanly(values: dict[str, Any], flags: bool) -> None:  # noqa: FBT001 - drawn
     if flags:
-        judged(lambda: load(values, environ={}))
+        result_or_rejected(lambda: load(values, environ={}))
     else:
         environ = {
             variable(name): str(value)
             for name, value in values.items()
             if not isinstance(value, int) or abs(value) < 10**99
         }
-        judged(lambda: load({}, environ=environ))
+        result_or_rejected(lambda: load({}, environ=environ))
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +131,16 @@ toml_values = st.sampled_from(
 )
 @example(data=b"pool = 7\n[scale_down]\nidle_config = 7")
 @example(data=b"\xff")
-def test_settings_of_a_file(file: Path, data: bytes) -> None:
+def test_random_settings_files_are_accepted_or_rejected_cleanly(file: Path, data: bytes) -> None:
     file.write_bytes(data)
-    judged(lambda: load({}, environ={}, file=file))
+    result_or_rejected(lambda: load({}, environ={}, file=file))
 
 
 @fuzzed()
 @given(mutated(CLASSES) | any_json)
 @example({"large": {"cpu": 10**5_000, "mmem": 1}})
-def test_resource_classes(document: Any) -> None:
-    judged(lambda: parse_classes(document))
+def test_random_resource_classes(document: Any) -> None:
+    result_or_rejected(lambda: parse_classes(document))
 
 
 @fuzzed()
@@ -150,8 +150,8 @@ def test_resource_classes(document: Any) -> None:
 @example([{**WINDOWS[0], "timeZone": "\x00"}])
 @example([{**WINDOWS[0], "timeZone": "x" * 5_000}])
 @example([{**WINDOWS[0], "evictionStrategy": []}])
-def test_idle_windows(document: Any) -> None:
-    windows = judged(lambda: parse_idle_config(document, zone_of=time_zone))
+def test_random_idle_windows(document: Any) -> None:
+    windows = result_or_rejected(lambda: parse_idle_config(document, zone_of=time_zone))
     assert quota_at(windows or (), NOW).idle_count >= 0
 
 
@@ -162,7 +162,7 @@ def test_idle_windows(document: Any) -> None:
 @example("\u0661 * * * *")
 @example("ß * * * *")
 @example(("," * 199) + " ")
-def test_a_cron(text: str) -> None:
+def test_random_cron_expressions(text: str) -> None:
     try:
         cron = parse_cron(text)
     except ValueError:
@@ -174,9 +174,9 @@ def test_a_cron(text: str) -> None:
 @given(data=spoiled_text(PRICES))
 @example(data=json.dumps({**PRICES, "spot": {"a": 10**400}}).encode())
 @example(data=json.dumps({**PRICES, "spot": {ESCAPES: "x" * 5_000}}).encode())
-def test_a_file_of_prices(file: Path, data: bytes) -> None:
+def test_random_price_files(file: Path, data: bytes) -> None:
     file.write_bytes(data)
-    table = judged(lambda: read_prices(file))
+    table = result_or_rejected(lambda: read_prices(file))
     if table is not None:
         assert all(0 <= price < 1e9 for price in {**table.on_demand, **table.spot}.values())
 
@@ -184,15 +184,15 @@ def test_a_file_of_prices(file: Path, data: bytes) -> None:
 @fuzzed()
 @given(mutated(PRICES) | any_json)
 @example({**PRICES, "spot": {"a": 10**5_000}})
-def test_prices(document: Any) -> None:
-    judged(lambda: parse_prices(document))
+def test_random_price_tables(document: Any) -> None:
+    result_or_rejected(lambda: parse_prices(document))
 
 
 @fuzzed()
 @given(texts)
-def test_words_of_a_command(text: str) -> None:
+def test_random_arguments(text: str) -> None:
     for parse in (TypePatterns.parse, check_run_id, check_scope):
-        judged(lambda parse=parse: parse(text))  # type: ignore[misc]
+        result_or_rejected(lambda parse=parse: parse(text))  # type: ignore[misc]
     found = parse_duration(text)
     assert found is None or timedelta(seconds=found) >= timedelta(0)
 
@@ -201,29 +201,29 @@ def test_words_of_a_command(text: str) -> None:
 @given(
     st.dictionaries(st.sampled_from(["ami", "subnet-ids", "security-group-ids", "machines", "boot-delay", "x"]), texts)
 )
-def test_launch_options(launch: dict[str, str]) -> None:
-    """They are read from the stored configuration again, at every launch."""
-    judged(lambda: Ec2LaunchOptions.parse(launch))
-    judged(lambda: LocalOptions.parse(launch))
+def test_random_launch_options(launch: dict[str, str]) -> None:
+    """Launch options are parsed again from the stored configuration at every launch."""
+    result_or_rejected(lambda: Ec2LaunchOptions.parse(launch))
+    result_or_rejected(lambda: LocalOptions.parse(launch))
 
 
-# The action's inputs, the Lambda function's events ----------------------------------------------------------------
+# Action inputs and Lambda events ----------------------------------------------------------------------------------
 
 
 @fuzzed()
 @given(st.dictionaries(st.sampled_from(["mode", "aws-region", "dry-run", "run-id", "config", "pool"]), texts))
-def test_inputs_of_a_step(given_ones: dict[str, str]) -> None:
+def test_random_action_inputs(given_ones: dict[str, str]) -> None:
     inputs = read_inputs({input_variable(name): value for name, value in given_ones.items()})
-    judged(lambda: (inputs.mode, inputs.flags(), inputs.unused()))
-    judged(lambda: inputs.region)
-    judged(lambda: inputs.switch("dry-run"))
-    assert all(name in SETTINGS_BY_MODE for name in [judged(lambda: inputs.mode)] if name)
+    result_or_rejected(lambda: (inputs.mode, inputs.flags(), inputs.unused()))
+    result_or_rejected(lambda: inputs.region)
+    result_or_rejected(lambda: inputs.switch("dry-run"))
+    assert all(name in SETTINGS_BY_MODE for name in [result_or_rejected(lambda: inputs.mode)] if name)
 
 
 @fuzzed()
 @given(st.text(max_size=60) | st.sampled_from(TEXTS))
-def test_lines_of_a_log(text: str) -> None:
-    """None of them is a command to the runner, or moves a cursor."""
+def test_log_lines_contain_no_commands_or_control_characters(text: str) -> None:
+    """No line is a workflow command or contains an escape sequence."""
     for line in plain_lines(text):
         assert not line.lstrip().startswith("::")
         assert "##[" not in line
@@ -237,8 +237,8 @@ def test_lines_of_a_log(text: str) -> None:
 )
 @example({"command": "refresh", "dry_run": 10**5_000})
 @example({"command": 10**5_000})
-def test_an_event(event: Any) -> None:
-    order = judged(lambda: parse_event(event))
+def test_random_lambda_events(event: Any) -> None:
+    order = result_or_rejected(lambda: parse_event(event))
     assert order is None or order.name in {"refresh", "scale-down"}
 
 
@@ -265,7 +265,7 @@ GITHUB = {"run_id": "77", "run_attempt": "1", "repository": "octo/repo"}
 
 
 def check_workflow(document: Any) -> None:
-    for job in judged(lambda: parse_workflow(document, GITHUB)) or ():
+    for job in result_or_rejected(lambda: parse_workflow(document, GITHUB)) or ():
         assert 0 < job.timeout_s <= 86_400
         for text in (job.name, *job.labels, *job.env.values(), *(step.run for step in job.steps)):
             assert len(text) <= 2 * MAX_TEXT
@@ -298,7 +298,7 @@ def check_workflow(document: Any) -> None:
     }
 )
 @example({"jobs": {str(n): {"runs-on": "x", "steps": [{"run": "x"}] * MAX_STEPS} for n in range(2)}})
-def test_a_workflow(document: Any) -> None:
+def test_random_workflows(document: Any) -> None:
     check_workflow(document)
 
 
@@ -327,11 +327,11 @@ GOOD_TEXT = yaml.safe_dump(WORKFLOW).encode()
 @example(b"on: 1" + b":59" * 5_000)
 @example(b"? [a, b]\n: 1")
 @example(b"\x00")
-def test_a_file_of_a_workflow(text: bytes) -> None:
+def test_random_workflow_files(text: bytes) -> None:
     began = time.monotonic()
     try:
         document = load_workflow(text)
     except ValueError:
         document = None
     check_workflow(document)
-    assert time.monotonic() - began < LONGEST_S
+    assert time.monotonic() - began < MAX_SECONDS

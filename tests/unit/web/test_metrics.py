@@ -21,7 +21,7 @@ from remuda.controlplane.read.status import PoolLevel, Status
 from remuda.domain.instance import HistoryEntry, State
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.provision_outcome import ProvisionOutcome
-from remuda.domain.reporting.warnings import KINDS, PoolWarning
+from remuda.domain.reporting.warnings import PoolWarning, WarningKind
 from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, RetireReason, advance
 from remuda.ports.calls import CallCounter
@@ -120,8 +120,8 @@ def test_heartbeats_open_provisions_and_warnings() -> None:
             reports=beats,
             runs=[provision(1, created_at=at(-30)), provision(2, created_at=at(-70)), ended(3)],
             warnings=[
-                PoolWarning(kind="stale-registration", subject="x", text="x"),
-                PoolWarning(kind="odd", subject="x", text="x"),
+                PoolWarning(kind=WarningKind.STALE_REGISTRATION, subject="x", text="x"),
+                PoolWarning(kind=WarningKind.STUCK, subject="x", text="x"),
             ],
         )
     )
@@ -131,8 +131,8 @@ def test_heartbeats_open_provisions_and_warnings() -> None:
     assert one(found, "remuda_instances_without_heartbeat", state="idle") == 0
     assert one(found, "remuda_open_provisions") == 2
     assert one(found, "remuda_open_provision_age_max_seconds") == 70
-    assert one(found, "remuda_warnings", kind="stale-registration") == one(found, "remuda_warnings", kind="other") == 1
-    assert {dict(labels)["kind"] for name, labels in found if name == "remuda_warnings"} == {*KINDS, "other"}
+    assert one(found, "remuda_warnings", kind="stale-registration") == one(found, "remuda_warnings", kind="stuck") == 1
+    assert {dict(labels)["kind"] for name, labels in found if name == "remuda_warnings"} == set(WarningKind)
     assert one(found, "remuda_last_poll_timestamp_seconds") == NOW.timestamp()
     assert one(found, "remuda_registration_token_expiry_timestamp_seconds") == at(3_600).timestamp()
 
@@ -255,7 +255,7 @@ def test_labels_do_not_grow_with_the_fleet() -> None:
     def series(count: int) -> int:
         metrics = fleet_metrics()
         fleet = [instance(n, run_id=str(n), resource_class=f"class-{n}") for n in range(count)]
-        warnings = [PoolWarning(kind=f"kind-{n}", subject=str(n), text=str(n)) for n in range(count)]
+        warnings = [PoolWarning(kind=WarningKind.STUCK, subject=str(n), text=str(n)) for n in range(count)]
         metrics.on_status(status(instances=fleet, warnings=warnings, runs=[ended(n, created=1) for n in range(count)]))
         lines = [entry(f"row-{n}", at=at(n), target=State.TERMINATING) for n in range(count)]
         metrics.add_histories({instance_id(n): [line] for n, line in enumerate(lines)})

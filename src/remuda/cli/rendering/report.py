@@ -28,12 +28,12 @@ def report_document(usage: UsageReport, *, pool: str) -> dict[str, Any]:
         "instances": usage.instances,
         "provisions": {"count": usage.provisions, "kinds": dict(usage.kinds)},
         "reuse": {"reused": usage.reused, "created": usage.created, "rate": _rounded(usage.reuse_rate)},
-        "provision_seconds": {kind: _times(times) for kind, times in usage.times.items()},
-        "ready_seconds": {source: _times(times) for source, times in usage.ready.items()},
+        "provision_seconds": {kind: _times(times) for kind, times in usage.provision_times.items()},
+        "ready_seconds": {source: _times(times) for source, times in usage.registration_times.items()},
         "instance_hours": _all_rounded(usage.hours),
         "cost": {
             "currency": usage.currency,
-            "prices": usage.priced,
+            "prices": usage.prices_as_of,
             "total": _rounded(costs.total),
             "by_state": _all_rounded(costs.by_phase),
             "by_class": _all_rounded(costs.by_class),
@@ -94,7 +94,7 @@ def in_order(values: Mapping[str, Any], order: Sequence[str]) -> list[str]:
 def headlines(usage: UsageReport) -> list[tuple[str, str]]:
     """Return the key figures, as pairs of label and value."""
     rate = usage.reuse_rate
-    warm, cold = usage.times.get("warm"), usage.times.get("cold")
+    warm, cold = usage.provision_times.get("warm"), usage.provision_times.get("cold")
     savings = usage.savings
     saved = format_duration(savings.waiting_s) if savings.boot_s is not None else "unknown: no boot time measured"
     return [
@@ -116,8 +116,8 @@ def _tables(usage: UsageReport, pool: str) -> Iterator[Any]:
     title = f"Pool {pool}, {usage.since:%Y-%m-%d %H:%M} to {usage.until:%Y-%m-%d %H:%M} UTC"
     yield table(title, ("figure", "value"), headlines(usage))
     times = [
-        (kind, str(usage.times[kind].count), f"{usage.times[kind].p50:.2f} s", f"{usage.times[kind].p95:.2f} s")
-        for kind in in_order(usage.times, KINDS)
+        (kind, str(stats.count), f"{stats.p50:.2f} s", f"{stats.p95:.2f} s")
+        for kind, stats in ((kind, usage.provision_times[kind]) for kind in in_order(usage.provision_times, KINDS))
     ]
     if times:
         yield table("Provisions", ("kind", "count", "p50", "p95"), times, numeric=_NUMERIC)
@@ -141,8 +141,8 @@ def _tables(usage: UsageReport, pool: str) -> Iterator[Any]:
             found = [(reason, str(int(count))) for reason, count in largest_first(counts)]
             yield table(title, ("reason", "count"), found, numeric=_NUMERIC)
     yield from (f"note: {note}" for note in usage.notes)
-    if usage.priced:
-        yield f"hourly prices: {usage.priced}; set your own with --prices"
+    if usage.prices_as_of:
+        yield f"hourly prices: {usage.prices_as_of}; set your own with --prices"
 
 
 def cost_breakdowns(usage: UsageReport) -> list[tuple[str, Mapping[str, float]]]:

@@ -84,7 +84,7 @@ def _sections(usage: UsageReport) -> Iterator[str]:
             yield f"<h2>{title}</h2>"
             yield _table(("reason", "count"), [(reason, str(int(count))) for reason, count in largest_first(counts)])
     yield "<h2>Notes</h2>"
-    priced = f"Hourly prices: {usage.priced}. " if usage.priced else ""
+    priced = f"Hourly prices: {usage.prices_as_of}. " if usage.prices_as_of else ""
     yield f'<p class="note">{escape(priced)}Time is counted per second.</p>'
     yield from (f'<p class="note">{escape(note)}</p>' for note in usage.notes)
 
@@ -103,13 +103,13 @@ def _provisions(usage: UsageReport) -> Iterator[str]:
         )
         for point in usage.points
     ]
-    kinds = in_order(usage.times, KINDS)
+    kinds = in_order(usage.provision_times, KINDS)
     yield plots.legend(kinds)
     label = "Duration of each provision over time, by kind"
-    yield plots.scatter(points, since=usage.drawn_from, until=usage.until, label=label)
+    yield plots.scatter(points, since=usage.chart_start, until=usage.until, label=label)
     rows = [
-        (kind, str(usage.times[kind].count), f"{usage.times[kind].p50:.2f} s", f"{usage.times[kind].p95:.2f} s")
-        for kind in kinds
+        (kind, str(stats.count), f"{stats.p50:.2f} s", f"{stats.p95:.2f} s")
+        for kind, stats in ((kind, usage.provision_times[kind]) for kind in kinds)
     ]
     yield _table(("kind", "count", "p50", "p95"), rows)
 
@@ -125,7 +125,7 @@ def _instances(usage: UsageReport) -> Iterator[str]:
     ]
     yield plots.legend(phases)
     label = "Number of instances in each state over time"
-    yield plots.stacked(steps, phases, since=usage.drawn_from, until=usage.until, label=label)
+    yield plots.stacked(steps, phases, since=usage.chart_start, until=usage.until, label=label)
     yield plots.bar(usage.hours, phases, label="Instance hours by state", unit="hours")
     total = sum(usage.hours.values())
     rows = [

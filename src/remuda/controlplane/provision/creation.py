@@ -15,7 +15,7 @@ from remuda.controlplane.signal_waiter import StopReason
 from remuda.domain.errors import CapacityError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Instance, State, describe_retirement
 from remuda.domain.provision_outcome import RunnerSource
-from remuda.domain.resources import folded
+from remuda.domain.resources import normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Actor, create
@@ -156,7 +156,7 @@ class Creation:
             memory_mib=resource_class.memory_mib,
             scope=plan.scope,
             tier=plan.request.tier,
-            repository=folded(plan.repository),
+            repository=normalize_repository(plan.repository),
             retire_reason=plan.retire_reason,
             created_at=to_milliseconds(self._context.clock.now()),
             assignment=plan.assignment(launched.instance_id, 1),

@@ -14,7 +14,7 @@ from remuda.controlplane.context import Context
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import NotFound, RemudaError, UserError
 from remuda.domain.provision_outcome import RejectionKind
-from remuda.domain.resources import PoolMessage, RunnerRequest, misfit
+from remuda.domain.resources import PoolMessage, RunnerRequest, mismatch
 from remuda.ports.pool import BATCH, Delivery
 
 #: Seconds that a received message stays hidden from other provisions.
@@ -110,7 +110,7 @@ class PickupManager:
         elif (message.id, message.epoch) in self._in_progress:
             # A duplicate, or the same message again because its claim takes longer than the visibility timeout.
             self._copies.setdefault((message.id, message.epoch), []).append(delivery)
-        elif why := misfit(message, self._request):
+        elif why := mismatch(message, self._request):
             self._hold(delivery, message, why)
         elif not self._waiting_count():
             return False

@@ -12,7 +12,7 @@ from remuda.domain.instance import Assignment, Credential, RetireReason
 from remuda.domain.pool_config import PoolConfig, runner_name
 from remuda.domain.provision import Provision
 from remuda.domain.provision_outcome import MAX_REASON
-from remuda.domain.resources import Reuse, RunnerRequest, folded
+from remuda.domain.resources import Reuse, RunnerRequest, normalize_repository
 from remuda.domain.timestamps import to_milliseconds
 
 #: A provision stops acquiring instances this many seconds, or this fraction of its timeout, before its deadline,
@@ -88,7 +88,7 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
             patterns=request.patterns,
             tier=request.tier,
             reuse=config.reuse,
-            repository=folded(request.repository),
+            repository=normalize_repository(request.repository),
         ),
         scope=request.scope,
         repository=request.repository,

@@ -13,7 +13,7 @@ from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.provision_outcome import RejectionKind, RunnerSource
-from remuda.domain.resources import PoolMessage, folded
+from remuda.domain.resources import PoolMessage, normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.transitions import Actor, Claim, End, RetireReason, advance, presumed_idle
 from remuda.ports.pool import Delivery
@@ -100,7 +100,7 @@ class Selection:
                 threshold=plan.provision.deadline,
                 assignment=plan.assignment(message.id, message.epoch + 1),
                 reuse=plan.request.reuse,
-                repository=folded(plan.repository),
+                repository=normalize_repository(plan.repository),
                 margin_s=plan.config.lifetimes.margin_s,
             ),
             by=Actor.PROVISION,

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import Instance, State
-from remuda.domain.reporting.prices import PriceTable, mean_spot
+from remuda.domain.reporting.prices import PriceTable, mean_spot_prices
 from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.resources import UsageClass
 
@@ -51,7 +51,7 @@ async def _with_spot_prices(
         except RemudaError as error:
             notes.append(f"EC2's spot prices could not be read: {error.message}")
         else:
-            prices = prices.with_spot(mean_spot(points, since=since, until=until))
+            prices = prices.with_spot(mean_spot_prices(points, since=since, until=until))
     missing = sorted(types - set(prices.spot))
     if missing:
         notes.append(f"spot counts as on-demand, which is more than was paid, for {', '.join(missing)}")

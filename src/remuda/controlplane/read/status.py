@@ -13,7 +13,7 @@ from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, ProvisionStatus, describe_ended
-from remuda.domain.reporting.warnings import PoolWarning, find_warnings
+from remuda.domain.reporting.warnings import PoolWarning, WarningKind, find_warnings
 from remuda.domain.signals import Report
 from remuda.domain.stale_registrations import stale_registration_reason
 from remuda.ports.github import GitHubRunner
@@ -26,7 +26,7 @@ MAX_OPEN = timedelta(hours=1)
 #: number of requests.
 REGISTRATION_CHECK_INTERVAL_S = 60.0
 #: Kinds of warnings that need a request to GitHub.
-_GITHUB_WARNINGS = frozenset({"stale-registration", "github"})
+_GITHUB_WARNINGS = frozenset({WarningKind.STALE_REGISTRATION, WarningKind.GITHUB})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
             *find_warnings(config, instances, reports, runs, now=now),
             *(await _stale_registrations(context, config, runners, instances) if config and runners else ()),
             *failures,
-            *(PoolWarning(kind="unreadable", subject="", text=sentence) for sentence in unreadable),
+            *(PoolWarning(kind=WarningKind.UNREADABLE, subject="", text=sentence) for sentence in unreadable),
         ),
         unreadable=tuple(unreadable),
     )
@@ -159,7 +159,7 @@ async def _runners(
             found[scope] = await context.github.list_runners(scope) if context.github else ()
         except RemudaError as error:
             text = f"its runners could not be listed: {error.message}"
-            failures.append(PoolWarning(kind="github", subject=scope, text=text))
+            failures.append(PoolWarning(kind=WarningKind.GITHUB, subject=scope, text=text))
     return found, failures
 
 
@@ -179,7 +179,7 @@ async def _stale_registrations(
             pool=config.pool,
             unrecorded_since=since,
             now=now,
-            grace_s=config.lifetimes.ghost_after_s,
+            grace_s=config.lifetimes.registration_stale_after_s,
         )
 
     ours = [
@@ -191,7 +191,7 @@ async def _stale_registrations(
     ]
     (records, unreadable), first_seen = await asyncio.gather(
         skip_unreadable(context.store.get_many({instance_id for _, _, instance_id in ours})),
-        context.store.get_sightings(),
+        context.store.get_first_seen(),
     )
     found = []
     for scope, name, instance_id in ours:
@@ -200,5 +200,5 @@ async def _stale_registrations(
         reason = reason_for(name, records.get(instance_id), first_seen.get(f"stale-registration:{name}"))
         if reason is not None:
             text = f"stale registration in {scope}: {reason}; refresh removes it"
-            found.append(PoolWarning(kind="stale-registration", subject=name, text=text))
+            found.append(PoolWarning(kind=WarningKind.STALE_REGISTRATION, subject=name, text=text))
     return found

@@ -1,30 +1,29 @@
-"""Refresh: the configuration and the fleet as they should be.
+"""Refresh: applies the configuration, renews tokens, and sweeps.
 
-It applies the desired configuration, keeps the tokens fresh, and sweeps: whatever any process left half done is found
-from outside (GitHub, EC2) and from the records, and finished. Every sweep can be cut at any await and run again.
+The sweeps compare records with EC2 and GitHub and finish what other processes left incomplete. A refresh can be
+interrupted at any await and run again.
 """
 
 from __future__ import annotations
 
 from remuda.controlplane.context import Context, check_pool_name
-from remuda.controlplane.refresh.configure import Desired, apply_configuration, keep_tokens_fresh
-from remuda.controlplane.refresh.result import RefreshResult, Tally
+from remuda.controlplane.refresh.configure import DesiredConfig, apply_configuration, renew_tokens
+from remuda.controlplane.refresh.result import RefreshResult, RefreshResultBuilder
 from remuda.controlplane.refresh.sweep import Sweep
 
-__all__ = ["Desired", "RefreshResult", "refresh"]
+__all__ = ["DesiredConfig", "RefreshResult", "refresh"]
 
 
-async def refresh(context: Context, desired: Desired | None) -> RefreshResult:
-    """With `desired` None the stored configuration stays, and only tokens and sweeps are done."""
-    started = context.clock.monotonic()
-    tally = Tally(context.event_log)
+async def refresh(context: Context, desired: DesiredConfig | None) -> RefreshResult:
+    """With `desired` None the stored configuration stays; tokens are renewed and the sweeps run."""
+    result = RefreshResultBuilder(context)
     if desired is not None:
-        config = await apply_configuration(context, desired, tally)
+        config = await apply_configuration(context, desired, result)
     else:
         stored = await context.store.get_config()
         if stored is None:
-            return tally.result(context, started)
-        config = await keep_tokens_fresh(context, stored, tally)
+            return result.build()
+        config = await renew_tokens(context, stored, result)
     check_pool_name(context, config)
-    await Sweep(context, config, tally).run()
-    return tally.result(context, started)
+    await Sweep(context, config, result).run()
+    return result.build()

@@ -1,30 +1,31 @@
-"""The configuration half of a refresh."""
+"""The pool's configuration: apply the desired settings, renew tokens, report what changed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from remuda.controlplane.context import Context
-from remuda.controlplane.refresh.changes import changes
-from remuda.controlplane.refresh.result import Tally
+from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import Conflict, RemudaError, UserError
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.resources import ResourceClass, Reuse
+from remuda.domain.serialization import to_jsonable
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.github import GitHub
 
-#: A token is replaced when less than this is left of its hour.
-TOKEN_LEFT_S = 3_000.0
-#: How often a write is tried again when another refresh was first.
-TRIES = 5
+#: A token with fewer seconds left of its hour is replaced.
+MIN_TOKEN_LIFE_S = 3_000.0
+#: Attempts to write the configuration while other refreshes write it.
+CONFIG_WRITE_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Desired:
-    """What the operator wants, from flags, environment and file."""
+class DesiredConfig:
+    """The configuration from flags, environment and file."""
 
     pool: str
     classes: tuple[ResourceClass, ...]
@@ -36,18 +37,20 @@ class Desired:
     reuse: Reuse = Reuse.SAME_TRUST
 
 
-async def apply_configuration(context: Context, desired: Desired, tally: Tally) -> PoolConfig:
-    github = _github(context)
-    # The store first, then the credential: where one of them is refused, nothing else is made.
-    tally.applied.extend(await context.store.prepare())
+async def apply_configuration(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> PoolConfig:
+    github = context.github
+    if github is None:
+        raise UserError("refresh needs a GitHub credential", field="github-token", fix="set REMUDA_GITHUB_TOKEN")
+    # Check the store and the GitHub credential first, so that nothing else is created if one of them is rejected.
+    result.applied.extend(await context.store.prepare())
     stored = await context.store.get_config()
     tokens: ScopeTokens | None = None
-    if not _fresh(context, stored.tokens if stored else (), desired.scope):
+    if not _are_fresh(context, stored.tokens if stored else (), desired.scope):
         tokens = await _mint(github, desired.scope)
-    await _prepare(context, desired, tally)
-    for _ in range(TRIES):
-        kept = stored.tokens if stored else ()
-        if tokens is None and not _fresh(context, kept, desired.scope):
+    await _prepare(context, desired, result)
+    for _ in range(CONFIG_WRITE_ATTEMPTS):
+        stored_tokens = stored.tokens if stored else ()
+        if tokens is None and not _are_fresh(context, stored_tokens, desired.scope):
             tokens = await _mint(github, desired.scope)
         config = PoolConfig(
             pool=desired.pool,
@@ -59,79 +62,72 @@ async def apply_configuration(context: Context, desired: Desired, tally: Tally) 
             reuse=desired.reuse,
             applied_at=to_milliseconds(context.clock.now()),
             revision=stored.revision + 1 if stored else 1,
-            tokens=_with(kept, tokens),
+            tokens=_with_tokens(stored_tokens, tokens),
         )
-        changed = changes(stored, config) if stored else {}
+        changed = config_changes(stored, config) if stored else {}
         applied = list(changed) if stored else [f"configuration of pool {config.pool}"]
         if tokens:
             applied.append(f"tokens for {desired.scope}")
         if not applied:
-            return await keep_tokens_fresh(context, stored or config, tally)
+            return await renew_tokens(context, stored or config, result)
         try:
             await context.store.put_config(config)
         except Conflict:
             stored = await context.store.get_config()
             continue
-        tally.applied.extend(applied)
-        tally.changes.update({name: values for name, values in changed.items() if values is not None})
-        return await keep_tokens_fresh(context, config, tally)
-    raise Conflict("the pool's configuration keeps changing; is another refresh at work?")
+        result.applied.extend(applied)
+        result.changes.update({name: values for name, values in changed.items() if values is not None})
+        return await renew_tokens(context, config, result)
+    raise Conflict("the pool's configuration keeps changing; check whether another refresh is running")
 
 
-async def _prepare(context: Context, desired: Desired, tally: Tally) -> None:
-    """Both to their end, whatever becomes of the other: no call may outlive the refresh."""
-    done = await asyncio.gather(
+async def _prepare(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> None:
+    """Prepare queues and launch resources concurrently. Both calls end before an error of one is raised."""
+    prepared = await asyncio.gather(
         context.pool.prepare([resource_class.name for resource_class in desired.classes]),
         context.compute.prepare(desired.launch),
         return_exceptions=True,
     )
-    for lines in done:
+    for lines in prepared:
         if isinstance(lines, BaseException):
             raise lines
-        tally.applied.extend(lines)
+        result.applied.extend(lines)
 
 
-async def keep_tokens_fresh(context: Context, config: PoolConfig, tally: Tally) -> PoolConfig:
-    """Mint again what runs out, for every scope that the pool serves."""
+# Tokens -------------------------------------------------------------------------------------------------------------
+
+
+async def renew_tokens(context: Context, config: PoolConfig, result: RefreshResultBuilder) -> PoolConfig:
+    """Replace tokens that expire soon, for every scope of the pool."""
     if context.github is None:
         return config
     for scope in [tokens.scope for tokens in config.tokens]:
-        if _fresh(context, config.tokens, scope):
+        if _are_fresh(context, config.tokens, scope):
             continue
         try:
             minted = await _mint(context.github, scope)
             after = replace(
                 config,
-                tokens=_with(config.tokens, minted),
+                tokens=_with_tokens(config.tokens, minted),
                 revision=config.revision + 1,
                 applied_at=to_milliseconds(context.clock.now()),
             )
             await context.store.put_config(after)
         except Conflict as conflict:
-            # Another refresh was first; its tokens are as good.
+            # Another refresh wrote first; its tokens are as fresh.
             config = conflict.current if isinstance(conflict.current, PoolConfig) else config
         except RemudaError as error:
-            tally.error(f"tokens for {scope}: {error.message}")
+            result.error(f"tokens for {scope}: {error.message}")
         else:
             config = after
-            tally.applied.append(f"tokens for {scope}")
+            result.applied.append(f"tokens for {scope}")
     return config
 
 
-def _github(context: Context) -> GitHub:
-    if context.github is None:
-        raise UserError(
-            "refresh needs a GitHub credential",
-            field="github-token",
-            fix="set REMUDA_GITHUB_TOKEN",
-        )
-    return context.github
-
-
-def _fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str) -> bool:
+def _are_fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str) -> bool:
     now = context.clock.now()
     return any(
-        (min(item.registration.expires_at, item.removal.expires_at) - now).total_seconds() > TOKEN_LEFT_S
+        (min(item.registration.expires_at, item.removal.expires_at) - now).total_seconds() > MIN_TOKEN_LIFE_S
         for item in tokens
         if item.scope.lower() == scope.lower()
     )
@@ -142,7 +138,73 @@ async def _mint(github: GitHub, scope: str) -> ScopeTokens:
     return ScopeTokens(scope=scope, registration=registration, removal=removal)
 
 
-def _with(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tuple[ScopeTokens, ...]:
+def _with_tokens(tokens: tuple[ScopeTokens, ...], new: ScopeTokens | None) -> tuple[ScopeTokens, ...]:
     if new is None:
         return tokens
     return (*(item for item in tokens if item.scope.lower() != new.scope.lower()), new)
+
+
+# Changed settings ---------------------------------------------------------------------------------------------------
+
+#: Fields that every refresh changes.
+_BOOKKEEPING = frozenset({"applied_at", "revision", "tokens"})
+#: Settings whose name or unit differs from the field's.
+_CLASSES = "resource-class-config"
+_RUNTIME = "max-runtime-min"
+_SCRIPT = "pre-runner-script"
+
+#: A setting's name with its previous and new value. The values are None if they may hold a secret: a script, or a
+#: signed URL.
+SettingChange = tuple[str, tuple[Any, Any] | None]
+
+
+def config_changes(before: PoolConfig, after: PoolConfig) -> dict[str, tuple[Any, Any] | None]:
+    """Changed settings by the names that users write, in the order of the record's fields."""
+    found: dict[str, tuple[Any, Any] | None] = {}
+    for item in fields(PoolConfig):
+        old, new = getattr(before, item.name), getattr(after, item.name)
+        if item.name not in _BOOKKEEPING and old != new:
+            found.update(_field_changes(item.name, old, new))
+    return found
+
+
+def _field_changes(name: str, old: Any, new: Any) -> Iterator[SettingChange]:
+    if isinstance(old, Lifetimes):
+        yield from _lifetime_changes(old, new)
+    elif isinstance(old, Mapping):
+        yield from _launch_changes(old, new)
+    elif name == "classes":
+        before, after = (
+            {item.name: {"cpu": item.cpu, "mmem": item.memory_mib} for item in classes} for classes in (old, new)
+        )
+        yield _CLASSES, (_without(before, after), _without(after, before))
+    else:
+        yield _setting_name(name), (to_jsonable(old), to_jsonable(new))
+
+
+def _lifetime_changes(before: Lifetimes, after: Lifetimes) -> Iterator[SettingChange]:
+    for item in fields(Lifetimes):
+        old, new = getattr(before, item.name), getattr(after, item.name)
+        if old == new:
+            continue
+        if item.name == "max_runtime_s":
+            yield _RUNTIME, (old / 60, new / 60)
+        else:
+            yield _setting_name(item.name), (old, new)
+
+
+def _launch_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[SettingChange]:
+    for name in sorted({**before, **after}):
+        old, new = before.get(name), after.get(name)
+        if old != new:
+            yield _setting_name(name), None if name == _SCRIPT or name.endswith("-url") else (old, new)
+
+
+def _setting_name(name: str) -> str:
+    """The user's name for a field: `idle_time_s` is `idle-time-sec`."""
+    known = name.replace("_", "-")
+    return f"{known}ec" if known.endswith("-s") else known
+
+
+def _without(classes: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: size for name, size in classes.items() if others.get(name) != size}

@@ -1,8 +1,8 @@
-"""Stale hints: messages about instances that have ended, moved on, or are announced twice.
+"""Sweep of stale pool messages: messages about instances that are no longer idle, and duplicates.
 
-A provision drops such a message when it meets it; this sweep does so for those that nobody meets. It looks only where
-a queue held more hints than the class has idle instances at two sweeps: while it looks, hints are hidden from
-provisions.
+A provision drops such messages when it receives them; this sweep removes those that no provision receives. Receiving
+hides messages from provisions, so the sweep receives only if a queue held more messages than its class has idle
+instances in two consecutive sweeps.
 """
 
 from __future__ import annotations
@@ -12,68 +12,74 @@ from collections.abc import Iterable
 from math import inf
 
 from remuda.controlplane.context import Context, map_concurrently, skip_unreadable
-from remuda.controlplane.refresh.machines import FirstSeen
-from remuda.controlplane.refresh.result import Tally
+from remuda.controlplane.refresh.first_seen import FirstSeen
+from remuda.controlplane.refresh.result import RefreshResultBuilder
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.ports.pool import BATCH, Delivery
 
+#: Seconds that a received message stays hidden.
 VISIBILITY_S = 10.0
-#: How many messages of a class one sweep looks at.
-MAX_LOOKS = 200
+#: Messages of a class that one sweep receives.
+MAX_MESSAGES = 200
 
 
 class PoolMessageSweep:
-    def __init__(self, context: Context, config: PoolConfig, tally: Tally, sightings: FirstSeen) -> None:
+    def __init__(
+        self, context: Context, config: PoolConfig, result: RefreshResultBuilder, first_seen: FirstSeen
+    ) -> None:
         self._context = context
         self._config = config
-        self._tally = tally
-        self._sightings = sightings
+        self._result = result
+        self._first_seen = first_seen
 
     async def run(self, idle_instances: Iterable[Instance]) -> None:
         idle = Counter(item.resource_class for item in idle_instances)
         names = [resource_class.name for resource_class in self._config.classes]
-        for name, depth in zip(names, await map_concurrently(names, self._context.pool.depth), strict=True):
+        depths = await map_concurrently(names, self._context.pool.depth)
+        for name, depth in zip(names, depths, strict=True):
             try:
                 if isinstance(depth, RemudaError):
                     raise depth
-                if depth > idle[name] and self._again(name):
-                    await self._clean(name, min(depth, MAX_LOOKS))
+                # A message that is being claimed is counted, too, so a single surplus proves nothing.
+                if depth > idle[name] and self._first_seen.was_seen_before(f"surplus-messages:{name}"):
+                    await self._delete_stale(name, min(depth, MAX_MESSAGES))
             except NotFound:
-                self._tally.error(f"class {name} has no queue; run remuda refresh")
+                self._result.error(f"class {name} has no queue; run remuda refresh")
 
-    def _again(self, name: str) -> bool:
-        """A message that is being claimed is counted too: only what was too much at the last sweep as well is stale."""
-        return self._sightings.again(f"hints:{name}")
-
-    async def _clean(self, name: str, most: int) -> None:
+    async def _delete_stale(self, name: str, limit: int) -> None:
         pool = self._context.pool
         held: set[str] = set()
-        seen: dict[tuple[str, int], float] = {}
-        looked = 0
+        valid: dict[tuple[str, int], float] = {}
+        received = 0
         try:
-            while looked < most:
-                asked_at = self._context.clock.monotonic()
+            while received < limit:
+                receive_at = self._context.clock.monotonic()
                 batch = await pool.receive(name, limit=BATCH, visibility_s=VISIBILITY_S)
                 if not batch:
                     break
-                looked += len(batch)
+                received += len(batch)
                 held.update(delivery.receipt for delivery in batch)
-                stale = await self._stale(batch, seen, asked_at)
+                stale = await self._find_stale(batch, valid, receive_at)
                 await pool.delete(name, stale)
                 held.difference_update(stale)
-                self._tally.dropped += len(stale)
+                self._result.stale_messages += len(stale)
         finally:
-            # What was not judged, too: provisions need not wait for it because a sweep was stopped or failed.
+            # Also after an error or a cancellation: provisions need not wait for the visibility timeout.
             await pool.hand_back(name, held)
 
-    async def _stale(self, batch: Iterable[Delivery], seen: dict[tuple[str, int], float], asked_at: float) -> list[str]:
-        """`seen` says when the good ones were asked for. Past its visibility one comes back, and is no second."""
-        came_at = self._context.clock.monotonic()
+    async def _find_stale(
+        self, batch: Iterable[Delivery], valid: dict[tuple[str, int], float], receive_at: float
+    ) -> list[str]:
+        """Return the receipts of stale messages and add the others to `valid`, with the time of their receive call.
+
+        A valid message that returns after its visibility timeout is the same message, not a duplicate.
+        """
+        received_at = self._context.clock.monotonic()
         messages = [(delivery.receipt, delivery.message) for delivery in batch]
         read = self._context.store.get_many({message.id for _, message in messages if message is not None})
-        records, unreadable = await skip_unreadable(read, self._tally.error)
+        records, unreadable = await skip_unreadable(read, self._result.error)
         stale: list[str] = []
         for receipt, message in messages:
             if message is not None and message.id in unreadable:
@@ -84,9 +90,9 @@ class PoolMessageSweep:
                 or record is None
                 or record.state is not State.IDLE
                 or record.message() != message
-                or came_at - seen.get((message.id, message.epoch), -inf) < VISIBILITY_S
+                or received_at - valid.get((message.id, message.epoch), -inf) < VISIBILITY_S
             ):
                 stale.append(receipt)
             else:
-                seen[message.id, message.epoch] = asked_at
+                valid[message.id, message.epoch] = receive_at
         return stale

@@ -1,4 +1,4 @@
-"""What a refresh did."""
+"""The result of a refresh."""
 
 from __future__ import annotations
 
@@ -7,74 +7,77 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remuda.controlplane.context import Context
-from remuda.ports.event_log import EventLog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefreshResult:
-    #: What was made, and the settings that changed, by name.
+    #: Created resources, changed settings by name, and renewed tokens.
     applied: tuple[str, ...]
-    #: What each of those settings was and is, where that can be told.
+    #: Previous and new value per changed setting, except settings that may hold a secret.
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    #: Instances that were locked for their end, and those whose end is confirmed.
+    #: Instances whose termination was decided, with the reason.
     retired: Mapping[str, str]
+    #: Instances whose termination EC2 confirmed.
     terminated: tuple[str, ...]
     #: Instances taken back from provisions that failed, crashed or were released.
     rolled_back: tuple[str, ...]
-    announced: tuple[str, ...]
-    #: Interrupted releases that were brought to their end.
-    finished: tuple[str, ...]
-    #: Registrations that nobody owns.
-    removed: tuple[str, ...]
-    #: Messages about instances that are not idle any more.
-    dropped: int
-    forgotten: int
+    #: Idle instances for which a pool message was sent.
+    published: tuple[str, ...]
+    #: Instances whose interrupted release was finished.
+    finished_releases: tuple[str, ...]
+    #: Names of the stale registrations that were removed.
+    stale_registrations: tuple[str, ...]
+    #: Number of stale pool messages that were deleted.
+    stale_messages: int
+    #: Number of old records that were deleted.
+    deleted_records: int
     errors: tuple[str, ...]
-    #: Live instances by state, as the sweeps found them; None where they could not be read.
-    fleet: Mapping[str, int] | None = None
+    #: Number of live instances per state before the sweeps; None if they could not be read.
+    live_instances: Mapping[str, int] | None = None
     seconds: float
     calls: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-class Tally:
-    """Collects as the sweeps go."""
+class RefreshResultBuilder:
+    """Collects what a refresh does, and logs errors as they occur."""
 
-    def __init__(self, event_log: EventLog) -> None:
-        self._event_log = event_log
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._started_at = context.clock.monotonic()
         self.applied: list[str] = []
         self.changes: dict[str, tuple[Any, Any]] = {}
         self.retired: dict[str, str] = {}
         self.terminated: list[str] = []
         self.rolled_back: list[str] = []
-        self.announced: list[str] = []
-        self.finished: list[str] = []
-        self.removed: list[str] = []
-        self.dropped = 0
-        self.forgotten = 0
-        self.fleet: dict[str, int] | None = None
+        self.published: list[str] = []
+        self.finished_releases: list[str] = []
+        self.stale_registrations: list[str] = []
+        self.stale_messages = 0
+        self.deleted_records = 0
+        self.live_instances: dict[str, int] | None = None
         self.errors: list[str] = []
 
-    def error(self, what: str) -> None:
-        # Several sweeps may meet the same record.
-        if what in self.errors:
+    def error(self, message: str) -> None:
+        # Several sweeps may read the same unreadable record.
+        if message in self.errors:
             return
-        self.errors.append(what)
-        self._event_log.record("sweep-failed", what)
+        self.errors.append(message)
+        self._context.event_log.record("sweep-failed", message)
 
-    def result(self, context: Context, started: float) -> RefreshResult:
+    def build(self) -> RefreshResult:
         return RefreshResult(
             applied=tuple(self.applied),
             changes=dict(self.changes),
             retired=dict(self.retired),
             terminated=tuple(self.terminated),
             rolled_back=tuple(self.rolled_back),
-            announced=tuple(self.announced),
-            finished=tuple(self.finished),
-            removed=tuple(self.removed),
-            dropped=self.dropped,
-            forgotten=self.forgotten,
+            published=tuple(self.published),
+            finished_releases=tuple(self.finished_releases),
+            stale_registrations=tuple(self.stale_registrations),
+            stale_messages=self.stale_messages,
+            deleted_records=self.deleted_records,
             errors=tuple(self.errors),
-            fleet=self.fleet,
-            seconds=round(context.clock.monotonic() - started, 4),
-            calls=context.calls.by_service(),
+            live_instances=self.live_instances,
+            seconds=round(self._context.clock.monotonic() - self._started_at, 4),
+            calls=self._context.calls.by_service(),
         )

@@ -20,7 +20,7 @@ class ReleaseStatus(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseOutcome:
-    """What happened to one instance."""
+    """The result for one instance."""
 
     instance_id: str
     status: ReleaseStatus

@@ -31,7 +31,7 @@ from remuda.domain.scale_down.decisions import (
     needs_lookup,
     within_budget,
 )
-from remuda.domain.scale_down.fleet import FleetMachine, Registered, Registration, match
+from remuda.domain.scale_down.fleet import FleetMachine, Registration, Registrations, match_registrations
 from remuda.domain.scale_down.idle_config import quota_at
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -235,8 +235,9 @@ class ScaleDownCycle:
             elif not machine.is_orphan:
                 decisions.append(early)
         ids = [machine.instance_id for machine in undecided]
-        registered: dict[str, Registered | None] = {
-            scope: None if runners is None else match(ids, runners) for scope, runners in self._runners.items()
+        registered: dict[str, Registrations | None] = {
+            scope: None if runners is None else match_registrations(ids, runners)
+            for scope, runners in self._runners.items()
         }
         decisions += self._within_budget(decide_active(undecided, registered, self._policy, self.quota, self._now))
         await self._carry_out(decisions)

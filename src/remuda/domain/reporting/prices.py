@@ -1,4 +1,4 @@
-"""What an hour of a machine costs: a table that people can set, and spot prices where EC2 tells them."""
+"""Hourly prices of machines: a configurable table, and spot prices from EC2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remuda.domain.text import quote
 
 FIELD = "--prices"
 MAX_TYPES = 5_000
-#: Dearer than any machine there is: a price beyond it is a slip of the pen.
+#: Higher than the price of any machine: a larger value is a mistake.
 MAX_PRICE = 10_000.0
 MAX_TEXT = 40
 
@@ -27,9 +27,9 @@ _FIX = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PriceTable:
-    """Prices an hour, by type."""
+    """Hourly prices by instance type."""
 
-    #: When and where they were true.
+    #: Date and region of the prices.
     dated: str = ""
     region: str = ""
     currency: str = "USD"
@@ -37,7 +37,7 @@ class PriceTable:
     spot: Mapping[str, float] = field(default_factory=dict)
 
     def with_spot(self, found: Mapping[str, float]) -> PriceTable:
-        """With what EC2 said; it knows better than the table."""
+        """Return the table with EC2's spot prices, which take precedence."""
         return PriceTable(
             dated=self.dated,
             region=self.region,
@@ -47,11 +47,11 @@ class PriceTable:
         )
 
     def hourly(self, instance_type: str, usage_class: UsageClass) -> float | None:
-        """None where nobody knows. Spot without a price of its own counts as on-demand: it is never dearer for long."""
-        ordinary = self.on_demand.get(instance_type)
+        """Return the hourly price, or None if unknown. Without a spot price, the on-demand price is the upper limit."""
+        on_demand = self.on_demand.get(instance_type)
         if usage_class is UsageClass.SPOT:
-            return self.spot.get(instance_type, ordinary)
-        return ordinary
+            return self.spot.get(instance_type, on_demand)
+        return on_demand
 
 
 def parse_prices(document: Any, *, name: str = "prices") -> PriceTable:
@@ -73,7 +73,7 @@ _TEXTS = {"dated": "", "region": "", "currency": "USD"}
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
-        raise UserError(f"{where} must be a short text", field=FIELD, fix=_FIX)
+        raise UserError(f"{where} must be a short string", field=FIELD, fix=_FIX)
     return value
 
 
@@ -86,15 +86,15 @@ def _prices(value: Any, where: str) -> dict[str, float]:
             raise UserError(
                 f"{where}: the price of {quote(instance_type, MAX_TEXT)} is {quote(price, MAX_TEXT)}",
                 field=FIELD,
-                fix=f"give a number from 0 to {MAX_PRICE:g} an hour",
+                fix=f"give an hourly price from 0 to {MAX_PRICE:g}",
             )
         found[str(instance_type)] = float(price)
     return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpotPoint:
-    """From this time on, a type costs so much in a zone."""
+class SpotPrice:
+    """Spot price of an instance type in a zone, valid from a time on."""
 
     instance_type: str
     zone: str
@@ -102,9 +102,9 @@ class SpotPoint:
     price: float
 
 
-def mean_spot(points: Iterable[SpotPoint], *, since: datetime, until: datetime) -> dict[str, float]:
-    """By type: the mean over time, then over zones. Which zone a machine was in is not recorded."""
-    zones: dict[tuple[str, str], list[SpotPoint]] = defaultdict(list)
+def mean_spot_prices(points: Iterable[SpotPrice], *, since: datetime, until: datetime) -> dict[str, float]:
+    """Return the mean by type, over time and then over zones: records do not contain a machine's zone."""
+    zones: dict[tuple[str, str], list[SpotPrice]] = defaultdict(list)
     for point in points:
         if math.isfinite(point.price) and point.price >= 0:
             zones[point.instance_type, point.zone].append(point)
@@ -114,10 +114,10 @@ def mean_spot(points: Iterable[SpotPoint], *, since: datetime, until: datetime) 
     return {instance_type: sum(values) / len(values) for instance_type, values in means.items()}
 
 
-def _mean_over_time(points: Sequence[SpotPoint], since: datetime, until: datetime) -> float:
+def _mean_over_time(points: Sequence[SpotPrice], since: datetime, until: datetime) -> float:
     ordered = sorted(points, key=lambda point: point.at)
     ends = [*(min(max(point.at, since), until) for point in ordered[1:]), until]
-    # The first known price stands for the time before it, too.
+    # The first known price is used for the time before it, too.
     begins = [since, *ends[:-1]]
     weights = [max((end - begin).total_seconds(), 0.0) for begin, end in zip(begins, ends, strict=True)]
     total = sum(weights)

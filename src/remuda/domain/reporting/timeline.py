@@ -1,4 +1,4 @@
-"""The time of machines: each instance's life cut into spans of one state, from its record and its history."""
+"""Timeline of instances: the time from launch to termination, divided into phases, from record and history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remuda.domain.resources import UsageClass
 
 
 class MachinePhase(StrEnum):
-    """What a machine is paid for."""
+    """Phase of a machine in reports. EC2 bills all of them."""
 
     BOOTING = "booting"
     CLAIMED = "claimed"
@@ -20,24 +20,26 @@ class MachinePhase(StrEnum):
     RELEASING = "releasing"
     IDLE = "idle"
     ENDING = "ending"
-    #: Of a life whose history is not kept any more.
+    #: The history is not kept any more.
     UNKNOWN = "unknown"
 
 
 _PHASES = {
-    State.CREATED.value: MachinePhase.BOOTING,
-    State.CLAIMED.value: MachinePhase.CLAIMED,
-    State.RUNNING.value: MachinePhase.RUNNING,
-    State.RELEASING.value: MachinePhase.RELEASING,
-    State.IDLE.value: MachinePhase.IDLE,
-    State.TERMINATING.value: MachinePhase.ENDING,
+    State.CREATED: MachinePhase.BOOTING,
+    State.CLAIMED: MachinePhase.CLAIMED,
+    State.RUNNING: MachinePhase.RUNNING,
+    State.RELEASING: MachinePhase.RELEASING,
+    State.IDLE: MachinePhase.IDLE,
+    State.TERMINATING: MachinePhase.ENDING,
 }
-#: These are some run's.
-_OF_A_RUN = frozenset({MachinePhase.BOOTING, MachinePhase.CLAIMED, MachinePhase.RUNNING, MachinePhase.RELEASING})
+#: Phases that belong to a run.
+_ASSIGNED = frozenset({MachinePhase.BOOTING, MachinePhase.CLAIMED, MachinePhase.RUNNING, MachinePhase.RELEASING})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
+    """Time that an instance spent in one phase."""
+
     instance_id: str
     instance_type: str
     resource_class: str
@@ -45,7 +47,7 @@ class Span:
     phase: MachinePhase
     begin: datetime
     end: datetime
-    #: The run that it served, or empty.
+    #: The run that the instance served, or empty.
     run_id: str = ""
 
     @property
@@ -54,25 +56,25 @@ class Span:
 
 
 def lifetime(instance: Instance, history: Sequence[HistoryEntry], *, now: datetime) -> tuple[datetime, datetime]:
-    """From the launch until its end was confirmed, or until now."""
+    """Return the time of the launch and that of the confirmed termination, or now."""
     begin = min(instance.created_at, now)
     if instance.state is not State.TERMINATED:
         return begin, now
-    confirmed = [entry.at for entry in history if entry.target == State.TERMINATED]
+    confirmed = [entry.at for entry in history if entry.target is State.TERMINATED]
     return begin, min(max(begin, confirmed[-1] if confirmed else instance.threshold), now)
 
 
 def spans_of(instance: Instance, history: Sequence[HistoryEntry], *, now: datetime) -> list[Span]:
-    """Adjacent, and together the whole lifetime, whatever the history looks like."""
+    """Divide the lifetime into adjacent spans. They cover it completely, even if the history is incomplete."""
     begin, end = lifetime(instance, history, now=now)
     found: list[Span] = []
     phase, run_id, at = MachinePhase.UNKNOWN, "", begin
-    for entry in [item for item in history if item.source != item.target]:
-        # Clocks differ: a later entry may bear an earlier time.
+    for entry in [item for item in history if item.source is not item.target]:
+        # Clocks differ: a later entry may have an earlier time.
         until = min(max(entry.at, at), end)
         found.append(_span(instance, phase, at, until, run_id))
         phase, at = _PHASES.get(entry.target, MachinePhase.UNKNOWN), until
-        run_id = entry.run_id if phase in _OF_A_RUN else ""
+        run_id = entry.run_id if phase in _ASSIGNED else ""
     found.append(_span(instance, phase, at, end, run_id))
     return [span for span in found if span.end > span.begin]
 
@@ -90,8 +92,8 @@ def _span(instance: Instance, phase: MachinePhase, begin: datetime, end: datetim
     )
 
 
-def clipped(spans: Iterable[Span], *, since: datetime, until: datetime) -> Iterator[Span]:
-    """What of them lies in a time."""
+def clip(spans: Iterable[Span], *, since: datetime, until: datetime) -> Iterator[Span]:
+    """Yield the parts of the spans that lie between two times."""
     for span in spans:
         if since <= span.begin and span.end <= until:
             yield span
@@ -101,13 +103,15 @@ def clipped(spans: Iterable[Span], *, since: datetime, until: datetime) -> Itera
             yield replace(span, begin=begin, end=end)
 
 
-def levels(spans: Sequence[Span], *, since: datetime, until: datetime, steps: int) -> list[dict[MachinePhase, float]]:
-    """How many machines were in each phase, on the mean, in each of so many equal steps of a time."""
+def mean_counts(
+    spans: Sequence[Span], *, since: datetime, until: datetime, steps: int
+) -> list[dict[MachinePhase, float]]:
+    """Return the mean number of machines per phase in each of `steps` equal intervals."""
     width = (until - since) / steps
     found: list[dict[MachinePhase, float]] = [{} for _ in range(steps)]
     if width <= timedelta(0):
         return found
-    for span in clipped(spans, since=since, until=until):
+    for span in clip(spans, since=since, until=until):
         first = min(int((span.begin - since) / width), steps - 1)
         last = min(int((span.end - since) / width), steps - 1)
         for step in range(first, last + 1):

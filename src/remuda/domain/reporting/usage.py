@@ -1,7 +1,4 @@
-"""The ledger of a time: how often machines were reused, how long runs waited, what hours were paid for, what it saved.
-
-Pure: it is made of provisions, instances, histories and prices, and says nothing that they do not.
-"""
+"""Usage reports: reuse, waiting times, machine hours, costs and savings in a period."""
 
 from __future__ import annotations
 
@@ -12,17 +9,19 @@ from datetime import datetime
 
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision
-from remuda.domain.provision_outcome import ProvisionKind, RunnerSource
+from remuda.domain.provision_outcome import ProvisionKind, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import PriceTable
-from remuda.domain.reporting.timeline import MachinePhase, Span, clipped, levels, spans_of
+from remuda.domain.reporting.timeline import MachinePhase, Span, clip, mean_counts, spans_of
 
-#: How finely the fleet is drawn over time.
-STEPS = 168
+#: Intervals of the chart of the fleet.
+CHART_STEPS = 168
 HOUR_S = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DurationStats:
+    """Number, median and 95th percentile of durations in seconds."""
+
     count: int
     p50: float
     p95: float
@@ -30,31 +29,31 @@ class DurationStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostBreakdown:
-    """Money, cut in several ways: each adds up to the total."""
+    """Costs by several criteria; each mapping adds up to the total."""
 
     total: float
     by_phase: Mapping[str, float]
     by_class: Mapping[str, float]
     by_usage: Mapping[str, float]
     by_type: Mapping[str, float]
-    #: Empty: no run's (idle, ending, unknown).
+    #: The empty key holds the costs of idle, ending and unknown phases.
     by_run: Mapping[str, float]
-    #: Hours of types that nobody knows a price of, by type and usage.
+    #: Hours of types without a known price, by type and usage class.
     unpriced_hours: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Savings:
-    """What reuse was worth, against a fleet that boots a machine for each runner."""
+    """Savings by reuse, compared with booting one machine per runner."""
 
-    #: How long a boot took in this time, on the median. None where none was seen: then nothing can be said.
+    #: Median boot time in the period, or None if no machine booted: then the savings are unknown.
     boot_s: float | None
-    #: What runs would have waited longer.
+    #: Additional seconds that runs would have waited.
     waiting_s: float
-    #: What would have been booted, and what that costs.
+    #: Additional boot time, and its cost.
     boot_hours: float
     boot_cost: float
-    #: What the warm pool cost meanwhile.
+    #: Cost of the idle pool.
     idle_cost: float
 
     @property
@@ -64,7 +63,7 @@ class Savings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvisionPoint:
-    """One provision, for a plot."""
+    """One provision in a chart."""
 
     at: datetime
     run_id: str
@@ -78,30 +77,30 @@ class UsageReport:
     since: datetime
     until: datetime
     currency: str
-    #: When and where the prices were true.
-    priced: str
+    #: Region and date of the prices.
+    prices_as_of: str
     instances: int
     provisions: int
-    #: Provisions by kind: warm, mixed, cold, failed, and unknown if the record has no outcome.
+    #: Number of provisions per `ProvisionKind`, and of those with an unknown outcome.
     kinds: Mapping[str, int]
     reused: int
     created: int
-    #: Seconds of provisions, by kind.
-    times: Mapping[str, DurationStats]
-    #: Seconds until one runner was registered, by source.
-    ready: Mapping[str, DurationStats]
+    #: Durations of provisions, by kind.
+    provision_times: Mapping[str, DurationStats]
+    #: Durations until a runner was registered, by source.
+    registration_times: Mapping[str, DurationStats]
     hours: Mapping[str, float]
     costs: CostBreakdown
     savings: Savings
-    #: Why provisions gave up, counted.
+    #: Number of failed provisions per error.
     failures: Mapping[str, int]
-    #: Why machines were retired, counted.
+    #: Number of terminated instances per state and reason.
     retirements: Mapping[str, int]
     points: tuple[ProvisionPoint, ...] = ()
-    #: How many machines there were, on the mean, in equal steps from `drawn_from` on.
+    #: Mean number of machines per phase, in equal intervals from `chart_start` on.
     fleet: tuple[Mapping[MachinePhase, float], ...] = ()
-    #: When the first of it happened.
-    drawn_from: datetime
+    #: Time of the first event in the period.
+    chart_start: datetime
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -122,55 +121,58 @@ def usage_report(
     spans = [
         span
         for instance in instances
-        for span in clipped(
+        for span in clip(
             spans_of(instance, histories.get(instance.instance_id, ()), now=until), since=since, until=until
         )
     ]
-    told = _told(provisions, since, until)
+    finished = _finished(provisions, since, until)
+    outcomes = [outcome for _, outcome in finished]
     costs = _costs(spans, prices)
-    drawn_from = min([*(span.begin for span in spans), *(item.created_at for item in told)], default=since)
-    ready = _ready(told)
+    chart_start = min([*(span.begin for span in spans), *(item.created_at for item, _ in finished)], default=since)
+    registration_times = _registration_times(outcomes)
     return UsageReport(
         since=since,
         until=until,
         currency=prices.currency,
-        priced=_priced(prices),
+        prices_as_of=_prices_as_of(prices),
         instances=len({span.instance_id for span in spans}),
         provisions=len(provisions),
-        kinds=dict(Counter(item.outcome.kind if item.outcome else "unknown" for item in provisions)),
-        reused=_reused(told),
-        created=_created(told),
-        times=duration_stats((item.outcome.kind, item.outcome.seconds) for item in told if item.outcome),
-        ready=ready,
+        kinds=dict(Counter(item.outcome.kind.value if item.outcome else "unknown" for item in provisions)),
+        reused=_reused(outcomes),
+        created=_created(outcomes),
+        provision_times=duration_stats((outcome.kind.value, outcome.seconds) for outcome in outcomes),
+        registration_times=registration_times,
         hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
         costs=costs,
-        savings=_savings(told, instances, prices, ready, costs.by_phase.get(MachinePhase.IDLE.value, 0.0)),
-        failures=dict(Counter(item.outcome.error for item in told if item.outcome and item.outcome.error)),
+        savings=_savings(
+            outcomes, instances, prices, registration_times, costs.by_phase.get(MachinePhase.IDLE.value, 0.0)
+        ),
+        failures=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
         retirements=_retirements(histories, since, until),
-        points=tuple(_point(item) for item in told),
-        fleet=tuple(levels(spans, since=drawn_from, until=until, steps=STEPS)),
-        drawn_from=drawn_from,
+        points=tuple(_point(item, outcome) for item, outcome in finished),
+        fleet=tuple(mean_counts(spans, since=chart_start, until=until, steps=CHART_STEPS)),
+        chart_start=chart_start,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstanceCost:
-    """What one machine cost in a time."""
+    """Cost of one machine in a period."""
 
     cost: float
     idle_cost: float
-    #: The type and usage that nobody knows a price of, or empty.
+    #: Type and usage class without a known price, or empty.
     unpriced: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageSummary:
-    """Whether reuse pays off: the ledger's few numbers that fit a glance."""
+    """The main numbers of a usage report."""
 
     since: datetime
     until: datetime
     currency: str
-    priced: str
+    prices_as_of: str
     runs: int
     reused: int
     created: int
@@ -182,7 +184,7 @@ class UsageSummary:
 def instance_cost(
     instance: Instance, history: Sequence[HistoryEntry], prices: PriceTable, *, since: datetime, until: datetime
 ) -> InstanceCost:
-    spans = list(clipped(spans_of(instance, history, now=until), since=since, until=until))
+    spans = list(clip(spans_of(instance, history, now=until), since=since, until=until))
     price = prices.hourly(instance.instance_type, instance.usage_class)
     hourly = price or 0.0
     return InstanceCost(
@@ -195,47 +197,52 @@ def instance_cost(
 def usage_summary(
     provisions: Sequence[Provision],
     instances: Sequence[Instance],
-    bills: Sequence[InstanceCost],
+    costs: Sequence[InstanceCost],
     prices: PriceTable,
     *,
     since: datetime,
     until: datetime,
 ) -> UsageSummary:
-    """As the ledger says it; made of each machine's bill, so that it can be made in parts."""
-    told = _told(provisions, since, until)
-    idle_cost = sum(item.idle_cost for item in bills)
+    """Return the same numbers as `usage_report`, from costs per machine that the caller may cache."""
+    outcomes = [outcome for _, outcome in _finished(provisions, since, until)]
+    idle_cost = sum(item.idle_cost for item in costs)
     return UsageSummary(
         since=since,
         until=until,
         currency=prices.currency,
-        priced=_priced(prices),
-        runs=len(told),
-        reused=_reused(told),
-        created=_created(told),
-        cost=sum(item.cost for item in bills),
-        savings=_savings(told, instances, prices, _ready(told), idle_cost),
-        unpriced=tuple(sorted({item.unpriced for item in bills if item.unpriced})),
+        prices_as_of=_prices_as_of(prices),
+        runs=len(outcomes),
+        reused=_reused(outcomes),
+        created=_created(outcomes),
+        cost=sum(item.cost for item in costs),
+        savings=_savings(outcomes, instances, prices, _registration_times(outcomes), idle_cost),
+        unpriced=tuple(sorted({item.unpriced for item in costs if item.unpriced})),
     )
 
 
-def _told(provisions: Sequence[Provision], since: datetime, until: datetime) -> list[Provision]:
-    return [item for item in provisions if item.outcome is not None and since <= item.created_at <= until]
+def _finished(
+    provisions: Sequence[Provision], since: datetime, until: datetime
+) -> list[tuple[Provision, ProvisionOutcome]]:
+    """Return the provisions of the period that have an outcome, with it."""
+    return [
+        (item, item.outcome) for item in provisions if item.outcome is not None and since <= item.created_at <= until
+    ]
 
 
-def _reused(told: Sequence[Provision]) -> int:
-    return sum(item.outcome.reused for item in told if item.outcome and not item.outcome.error)
+def _reused(outcomes: Sequence[ProvisionOutcome]) -> int:
+    return sum(outcome.reused for outcome in outcomes if not outcome.error)
 
 
-def _created(told: Sequence[Provision]) -> int:
-    return sum(item.outcome.created for item in told if item.outcome and not item.outcome.error)
+def _created(outcomes: Sequence[ProvisionOutcome]) -> int:
+    return sum(outcome.created for outcome in outcomes if not outcome.error)
 
 
-def _priced(prices: PriceTable) -> str:
+def _prices_as_of(prices: PriceTable) -> str:
     return ", ".join(part for part in (prices.region, prices.dated) if part)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Between the two nearest values, in proportion."""
+    """Interpolate linearly between the two nearest values."""
     ordered = sorted(values)
     place = part * (len(ordered) - 1)
     below = int(place)
@@ -253,13 +260,8 @@ def duration_stats(pairs: Iterable[tuple[str, float]]) -> dict[str, DurationStat
     }
 
 
-def _ready(told: Sequence[Provision]) -> dict[str, DurationStats]:
-    return duration_stats(
-        (taken.source.value, taken.seconds)
-        for item in told
-        if item.outcome is not None
-        for taken in item.outcome.acquired
-    )
+def _registration_times(outcomes: Iterable[ProvisionOutcome]) -> dict[str, DurationStats]:
+    return duration_stats((runner.source.value, runner.seconds) for outcome in outcomes for runner in outcome.acquired)
 
 
 def _sums(spans: Iterable[Span], values: Iterable[float], *, key: Callable[[Span], str]) -> dict[str, float]:
@@ -289,24 +291,24 @@ def _costs(spans: Sequence[Span], prices: PriceTable) -> CostBreakdown:
 
 
 def _savings(
-    told: Sequence[Provision],
+    outcomes: Sequence[ProvisionOutcome],
     instances: Sequence[Instance],
     prices: PriceTable,
-    ready: Mapping[str, DurationStats],
+    registration_times: Mapping[str, DurationStats],
     idle_cost: float,
 ) -> Savings:
-    boots = ready.get(RunnerSource.CREATED.value)
+    boots = registration_times.get(RunnerSource.CREATED.value)
     if boots is None:
         return Savings(boot_s=None, waiting_s=0.0, boot_hours=0.0, boot_cost=0.0, idle_cost=idle_cost)
     known = {item.instance_id: item for item in instances}
     waiting_s = boot_hours = boot_cost = 0.0
-    for outcome in (item.outcome for item in told):
-        if outcome is None or outcome.error:
+    for outcome in outcomes:
+        if outcome.error:
             continue
         if outcome.kind is ProvisionKind.WARM:
             waiting_s += max(0.0, boots.p50 - outcome.seconds)
         from_pool = [item for item in outcome.acquired if item.source is RunnerSource.POOL]
-        # What is told one by one is bounded: it stands for the rest.
+        # The list of runners is bounded; each listed runner stands for several.
         weight = outcome.reused / len(from_pool) if from_pool else 0.0
         for item in from_pool:
             instance = known.get(item.instance_id)
@@ -323,10 +325,7 @@ def _retirements(histories: Mapping[str, Sequence[HistoryEntry]], since: datetim
     return dict(Counter(f"{entry.source or 'no record'}: {entry.retire_reason or 'unknown'}" for entry in ends))
 
 
-def _point(item: Provision) -> ProvisionPoint:
-    outcome = item.outcome
-    if outcome is None:  # told ones only
-        raise ValueError(f"provision {item.provision_id} has no outcome")
+def _point(item: Provision, outcome: ProvisionOutcome) -> ProvisionPoint:
     return ProvisionPoint(
-        at=item.created_at, run_id=item.run_id, kind=outcome.kind, seconds=outcome.seconds, count=item.count
+        at=item.created_at, run_id=item.run_id, kind=outcome.kind.value, seconds=outcome.seconds, count=item.count
     )

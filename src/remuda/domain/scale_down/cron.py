@@ -1,8 +1,9 @@
-"""Cron expressions, as far as an idle window needs them: does one fire at this second?
+"""Cron expressions of idle windows.
 
 Five fields (minute, hour, day, month, weekday), or six with seconds first. Lists, ranges, steps, names, `?`, the last
-day (`L`), the last or the n-th weekday of a month (`5L`, `5#2`). A day matches where the day of the month or the
-weekday does, if both are given.
+day (`L`), the last or the n-th weekday of a month (`5L`, `5#2`). If both day and weekday are given, one must match.
+
+Our own parser: croniter and cronsim put the seconds last or do not support them, and the domain has no dependencies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 
-#: A window is open when its cron fires within so many seconds from now, as in terraform-aws-github-runner.
+#: Seconds in which the next match must lie for a window to be open, as in terraform-aws-github-runner.
 AHEAD_S = 5
 MAX_TEXT = 200
 DAYS_IN_WEEK = 7
@@ -46,18 +47,18 @@ class _Field:
     def _part(self, part: str) -> range:
         base, slash, step = part.partition("/")
         if slash and (not _NUMBER.fullmatch(step) or int(step) == 0):
-            raise ValueError(f"{self.name} {part!r} has no usable step")
+            raise ValueError(f"{self.name} {part!r} has an invalid step")
         first, dash, last = base.partition("-")
         if base in _ANY:
             low, high = self.least, self.most
         elif dash:
             low, high = self.value(first), self.value(last)
         else:
-            # A step without an end goes on to the last one.
+            # A step without an end of the range continues to the maximum.
             low = self.value(base)
             high = self.most if slash else low
         if low > high:
-            raise ValueError(f"{self.name} {base!r} runs backwards")
+            raise ValueError(f"{self.name} {base!r} is a reversed range")
         return range(low, high + 1, int(step) if slash else 1)
 
 
@@ -72,7 +73,7 @@ _WEEKDAY = _Field("weekday", 0, 7, _DAYS)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cron:
     text: str
-    #: None where the expression has no seconds.
+    #: None if the expression has no seconds.
     seconds: frozenset[int] | None
     minutes: frozenset[int]
     hours: frozenset[int]
@@ -81,34 +82,34 @@ class Cron:
     months: frozenset[int]
     #: Sunday is 0.
     weekdays: frozenset[int]
-    #: (weekday, n): the n-th of the month, or the last where n is 0.
+    #: (weekday, n): the n-th of the month, or the last if n is 0.
     nth_weekdays: frozenset[tuple[int, int]]
 
     def is_open(self, now: datetime, zone: tzinfo) -> bool:
-        """Whether the window is open at `now`: the cron fires in the next few seconds, or, without seconds, in this
-        very minute.
-        """
-        if self.seconds is None and self._fires_in_minute(now.astimezone(zone)):
+        """Whether the cron matches within the next `AHEAD_S` seconds or, if it has no seconds, this minute."""
+        if self.seconds is None and self._matches_minute(now.astimezone(zone)):
             return True
         whole = now.replace(microsecond=0)
         ahead = (whole + timedelta(seconds=number) for number in range(1, AHEAD_S + 1))
         return any(
-            self._fires_at(second.astimezone(zone)) for second in ahead if second - now < timedelta(seconds=AHEAD_S)
+            self._matches_second(second.astimezone(zone))
+            for second in ahead
+            if second - now < timedelta(seconds=AHEAD_S)
         )
 
-    def _fires_at(self, local: datetime) -> bool:
+    def _matches_second(self, local: datetime) -> bool:
         seconds = self.seconds if self.seconds is not None else frozenset({0})
-        return local.second in seconds and self._fires_in_minute(local)
+        return local.second in seconds and self._matches_minute(local)
 
-    def _fires_in_minute(self, local: datetime) -> bool:
+    def _matches_minute(self, local: datetime) -> bool:
         return (
             local.minute in self.minutes
             and local.hour in self.hours
             and local.month in self.months
-            and self._fires_on(local)
+            and self._matches_day(local)
         )
 
-    def _fires_on(self, local: datetime) -> bool:
+    def _matches_day(self, local: datetime) -> bool:
         every_day = len(self.days) == _DAY.most
         every_weekday = len(self.weekdays) == DAYS_IN_WEEK
         by_day, by_weekday = self._is_day(local), self._is_weekday(local)
@@ -129,16 +130,16 @@ class Cron:
 
 
 def parse_cron(text: str) -> Cron:
-    """`ValueError` says what is wrong with it."""
+    """Parse an expression. Raise `ValueError` if it is invalid."""
     if len(text) > MAX_TEXT:
-        raise ValueError(f"it is {len(text)} characters long; {MAX_TEXT} are the most")
+        raise ValueError(f"it is {len(text)} characters long, more than {MAX_TEXT}")
     fields = text.upper().split()
     if len(fields) not in {5, 6}:
         raise ValueError(f"it has {len(fields)} fields, not 5 or 6")
     seconds = _SECOND.parse(fields[0]) if len(fields) == 6 else None
     minute, hour, day, month, weekday = fields[-5:]
     days = [part for part in day.split(",") if part != "L"]
-    plain, nth = _weekdays(weekday)
+    every, nth = _weekdays(weekday)
     return Cron(
         text=" ".join(text.split()),
         seconds=seconds,
@@ -147,13 +148,13 @@ def parse_cron(text: str) -> Cron:
         days=_DAY.parse(",".join(days)) if days else frozenset(),
         last_day="L" in day.split(","),
         months=_MONTH.parse(month),
-        weekdays=plain,
+        weekdays=every,
         nth_weekdays=nth,
     )
 
 
 def _weekdays(text: str) -> tuple[frozenset[int], frozenset[tuple[int, int]]]:
-    plain: set[int] = set()
+    every: set[int] = set()
     nth: set[tuple[int, int]] = set()
     for part in text.split(","):
         if last := _LAST_WEEKDAY.fullmatch(part):
@@ -161,8 +162,8 @@ def _weekdays(text: str) -> tuple[frozenset[int], frozenset[tuple[int, int]]]:
         elif numbered := _NTH_WEEKDAY.fullmatch(part):
             nth.add((_WEEKDAY.value(numbered[1]) % DAYS_IN_WEEK, int(numbered[2])))
         else:
-            plain |= {value % DAYS_IN_WEEK for value in _WEEKDAY.parse(part)}
-    return frozenset(plain), frozenset(nth)
+            every |= {value % DAYS_IN_WEEK for value in _WEEKDAY.parse(part)}
+    return frozenset(every), frozenset(nth)
 
 
 def _days_of(local: datetime) -> int:

@@ -1,7 +1,7 @@
-"""Who goes, who stays, and why: the decision table of scale-down, as pure functions.
+"""Decisions of scale-down: which machines are terminated, kept or marked as orphans, and why.
 
-Phase 1 judges machines that are tagged as orphans, phase 2 the others. A decision to terminate names the registrations
-that must be gone before the machine may go.
+Phase 1 handles machines that are tagged as orphans, phase 2 the others. A decision to terminate names the registrations
+that must be removed before the machine may be terminated.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from enum import Enum, StrEnum
 from operator import itemgetter
 
 from remuda.domain.instance import Instance, State
-from remuda.domain.scale_down.fleet import FleetMachine, Registered, Registration
+from remuda.domain.scale_down.fleet import GHR_OWNER_TAG, GHR_TYPE_TAG, FleetMachine, Registration, Registrations
 from remuda.domain.scale_down.idle_config import Eviction, IdleWindow, Quota
 from remuda.domain.timestamps import after
 
-#: How long a runner may not be removed after its launch, unless a setting says otherwise.
+#: Default minutes after its launch in which a runner is not removed, by operating system.
 MINIMUM_MIN = {"linux": 5.0, "windows": 15.0}
+#: Default minutes after its launch in which a machine may lack a registration.
 BOOT_MIN = 5.0
-#: At the end of a runner's name.
+#: Instance id at the end of a runner's name.
 _INSTANCE = re.compile(r"i-[0-9a-f]{8,17}$", re.IGNORECASE)
 
 
@@ -39,7 +40,7 @@ class ScaleDownPhase(Enum):
 
 
 class IdleScope(StrEnum):
-    """What an idle quota counts for."""
+    """Scope of an idle quota."""
 
     ENVIRONMENT = "environment"
     OWNER = "owner"
@@ -48,11 +49,11 @@ class IdleScope(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleDownPolicy:
     windows: tuple[IdleWindow, ...] = ()
-    #: In minutes; None: by operating system.
+    #: Minutes after the launch in which a runner is not removed. None: the default of its operating system.
     minimum_min: float | None = None
     boot_min: float = BOOT_MIN
     idle_scope: IdleScope = IdleScope.ENVIRONMENT
-    #: How many machines may lose a registration in one cycle; None: all of them.
+    #: Maximum registrations removed per cycle; None for no limit.
     max_removals: int | None = None
 
     def minimum(self, machine: FleetMachine) -> timedelta:
@@ -71,15 +72,16 @@ class Decision:
     action: Action
     reason: str
     phase: ScaleDownPhase
-    #: Where its registrations are, and those that must be gone before the machine may go.
+    #: Scope of its registrations.
     scope: str | None = None
+    #: Registrations that must be removed before the machine is terminated.
     registrations: tuple[Registration, ...] = ()
-    #: The runner that the machine says is its own, where it is in no list: to be looked at as well.
+    #: Runner id in the machine's tag, if no list contains it: it must be checked as well.
     tagged_runner_id: int | None = None
 
     @property
     def is_removal(self) -> bool:
-        """It takes a registration from GitHub."""
+        """Whether it removes a registration from GitHub."""
         return self.action is Action.TERMINATE and bool(self.registrations)
 
 
@@ -103,21 +105,21 @@ def decision(
     )
 
 
-# Whom the table does not concern --------------------------------------------------------------------------------------
+# Exceptions -----------------------------------------------------------------------------------------------------------
 
 
 def decide_bypassed(machine: FleetMachine, phase: ScaleDownPhase) -> Decision | None:
     if not machine.is_bypassed:
         return None
-    return decision(machine, Action.SKIP, "tagged to be left alone (ghr:bypass-removal)", phase)
+    return decision(machine, Action.SKIP, "tagged with ghr:bypass-removal", phase)
 
 
 def decide_recorded(machine: FleetMachine, record: Instance, phase: ScaleDownPhase) -> Decision:
-    """A machine of the pool is ruled by its record and the threshold in it."""
+    """Leave a machine of the pool to its record and threshold."""
     if machine.is_orphan:
-        reason = f"it has a live record ({record.state}): the orphan tag is a stray one"
+        reason = f"it has a live record ({record.state}): the orphan tag is wrong"
         return decision(machine, Action.UNMARK_ORPHAN, reason, phase)
-    return decision(machine, Action.KEEP, f"its record rules it ({record.state})", phase)
+    return decision(machine, Action.KEEP, f"managed by its record ({record.state})", phase)
 
 
 # Phase 1 --------------------------------------------------------------------------------------------------------------
@@ -125,10 +127,11 @@ def decide_recorded(machine: FleetMachine, record: Instance, phase: ScaleDownPha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lookup:
-    """What GitHub says of the runner whose id the machine told. `found` is None for: there is none."""
+    """Result of a request to GitHub for the runner in a machine's tag."""
 
+    #: None if there is no such runner.
     found: Registration | None = None
-    #: Why GitHub could not be asked.
+    #: Why the request failed, or empty.
     failed: str = ""
 
 
@@ -143,31 +146,33 @@ def decide_orphan(
     *,
     found_in: str | None = None,
 ) -> Decision:
-    """`registered` are its registrations in the owner's list, None where that list is not complete. `found_in` is the
-    scope of that list, where the machine's tags do not say.
+    """Decide about a machine that is tagged as an orphan.
+
+    `registered` are its registrations in the owner's list, None if that list is incomplete. `found_in` is the scope of
+    that list if the machine's tags do not name it.
     """
     if machine.scope is None and machine.runner_id_tag:
-        return decision(machine, Action.SKIP, _unclear(machine), ScaleDownPhase.ORPHANS)
+        return decision(machine, Action.SKIP, _contradictory_tags(machine), ScaleDownPhase.ORPHANS)
     if lookup is None:
-        return _decide_unverified(machine, "it has no usable runner id", registered, found_in)
+        return _decide_unverified(machine, "it has no valid runner id", registered, found_in)
     if lookup.failed:
-        return decision(machine, Action.SKIP, f"GitHub could not be asked: {lookup.failed}", ScaleDownPhase.ORPHANS)
+        return decision(machine, Action.SKIP, f"the request to GitHub failed: {lookup.failed}", ScaleDownPhase.ORPHANS)
     runner = lookup.found
     if runner is None:
-        return _decide_unverified(machine, f"GitHub knows no runner {machine.runner_id}", registered, found_in)
+        return _decide_unverified(machine, f"GitHub has no runner {machine.runner_id}", registered, found_in)
     if _is_of_another(runner, machine):
-        # Its tag is wrong: what GitHub says of that runner says nothing of this machine.
-        why = f"runner {runner.runner_id} is not its own but {runner.name}"
+        # The tag is wrong: that runner says nothing about this machine.
+        why = f"runner {runner.runner_id} is {runner.name}, another machine's"
         return _decide_unverified(machine, why, registered, found_in)
     is_confirmed = runner.busy and not runner.online
     if not is_confirmed and not runner.belongs_to(machine.instance_id):
-        # Without the tag it would be marked again: no name says that it is this machine's.
-        reason = f"runner {runner.runner_id} exists, by a name that does not end with the instance: {runner.name}"
+        # Unmarking would not last: phase 2 finds registrations by name and would mark it again.
+        reason = f"runner {runner.runner_id} exists, but its name does not end with the instance id: {runner.name}"
         return decision(machine, Action.SKIP, reason, ScaleDownPhase.ORPHANS)
     if not is_confirmed:
         state = "online" if runner.online else "offline"
         work = "busy" if runner.busy else "idle"
-        reason = f"a false alarm: runner {runner.runner_id} is {state} and {work}"
+        reason = f"not an orphan: runner {runner.runner_id} is {state} and {work}"
         return decision(machine, Action.UNMARK_ORPHAN, reason, ScaleDownPhase.ORPHANS)
     why = f"confirmed: runner {runner.runner_id} is offline and busy"
     others = [item for item in registered or () if item.runner_id != runner.runner_id]
@@ -175,7 +180,7 @@ def decide_orphan(
 
 
 def _is_of_another(runner: Registration, machine: FleetMachine) -> bool:
-    """Whether the name says so. One that names no machine says nothing against the tag."""
+    """Whether the runner's name contains the id of another machine. A name without an id does not."""
     named = _INSTANCE.search(runner.name)
     return named is not None and named[0].lower() != machine.instance_id.lower()
 
@@ -183,9 +188,9 @@ def _is_of_another(runner: Registration, machine: FleetMachine) -> bool:
 def _decide_unverified(
     machine: FleetMachine, why: str, registered: Sequence[Registration] | None, found_in: str | None
 ) -> Decision:
-    """Terminate, unless GitHub shows a runner that is this machine's all the same."""
+    """Terminate unless GitHub lists a busy runner of this machine."""
     if registered is None:
-        reason = f"{why}, and the owner's runners could not be listed: it may be busy"
+        reason = f"{why}, and the owner's runners cannot be listed: it may be busy"
         return decision(machine, Action.SKIP, reason, ScaleDownPhase.ORPHANS)
     return _decide_registered(machine, why, registered, found_in)
 
@@ -212,12 +217,12 @@ def _decide_registered(
 
 def decide_active(
     machines: Sequence[FleetMachine],
-    registered: Mapping[str, Registered | None],
+    registered: Mapping[str, Registrations | None],
     policy: ScaleDownPolicy,
     quota: Quota,
     now: datetime,
 ) -> list[Decision]:
-    """`machines` in the order of compute's list; `registered` by scope, None where an owner's list is not complete."""
+    """Decide about machines in EC2's order. `registered` is by scope; None if an owner's list is incomplete."""
     groups: dict[str | None, list[FleetMachine]] = {}
     for machine in machines:
         groups.setdefault(machine.scope, []).append(machine)
@@ -227,28 +232,28 @@ def decide_active(
         if policy.idle_scope is IdleScope.OWNER:
             idle_left = quota.idle_count
         if scope is None:
-            decisions += [decision(machine, Action.SKIP, _unclear(machine), ScaleDownPhase.ACTIVE) for machine in group]
+            decisions += [
+                decision(machine, Action.SKIP, _contradictory_tags(machine), ScaleDownPhase.ACTIVE) for machine in group
+            ]
             continue
         known = registered.get(scope)
         for machine in _keep_first(group, quota.eviction):
             if known is None:
-                reason = f"the runners of {scope} could not be listed"
+                reason = f"the runners of {scope} cannot be listed"
                 decisions.append(decision(machine, Action.SKIP, reason, ScaleDownPhase.ACTIVE))
                 continue
             found = known.get(machine.instance_id, ())
-            made, took = _decide_one(machine, found, policy, quota=quota, idle_left=idle_left, now=now)
-            idle_left -= took
+            made, quota_used = _decide_one(machine, found, policy, quota=quota, idle_left=idle_left, now=now)
+            idle_left -= quota_used
             decisions.append(made)
     return decisions
 
 
 def _keep_first(group: Sequence[FleetMachine], eviction: Eviction) -> list[FleetMachine]:
-    """Who is kept first comes first; equal ones in the order of the list. One without a launch time is too young
-    anyway.
-    """
+    """Sort machines so that those to keep come first. Machines without a launch time come last; they count as young."""
     known = [(machine.launched_at, machine) for machine in group if machine.launched_at is not None]
     unknown = [machine for machine in group if machine.launched_at is None]
-    # A stable sort, also where it is turned round.
+    # Stable also with `reverse`: equal launch times keep the order of the list.
     known.sort(key=itemgetter(0), reverse=eviction is Eviction.OLDEST_FIRST)
     return [*(machine for _, machine in known), *unknown]
 
@@ -262,14 +267,14 @@ def _decide_one(
     idle_left: int,
     now: datetime,
 ) -> tuple[Decision, int]:
-    """The decision, and how much of the idle quota it takes."""
+    """Return the decision and the part of the idle quota that it uses."""
     if not registrations:
         return _decide_missing(machine, policy, now), 0
     age = None if machine.launched_at is None else now - machine.launched_at
     minimum = policy.minimum(machine)
     if age is None or age < minimum:
-        aged = "of unknown age" if age is None else f"{_told(age)} old"
-        reason = f"too young: {aged}, {_told(minimum)} is the least"
+        actual = "unknown age" if age is None else f"{_minutes(age)} old"
+        reason = f"too young: {actual}, the minimum is {_minutes(minimum)}"
         return decision(machine, Action.KEEP, reason, ScaleDownPhase.ACTIVE), 0
     if idle_left > 0:
         nth = quota.idle_count - idle_left + 1
@@ -277,10 +282,14 @@ def _decide_one(
         return decision(machine, Action.KEEP, reason, ScaleDownPhase.ACTIVE), 1
     busy = next((item for item in registrations if item.busy), None)
     if busy is not None:
-        return decision(machine, Action.KEEP, f"busy: {busy.name} runs a job", ScaleDownPhase.ACTIVE), 0
+        return decision(machine, Action.KEEP, f"busy: {busy.name} is running a job", ScaleDownPhase.ACTIVE), 0
     full = f"the quota of {quota.idle_count} is full" if quota.idle_count else "no idle quota now"
     made = decision(
-        machine, Action.TERMINATE, f"idle, {_told(age)} old, {full}", ScaleDownPhase.ACTIVE, registrations=registrations
+        machine,
+        Action.TERMINATE,
+        f"idle, {_minutes(age)} old, {full}",
+        ScaleDownPhase.ACTIVE,
+        registrations=registrations,
     )
     listed = {item.runner_id for item in registrations}
     return replace(made, tagged_runner_id=None if machine.runner_id in listed else machine.runner_id), 0
@@ -289,23 +298,23 @@ def _decide_one(
 def _decide_missing(machine: FleetMachine, policy: ScaleDownPolicy, now: datetime) -> Decision:
     age = None if machine.launched_at is None else now - machine.launched_at
     if age is None:
-        return decision(machine, Action.KEEP, "not on GitHub, of unknown age: wait", ScaleDownPhase.ACTIVE)
+        return decision(machine, Action.KEEP, "not registered, unknown age", ScaleDownPhase.ACTIVE)
     if age < policy.boot:
-        reason = f"still booting: {_told(age)} of {_told(policy.boot)}"
+        reason = f"booting: {_minutes(age)} of {_minutes(policy.boot)}"
         return decision(machine, Action.KEEP, reason, ScaleDownPhase.ACTIVE)
-    reason = f"not on GitHub {_told(age)} after its launch, {_told(policy.boot)} is the most"
+    reason = f"not registered {_minutes(age)} after its launch, the maximum is {_minutes(policy.boot)}"
     return decision(machine, Action.MARK_ORPHAN, reason, ScaleDownPhase.ACTIVE)
 
 
 def within_budget(decisions: Sequence[Decision], left: int | None) -> list[Decision]:
-    """Those to be evicted first go first; what is beyond the removals that are left waits for the next cycle."""
+    """Limit the removals to `left`, evicting in order; the others wait for the next cycle."""
     if left is None:
         return list(decisions)
     result: list[Decision] = []
     for item in reversed(decisions):
         made = item
         if item.is_removal and left == 0:
-            made = revised(item, Action.KEEP, f"left for the next cycle (max-removals-per-cycle): {item.reason}")
+            made = revised(item, Action.KEEP, f"postponed to the next cycle (max-removals-per-cycle): {item.reason}")
         elif item.is_removal:
             left -= 1
         result.append(made)
@@ -313,23 +322,22 @@ def within_budget(decisions: Sequence[Decision], left: int | None) -> list[Decis
 
 
 def revised(item: Decision, action: Action, reason: str) -> Decision:
-    """What a decision becomes when a closer look shows that it does not hold."""
+    """Return a decision that replaces one that a later check refuted."""
     return replace(item, action=action, reason=reason, registrations=())
 
 
 def found_busy(item: Decision, registration: Registration) -> Decision:
-    """It runs a job after all: nobody ends it. An orphan that does is none."""
+    """Return the decision for a machine that turned out to run a job. It is not an orphan then."""
     action = Action.UNMARK_ORPHAN if item.phase is ScaleDownPhase.ORPHANS else Action.KEEP
-    return revised(item, action, f"busy: {registration.name} took a job meanwhile")
+    return revised(item, action, f"busy: {registration.name} has started a job")
 
 
-def _unclear(machine: FleetMachine) -> str:
-    return (
-        f"its tags do not say whose it is (ghr:Owner {machine.owner!r}, ghr:Type {machine.tags.get('ghr:Type', '')!r})"
-    )
+def _contradictory_tags(machine: FleetMachine) -> str:
+    kind = machine.tags.get(GHR_TYPE_TAG, "")
+    return f"its tags do not identify its owner ({GHR_OWNER_TAG} {machine.owner!r}, {GHR_TYPE_TAG} {kind!r})"
 
 
-def _told(span: timedelta) -> str:
+def _minutes(span: timedelta) -> str:
     seconds = span.total_seconds()
     return f"{seconds:.3g} s" if abs(seconds) < 60 else f"{seconds / 60:.4g} min"
 
@@ -339,7 +347,7 @@ def _told(span: timedelta) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewal:
-    """An idle instance of the pool that the quota keeps: until when, and why."""
+    """Longer threshold for an idle instance of the pool within the quota."""
 
     instance: Instance
     until: datetime
@@ -354,7 +362,7 @@ def renewals(
     idle_time_s: float,
     max_age_s: float,
 ) -> list[Renewal]:
-    """The quota counts for each class. An instance is never kept beyond its maximum age, nor is its time ever cut."""
+    """Return the renewals per class. They never exceed the maximum age and never shorten a threshold."""
     result: list[Renewal] = []
     by_class: dict[str, list[Instance]] = {}
     for record in records:

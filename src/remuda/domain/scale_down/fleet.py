@@ -1,4 +1,4 @@
-"""Runner machines as their tags tell of them. The tags are those of terraform-aws-github-runner."""
+"""Runner machines described by their tags, which are those of terraform-aws-github-runner, and their registrations."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ GHR_BYPASS_TAG = "ghr:bypass-removal"
 GHR_APPLICATION = "github-action-runner"
 ORG, REPO = "Org", "Repo"
 YES = "true"
-#: GitHub's ids fit into this many digits.
+#: Maximum digits of GitHub's ids.
 MAX_ID_DIGITS = 19
 
-#: An organisation or a user (those of an enterprise have an underscore), and a repository of theirs.
+#: Organisation or user (enterprise users contain an underscore), optionally with a repository.
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetMachine:
-    """A machine that runs or boots, as compute lists it."""
+    """A running or pending machine, as EC2 lists it."""
 
     instance_id: str
-    #: None where compute does not say.
+    #: None if unknown.
     launched_at: datetime | None
     tags: Mapping[str, str]
     os: Literal["linux", "windows"] = "linux"
 
     @property
     def owner(self) -> str:
-        """As the tag has it, for people."""
+        """Value of the tag, for people."""
         return self.tags.get(GHR_OWNER_TAG, "")
 
     @property
     def scope(self) -> str | None:
-        """Where its runners are registered, or None where the tags do not say so beyond doubt."""
+        """Scope of its registrations, or None if the tags contradict each other."""
         kind = self.tags.get(GHR_TYPE_TAG)
         if kind not in {ORG, REPO} or ("/" in self.owner) is not (kind == REPO):
             return None
@@ -51,7 +51,7 @@ class FleetMachine:
 
     @property
     def likely_scope(self) -> str | None:
-        """Where to look for its runners, whatever its type says: enough to keep a machine, not to end one."""
+        """Scope by the owner tag alone: sufficient to keep a machine, not to terminate one."""
         return self.owner if _SCOPE.fullmatch(self.owner) else None
 
     @property
@@ -64,20 +64,20 @@ class FleetMachine:
 
     @property
     def runner_id_tag(self) -> str:
-        """The id of its registration as the machine tagged itself with it, or empty."""
+        """Value of the tag with its registration's id, or empty."""
         return self.tags.get(GHR_RUNNER_ID_TAG, "").strip()
 
     @property
     def runner_id(self) -> int | None:
-        """The same, where it can be one."""
+        """The tagged id of its registration, or None if it is not valid."""
         text = self.runner_id_tag
-        usable = text.isascii() and text.isdigit() and len(text) <= MAX_ID_DIGITS
-        return int(text) if usable else None
+        valid = text.isascii() and text.isdigit() and len(text) <= MAX_ID_DIGITS
+        return int(text) if valid else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """A runner as GitHub knows it."""
+    """A runner on GitHub."""
 
     runner_id: int
     name: str
@@ -88,12 +88,12 @@ class Registration:
         return self.name.endswith(instance_id)
 
 
-#: The registrations of each machine that has one.
-Registered = Mapping[str, tuple[Registration, ...]]
+#: Registrations by instance id.
+Registrations = Mapping[str, tuple[Registration, ...]]
 
 
-def match(instance_ids: Iterable[str], registrations: Sequence[Registration]) -> Registered:
-    """Whose is whose: a runner belongs to the machine whose id its name ends with. A machine may have several."""
+def match_registrations(instance_ids: Iterable[str], registrations: Sequence[Registration]) -> Registrations:
+    """Assign registrations to machines: a runner's name ends with the instance id. A machine may have several."""
     wanted = set(instance_ids)
     lengths = {len(instance_id) for instance_id in wanted}
     found: dict[str, list[Registration]] = {}

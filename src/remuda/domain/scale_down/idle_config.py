@@ -1,4 +1,4 @@
-"""`idle_config`: how many idle runners to keep, and when. The first window that is open rules."""
+"""Idle configuration: how many idle runners to keep, and when. The first open window applies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIX = f"give a list such as {EXAMPLE}"
 
 
 class Eviction(StrEnum):
-    """Who goes first. `oldest_first` evicts the oldest, so that the newest are kept."""
+    """Eviction strategy. `oldest_first` evicts the oldest, so the newest are kept."""
 
     OLDEST_FIRST = "oldest_first"
     NEWEST_FIRST = "newest_first"
@@ -38,24 +38,24 @@ class IdleWindow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quota:
-    """What rules at one moment."""
+    """Idle quota at one moment."""
 
     idle_count: int = 0
     eviction: Eviction = Eviction.OLDEST_FIRST
-    #: The window it comes from, for people; empty where none is open.
+    #: Description of the window, for people; empty if none is open.
     window: str = ""
 
 
 def quota_at(windows: Sequence[IdleWindow], now: datetime) -> Quota:
     for window in windows:
         if window.cron.is_open(now, window.zone):
-            told = f"{window.cron.text!r} {window.zone_name}"
-            return Quota(idle_count=window.idle_count, eviction=window.eviction, window=told)
+            description = f"{window.cron.text!r} {window.zone_name}"
+            return Quota(idle_count=window.idle_count, eviction=window.eviction, window=description)
     return Quota()
 
 
 def parse_idle_config(document: Any, *, zone_of: Callable[[str], tzinfo]) -> tuple[IdleWindow, ...]:
-    """From JSON or TOML. `zone_of` raises `ValueError` for a time zone that there is not."""
+    """Parse a document from JSON or TOML. `zone_of` raises `ValueError` for an unknown time zone."""
     if not isinstance(document, list) or len(document) > MAX_WINDOWS:
         raise UserError(f"{FIELD} must be a list of up to {MAX_WINDOWS} windows", field=FIELD, fix=FIX)
     return tuple(_window(f"{FIELD}[{number}]", body, zone_of) for number, body in enumerate(document))
@@ -92,7 +92,7 @@ def _window(where: str, body: Any, zone_of: Callable[[str], tzinfo]) -> IdleWind
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("it is no text")
+        raise ValueError("it is not a string")
     return value
 
 
@@ -101,7 +101,7 @@ def _count(where: str, value: Any) -> int:
         raise UserError(
             f"{where}: idleCount is {quote(value, MAX_SHOWN)}",
             field=FIELD,
-            fix=f"give a whole number from 0 to {MAX_IDLE}",
+            fix=f"give an integer from 0 to {MAX_IDLE}",
         )
     return value
 

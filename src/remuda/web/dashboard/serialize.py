@@ -130,7 +130,7 @@ def usage_text(found: UsageSummary) -> str:
             "cost": round(found.cost, 4),
             "idle_cost": round(savings.idle_cost, 4),
             "currency": found.currency,
-            "prices_as_of": found.priced,
+            "prices_as_of": found.prices_as_of,
             "unpriced": list(found.unpriced[:MAX_UNPRICED]),
             "boot_s": None if savings.boot_s is None else round(savings.boot_s, 2),
             "saved_waiting_s": round(savings.waiting_s, 1),

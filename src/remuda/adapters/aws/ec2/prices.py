@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from remuda.adapters.aws.calls import chunks
 from remuda.adapters.aws.ec2.calls import Ec2Calls
-from remuda.domain.reporting.prices import SpotPoint
+from remuda.domain.reporting.prices import SpotPrice
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
 
@@ -26,8 +26,8 @@ class Ec2SpotPrices:
 
     async def spot_history(
         self, instance_types: Collection[str], *, since: datetime, until: datetime
-    ) -> Sequence[SpotPoint]:
-        found: list[SpotPoint] = []
+    ) -> Sequence[SpotPrice]:
+        found: list[SpotPrice] = []
         for part in chunks(sorted(set(instance_types)), BATCH):
             pages = self._calls.pages(
                 "DescribeSpotPriceHistory",
@@ -42,7 +42,7 @@ class Ec2SpotPrices:
         return found
 
 
-def _point(item: Mapping[str, Any]) -> SpotPoint | None:
+def _point(item: Mapping[str, Any]) -> SpotPrice | None:
     """The price in an entry, or None if the entry is malformed."""
     at = item.get("Timestamp")
     try:
@@ -51,7 +51,7 @@ def _point(item: Mapping[str, Any]) -> SpotPoint | None:
         return None
     if not isinstance(at, datetime):
         return None
-    return SpotPoint(
+    return SpotPrice(
         instance_type=str(item.get("InstanceType", "")),
         zone=str(item.get("AvailabilityZone", "")),
         at=at if at.tzinfo else at.replace(tzinfo=UTC),

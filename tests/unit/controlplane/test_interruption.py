@@ -1,6 +1,6 @@
-"""Every use case cut at every one of its port calls: cancelled or killed, the call made or not.
+"""Each use case interrupted at each of its port calls: cancelled or killed, before or after the call.
 
-After that sweeps and time pass, and nothing may be held, stuck or left (S10, L1, L2, L5).
+Afterwards sweeps run and time passes; no instance may stay assigned, stuck or unrecorded (S10, L1, L2, L5).
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from remuda.domain.instance import ASSIGNED
 from remuda.domain.provision import ProvisionStatus
 from tests.support.virtual_time import run_virtual
 from tests.support.world import PoolWorld
-from tests.unit.controlplane.cuts import AgentCut, Cut, How
+from tests.unit.controlplane.interruption import AgentCut, Cut, CutKind
 
-#: More than any of them makes; the enumeration ends where a use case ends before the cut.
-MOST_CALLS = 400
-#: Two assignments of an agent; what follows is idleness.
-MOST_AGENT_CALLS = 90
+#: More than any use case makes. The enumeration ends when a use case ends before the interruption.
+MAX_CALLS = 400
+#: The calls of two assignments; later ones are those of an idle agent.
+MAX_AGENT_CALLS = 90
 
 Scenario = Callable[[PoolWorld, Cut], Awaitable[None]]
 
 
-def cut_everywhere(how: How, scenario: Scenario, *, least: int) -> None:
-    for at in range(1, MOST_CALLS):
+def interrupt_at_each_call(kind: CutKind, scenario: Scenario, *, min_calls: int) -> None:
+    for at in range(1, MAX_CALLS):
         try:
-            calls = run_virtual(_cut_once(at, how, scenario))
+            calls = run_virtual(_interrupt_once(at, kind, scenario))
         except BaseException as error:
-            error.add_note(f"cut at call {at}: {how.value}")
+            error.add_note(f"interrupted at call {at}: {kind.value}")
             raise
         if len(calls) < at:
-            assert at > least, f"only {at} calls were cut: {calls}"
+            assert at > min_calls, f"only {at} calls were interrupted: {calls}"
             return
-    pytest.fail("the use case makes more calls than that")
+    pytest.fail("the use case makes more calls than MAX_CALLS")
 
 
-async def _cut_once(at: int, how: How, scenario: Scenario) -> list[str]:
+async def _interrupt_once(at: int, kind: CutKind, scenario: Scenario) -> list[str]:
     world = PoolWorld()
     await world.configure()
-    cut = Cut(at, how)
+    cut = Cut(at, kind)
     await scenario(world, cut)
     world.check()
     await world.end()
-    await cut.bury()
+    await cut.discard()
     return cut.calls
 
 
 async def provision_scenario(world: PoolWorld, cut: Cut) -> None:
-    """Two warm, one cold."""
+    """Two instances from the pool, one created."""
     await world.warm(2)
     ended = await cut.run(world.provision("cut", count=3, process=world.process(cut)))
     if cut.dead.is_set():
@@ -68,13 +68,13 @@ async def provision_scenario(world: PoolWorld, cut: Cut) -> None:
         world.check_holds_nothing("cut")
 
 
-@pytest.mark.parametrize("how", How)
-def test_a_provision_is_cut(how: How) -> None:
-    cut_everywhere(how, provision_scenario, least=20)
+@pytest.mark.parametrize("kind", CutKind)
+def test_provision_interrupted_at_each_call(kind: CutKind) -> None:
+    interrupt_at_each_call(kind, provision_scenario, min_calls=20)
 
 
 async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
-    """Whatever is cut, no registration outlives its machine (the world's end looks)."""
+    """No registration may outlive its machine; the end of the world checks that."""
     process = world.process(cut, credentialed=True)
     ended = await cut.run(world.provision("cut", count=2, ephemeral=True, process=process))
     if ended is not None and not cut.dead.is_set():
@@ -82,22 +82,22 @@ async def ephemeral_scenario(world: PoolWorld, cut: Cut) -> None:
         world.check_holds_nothing("cut")
 
 
-@pytest.mark.parametrize("how", How)
-def test_an_ephemeral_provision_is_cut(how: How) -> None:
-    cut_everywhere(how, ephemeral_scenario, least=12)
+@pytest.mark.parametrize("kind", CutKind)
+def test_ephemeral_provision_interrupted_at_each_call(kind: CutKind) -> None:
+    interrupt_at_each_call(kind, ephemeral_scenario, min_calls=12)
 
 
 async def ephemeral_release_scenario(world: PoolWorld, cut: Cut) -> None:
-    """One has served its job, one has not."""
+    """One instance has run its job, the other has not."""
     await world.provision("cut", count=2, ephemeral=True, process=world.process(credentialed=True))
     world.github.queue(run_id="cut", labels=["cut"], seconds=2)
     await asyncio.sleep(4)
     await cut.run(world.release("cut", process=world.process(cut, credentialed=True)))
 
 
-@pytest.mark.parametrize("how", How)
-def test_the_release_of_ephemeral_ones_is_cut(how: How) -> None:
-    cut_everywhere(how, ephemeral_release_scenario, least=10)
+@pytest.mark.parametrize("kind", CutKind)
+def test_release_of_ephemeral_instances_interrupted_at_each_call(kind: CutKind) -> None:
+    interrupt_at_each_call(kind, ephemeral_release_scenario, min_calls=10)
 
 
 async def release_scenario(world: PoolWorld, cut: Cut) -> None:
@@ -110,16 +110,16 @@ async def release_scenario(world: PoolWorld, cut: Cut) -> None:
     assert not [item for item in world.database.instances.values() if item.state in ASSIGNED]
 
 
-@pytest.mark.parametrize("how", How)
-def test_a_release_is_cut(how: How) -> None:
-    cut_everywhere(how, release_scenario, least=15)
+@pytest.mark.parametrize("kind", CutKind)
+def test_release_interrupted_at_each_call(kind: CutKind) -> None:
+    interrupt_at_each_call(kind, release_scenario, min_calls=15)
 
 
 async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
-    """Something for each sweep to do: expired, idle unannounced, releasing, unrecorded, ghosts, open provisions."""
+    """Work for each sweep: expired, unpublished, releasing and unrecorded instances, and stale registrations."""
     await world.warm(1)
     (kept,) = (await world.provision("kept")).instances
-    lost = Cut(6, How.CRASH_AFTER)
+    lost = Cut(6, CutKind.CRASH_AFTER)
     await lost.run(world.provision("lost", count=2, process=world.process(lost)))
     (gone,) = (await world.provision("gone")).instances
     world.cloud.end(gone.instance.instance_id, "power loss")
@@ -129,15 +129,15 @@ async def refresh_scenario(world: PoolWorld, cut: Cut) -> None:
     await asyncio.sleep(1)
     await cut.run(world.sweep(cut))
     assert world.states()[kept.instance.instance_id] in ASSIGNED
-    await lost.bury()
+    await lost.discard()
 
 
-@pytest.mark.parametrize("how", How)
-def test_a_refresh_is_cut(how: How) -> None:
-    cut_everywhere(how, refresh_scenario, least=15)
+@pytest.mark.parametrize("kind", CutKind)
+def test_refresh_interrupted_at_each_call(kind: CutKind) -> None:
+    interrupt_at_each_call(kind, refresh_scenario, min_calls=15)
 
 
-async def _agent_cut_once(at: int, *, applied: bool) -> list[str]:
+async def _kill_agent_once(at: int, *, applied: bool) -> list[str]:
     world = PoolWorld()
     await world.configure()
     world.agent_hook = cut = AgentCut(at, applied=applied)
@@ -148,7 +148,7 @@ async def _agent_cut_once(at: int, *, applied: bool) -> list[str]:
             while not job.started:  # noqa: ASYNC110 - in virtual time
                 await asyncio.sleep(0.1)
         await world.release(run_id)
-        # A listener outlives its agent, and so does its job.
+        # The listener and its job survive the agent.
         assert job.conclusion == "success"
     world.check()
     await world.end()
@@ -156,12 +156,12 @@ async def _agent_cut_once(at: int, *, applied: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("applied", [False, True])
-def test_an_agent_is_killed_and_its_machine_starts_another(*, applied: bool) -> None:
-    for at in range(1, MOST_CALLS):
+def test_agent_killed_at_each_call(*, applied: bool) -> None:
+    for at in range(1, MAX_CALLS):
         try:
-            calls = run_virtual(_agent_cut_once(at, applied=applied))
+            calls = run_virtual(_kill_agent_once(at, applied=applied))
         except BaseException as error:
             error.add_note(f"killed at call {at} of the agents")
             raise
-        if len(calls) < at or at == MOST_AGENT_CALLS:
+        if len(calls) < at or at == MAX_AGENT_CALLS:
             return

@@ -1,4 +1,4 @@
-"""Processes that are cut at their n-th port call, and calls whose answers are lost."""
+"""Hooks that interrupt a process at its n-th port call, or lose the answers of calls."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from simulation.fake_machine import FakeMachine
 from tests.support.virtual_time import Call, Hook, Killed
 
 
-class How(Enum):
+class CutKind(Enum):
     CANCEL_BEFORE = "cancelled, the call not made"
     CANCEL_AFTER = "cancelled, the call made and its answer lost"
     CRASH_BEFORE = "killed, the call not made"
     CRASH_AFTER = "killed, the call made and its answer lost"
 
 
-CRASHES = (How.CRASH_BEFORE, How.CRASH_AFTER)
+CRASHES = (CutKind.CRASH_BEFORE, CutKind.CRASH_AFTER)
 
 
 class Cut:
-    """A hook that stops a process at its n-th call. A killed process makes no further call and never goes on."""
+    """Interrupts a process at its n-th call. A killed process makes no further call."""
 
-    def __init__(self, at: int, how: How) -> None:
+    def __init__(self, at: int, kind: CutKind) -> None:
         self._at = at
-        self._how = how
+        self._kind = kind
         self.calls: list[str] = []
         self.dead = asyncio.Event()
-        self._over = False
+        self._discarded = False
         self._task: asyncio.Task[Any] | None = None
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> BaseException | None:
-        """Run a use case until its end or its death; how it ended, None where it was killed or did it all."""
+        """Run a use case until it ends or is killed. Return its exception; None if it was killed or succeeded."""
         self._task = asyncio.create_task(work)
         dead = asyncio.create_task(self.dead.wait())
         await asyncio.wait({self._task, dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -43,39 +43,39 @@ class Cut:
             return None
         return asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
 
-    async def bury(self) -> None:
-        """Sweep away the tasks of a killed process, without letting them do anything."""
-        self._over = True
+    async def discard(self) -> None:
+        """Cancel the tasks of a killed process without letting them make a call."""
+        self._discarded = True
         while self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=1)
 
     async def __call__(self, name: str, call: Call) -> Any:
         if self.dead.is_set():
-            await self._hang()
+            await self._hang_forever()
         self.calls.append(name)
         if len(self.calls) != self._at:
             answer = await call()
             if self.dead.is_set():
-                await self._hang()
+                await self._hang_forever()
             return answer
-        if self._how is How.CRASH_BEFORE:
+        if self._kind is CutKind.CRASH_BEFORE:
             await self._die()
-        if self._how is How.CANCEL_BEFORE:
+        if self._kind is CutKind.CANCEL_BEFORE:
             await self._cancel()
         answer = await call()
-        if self._how is How.CRASH_AFTER:
+        if self._kind is CutKind.CRASH_AFTER:
             await self._die()
-        if self._how is How.CANCEL_AFTER:
+        if self._kind is CutKind.CANCEL_AFTER:
             await self._cancel()
         return answer
 
     async def _die(self) -> None:
         self.dead.set()
-        await self._hang()
+        await self._hang_forever()
 
-    async def _hang(self) -> None:
-        if self._over:
+    async def _hang_forever(self) -> None:
+        if self._discarded:
             raise Killed
         try:
             await asyncio.Future[None]()
@@ -85,13 +85,13 @@ class Cut:
     async def _cancel(self) -> None:
         assert self._task is not None
         self._task.cancel()
-        # Let it arrive; code that is shielded from it goes on.
+        # Let the cancellation arrive. Shielded code continues.
         for _ in range(3):
             await asyncio.sleep(0)
 
 
-class Unsure:
-    """A hook: chosen calls raise `Unavailable`, applied or not."""
+class AmbiguousAnswer:
+    """Selected calls raise `Unavailable`, whether or not they were applied."""
 
     def __init__(self, operation: str, *, applied: bool, at: Collection[int] = (1,)) -> None:
         self._operation = operation
@@ -111,7 +111,7 @@ class Unsure:
 
 
 class AgentCut:
-    """Kills the agent that makes the n-th call of all agents; its machine starts another."""
+    """Kills the agent that makes the n-th call of all agents. Its machine starts a new one."""
 
     def __init__(self, at: int, *, applied: bool) -> None:
         self._at = at

@@ -1,8 +1,7 @@
-"""Coverage-guided fuzzing of what is parsed from bytes: `python -m tests.support.guided CORPUS -max_total_time=60`.
+"""Coverage-guided fuzzing of parsers: `python -m tests.support.coverage_fuzzer CORPUS -max_total_time=60`.
 
-libFuzzer goes where a new branch is taken, over hundreds of thousands of inputs: that pays for parsers, where one wrong
-byte opens a path. Where a document must be right in ten places to get anywhere, `tests/unit/fuzz` gets further. What it
-finds becomes an `@example` there.
+libFuzzer tries hundreds of thousands of inputs and prefers those that reach new branches, which suits parsers of bytes.
+`tests/unit/fuzz` reaches further with structured documents. Failures found here become an `@example` there.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _json(record: object) -> bytes:
     return json.dumps(to_document(record)).encode()
 
 
-#: Each with a seed that is right.
+#: Parsers, each with a valid input as seed.
 TARGETS: tuple[tuple[Callable[[bytes], object], bytes], ...] = (
     (lambda data: documents.decode(PoolMessage, _text(data)), _json(message())),
     (lambda data: documents.decode(Instance, _text(data)), _json(instance())),
@@ -72,8 +71,8 @@ TARGETS: tuple[tuple[Callable[[bytes], object], bytes], ...] = (
 )
 
 
-def one(data: bytes) -> None:
-    """The first byte says which parser gets the rest. A refusal is what should happen; all else is a find."""
+def fuzz_one(data: bytes) -> None:
+    """Pass all but the first byte to the parser that it selects. Any error but a rejected input is a failure."""
     if not data:
         return
     parse, _ = TARGETS[data[0] % len(TARGETS)]
@@ -88,7 +87,7 @@ def main() -> None:
     corpus.mkdir(parents=True, exist_ok=True)
     for number, (_, seed) in enumerate(TARGETS):
         (corpus / f"seed-{number}").write_bytes(bytes([number]) + seed)
-    atheris.Setup(sys.argv, one)
+    atheris.Setup(sys.argv, fuzz_one)
     atheris.Fuzz()
 
 

@@ -1,4 +1,4 @@
-"""What a provision's record tells of how it went: bounded, and there whatever its end was."""
+"""The outcome on a provision's record: bounded, and present whether it succeeded or failed."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.support.records import instance, instance_id, message
 from tests.support.world import PoolWorld
 
 
-def only(world: PoolWorld, run_id: str = "1") -> Provision:
+def provision_of(world: PoolWorld, run_id: str = "1") -> Provision:
     (found,) = [item for item in world.database.provisions.values() if item.run_id == run_id]
     return found
 
 
 def outcome_of(world: PoolWorld, run_id: str = "1") -> ProvisionOutcome:
-    outcome = only(world, run_id).outcome
+    outcome = provision_of(world, run_id).outcome
     assert outcome is not None
     return outcome
 
 
-async def test_a_commit_tells_where_each_runner_came_from(world: PoolWorld) -> None:
+async def test_outcome_names_the_source_of_each_runner(world: PoolWorld) -> None:
     warm = await world.warm(2)
     result = await world.provision(count=3)
     outcome = outcome_of(world)
@@ -46,10 +46,10 @@ async def test_a_commit_tells_where_each_runner_came_from(world: PoolWorld) -> N
     assert [(item.count, item.launched) for item in outcome.launches] == [(1, 1)]
     assert list(outcome.phases) == ["intent", "instances", "commit"]
     assert max(item.seconds for item in outcome.acquired) <= outcome.seconds <= result.seconds
-    assert only(world).request_summary == "on-demand, trusted, for octo/repo, types *"
+    assert provision_of(world).request_summary == "on-demand, trusted, for octo/repo, types *"
 
 
-async def test_refused_hints_are_told_with_their_reasons(world: PoolWorld) -> None:
+async def test_outcome_names_rejected_messages_with_reasons(world: PoolWorld) -> None:
     await world.process().pool.send(
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
     )
@@ -62,7 +62,7 @@ async def test_refused_hints_are_told_with_their_reasons(world: PoolWorld) -> No
     assert outcome.rejected == {"mismatch": 1, "claim-lost": 1}
 
 
-async def test_a_failure_tells_its_story_too(world: PoolWorld) -> None:
+async def test_failed_provision_has_an_outcome(world: PoolWorld) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision(count=2, patterns=TypePatterns(("c6i.large",)))
@@ -71,15 +71,15 @@ async def test_a_failure_tells_its_story_too(world: PoolWorld) -> None:
     assert [(item.count, item.launched) for item in outcome.launches] == [(2, 1)]
 
 
-async def test_a_release_leaves_the_story(world: PoolWorld) -> None:
+async def test_release_keeps_the_outcome(world: PoolWorld) -> None:
     await world.provision()
     before = outcome_of(world)
     await world.release()
-    assert only(world).status is ProvisionStatus.RELEASED
+    assert provision_of(world).status is ProvisionStatus.RELEASED
     assert outcome_of(world) == before
 
 
-async def test_a_provision_that_was_released_meanwhile_still_tells(world: PoolWorld) -> None:
+async def test_provision_released_while_in_progress_has_an_outcome(world: PoolWorld) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision())
     await asyncio.sleep(5)
@@ -91,7 +91,7 @@ async def test_a_provision_that_was_released_meanwhile_still_tells(world: PoolWo
     assert outcome_of(world).error == failure.value.message
 
 
-async def test_what_is_told_is_bounded(world: PoolWorld) -> None:
+async def test_outcome_is_bounded(world: PoolWorld) -> None:
     recorder = OutcomeRecorder(VirtualClock())
     registered = RegisteredInstance(instance=instance(1), source=RunnerSource.POOL, report=None)
     for number in range(2 * MAX_ACQUIRED):

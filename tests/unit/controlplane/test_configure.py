@@ -1,4 +1,4 @@
-"""The configuration half of a refresh: what is desired is applied, tokens are kept fresh."""
+"""Configuration and tokens in a refresh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remuda.domain.resources import ResourceClass, Reuse
 from simulation.names import SCOPE
 from tests.support.virtual_time import Call
 from tests.support.world import LIFETIMES, PoolWorld
-from tests.unit.controlplane.cuts import Unsure
+from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
 def config(world: PoolWorld) -> PoolConfig:
@@ -25,7 +25,7 @@ def config(world: PoolWorld) -> PoolConfig:
     return world.database.config
 
 
-async def test_the_first_refresh_creates_everything() -> None:
+async def test_first_refresh_creates_all_resources() -> None:
     world = PoolWorld()
     result = await world.configure()
     assert "configuration of pool test" in result.applied
@@ -34,14 +34,14 @@ async def test_the_first_refresh_creates_everything() -> None:
     assert config(world).revision == 1
 
 
-async def test_the_second_changes_nothing(world: PoolWorld) -> None:
+async def test_second_refresh_changes_nothing(world: PoolWorld) -> None:
     result = await world.configure()
     assert result.applied == ()
     assert config(world).revision == 1
     assert not result.errors
 
 
-async def test_a_change_is_named_and_applied(world: PoolWorld) -> None:
+async def test_changed_settings_are_applied_and_reported(world: PoolWorld) -> None:
     result = await world.configure(lifetimes=replace(LIFETIMES, idle_time_s=33.0), max_instances=7)
     assert sorted(result.applied) == ["idle-time-sec", "max-instances"]
     assert result.changes == {"idle-time-sec": (90.0, 33.0), "max-instances": (100, 7)}
@@ -49,7 +49,7 @@ async def test_a_change_is_named_and_applied(world: PoolWorld) -> None:
     assert config(world).lifetimes.idle_time_s == 33.0
 
 
-async def test_a_change_is_told_by_the_settings_name_and_without_secrets(world: PoolWorld) -> None:
+async def test_changes_use_setting_names_and_contain_no_secrets(world: PoolWorld) -> None:
     await world.configure(launch={"boot-delay-s": "2", "agent-url": "https://s3/agent?X-Amz-Signature=old"})
     launch = {"pre-runner-script": "TOKEN=hidden", "agent-url": "https://s3/agent?X-Amz-Signature=new"}
     runtime = replace(LIFETIMES, max_runtime_s=600.0)
@@ -71,8 +71,8 @@ async def test_a_change_is_told_by_the_settings_name_and_without_secrets(world: 
     assert "Signature" not in f"{document}{lines}"
 
 
-async def test_the_records_of_another_pool_are_never_swept(world: PoolWorld) -> None:
-    """Its machines would all look lost."""
+async def test_records_of_another_pool_are_never_swept(world: PoolWorld) -> None:
+    """Every machine of this pool would look unrecorded."""
     await world.provision()
     other = replace(world.process(credentialed=True), pool_name="other")
     for work in (refresh(other, None), world.provision("2", process=other), world.release("1", process=other)):
@@ -81,21 +81,21 @@ async def test_the_records_of_another_pool_are_never_swept(world: PoolWorld) -> 
     assert len(world.in_state(State.RUNNING)) == 1
 
 
-async def test_a_new_class_gets_a_queue(world: PoolWorld) -> None:
+async def test_new_class_gets_a_queue(world: PoolWorld) -> None:
     classes = (ResourceClass(name="tiny", cpu=1, memory_mib=512),)
     result = await world.configure(classes=classes)
     assert "queue tiny" in result.applied
     assert (await world.provision(resource_class="tiny")).created == 1
 
 
-async def test_a_second_scope_joins_the_first(world: PoolWorld) -> None:
+async def test_second_scope_is_added(world: PoolWorld) -> None:
     await world.configure(scope="octo/other")
     assert {item.scope for item in config(world).tokens} == {SCOPE, "octo/other"}
     assert (await world.provision("2", scope="octo/other")).created == 1
     assert {runner.scope for runner in world.registrations()} == {"octo/other"}
 
 
-async def test_tokens_are_renewed_before_they_run_out(world: PoolWorld) -> None:
+async def test_tokens_are_renewed_before_they_expire(world: PoolWorld) -> None:
     first = config(world).tokens_for(SCOPE)
     await world.pass_time(500)
     assert config(world).tokens_for(SCOPE) == first
@@ -103,12 +103,12 @@ async def test_tokens_are_renewed_before_they_run_out(world: PoolWorld) -> None:
     assert config(world).tokens_for(SCOPE).registration.expires_at > first.registration.expires_at
 
 
-async def test_tokens_of_every_scope_are_renewed_by_a_refresh_that_changes_nothing(world: PoolWorld) -> None:
+async def test_refresh_without_changes_renews_tokens_of_every_scope(world: PoolWorld) -> None:
     await world.configure(scope="octo/other")
     await world.configure()
     before = config(world).tokens_for("octo/other")
     await asyncio.sleep(700)
-    # This mints for its own scope; the next has nothing to change and must look after the other all the same.
+    # This refresh renews the tokens of its scope. The next one changes nothing and must renew those of the other.
     await world.configure()
     await world.configure()
     assert config(world).tokens_for("octo/other").registration.expires_at > before.registration.expires_at
@@ -121,21 +121,21 @@ async def test_tokens_of_every_scope_are_renewed_by_a_refresh_that_changes_nothi
     assert config(world).tokens_for("octo/other").registration.expires_at > before.registration.expires_at
 
 
-async def test_a_token_that_cannot_be_minted_leaves_the_rest(world: PoolWorld) -> None:
+async def test_failure_to_mint_a_token_does_not_stop_the_refresh(world: PoolWorld) -> None:
     await asyncio.sleep(700)
-    hook = Unsure("github.registration_token", applied=False, at=range(1, 100))
+    hook = AmbiguousAnswer("github.registration_token", applied=False, at=range(1, 100))
     result = await world.sweep(hook)
     assert any("tokens for" in error for error in result.errors)
     assert not (await world.sweep()).errors
 
 
-async def test_without_a_credential_a_configuration_is_refused() -> None:
+async def test_configuration_requires_a_credential() -> None:
     world = PoolWorld()
     with pytest.raises(UserError, match="credential"):
         await refresh(world.process(), world.configuration())
 
 
-async def test_a_refused_credential_is_an_error_before_anything_is_stored() -> None:
+async def test_rejected_credential_stores_nothing() -> None:
     world = PoolWorld()
     world.token = "ghp_wrong"
     with pytest.raises(UserError):
@@ -149,7 +149,7 @@ async def test_sweeps_without_configuration_do_nothing() -> None:
     assert not result.errors
 
 
-async def test_two_refreshes_at_once_do_not_undo_each_other(world: PoolWorld) -> None:
+async def test_concurrent_refreshes_keep_each_others_changes(world: PoolWorld) -> None:
     hook_calls: list[str] = []
 
     async def slow(name: str, call: Call) -> Any:
@@ -165,15 +165,15 @@ async def test_two_refreshes_at_once_do_not_undo_each_other(world: PoolWorld) ->
     assert config(world).revision == 3
 
 
-async def test_a_configuration_whose_answer_was_lost_is_there_the_next_time() -> None:
+async def test_configuration_write_with_a_lost_answer_is_found_by_the_next_refresh() -> None:
     world = PoolWorld()
-    hook = Unsure("store.put_config", applied=True)
+    hook = AmbiguousAnswer("store.put_config", applied=True)
     with pytest.raises(Unavailable):
         await refresh(world.process(hook, credentialed=True), world.configuration())
     assert (await world.configure()).applied == ()
 
 
-async def test_no_token_is_told(world: PoolWorld) -> None:
+async def test_tokens_are_not_logged(world: PoolWorld) -> None:
     await world.provision()
-    told = repr(config(world)) + repr(world.database.instances)
-    assert not [token for token in world.github._tokens if token in told]
+    texts = repr(config(world)) + repr(world.database.instances)
+    assert not [token for token in world.github._tokens if token in texts]

@@ -1,6 +1,4 @@
-"""Answers that are lost: a write was applied and reported as failed, or not applied at all. Nothing leaks by it, and
-nobody takes a sibling's write for its own.
-"""
+"""Writes that fail with `Unavailable`, applied or not: no instance leaks, and no process adopts another's write."""
 
 from __future__ import annotations
 
@@ -16,18 +14,18 @@ from remuda.domain.provision import ProvisionStatus
 from tests.support.records import provision
 from tests.support.virtual_time import Call, run_virtual
 from tests.support.world import PoolWorld
-from tests.unit.controlplane.cuts import Unsure
+from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 WRITES = ("store.apply", "store.put_provision", "store.replace_provision", "pool.delete", "compute.launch")
-#: More writes of one kind than a provision of three makes.
-MOST = 12
+#: More writes of one kind than a provision of three instances makes.
+MAX_WRITES = 12
 
 
 async def _provision_once(operation: str, at: int, *, applied: bool) -> int:
     world = PoolWorld()
     await world.configure()
     await world.warm(2)
-    hook = Unsure(operation, applied=applied, at=(at,))
+    hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
     sibling = asyncio.create_task(world.provision("sibling", count=1))
     try:
         mine = await world.provision("mine", count=3, process=world.process(hook))
@@ -44,19 +42,19 @@ async def _provision_once(operation: str, at: int, *, applied: bool) -> int:
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
 @pytest.mark.parametrize("operation", WRITES)
-def test_each_write_of_a_provision_is_unsure_once(operation: str, *, applied: bool) -> None:
-    for at in range(1, MOST):
+def test_provision_with_one_ambiguous_write(operation: str, *, applied: bool) -> None:
+    for at in range(1, MAX_WRITES):
         if run_virtual(_provision_once(operation, at, applied=applied)) < at:
             assert at > 1
             return
-    pytest.fail("there are more writes than that")
+    pytest.fail("there are more writes than MAX_WRITES")
 
 
 async def _release_once(operation: str, at: int, *, applied: bool) -> int:
     world = PoolWorld()
     await world.configure()
     await world.provision("mine", count=2)
-    hook = Unsure(operation, applied=applied, at=(at,))
+    hook = AmbiguousAnswer(operation, applied=applied, at=(at,))
     await asyncio.gather(world.release("mine", process=world.process(hook)), world.sweep(), return_exceptions=True)
     await world.pass_time(15)
     assert len(world.in_state(State.IDLE)) == 2
@@ -67,27 +65,27 @@ async def _release_once(operation: str, at: int, *, applied: bool) -> int:
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
 @pytest.mark.parametrize("operation", ["store.apply", "store.replace_provision", "pool.send"])
-def test_each_write_of_a_release_is_unsure_once(operation: str, *, applied: bool) -> None:
-    for at in range(1, MOST):
+def test_release_with_one_ambiguous_write(operation: str, *, applied: bool) -> None:
+    for at in range(1, MAX_WRITES):
         if run_virtual(_release_once(operation, at, applied=applied)) < at:
             assert at > 1
             return
-    pytest.fail("there are more writes than that")
+    pytest.fail("there are more writes than MAX_WRITES")
 
 
-async def test_a_claim_that_was_applied_is_recognised(world: PoolWorld) -> None:
+async def test_applied_claim_is_recognised(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
-    hook = Unsure("store.apply", applied=True, at=(1,))
+    hook = AmbiguousAnswer("store.apply", applied=True, at=(1,))
     result = await world.provision(process=world.process(hook))
     assert [item.instance.instance_id for item in result.instances] == [warm]
     assert world.record(warm).epoch == 2
 
 
-async def test_a_claim_whose_last_try_shows_that_it_was_ours(world: PoolWorld) -> None:
-    """Every answer but the last is lost, and the last but one was applied."""
+async def test_claim_is_recognised_on_the_last_retry(world: PoolWorld) -> None:
+    """Every answer except the last is lost, and the write before it was applied."""
     (warm,) = await world.warm(1)
 
-    class Hook(Unsure):
+    class Hook(AmbiguousAnswer):
         async def __call__(self, name: str, call: Call) -> Any:
             self._applied = self.count + 1 == WRITE_RETRIES
             return await super().__call__(name, call)
@@ -97,16 +95,16 @@ async def test_a_claim_whose_last_try_shows_that_it_was_ours(world: PoolWorld) -
     assert [item.instance.instance_id for item in result.instances] == [warm]
 
 
-async def test_a_store_that_takes_no_write_fails_the_provision(world: PoolWorld) -> None:
+async def test_provision_fails_if_no_write_succeeds(world: PoolWorld) -> None:
     await world.warm(1)
-    hook = Unsure("store.apply", applied=False, at=range(1, 100))
+    hook = AmbiguousAnswer("store.apply", applied=False, at=range(1, 100))
     with pytest.raises(Unavailable):
         await world.provision(process=world.process(hook))
     world.check_holds_nothing("1")
 
 
-async def test_a_siblings_claim_is_not_adopted(world: PoolWorld) -> None:
-    """Our write is lost, the sibling's gets in before we look: the machine is theirs."""
+async def test_claim_of_another_provision_is_not_adopted(world: PoolWorld) -> None:
+    """Our write is lost, and the other provision claims before our retry."""
     (warm,) = await world.warm(1)
     world.queues.put("large", world.record(warm).message(), shuffle=0.5)
     sibling: list[Any] = []
@@ -123,16 +121,16 @@ async def test_a_siblings_claim_is_not_adopted(world: PoolWorld) -> None:
     assert world.record(warm).run_id == "sibling"
 
 
-async def test_two_workers_of_one_provision_do_not_share_a_machine(world: PoolWorld) -> None:
+async def test_two_workers_of_a_provision_get_different_machines(world: PoolWorld) -> None:
     (warm,) = await world.warm(1)
     world.queues.put("large", world.record(warm).message(), shuffle=0.5)
-    hook = Unsure("store.apply", applied=True, at=range(1, 4))
+    hook = AmbiguousAnswer("store.apply", applied=True, at=range(1, 4))
     result = await world.provision(count=2, process=world.process(hook))
     assert len({item.instance.instance_id for item in result.instances}) == 2
 
 
-async def test_a_launch_that_may_have_happened_is_found_by_its_tags(world: PoolWorld) -> None:
-    hook = Unsure("compute.launch", applied=True)
+async def test_machines_of_an_ambiguous_launch_are_found_by_tag(world: PoolWorld) -> None:
+    hook = AmbiguousAnswer("compute.launch", applied=True)
     with pytest.raises(Unavailable):
         await world.provision(count=2, process=world.process(hook))
     assert len(world.alive()) == 2
@@ -141,14 +139,14 @@ async def test_a_launch_that_may_have_happened_is_found_by_its_tags(world: PoolW
 
 
 @pytest.mark.parametrize("applied", [True, False], ids=["applied", "lost"])
-async def test_an_intent_whose_answer_was_lost_is_ours(world: PoolWorld, *, applied: bool) -> None:
-    hook = Unsure("store.put_provision", applied=applied, at=(1,))
+async def test_intent_with_a_lost_answer_is_recognised(world: PoolWorld, *, applied: bool) -> None:
+    hook = AmbiguousAnswer("store.put_provision", applied=applied, at=(1,))
     result = await world.provision(process=world.process(hook))
     assert [item.provision_id for item in world.database.provisions.values()] == [result.provision_id]
 
 
-async def test_an_intent_that_the_store_repeated_by_itself_is_ours(world: PoolWorld) -> None:
-    """A client that repeats a write whose answer was lost is refused by what it wrote itself."""
+async def test_intent_repeated_by_the_client_is_recognised(world: PoolWorld) -> None:
+    """The repetition fails because the first write was applied."""
 
     async def hook(name: str, call: Call) -> Any:
         if name == "store.put_provision":
@@ -158,7 +156,7 @@ async def test_an_intent_that_the_store_repeated_by_itself_is_ours(world: PoolWo
     assert (await world.provision(process=world.process(hook))).created == 1
 
 
-async def test_an_intent_that_somebody_else_wrote_is_not_ours(world: PoolWorld) -> None:
+async def test_intent_of_another_process_is_a_conflict(world: PoolWorld) -> None:
     async def hook(name: str, call: Call) -> Any:
         if name == "store.put_provision":
             raise Conflict("it exists", current=provision(1))
@@ -169,8 +167,8 @@ async def test_an_intent_that_somebody_else_wrote_is_not_ours(world: PoolWorld) 
     world.check_holds_nothing("1")
 
 
-async def test_a_commit_that_was_applied_stands(world: PoolWorld) -> None:
-    hook = Unsure("store.replace_provision", applied=True)
+async def test_applied_commit_is_recognised(world: PoolWorld) -> None:
+    hook = AmbiguousAnswer("store.replace_provision", applied=True)
     result = await world.provision(process=world.process(hook))
     (stored,) = world.database.provisions.values()
     assert stored.status is ProvisionStatus.COMMITTED
