@@ -61,7 +61,7 @@ class MemoryDatabase:
     #: By run id and provision id.
     provisions: dict[tuple[str, str], Provision] = field(default_factory=dict)
     config: PoolConfig | None = None
-    sightings: dict[str, datetime] = field(default_factory=dict)
+    first_seen: dict[str, datetime] = field(default_factory=dict)
     prepared: bool = False
     changes: ChangeNotifier = field(default_factory=ChangeNotifier)
 
@@ -270,13 +270,13 @@ class MemoryInstanceStore:
             raise Conflict(f"revision {config.revision} does not follow the stored one", current=current)
         self._database.config = _kept(config)
 
-    async def get_sightings(self) -> Mapping[str, datetime]:
-        self._count("get_sightings")
-        return dict(self._database.sightings)
+    async def get_first_seen(self) -> Mapping[str, datetime]:
+        self._count("get_first_seen")
+        return dict(self._database.first_seen)
 
-    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
-        self._count("put_sightings")
-        self._database.sightings = dict(_kept(sightings))
+    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
+        self._count("put_first_seen")
+        self._database.first_seen = dict(_kept(first_seen))
 
     # Inside ---------------------------------------------------------------------------------------------------
 

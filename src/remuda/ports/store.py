@@ -172,11 +172,11 @@ class InstanceStore(Protocol):
         """
         ...
 
-    async def get_sightings(self) -> Mapping[str, datetime]:
+    async def get_first_seen(self) -> Mapping[str, datetime]:
         """What sweeps saw amiss and since when: they act on the second look only."""
         ...
 
-    async def put_sightings(self, sightings: Mapping[str, datetime]) -> None:
+    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
         """Replaces all of them; the last writer wins."""
         ...
 

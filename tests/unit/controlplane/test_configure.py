@@ -1,4 +1,4 @@
-"""The configuration half of a refresh: what is desired is applied, tokens are kept fresh."""
+"""Configuration and tokens in a refresh."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_changes_use_setting_names_and_contain_no_secrets(world: World) ->
 
 
 async def test_records_of_another_pool_are_never_swept(world: World) -> None:
-    """Its machines would all look lost."""
+    """Every machine of this pool would look unrecorded."""
     await world.provision()
     other = replace(world.process(credentialed=True), pool_name="other")
     for work in (refresh(other, None), world.provision("2", process=other), world.release("1", process=other)):
@@ -107,7 +107,7 @@ async def test_refresh_without_changes_renews_tokens_of_every_scope(world: World
     await world.configure()
     before = config(world).tokens_for("octo/other")
     await asyncio.sleep(700)
-    # This mints for its own scope; the next has nothing to change and must look after the other all the same.
+    # This refresh renews the tokens of its scope. The next one changes nothing and must renew those of the other.
     await world.configure()
     await world.configure()
     assert config(world).tokens_for("octo/other").registration.expires_at > before.registration.expires_at
@@ -174,5 +174,5 @@ async def test_configuration_write_with_a_lost_answer_is_found_by_the_next_refre
 
 async def test_tokens_are_not_logged(world: World) -> None:
     await world.provision()
-    told = repr(config(world)) + repr(world.database.instances)
-    assert not [token for token in world.github._tokens if token in told]
+    texts = repr(config(world)) + repr(world.database.instances)
+    assert not [token for token in world.github._tokens if token in texts]

@@ -1,4 +1,4 @@
-"""Instances for one job each: registered just in time, ended after it, and nothing of them left."""
+"""Ephemeral instances: registered just in time for one job each, and terminated after it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_ephemeral_instance_runs_one_job_and_is_terminated(world: World, c
     machines = await provisioned(world, 2)
     jobs = [world.github.queue(run_id="1", labels=("1",)) for _ in range(3)]
     await asyncio.sleep(20)
-    # Each has served one; the third waits for ever, and none of the listeners has failed.
+    # Each has run one job. The third job stays queued, and no listener has failed.
     assert sorted(job.conclusion for job in jobs) == ["", "success", "success"]
     assert world.registrations() == []
     await world.sweep()

@@ -1,4 +1,4 @@
-"""Explain: a run's and an instance's story, in order, complete, from the records alone."""
+"""Explanations of runs and instances: ordered, complete, and from the records alone."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from tests.support.records import instance_id, message
 from tests.support.world import World
 
 
-async def tell(world: World, subject: str) -> Explanation:
-    story = await explain(world.process(), subject)
-    times = [line.at for line in story.events]
+async def explained(world: World, subject: str) -> Explanation:
+    explanation = await explain(world.process(), subject)
+    times = [line.at for line in explanation.events]
     assert times == sorted(times)
-    assert story.next_steps
-    return story
+    assert explanation.next_steps
+    return explanation
 
 
-def words(story: Explanation) -> list[str]:
-    return [line.what for line in story.events]
+def event_names(explanation: Explanation) -> list[str]:
+    return [line.what for line in explanation.events]
 
 
-def shown(story: Explanation) -> str:
+def rendered(explanation: Explanation) -> str:
     console = Console(file=StringIO(), width=200, highlight=False)
-    for line in explanation_lines(story):
+    for line in explanation_lines(explanation):
         console.print(line, soft_wrap=True)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -46,8 +46,8 @@ def shown(story: Explanation) -> str:
 async def test_cold_run_from_request_to_pool(world: World) -> None:
     await world.provision("7", count=2)
     await world.release("7")
-    story = await tell(world, "7")
-    assert words(story) == [
+    explanation = await explained(world, "7")
+    assert event_names(explanation) == [
         "attempt 1 requests 2 large runners",
         "launched 2",
         *["boots"] * 2,
@@ -58,7 +58,7 @@ async def test_cold_run_from_request_to_pool(world: World) -> None:
         *["releasing"] * 2,
         *["idle, clean, in the pool", "announced to the pool (release)"] * 2,
     ]
-    assert [sentence.split(": ")[1].split(";")[0] for sentence in story.next_steps] == [
+    assert [sentence.split(": ")[1].split(";")[0] for sentence in explanation.next_steps] == [
         "waits for a run in the pool"
     ] * 2
 
@@ -69,44 +69,47 @@ async def test_warm_run_shows_rejected_candidates_and_claims(world: World) -> No
         [message(7, usage_class=UsageClass.SPOT), message(8, usage_class=UsageClass.ON_DEMAND)]
     )
     await world.provision("7", count=2)
-    story = await tell(world, "7")
-    told = {(line.instance_id, line.what): line.why for line in story.events}
-    assert told[instance_id(7), "candidate rejected: it does not match the request"] == "spot, not on-demand"
-    assert told[instance_id(8), "claim lost"].startswith("stale pool message")
-    assert told[warm, "claimed from the pool"] == "matches the request (provision)"
-    assert "from the pool" in told[warm, "registered"]
-    assert story.next_steps[0] == "the run keeps its runners until remuda release --run-id 7, or until their threshold"
-    # The machine's life before this run is not part of it.
-    assert sum(line.instance_id == warm for line in story.events) == 3
+    explanation = await explained(world, "7")
+    reasons = {(line.instance_id, line.what): line.why for line in explanation.events}
+    assert reasons[instance_id(7), "candidate rejected: it does not match the request"] == "spot, not on-demand"
+    assert reasons[instance_id(8), "claim lost"].startswith("stale pool message")
+    assert reasons[warm, "claimed from the pool"] == "matches the request (provision)"
+    assert "from the pool" in reasons[warm, "registered"]
+    assert (
+        explanation.next_steps[0]
+        == "the run keeps its runners until remuda release --run-id 7, or until their threshold"
+    )
+    # Events of the machine before this run are not included.
+    assert sum(line.instance_id == warm for line in explanation.events) == 3
 
 
 async def test_run_whose_machine_serves_another_run(world: World) -> None:
     await world.provision("7")
     await world.release("7")
     await world.provision("8")
-    story = await tell(world, "7")
-    assert story.next_steps == (f"{world.in_state(State.RUNNING)[0]}: reassigned; it is running, its run is 8",)
+    explanation = await explained(world, "7")
+    assert explanation.next_steps == (f"{world.in_state(State.RUNNING)[0]}: reassigned; it is running, its run is 8",)
 
 
 async def test_failed_run_shows_the_error(world: World) -> None:
     world.cloud.capacity = {"c6i.large": 1}
     with pytest.raises(CapacityError) as failure:
         await world.provision("7", count=2, patterns=TypePatterns(("c6i.large",)))
-    story = await tell(world, "7")
-    told = {line.what: line.why for line in story.events}
-    assert "c6i.large" in told["launched 1 of 2"]
-    assert told["failed after 0.00 s"] == failure.value.message[:200]
-    assert "locked: it has the pool's tags but no record" in told
-    assert story.title.startswith("Run 7: released")
+    explanation = await explained(world, "7")
+    reasons = {line.what: line.why for line in explanation.events}
+    assert "c6i.large" in reasons["launched 1 of 2"]
+    assert reasons["failed after 0.00 s"] == failure.value.message[:200]
+    assert "locked: it has the pool's tags but no record" in reasons
+    assert explanation.title.startswith("Run 7: released")
 
 
 async def test_run_in_progress(world: World) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("7"))
     await asyncio.sleep(5)
-    story = await tell(world, "7")
-    assert "is in progress; its deadline is in 55 s" in story.next_steps[0]
-    assert "boots and registers" in story.next_steps[1]
+    explanation = await explained(world, "7")
+    assert "is in progress; its deadline is in 55 s" in explanation.next_steps[0]
+    assert "boots and registers" in explanation.next_steps[1]
     await provisioning
 
 
@@ -115,26 +118,26 @@ async def test_run_without_a_machine(world: World) -> None:
     with pytest.raises(TimedOut):
         await world.provision("7")
     await world.pass_time(60)
-    story = await tell(world, "7")
-    assert "terminating, was created" in words(story)
-    assert "terminated" in words(story)
-    assert "terminated (" in story.next_steps[0]
+    explanation = await explained(world, "7")
+    assert "terminating, was created" in event_names(explanation)
+    assert "terminated" in event_names(explanation)
+    assert "terminated (" in explanation.next_steps[0]
 
 
 async def test_instance_with_two_runs(world: World) -> None:
     (machine,) = await world.warm(1)
     await world.provision("7")
-    story = await tell(world, machine)
-    assert [line.what for line in story.events if "for run" in line.what] == [
+    explanation = await explained(world, machine)
+    assert [line.what for line in explanation.events if "for run" in line.what] == [
         "boots for run warm-up",
         "claimed from the pool for run 7",
     ]
-    assert {line.instance_id for line in story.events} == {machine}
-    assert "waits for jobs of its run" in story.next_steps[0]
-    assert "UD_REG_OK, epoch 2" in story.next_steps[1]
-    assert "class large, trusted, 1 use" in story.title
-    by_runner = await tell(world, f"remuda-test-2-{machine}")
-    assert by_runner == story
+    assert {line.instance_id for line in explanation.events} == {machine}
+    assert "waits for jobs of its run" in explanation.next_steps[0]
+    assert "UD_REG_OK, epoch 2" in explanation.next_steps[1]
+    assert "class large, trusted, 1 use" in explanation.title
+    by_runner = await explained(world, f"remuda-test-2-{machine}")
+    assert by_runner == explanation
 
 
 async def test_termination_shows_its_reason(world: World) -> None:
@@ -143,8 +146,8 @@ async def test_termination_shows_its_reason(world: World) -> None:
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
     await world.release("7")
     await world.pass_time(20)
-    story = await tell(world, machine)
-    (ended,) = [line for line in story.events if line.what == "terminating, was releasing"]
+    explanation = await explained(world, machine)
+    (ended,) = [line for line in explanation.events if line.what == "terminating, was releasing"]
     assert "it would not go" in ended.why
     assert ended.severity.value == "bad"
 
@@ -154,9 +157,9 @@ async def test_run_is_explained_after_its_machines_are_terminated(world: World) 
     await world.release("7")
     await world.end()
     await asyncio.sleep(5 * 86_400)
-    story = await tell(world, "7")
-    assert words(story)[-1] == "terminated"
-    assert "its record is kept until" in story.next_steps[0]
+    explanation = await explained(world, "7")
+    assert event_names(explanation)[-1] == "terminated"
+    assert "its record is kept until" in explanation.next_steps[0]
 
 
 async def test_unknown_subject_suggests_known_ones(world: World) -> None:
@@ -181,7 +184,7 @@ async def test_control_characters_from_agents_are_removed(world: World) -> None:
     machine = world.in_state(State.RUNNING)[0]
     world.behaviour.resets[machine] = StepResult(ok=False, detail="\x1b[2J[bold]boo[/bold]\nnext")
     await world.release("7")
-    text = shown(await tell(world, "7"))
+    text = rendered(await explained(world, "7"))
     assert "[2J[bold]boo[/bold] next" in text
     assert "\x1b" not in text
     assert all(line.startswith(("Run ", "2025", "  ", "Next")) for line in text.splitlines())
@@ -189,11 +192,11 @@ async def test_control_characters_from_agents_are_removed(world: World) -> None:
 
 async def test_json_contains_the_same_events(world: World) -> None:
     await world.provision("7")
-    story = await tell(world, "7")
-    document = explanation_document(story)
+    explanation = await explained(world, "7")
+    document = explanation_document(explanation)
     assert (document["kind"], document["subject"]) == ("run", "7")
-    assert [line["what"] for line in document["events"]] == words(story)
-    assert document["next"] == list(story.next_steps)
+    assert [line["what"] for line in document["events"]] == event_names(explanation)
+    assert document["next"] == list(explanation.next_steps)
     assert document["events"][0]["at"].endswith("Z")
 
 
@@ -201,43 +204,43 @@ async def test_texts_do_not_repeat_themselves_and_describe_signals(world: World)
     (machine,) = await world.warm(1)
     await world.provision("7")
     world.behaviour.resets[machine] = StepResult(ok=False, detail="it would not go")
-    text = shown(await tell(world, machine))
+    text = rendered(await explained(world, machine))
     assert "boots for run warm-up: launched (provision)" in text
     assert "announced to the pool (release)" in text
     assert "claimed from the pool for run 7: matches the request (provision)" in text
     assert "last signal of its agent: it is registered (UD_REG_OK, epoch 2)" in text
     await world.release("7")
-    assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, epoch 2): it would not go" in shown(
-        await tell(world, "7")
+    assert ": it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, epoch 2): it would not go" in rendered(
+        await explained(world, "7")
     )
-    assert shown(await tell(world, "warm-up")).startswith("Run warm-up: released (by attempt 1)\n")
-    document = json.dumps(explanation_document(await tell(world, machine)))
+    assert rendered(await explained(world, "warm-up")).startswith("Run warm-up: released (by attempt 1)\n")
+    document = json.dumps(explanation_document(await explained(world, machine)))
     assert "it could not be reset (UD_REMOVE_REG_REMOVE_RUN_FAILED, epoch 2)" in document
 
 
 async def test_instance_shows_its_repository_and_tier(world: World) -> None:
     await world.provision("7", repository="Octo/One", tier=Tier.UNTRUSTED)
     (machine,) = world.in_state(State.RUNNING)
-    assert "untrusted, served only octo/one, " in (await tell(world, machine)).title
+    assert "untrusted, served only octo/one, " in (await explained(world, machine)).title
 
 
 @pytest.mark.parametrize(
-    ("count", "told"), [(1, "its instance is terminated"), (2, "all 2 of its instances are terminated")]
+    ("count", "text"), [(1, "its instance is terminated"), (2, "all 2 of its instances are terminated")]
 )
-async def test_committed_run_whose_machines_have_ended(world: World, count: int, told: str) -> None:
+async def test_committed_run_whose_machines_have_ended(world: World, count: int, text: str) -> None:
     await world.provision("7", count=count)
     process = world.process()
     assert not (await status(process)).ended
     machines = list((await process.store.get_many(world.in_state(State.RUNNING))).values())
-    # What is left of them is enough to keep the run.
+    # Their remaining records are enough to explain the run.
     await terminate(process, machines[1:], reason="enough", dry_run=False)
-    assert "keeps its runners" in (await tell(world, "7")).next_steps[0]
+    assert "keeps its runners" in (await explained(world, "7")).next_steps[0]
     await terminate(process, machines[:1], reason="enough", dry_run=False)
-    story = await tell(world, "7")
-    assert story.title == f"Run 7: committed; {told}"
-    assert story.next_steps[0].startswith(f"{told}: there is nothing to release")
+    explanation = await explained(world, "7")
+    assert explanation.title == f"Run 7: committed; {text}"
+    assert explanation.next_steps[0].startswith(f"{text}: there is nothing to release")
     found = await status(process)
-    assert list(found.ended.values()) == [told]
+    assert list(found.ended.values()) == [text]
     assert [run["instances_terminated"] for run in status_document(found)["runs"]] == [True]
 
 
@@ -246,7 +249,9 @@ async def test_launch_reason_of_runs_that_skip_the_pool(world: World) -> None:
     await world.configure(reuse=Reuse.NEVER)
     await world.provision("8")
     await world.provision("9", ephemeral=True, process=world.process(credentialed=True))
-    reasons = {run: [line.why for line in (await tell(world, run)).events if "launched" in line.what] for run in "789"}
+    reasons = {
+        run: [line.why for line in (await explained(world, run)).events if "launched" in line.what] for run in "789"
+    }
     assert reasons == {
         "7": ["the pool has no more matching instances"],
         "8": ["never reused; the pool is not used"],

@@ -1,4 +1,4 @@
-"""The feed: who looks again and again knows what one thorough look would say, and pays little where nobody watches."""
+"""The fleet reader and the dashboard's feed: changes add up to the status, and an unwatched feed polls rarely."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPEN = ProvisionStatus.OPEN
 
 
 class Page:
-    """What somebody knows who was told all changes."""
+    """The state that results from all changes."""
 
     def __init__(self, context: Context, since_s: float = DAY_S) -> None:
         self.context = context
@@ -60,11 +60,11 @@ async def test_changes_add_up_to_the_current_state(world: World) -> None:
     page = Page(context)
     await page.poll(include_terminated=True)
     await world.warm(2)
-    told = await page.poll()
-    assert told == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
+    changed = await page.poll()
+    assert changed == set(page.instances) == {item.instance_id for item in (await read_status(context)).instances}
     await world.provision("7", count=3)
     await page.poll()
-    # Histories are read once more after a change, and then nothing is left to tell.
+    # Histories are read again in the poll after a change; then there are no more changes.
     await page.poll()
     assert await page.poll() == set()
     everything = await read_status(context, include_terminated=True)
@@ -115,7 +115,7 @@ async def test_changes_found_by_a_failed_poll_are_returned_by_the_next(
 
 
 def asked(world: World, number: int, *, age_s: float = 0.0, status: ProvisionStatus = OPEN) -> Provision:
-    """A provision as the store has it."""
+    """A stored provision."""
     now = world.process().clock.now() - timedelta(seconds=age_s)
     settled = status is ProvisionStatus.RELEASED
     return Provision(
@@ -147,7 +147,7 @@ async def test_open_provision_is_shown_regardless_of_newer_ones(world: World) ->
     meters.on_status(found)
     assert b'remuda_open_provisions{pool="test"} 1.0' in meters.text(context.calls)[0]
     assert b'remuda_open_provision_age_max_seconds{pool="test"} 200.0' in meters.text(context.calls)[0]
-    # And so is what became of it.
+    # Its end is reported, too.
     await context.store.replace_provision(first, released(first, now=context.clock.now(), why="given up"))
     await page.poll(with_status=True)
     assert page.runs["p-1"].status is ProvisionStatus.RELEASED
@@ -164,7 +164,7 @@ async def test_old_provisions_are_removed(world: World) -> None:
     await asyncio.sleep(1_000)
     for with_status in (False, True):
         await page.poll(with_status=with_status)
-        assert set(page.runs) == {"p-2", "p-3"}, "what is open stays"
+        assert set(page.runs) == {"p-2", "p-3"}, "open provisions stay"
 
 
 async def test_old_decisions_and_times_are_removed(world: World) -> None:
@@ -188,9 +188,7 @@ async def test_old_decisions_and_times_are_removed(world: World) -> None:
     await world.release("7")
 
 
-class Counting:
-    """An observer, as metrics are one."""
-
+class CountingObserver:
     def __init__(self) -> None:
         self.failures = 0
         self.pools: list[str] = []
@@ -218,7 +216,9 @@ class MemoryEventLog:
         self.said.append((action, why))
 
 
-def make_feed(context: Context, failures: list[str], *observers: Counting, since_s: float = DAY_S, **more: Any) -> Feed:
+def make_feed(
+    context: Context, failures: list[str], *observers: CountingObserver, since_s: float = DAY_S, **more: Any
+) -> Feed:
     @asynccontextmanager
     async def opened() -> AsyncIterator[Context]:
         if failures:
@@ -263,12 +263,12 @@ async def test_savings_equal_those_of_the_report(world: World) -> None:
         await world.provision("8")
         await asyncio.sleep(5)
         shown = json.loads(feed.change_log.snapshot())["facts"]["usage"]
-        told = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
-    assert (shown["reused"], shown["created"], shown["runs"]) == (told.reused, told.created, 2) == (1, 1, 2)
-    # Reckoned a little before: an hour is 3,600 of them, a second is one.
-    assert 0 < shown["cost"] <= told.costs.total <= shown["cost"] + 10
-    assert shown["idle_cost"] == pytest.approx(told.savings.idle_cost, abs=0.001)
-    assert shown["saved_waiting_s"] == pytest.approx(told.savings.waiting_s, abs=0.1)
+        expected = await report(context, since=context.clock.now() - timedelta(days=1), prices=prices)
+    assert (shown["reused"], shown["created"], shown["runs"]) == (expected.reused, expected.created, 2) == (1, 1, 2)
+    # Calculated slightly earlier. The price is 1 per second.
+    assert 0 < shown["cost"] <= expected.costs.total <= shown["cost"] + 10
+    assert shown["idle_cost"] == pytest.approx(expected.savings.idle_cost, abs=0.001)
+    assert shown["saved_waiting_s"] == pytest.approx(expected.savings.waiting_s, abs=0.1)
     assert (shown["prices_as_of"], shown["unpriced"]) == ("2026-10", [])
     running.cancel()
     await world.release("8")
@@ -299,7 +299,7 @@ async def test_unwatched_feed_polls_rarely_and_wakes_for_a_client(world: World) 
 
 async def test_observer_gets_all_changes_and_a_request_wakes_the_poller(world: World) -> None:
     context = world.process()
-    heard = Counting()
+    heard = CountingObserver()
     feed = make_feed(context, ["the disk is full"], heard)
     running = asyncio.create_task(feed.run())
     await asyncio.sleep(2)

@@ -1,4 +1,4 @@
-"""The operator's levers: drain, quarantine, terminate; each with a reason, each pulled twice is pulled once."""
+"""Operator actions: drain, quarantine and terminate, each with a reason and idempotent."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from tests.support.world import World
 ALL = InstanceSelector(everything=True)
 
 
-async def drained(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
+async def drain_all(world: World, selector: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    return await drain(process, await select_instances(process, choice), reason="old image", dry_run=dry_run)
+    return await drain(process, await select_instances(process, selector), reason="old image", dry_run=dry_run)
 
 
-async def held(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
+async def quarantine_one(world: World, machine: str, for_s: float = 60.0, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
     chosen = await select_instances(process, InstanceSelector(instance_ids=(machine,)))
     return await quarantine(process, chosen, for_s=for_s, reason="looks odd", dry_run=dry_run)
 
 
-async def ended(world: World, choice: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
+async def terminate_all(world: World, selector: InstanceSelector = ALL, *, dry_run: bool = False) -> OperatorResult:
     process = world.process()
-    return await terminate(process, await select_instances(process, choice), reason="enough", dry_run=dry_run)
+    return await terminate(process, await select_instances(process, selector), reason="enough", dry_run=dry_run)
 
 
-# Drain
+# Drain --------------------------------------------------------------------------------------------------------------
 
 
 async def test_drained_idle_instance_is_not_claimed_and_ends(world: World) -> None:
     (old,) = await world.warm(1)
-    result = await drained(world)
+    result = await drain_all(world)
     assert [item.instance_id for item in result.done] == [old]
     made = await world.provision("7")
     assert (made.reused, made.created) == (0, 1)
     await world.sweep()
     assert world.record(old).state in {State.TERMINATING, State.TERMINATED}
-    story = await explain(world.process(), old)
-    assert "drained: old image" in " ".join(line.why for line in story.events)
+    explanation = await explain(world.process(), old)
+    assert "drained: old image" in " ".join(line.why for line in explanation.events)
 
 
 async def test_drained_running_instance_finishes_its_run(world: World) -> None:
@@ -63,7 +63,7 @@ async def test_drained_running_instance_finishes_its_run(world: World) -> None:
     (machine,) = world.in_state(State.RUNNING)
     job = world.github.queue(run_id="7", labels=["7"], seconds=20.0)
     await asyncio.sleep(1)
-    (outcome,) = (await drained(world)).outcomes
+    (outcome,) = (await drain_all(world)).outcomes
     assert (outcome.done, outcome.run_id) == (True, "7")
     await world.pass_time(30)
     assert job.conclusion == "success"
@@ -76,47 +76,47 @@ async def test_drained_running_instance_finishes_its_run(world: World) -> None:
 async def test_drain_by_class(world: World) -> None:
     await world.warm(1)
     await world.provision("7", resource_class="xlarge")
-    result = await drained(world, InstanceSelector(resource_class="xlarge"))
+    result = await drain_all(world, InstanceSelector(resource_class="xlarge"))
     assert [item.state for item in result.done] == [State.RUNNING]
     assert [world.record(name).retire_text for name in world.in_state(State.IDLE)] == [""]
-    assert (await drained(world, InstanceSelector(resource_class="none-such"))).outcomes == ()
+    assert (await drain_all(world, InstanceSelector(resource_class="none-such"))).outcomes == ()
 
 
 async def test_drain_by_image(world: World) -> None:
     await world.warm(1)
-    assert (await drained(world, InstanceSelector(ami="ami-1"))).outcomes == ()
+    assert (await drain_all(world, InstanceSelector(ami="ami-1"))).outcomes == ()
 
 
 async def test_drain_is_idempotent_and_dry_run_changes_nothing(world: World) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
-    plan = await drained(world, dry_run=True)
+    plan = await drain_all(world, dry_run=True)
     assert [item.instance_id for item in plan.done] == [machine]
     assert world.record(machine) == before
-    await drained(world)
+    await drain_all(world)
     after = world.record(machine)
-    again = await drained(world)
+    again = await drain_all(world)
     assert (again.done, world.record(machine)) == ((), after)
     assert "already" in again.outcomes[0].why
 
 
-# Quarantine
+# Quarantine ---------------------------------------------------------------------------------------------------------
 
 
 async def test_quarantined_instance_is_kept_and_not_claimed(world: World) -> None:
     (machine,) = await world.warm(1)
-    result = await held(world, machine, for_s=150.0)
+    result = await quarantine_one(world, machine, for_s=150.0)
     assert [item.instance_id for item in result.done] == [machine]
     made = await world.provision("7")
     assert machine not in {item.instance.instance_id for item in made.instances}
-    assert machine not in world.hints(), "nobody can claim it: its message would only come again and again"
+    assert machine not in world.hints(), "a quarantined instance cannot be claimed"
     await world.release("7")
-    # Idle machines of this pool last ninety seconds: this one lasts as long as it was told to.
+    # Idle instances of this pool end after 90 seconds; this one ends with its quarantine.
     await world.pass_time(120)
     assert world.record(machine).state is State.IDLE
     assert machine in world.alive()
-    story = await explain(world.process(), machine)
-    assert "is in quarantine until" in story.next_steps[0]
+    explanation = await explain(world.process(), machine)
+    assert "is in quarantine until" in explanation.next_steps[0]
     await world.pass_time(60)
     assert world.record(machine).state is State.TERMINATED
     assert world.record(machine).retire_text == "quarantined: looks odd"
@@ -125,7 +125,7 @@ async def test_quarantined_instance_is_kept_and_not_claimed(world: World) -> Non
 async def test_running_instance_is_quarantined_after_its_run(world: World) -> None:
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
-    await held(world, machine, for_s=200.0)
+    await quarantine_one(world, machine, for_s=200.0)
     assert world.record(machine).threshold - world.clock.now() < timedelta(seconds=150)
     result = await world.release("7")
     assert not result.errors
@@ -140,7 +140,7 @@ async def test_instance_with_a_failed_reset_can_be_quarantined(world: World) -> 
     await world.provision("7")
     (machine,) = world.in_state(State.RUNNING)
     world.behaviour.resets[machine] = StepResult(ok=False, detail="a file would not go")
-    await held(world, machine, for_s=100.0)
+    await quarantine_one(world, machine, for_s=100.0)
     (outcome,) = (await world.release("7")).outcomes
     assert "kept: quarantined" in outcome.why
     await world.pass_time(80)
@@ -153,11 +153,11 @@ async def test_instance_with_a_failed_reset_can_be_quarantined(world: World) -> 
 
 async def test_second_quarantine_moves_the_end(world: World) -> None:
     (machine,) = await world.warm(1)
-    await held(world, machine, for_s=60.0)
+    await quarantine_one(world, machine, for_s=60.0)
     first = world.record(machine).threshold
-    await held(world, machine, for_s=120.0)
+    await quarantine_one(world, machine, for_s=120.0)
     assert world.record(machine).threshold > first
-    plan = await held(world, machine, for_s=999.0, dry_run=True)
+    plan = await quarantine_one(world, machine, for_s=999.0, dry_run=True)
     assert plan.done
     assert world.record(machine).threshold < first + timedelta(seconds=200)
 
@@ -165,7 +165,7 @@ async def test_second_quarantine_moves_the_end(world: World) -> None:
 async def test_drain_concurrent_with_quarantine_keeps_the_quarantine(world: World) -> None:
     (machine,) = await world.warm(1)
     before = world.record(machine)
-    await held(world, machine, for_s=150.0)
+    await quarantine_one(world, machine, for_s=150.0)
     result = await drain(world.process(), [before], reason="to be renewed", dry_run=False)
     assert not result.done
     assert not result.errors
@@ -173,27 +173,27 @@ async def test_drain_concurrent_with_quarantine_keeps_the_quarantine(world: Worl
     assert world.record(machine).retire_text == "quarantined: looks odd"
 
 
-# Terminate
+# Terminate ----------------------------------------------------------------------------------------------------------
 
 
 async def test_terminate_ends_an_idle_instance(world: World) -> None:
     (machine,) = await world.warm(1)
-    plan = await ended(world, dry_run=True)
+    plan = await terminate_all(world, dry_run=True)
     assert [item.instance_id for item in plan.done] == [machine]
     assert world.record(machine).state is State.IDLE
-    result = await ended(world, InstanceSelector(instance_ids=(machine,)))
+    result = await terminate_all(world, InstanceSelector(instance_ids=(machine,)))
     assert (len(result.done), result.errors) == (1, ())
     assert world.record(machine).retire_text == "terminated by operator: enough"
     await world.pass_time(10)
     assert world.record(machine).state is State.TERMINATED
-    assert (await ended(world, InstanceSelector(instance_ids=(machine,)))).done == ()
+    assert (await terminate_all(world, InstanceSelector(instance_ids=(machine,)))).done == ()
 
 
 async def test_terminate_ends_a_running_instance(world: World) -> None:
     await world.provision("7")
     world.github.queue(run_id="7", labels=["7"], seconds=50.0)
     await asyncio.sleep(10)
-    (outcome,) = (await ended(world)).outcomes
+    (outcome,) = (await terminate_all(world)).outcomes
     assert (outcome.done, outcome.busy, outcome.run_id) == (True, True, "7")
     await world.pass_time(10)
     assert not world.alive()
@@ -204,17 +204,17 @@ async def test_machine_without_the_pool_tag_is_not_terminated(world: World) -> N
     (machine,) = await world.warm(1)
     tags = dict(world.cloud.machines[machine].tags)
     await world.process().compute.tag([machine], {POOL_TAG: "another"})
-    result = await ended(world, InstanceSelector(instance_ids=(machine,)))
+    result = await terminate_all(world, InstanceSelector(instance_ids=(machine,)))
     assert machine in result.errors[0]
     assert world.cloud.is_alive(machine)
     await world.process().compute.tag([machine], tags)
 
 
-# What is chosen
+# Selection ----------------------------------------------------------------------------------------------------------
 
 
 async def test_unknown_instance_is_rejected_before_any_change(world: World) -> None:
     (machine,) = await world.warm(1)
     with pytest.raises(UserError, match=instance_id(99)):
-        await ended(world, InstanceSelector(instance_ids=(machine, instance_id(99))))
+        await terminate_all(world, InstanceSelector(instance_ids=(machine, instance_id(99))))
     assert world.record(machine).state is State.IDLE

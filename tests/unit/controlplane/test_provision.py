@@ -1,4 +1,4 @@
-"""Provision: from the pool if it can, created if it must, all or nothing, and held by nobody if it fails."""
+"""Provision: reuses instances of the pool, creates the rest, and holds nothing if it fails."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.world import POOL, SCOPE, World
 from tests.unit.controlplane.interruption import AmbiguousAnswer
 
 
-async def refused(world: World, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
-    """The provision fails so, and holds nothing."""
+async def assert_fails(world: World, kind: type[RemudaError], run_id: str = "1", **changed: Any) -> RemudaError:
+    """Check that the provision fails with this error and holds nothing."""
     with pytest.raises(kind) as failure:
         await world.provision(run_id, **changed)
     world.check_holds_nothing(run_id)
@@ -89,19 +89,19 @@ async def test_run_can_provision_two_classes(world: World) -> None:
 
 async def test_missing_capacity_names_the_instance_types(world: World) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
-    error = await refused(world, CapacityError, count=2)
+    error = await assert_fails(world, CapacityError, count=2)
     assert "c6i.large: capacity for 0 of 2" in error.message
 
 
 async def test_partial_capacity_is_terminated_and_reported(world: World) -> None:
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"m6i.large": 2}
     await world.warm(1)
-    error = await refused(world, CapacityError, count=4)
+    error = await assert_fails(world, CapacityError, count=4)
     assert "1 of 3" in error.message
     assert "m6i.large: capacity for 1 of 3" in error.message
     assert "c6i.large" in error.message
     assert len(world.in_state(State.TERMINATING)) == 1
-    # The warm one comes back to the pool.
+    # The claimed instance returns to the pool.
     await world.pass_time(15)
     assert len(world.in_state(State.IDLE)) == 1
 
@@ -109,14 +109,14 @@ async def test_partial_capacity_is_terminated_and_reported(world: World) -> None
 async def test_failed_new_machine_fails_the_provision(world: World) -> None:
     await world.warm(1)
     world.behaviour.registration["i-00000000000000003"] = StepResult(ok=False, detail="no network")
-    error = await refused(world, Unavailable, count=3)
+    error = await assert_fails(world, Unavailable, count=3)
     assert "no network" in error.message
     assert "i-00000000000000003" in error.message
 
 
 async def test_failed_pre_runner_script_fails_the_provision(world: World) -> None:
     world.behaviour.script = StepResult(ok=False, detail="line 3: no such package")
-    error = await refused(world, UserError, count=2)
+    error = await assert_fails(world, UserError, count=2)
     assert isinstance(error, UserError)
     assert error.field == "pre-runner-script"
     assert "no such package" in error.message
@@ -125,7 +125,7 @@ async def test_failed_pre_runner_script_fails_the_provision(world: World) -> Non
 async def test_machine_that_never_boots_times_out(world: World) -> None:
     world.behaviour.hung.add("i-00000000000000001")
     began = world.loop.time()
-    await refused(world, TimedOut, count=1)
+    await assert_fails(world, TimedOut, count=1)
     assert world.loop.time() - began < world.lifetimes.provision_timeout_s
 
 
@@ -134,9 +134,9 @@ async def test_token_that_expires_early_is_rejected_before_any_claim(world: Worl
     config = world.database.config
     assert config is not None
     left = config.tokens_for(SCOPE).registration.expires_at - world.clock.now()
-    # No sweep meanwhile, and the idle ones are renewed by hand: only the token gets old.
+    # Without sweeps, so that the token is not renewed.
     await world.pass_time(left.total_seconds() - 50, sweeps=False)
-    error = await refused(world, UserError, count=2)
+    error = await assert_fails(world, UserError, count=2)
     assert "registration token" in error.message
     assert not world.database.provisions or all(item.run_id != "1" for item in world.database.provisions.values())
 
@@ -148,7 +148,7 @@ async def test_credential_of_the_process_replaces_the_pool_token(world: World) -
 
 async def test_unknown_class_and_scope_are_rejected_first(world: World) -> None:
     for changed in ({"resource_class": "giant"}, {"scope": "octo/other"}):
-        await refused(world, UserError, **changed)
+        await assert_fails(world, UserError, **changed)
     assert not world.database.provisions
 
 
@@ -162,9 +162,9 @@ async def test_max_instances_counts_live_instances() -> None:
     world = World(max_instances=4)
     await world.configure()
     await world.provision("1", count=3)
-    error = await refused(world, CapacityError, "2", count=2)
+    error = await assert_fails(world, CapacityError, "2", count=2)
     assert "max-instances is 4" in error.message
-    await refused(world, CapacityError, "3", count=5)
+    await assert_fails(world, CapacityError, "3", count=5)
     await world.provision("4", count=1)
     await world.end()
 
@@ -180,19 +180,19 @@ async def test_max_instances_holds_for_concurrent_provisions() -> None:
 
 
 async def test_no_claim_after_the_deadline(world: World) -> None:
-    """When time is up nothing more is claimed: it would only be ended again."""
+    """An instance claimed after the deadline would only be given back."""
     ids = await world.warm(6)
     world.behaviour.configure_s = 50.0
-    await refused(world, RemudaError, count=1, timeout_s=10.0)
+    await assert_fails(world, RemudaError, count=1, timeout_s=10.0)
     claimed = [key for key in ids if world.record(key).epoch > 1]
     assert len(claimed) == 1
 
 
 async def test_no_launch_after_the_deadline(world: World) -> None:
-    """A launch past the deadline would be money for nothing."""
+    """A machine launched after the deadline would only be terminated."""
     await world.warm(1)
     world.behaviour.configure_s = 50.0
-    await refused(world, RemudaError, count=1, timeout_s=10.0)
+    await assert_fails(world, RemudaError, count=1, timeout_s=10.0)
     assert len(world.cloud.machines) == 1
 
 
@@ -227,14 +227,14 @@ async def test_release_just_before_the_commit_wins(world: World) -> None:
 async def test_rollback_returns_claimed_instances_to_the_pool(world: World) -> None:
     ids = await world.warm(2)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0)
-    await refused(world, CapacityError, count=3)
+    await assert_fails(world, CapacityError, count=3)
     assert world.in_state(State.RELEASING) == ids
     await world.pass_time(15)
     assert world.in_state(State.IDLE) == ids
 
 
 async def test_rollback_uses_the_pool_token_if_github_is_down(world: World) -> None:
-    """With a credential of its own, the provision wants a fresh removal token; the pool's will do."""
+    """A provision with a GitHub credential mints a removal token; the pool's token is the fallback."""
     ids = await world.warm(1)
     world.cloud.capacity = dict.fromkeys([kind.name for kind in world.cloud.types], 0) | {"c6i.large": 2}
 
@@ -269,8 +269,8 @@ async def test_request_overrides_pool_times(world: World) -> None:
     await world.release()
 
 
-class FallsBack(MemoryCompute):
-    """A cloud without spot, which gives on-demand machines in its place."""
+class OnDemandFallback(MemoryCompute):
+    """Launches on-demand machines instead of spot."""
 
     async def launch(self, request: LaunchRequest) -> LaunchResult:
         result = await super().launch(request)
@@ -280,15 +280,15 @@ class FallsBack(MemoryCompute):
 
 async def test_on_demand_fallback_is_recorded_and_pooled_as_on_demand(world: World) -> None:
     context = world.process()
-    context = replace(context, compute=FallsBack(cloud=world.cloud, pool=POOL, calls=context.calls))
+    context = replace(context, compute=OnDemandFallback(cloud=world.cloud, pool=POOL, calls=context.calls))
     made = await world.provision("1", process=context, usage_class=UsageClass.SPOT)
     assert [item.instance.usage_class for item in made.instances] == [UsageClass.ON_DEMAND]
     assert isinstance(context.event_log, EventRecorder)
-    assert context.event_log.count("launch-refused") == 1, "the user hears of it"
+    assert context.event_log.count("launch-refused") == 1, "the fallback is logged"
     await world.release("1")
-    (hint,) = [item.message for item in world.queues.named("large").messages]
-    assert hint is not None
-    assert hint.usage_class is UsageClass.ON_DEMAND
-    # It does not serve who wants spot, and does serve who wants on-demand.
+    (pool_message,) = [item.message for item in world.queues.named("large").messages]
+    assert pool_message is not None
+    assert pool_message.usage_class is UsageClass.ON_DEMAND
+    # It matches requests for on-demand, not for spot.
     assert (await world.provision("2", usage_class=UsageClass.SPOT)).reused == 0
     assert (await world.provision("3")).reused == 1

@@ -1,4 +1,4 @@
-"""Release: idempotent, resumable, concurrent; a job that still runs may finish."""
+"""Release: idempotent, resumable and concurrent; a running job may finish."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.world import LIFETIMES, SCOPE, World
 from tests.unit.controlplane.interruption import Cut, CutKind
 
 
-def fates(result: ReleaseResult) -> list[str]:
+def statuses(result: ReleaseResult) -> list[str]:
     assert not result.errors
     return sorted(outcome.status.value for outcome in result.outcomes)
 
 
 def answers_after(seconds: float) -> Hook:
-    """A process that hears of signals later than others."""
+    """A process that reads signals with a delay."""
 
     async def hook(name: str, call: Call) -> Any:
         answer = await call()
@@ -43,7 +43,7 @@ async def one(world: World, **changed: Any) -> Instance:
 async def test_release_resets_pools_and_publishes(world: World) -> None:
     ids = sorted(item.instance.instance_id for item in (await world.provision(count=3)).instances)
     result = await world.release()
-    assert fates(result) == ["released"] * 3
+    assert statuses(result) == ["released"] * 3
     assert world.in_state(State.IDLE) == ids
     assert world.hints() == ids
     assert not world.registrations()
@@ -57,18 +57,18 @@ async def test_release_resets_pools_and_publishes(world: World) -> None:
 async def test_pool_messages_are_sent_in_batches(world: World) -> None:
     await world.provision(count=12)
     result = await world.release()
-    assert fates(result) == ["released"] * 12
+    assert statuses(result) == ["released"] * 12
     assert result.calls["pool"]["send"] <= 3
 
 
 async def test_release_of_a_run_without_provision(world: World) -> None:
-    assert fates(await world.release("unknown")) == []
+    assert statuses(await world.release("unknown")) == []
 
 
 async def test_release_twice_is_idempotent(world: World) -> None:
     await one(world)
-    assert fates(await world.release()) == ["released"]
-    assert fates(await world.release()) == ["skipped"]
+    assert statuses(await world.release()) == ["released"]
+    assert statuses(await world.release()) == ["skipped"]
     assert len(world.hints()) == 1
 
 
@@ -79,8 +79,8 @@ async def test_concurrent_releases_agree(world: World) -> None:
     assert not [error for result in results for error in result.errors]
     assert len(world.in_state(State.IDLE)) == 3
     assert len(set(world.hints())) == 3
-    # Whoever came second saw the same end.
-    assert {fate for result in results for fate in fates(result)} == {"released"}
+    # Both releases report the same outcome.
+    assert {fate for result in results for fate in statuses(result)} == {"released"}
 
 
 async def test_release_finished_by_a_sweep_counts_as_released(world: World) -> None:
@@ -94,7 +94,7 @@ async def test_release_finished_by_a_sweep_counts_as_released(world: World) -> N
     sweeping = asyncio.create_task(sweep_often())
     result = await world.release(process=world.process(answers_after(0.3)))
     sweeping.cancel()
-    assert fates(result) == ["released"] * 2
+    assert statuses(result) == ["released"] * 2
 
 
 async def test_release_resumes_after_a_crash(world: World) -> None:
@@ -102,7 +102,7 @@ async def test_release_resumes_after_a_crash(world: World) -> None:
     cut = Cut(5, CutKind.CRASH_AFTER)
     await cut.run(world.release(process=world.process(cut)))
     assert world.in_state(State.RELEASING)
-    assert set(fates(await world.release())) <= {"released", "skipped"}
+    assert set(statuses(await world.release())) <= {"released", "skipped"}
     assert len(world.in_state(State.IDLE)) == 2
     await cut.discard()
 
@@ -110,9 +110,9 @@ async def test_release_resumes_after_a_crash(world: World) -> None:
 async def test_release_covers_attempts_up_to_its_own(world: World) -> None:
     first = await one(world, attempt=1)
     second = await one(world, attempt=2)
-    assert fates(await world.release(attempt=1)) == ["released"]
+    assert statuses(await world.release(attempt=1)) == ["released"]
     assert world.in_state(State.RUNNING) == [second.instance_id]
-    assert fates(await world.release(attempt=3)) == ["released", "skipped"]
+    assert statuses(await world.release(attempt=3)) == ["released", "skipped"]
     assert world.in_state(State.IDLE) == sorted([first.instance_id, second.instance_id])
 
 
@@ -122,7 +122,7 @@ async def test_instance_of_another_run_is_skipped(world: World) -> None:
     (again,) = (await world.provision("2")).instances
     assert again.instance.instance_id == instance.instance_id
     result = await world.release()
-    assert fates(result) == ["skipped"]
+    assert statuses(result) == ["skipped"]
     assert "another provision" in result.outcomes[0].why
     assert world.in_state(State.RUNNING) == [instance.instance_id]
 
@@ -133,7 +133,7 @@ async def test_unexpected_states_are_reported_and_others_released(world: World) 
     await world.sweep()
     assert world.record(first.instance_id).state in {State.TERMINATING, State.TERMINATED}
     result = await world.release()
-    assert fates(result) == ["released", "skipped"]
+    assert statuses(result) == ["released", "skipped"]
     assert world.in_state(State.IDLE) == [second.instance_id]
 
 
@@ -150,9 +150,9 @@ async def test_release_waits_for_a_running_job(world: World) -> None:
         if record.state is State.RELEASING:
             assert record.threshold <= deadline
             seen.add(record.threshold)
-    assert fates(await releasing) == ["released"]
+    assert statuses(await releasing) == ["released"]
     assert job.conclusion == "success"
-    assert deadline in seen, "extended, as far as the run may last"
+    assert deadline in seen, "extended up to the run's deadline"
 
 
 async def test_job_ends_at_the_run_deadline(world: World) -> None:
@@ -161,7 +161,7 @@ async def test_job_ends_at_the_run_deadline(world: World) -> None:
     await asyncio.sleep(1)
     deadline = world.record(instance.instance_id).threshold
     result = await world.release()
-    assert fates(result) == ["expired"]
+    assert statuses(result) == ["expired"]
     assert world.record(instance.instance_id).threshold == deadline
     assert world.clock.now() >= deadline
     await world.pass_time(25)
@@ -170,7 +170,7 @@ async def test_job_ends_at_the_run_deadline(world: World) -> None:
 
 
 async def test_expiring_removal_credential_is_renewed(world: World) -> None:
-    """The release begins with what the pool has; a sweep mints a better one while a job still runs."""
+    """The release starts with the pool's token; a sweep renews it while a job runs."""
     instance = await one(world, max_runtime_s=6_000.0)
     world.github.queue(run_id="1", labels=["1"], seconds=3_400)
     await world.pass_time(3_000, sweeps=False)
@@ -186,13 +186,13 @@ async def test_expiring_removal_credential_is_renewed(world: World) -> None:
     assert second.credential is not None
     assert second.credential.expires_at >= first.credential.expires_at
     await world.pass_time(200)
-    assert fates(await releasing) == ["released"]
+    assert statuses(await releasing) == ["released"]
 
 
 async def test_process_with_a_credential_mints_the_removal_token(world: World) -> None:
     await one(world)
     result = await world.release(process=world.process(credentialed=True))
-    assert fates(result) == ["released"]
+    assert statuses(result) == ["released"]
     assert result.calls["github"]["POST remove-token"] == 1
 
 
@@ -200,11 +200,11 @@ async def test_instance_with_max_uses_is_retired() -> None:
     world = World(lifetimes=replace(LIFETIMES, max_uses=2))
     await world.configure()
     instance = await one(world)
-    assert fates(await world.release()) == ["released"]
+    assert statuses(await world.release()) == ["released"]
     (again,) = (await world.provision("2")).instances
     assert again.instance.instance_id == instance.instance_id
     result = await world.release("2")
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert "used up: 2 of 2 uses" in result.outcomes[0].why
     await world.end()
 
@@ -215,7 +215,7 @@ async def test_too_old_instance_is_retired() -> None:
     await one(world)
     await world.pass_time(25, sweeps=False)
     result = await world.release()
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert "too old" in result.outcomes[0].why
     await world.end()
 
@@ -228,14 +228,14 @@ async def test_spot_notice_retires_after_the_job(world: World) -> None:
     assert world.record(instance.instance_id).retire_reason is RetireReason.SPOT_NOTICE
     assert world.record(instance.instance_id).state is State.RUNNING
     result = await world.release()
-    assert (fates(result), job.conclusion) == (["retired"], "success")
+    assert (statuses(result), job.conclusion) == (["retired"], "success")
 
 
 async def test_failed_reset_terminates_the_machine(world: World) -> None:
     instance = await one(world)
     world.behaviour.resets[instance.instance_id] = StepResult(ok=False, detail="a process would not die")
     result = await world.release()
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert "would not die" in world.database.histories[instance.instance_id][-1].why
     assert not world.hints()
 
@@ -244,7 +244,7 @@ async def test_dead_machine_ends_at_its_threshold(world: World) -> None:
     instance = await one(world)
     world.hosts[instance.instance_id].task.cancel()
     result = await world.release()
-    assert fates(result) == ["expired"]
+    assert statuses(result) == ["expired"]
     assert world.record(instance.instance_id).state is State.RELEASING
 
 
@@ -254,7 +254,7 @@ async def test_signal_of_an_earlier_epoch_is_ignored(world: World) -> None:
     await world.provision()
     world.hosts[warm].task.cancel()
     result = await world.release()
-    assert fates(result) == ["expired"]
+    assert statuses(result) == ["expired"]
     await world.sweep()
     assert world.record(warm).state is not State.IDLE
 
@@ -264,7 +264,7 @@ async def test_release_terminates_a_booting_machine(world: World) -> None:
     await cut.run(world.provision(process=world.process(cut)))
     assert world.in_state(State.CREATED)
     result = await world.release()
-    assert fates(result) == ["retired"]
+    assert statuses(result) == ["retired"]
     assert world.in_state(State.TERMINATING)
     await cut.discard()
 

@@ -1,4 +1,4 @@
-"""Whose machines a run may be given: the pool's policy, from its configuration to the claim and to the end."""
+"""Reuse policy: which runs may share a machine, from the configuration to the claim and the release."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T, U = Tier.TRUSTED, Tier.UNTRUSTED
 ONE, TWO = "octo/one", "octo/two"
 
 
-async def taken(world: World, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
-    """Whether a run is given the machine of the one before."""
+async def is_reused(world: World, reuse: Reuse, *, first: tuple[Tier, str], then: tuple[Tier, str]) -> bool:
+    """Whether the second run reuses the machine of the first."""
     await world.configure(reuse=reuse)
     await world.warm(1, tier=first[0], repository=first[1])
     result = await world.provision("1", tier=then[0], repository=then[1])
@@ -50,7 +50,7 @@ async def test_reuse_policy_decides_which_runs_share_machines(
     then: tuple[Tier, str],
     expected: bool,  # noqa: FBT001
 ) -> None:
-    assert await taken(world, reuse, first=first, then=then) is expected
+    assert await is_reused(world, reuse, first=first, then=then) is expected
 
 
 async def test_tier_of_a_machine_never_rises(world: World) -> None:
@@ -86,16 +86,16 @@ async def test_machine_of_an_unknown_repository_is_not_reused(world: World) -> N
     assert world.record(machine).repository == ""
 
 
-@pytest.mark.parametrize("lie", [{"repository": TWO}, {"tier": T}])
-async def test_wrong_pool_message_claims_nothing_and_is_deleted(world: World, lie: dict[str, Any]) -> None:
-    """Whoever can write to the queue is not believed: the record decides, in the claim's own write."""
+@pytest.mark.parametrize("wrong", [{"repository": TWO}, {"tier": T}])
+async def test_wrong_pool_message_claims_nothing_and_is_deleted(world: World, wrong: dict[str, Any]) -> None:
+    """The claim's conditional write checks the record, not the message."""
     await world.configure(reuse=Reuse.SAME_REPO)
     (machine,) = await world.warm(1, tier=U, repository=ONE)
     (sent,) = world.queues.named("large").messages
     assert sent.message is not None
-    sent.message = replace(sent.message, **lie)
-    told: dict[str, Any] = {"tier": U, "repository": ONE, **lie}
-    result = await world.provision("1", **told)
+    sent.message = replace(sent.message, **wrong)
+    request: dict[str, Any] = {"tier": U, "repository": ONE, **wrong}
+    result = await world.provision("1", **request)
     assert (result.created, result.rejected["claim-lost"]) == (1, 1)
     assert world.record(machine).state is State.IDLE
     assert world.hints() == []
@@ -130,7 +130,7 @@ async def test_idle_machines_of_an_earlier_policy_are_terminated(world: World) -
     (second,) = await world.warm(1)
     await world.configure(reuse=Reuse.NEVER)
     assert world.record(second).state is State.TERMINATING
-    # One at work finishes its run first, and goes then.
+    # A running instance finishes its run first.
     assert world.record(working).state is State.RUNNING
     await world.release("1")
     assert world.record(working).state is State.TERMINATING

@@ -1,4 +1,4 @@
-"""Cycles of scale-down over fleets in memory: what is done, what is told, and what it costs."""
+"""Scale-down cycles over fleets in memory: actions, reports and number of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.virtual_time import Call, EventRecorder, Killed, hooked
 
 
 class Fleet:
-    """A fleet, a GitHub and cycles over them. The clock of the loop begins at NOW."""
+    """A fleet and a scripted GitHub. The loop's clock starts at NOW."""
 
     def __init__(self, *machines: FleetMachine) -> None:
         self.machines = MemoryMachines()
@@ -73,7 +73,7 @@ async def test_calls_per_removal_and_per_orphan_lookup() -> None:
 
 
 async def test_removals_respect_the_github_rate_limit() -> None:
-    """900 points a minute, six for a removal, some for the lists: 133 at once, the rest a minute later."""
+    """At 800 points per minute and 6 per removal, 133 removals run at once and the others a minute later."""
     fleet = Fleet(*(machine(number) for number in range(1, 201)))
     for number in range(1, 201):
         fleet.runner(number)
@@ -135,7 +135,7 @@ async def test_failed_lookup_keeps_only_that_runner() -> None:
 
 
 class Stubborn(MemoryFleet):
-    """Some of its machines cannot be changed."""
+    """A fleet that refuses to change some machines."""
 
     refused: frozenset[str] = frozenset()
 
@@ -157,7 +157,7 @@ async def test_failed_actions_are_reported_and_retried() -> None:
     result = await fleet.cycle()
     assert fleet.machines.ended == [instance_id(1)]
     assert [error.split(":")[0] for error in result.errors] == [instance_id(2), instance_id(3)]
-    # Its registration is gone: it is found as an orphan, and ends by that.
+    # Its registration is gone, so later cycles find and terminate it as an orphan.
     fleet.fleet = usual
     await fleet.cycle()
     assert fleet.orphans == [instance_id(2), instance_id(3)]
@@ -168,7 +168,7 @@ async def test_failed_actions_are_reported_and_retried() -> None:
 async def test_busy_orphan_without_runner_id_is_kept_and_unmarked() -> None:
     fleet = Fleet(machine(1, orphan="true"), machine(2, orphan="true"), machine(3, orphan="true"))
     fleet.runner(1, busy=True)
-    # The list is behind: the look before the end is not.
+    # The list is stale; the read before the termination is not.
     fleet.runner(2, busy=True, listed_busy=False)
     fleet.runner(3)
     await fleet.cycle()
@@ -208,7 +208,7 @@ async def test_orphan_without_type_is_searched_at_its_owner() -> None:
 
 
 async def test_runner_id_tag_is_looked_up_before_termination() -> None:
-    """Two registrations, one of them missing in a stale list."""
+    """Two registrations, one of which is missing in a stale list."""
     fleet = Fleet(machine(1, github_runner_id="9"))
     fleet.runner(1)
     fleet.hub.add(ScriptedRunner(runner_id=9, name=f"late-{instance_id(1)}", busy=True, listed=False))
@@ -239,9 +239,9 @@ async def test_decisions_are_logged_with_reasons() -> None:
     fleet = Fleet(machine(1), machine(2, age_s=1), machine(3))
     fleet.runner(1)
     await fleet.cycle()
-    told = {action: why for action, why in fleet.notes.lines if action.startswith("scale-")}
-    assert set(told) == {"scale-terminate", "scale-keep", "scale-mark-orphan"}
-    assert all(told.values())
+    logged = {action: why for action, why in fleet.notes.lines if action.startswith("scale-")}
+    assert set(logged) == {"scale-terminate", "scale-keep", "scale-mark-orphan"}
+    assert all(logged.values())
 
 
 async def test_missing_permission_to_list_is_an_error() -> None:
@@ -298,7 +298,7 @@ async def test_job_assigned_between_check_and_deletion_is_not_killed() -> None:
     assert "busy" in result.outcomes[-1].decision.reason
 
 
-# Cut anywhere -----------------------------------------------------------------------------------------------------
+# Interruption -----------------------------------------------------------------------------------------------------
 
 
 def mixed_fleet() -> Fleet:
@@ -323,7 +323,7 @@ def mixed_fleet() -> Fleet:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 async def test_cycle_killed_at_each_call_is_finished_by_later_cycles(*, after: bool) -> None:
-    """No lock and no memory: the tags are the state. Every call is cut once, before and after it was done."""
+    """The tags are the only state. Each call is interrupted once before and once after it was made."""
     number = 0
     while True:
         number += 1

@@ -1,4 +1,4 @@
-"""Scale-down and the pool: records rule their machines, and the quota keeps idle ones warm."""
+"""Scale-down with a pool: recorded machines are kept, and idle instances are renewed up to the quota."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_quota_renews_two_and_the_third_expires(world: World) -> None:
     await pass_time(world, 300, keeping(2))
     assert len(world.in_state(State.IDLE)) == 2
     assert set(world.in_state(State.IDLE)) < set(ids)
-    # Beyond the window nobody renews them.
+    # After the window they are not renewed.
     await world.pass_time(120)
     assert not world.in_state(State.IDLE)
 
@@ -87,10 +87,14 @@ async def test_dashboard_shows_each_renewal_once(world: World) -> None:
     histories = await world.process().store.histories(sorted(kept))
     for name in kept:
         shown = decisions(KnownInstance(instance=world.record(name), history=histories[name]))
-        (told,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
-        assert (told["by"], told["instance"], told["what"]) == ("scale-down", name, "kept in the pool")
-        assert told["why"]
-        assert told["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
+        (kept,) = (json.loads(text) for _, key, text in shown if key == f"{name}/kept")
+        assert (kept["by"], kept["instance"], kept["what"]) == (
+            "scale-down",
+            name,
+            "kept in the pool",
+        )
+        assert kept["why"]
+        assert kept["at"] == max(milliseconds(entry.at) for entry in histories[name] if entry.transition == "renew")
 
 
 async def test_renewed_instances_can_be_claimed(world: World) -> None:
@@ -121,7 +125,7 @@ async def test_renewal_stops_at_the_maximum_age() -> None:
 
 
 async def test_machine_with_a_live_record_is_kept_and_unmarked(world: World) -> None:
-    """Idle ones are not on GitHub by design, and reused ones are older than any boot time."""
+    """Idle instances have no registration, and reused ones are older than the boot time."""
     await world.warm(2)
     made = await world.provision("2")
     await asyncio.sleep(60)
@@ -134,7 +138,7 @@ async def test_machine_with_a_live_record_is_kept_and_unmarked(world: World) -> 
     result = await cycle(world)
     assert {item.decision.action for item in result.outcomes} == {Action.KEEP}
     assert all("record" in item.decision.reason for item in result.outcomes)
-    # And GitHub was not asked for anything.
+    # GitHub was not called.
     assert "github" not in result.calls
     assert made.instances
     await world.release("2")
@@ -172,7 +176,7 @@ async def test_pool_machines_are_skipped_if_the_store_is_unreachable(world: Worl
 
 
 async def test_record_written_during_the_lists_counts(world: World) -> None:
-    """Read after the lists: a machine that was just launched is nobody's for a moment."""
+    """Records are read again after the lists, because a new machine gets its record after its launch."""
     (name,) = await world.warm(1)
     world.cloud.retag(name, lambda present: {**present, **tags(SCOPE), "ghr:environment": POOL})
     record = world.database.instances.pop(name)

@@ -1,6 +1,6 @@
-"""Over random fleets, tags, stale lists, faults and races: no job is killed, and no machine that a record rules.
+"""Random fleets, tags, stale lists, faults and races: scale-down kills no job and no machine with a live record.
 
-The one exception is the seed's confirmed orphan: tagged, and its own runner offline and busy at once.
+The one exception is a confirmed orphan: marked as orphan, and its own runner is offline and busy at once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ EXAMPLES = 400
 class Case:
     machines: list[FleetMachine]
     runners: list[ScriptedRunner]
-    #: States of records, by machine.
+    #: State of the record per machine.
     records: dict[int, State]
-    #: Calls to GitHub that fail, by their number.
+    #: Numbers of the calls to GitHub that fail.
     failing: frozenset[int]
     store_fails_at: int | None
     idle_count: int
@@ -53,14 +53,14 @@ class Case:
 
 @st.composite
 def machine_tags(draw: st.DrawFn, number: int) -> dict[str, str]:
-    """As fleets have them, and as fleets should not have them."""
+    """Valid and invalid tags."""
     kept: dict[str, str] = {}
     if draw(st.booleans()):
         kept["orphan"] = draw(st.sampled_from(["true", "true", "true", "false"]))
-    told = draw(st.sampled_from(["", "own", "other", "none", "junk"]))
-    if told:
+    runner_id_tag = draw(st.sampled_from(["", "own", "other", "none", "junk"]))
+    if runner_id_tag:
         ids = {"own": str(number), "other": str(number % 5 + 1), "none": "777", "junk": "x1"}
-        kept["github_runner_id"] = ids[told]
+        kept["github_runner_id"] = ids[runner_id_tag]
     if draw(st.integers(0, 9)) == 0:
         kept["bypass"] = "true"
     if draw(st.integers(0, 9)) == 0:
@@ -107,8 +107,8 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-class Watched(MemoryMachines):
-    """Every end is judged as it happens."""
+class CheckedMachines(MemoryMachines):
+    """Checks each termination when it happens."""
 
     __slots__ = ("broken", "case", "database", "hub")
 
@@ -122,10 +122,10 @@ class Watched(MemoryMachines):
     def end(self, instance_id: str) -> None:
         ended = self.alive.get(instance_id)
         if ended is not None:
-            self._judge(ended)
+            self._check(ended)
         super().end(instance_id)
 
-    def _judge(self, ended: FleetMachine) -> None:
+    def _check(self, ended: FleetMachine) -> None:
         record = self.database.instances.get(ended.instance_id)
         if record is not None and record.state in LIVE:
             self.broken.append(f"{ended.instance_id} has a live record ({record.state})")
@@ -147,7 +147,7 @@ class Trial:
         for runner in case.runners:
             self.hub.add(runner)
         self.database = MemoryDatabase()
-        self.machines = Watched(case, self.hub, self.database)
+        self.machines = CheckedMachines(case, self.hub, self.database)
         for item in case.machines:
             self.machines.add(item)
 
@@ -217,6 +217,6 @@ def test_no_job_is_killed_and_no_recorded_machine_terminated(case: Case) -> None
     for result in results:
         assert all(item.decision.reason for item in result.outcomes)
         not_done = [item for item in result.outcomes if not item.done]
-        assert not not_done or result.errors, "what was not done is told"
-    told = [item for result in results for item in result.of(Action.TERMINATE) if item.done]
-    assert sorted(item.decision.instance_id for item in told) == sorted(trial.machines.ended)
+        assert not not_done or result.errors, "failed actions are reported"
+    terminated = [item for result in results for item in result.of(Action.TERMINATE) if item.done]
+    assert sorted(item.decision.instance_id for item in terminated) == sorted(trial.machines.ended)

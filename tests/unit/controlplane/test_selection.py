@@ -1,4 +1,4 @@
-"""Selection: what messages are taken, handed back, dropped; and what becomes of machines that fail."""
+"""Selection: matching, handing back and dropping of pool messages, and failed registrations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.records import message
 from tests.support.virtual_time import Call
 from tests.support.world import World, number_of
 
-MISFITS: dict[str, dict[str, Any]] = {
+MISMATCHES: dict[str, dict[str, Any]] = {
     "usage": {"usage_class": UsageClass.SPOT},
     "type": {"instance_type": "t3.large"},
     "cpu": {"cpu": 1},
@@ -28,28 +28,28 @@ MISFITS: dict[str, dict[str, Any]] = {
 }
 
 
-def put(world: World, hint: PoolMessage | None, *, queue: str = "large", malformed: str = "") -> None:
-    world.queues.put(queue, hint, shuffle=0.5, malformed=malformed)
+def put(world: World, pool_message: PoolMessage | None, *, queue: str = "large", malformed: str = "") -> None:
+    world.queues.put(queue, pool_message, shuffle=0.5, malformed=malformed)
 
 
-def fitting(number: int = 1, **changed: Any) -> PoolMessage:
+def matching(number: int = 1, **changed: Any) -> PoolMessage:
     return message(number, **{"usage_class": UsageClass.ON_DEMAND, **changed})
 
 
-@pytest.mark.parametrize("kind", MISFITS)
+@pytest.mark.parametrize("kind", MISMATCHES)
 async def test_mismatch_is_handed_back(world: World, kind: str) -> None:
-    hint = fitting(0xABC, **MISFITS[kind])
-    put(world, hint)
+    pool_message = matching(0xABC, **MISMATCHES[kind])
+    put(world, pool_message)
     result = await world.provision(patterns=TypePatterns(("c*", "m*")))
     assert (result.created, dict(result.rejected)) == (1, {"mismatch": 1})
     (left,) = world.queues.named("large").messages
-    assert (left.message, left.receipt) == (hint, "")
+    assert (left.message, left.receipt) == (pool_message, "")
     assert left.visible_at <= world.clock.now()
 
 
 async def test_hundred_mismatches_cost_few_calls(world: World) -> None:
     for number in range(100):
-        put(world, fitting(number, **list(MISFITS.values())[number % 6]))
+        put(world, matching(number, **list(MISMATCHES.values())[number % 6]))
     result = await world.provision(count=4, patterns=TypePatterns(("c*",)))
     assert result.created == 4
     assert sum(result.calls["pool"].values()) <= 30
@@ -59,7 +59,7 @@ async def test_hundred_mismatches_cost_few_calls(world: World) -> None:
 async def test_match_among_mismatches_is_found(world: World) -> None:
     (warm,) = await world.warm(1)
     for number in range(60):
-        put(world, fitting(0x1000 + number, usage_class=UsageClass.SPOT))
+        put(world, matching(0x1000 + number, usage_class=UsageClass.SPOT))
     result = await world.provision()
     assert [item.instance.instance_id for item in result.instances] == [warm]
     assert len(world.hints()) == 60
@@ -67,7 +67,7 @@ async def test_match_among_mismatches_is_found(world: World) -> None:
 
 async def test_search_ends_with_more_mismatches_than_the_limit(world: World) -> None:
     for number in range(450):
-        put(world, fitting(number, usage_class=UsageClass.SPOT))
+        put(world, matching(number, usage_class=UsageClass.SPOT))
     result = await world.provision()
     assert result.created == 1
     assert sum(result.calls["pool"].values()) <= 400
@@ -76,7 +76,7 @@ async def test_search_ends_with_more_mismatches_than_the_limit(world: World) -> 
 
 async def test_surplus_messages_stay_in_the_pool(world: World) -> None:
     await world.warm(8)
-    put(world, fitting(0xABC, usage_class=UsageClass.SPOT))
+    put(world, matching(0xABC, usage_class=UsageClass.SPOT))
     result = await world.provision(count=2)
     assert result.reused == 2
     visible = [item for item in world.queues.named("large").messages if item.visible_at <= world.clock.now()]
@@ -92,13 +92,13 @@ async def test_malformed_messages_are_dropped_and_counted(world: World) -> None:
 
 
 async def test_stale_message_is_deleted(world: World) -> None:
-    """An older epoch, a record that is not idle, no record at all."""
+    """An older epoch, a record that is not idle, and no record."""
     await world.warm(1)
     running = (await world.provision("busy", count=2)).instances
     ids = {item.instance.epoch: item.instance.instance_id for item in running}
-    put(world, fitting(number_of(ids[2]), epoch=1))
-    put(world, fitting(number_of(ids[1]), epoch=1))
-    put(world, fitting(0xDEAD))
+    put(world, matching(number_of(ids[2]), epoch=1))
+    put(world, matching(number_of(ids[1]), epoch=1))
+    put(world, matching(0xDEAD))
     result = await world.provision("2")
     assert (result.created, dict(result.rejected)) == (1, {"claim-lost": 3})
     assert not world.queues.named("large").messages
@@ -108,7 +108,7 @@ async def test_stale_message_is_deleted(world: World) -> None:
 async def test_message_of_a_later_epoch_does_not_claim(world: World) -> None:
     (warm,) = await world.warm(1)
     world.queues.named("large").messages.clear()
-    put(world, fitting(number_of(warm), epoch=7))
+    put(world, matching(number_of(warm), epoch=7))
     result = await world.provision()
     assert result.created == 1
     assert world.record(warm).state is State.IDLE
@@ -147,7 +147,7 @@ async def test_expiring_instance_is_not_claimed(world: World) -> None:
 
 
 async def test_worker_continues_after_a_lost_claim(world: World) -> None:
-    """Two runs get the same hints: each machine goes to one of them."""
+    """Two runs receive the same messages; each machine goes to one of them."""
     ids = await world.warm(4)
     for instance_id in ids:
         put(world, world.record(instance_id).message())
@@ -181,7 +181,7 @@ async def test_old_heartbeat_ends_the_wait_at_once(world: World) -> None:
 
 
 async def test_unreachable_store_does_not_count_as_dead_heartbeat(world: World) -> None:
-    """For twenty seconds no report can be read: the machine is as healthy as before."""
+    """No report can be read for 20 seconds although the machine is healthy."""
     (warm,) = await world.warm(1)
     world.behaviour.configure_s = 30.0
     began = world.loop.time()

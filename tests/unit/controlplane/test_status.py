@@ -1,4 +1,4 @@
-"""Status: what there is, what is under way, and what to look at; with ghosts where a credential is there."""
+"""Status: instances, open provisions and warnings; stale registrations only with a credential."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remuda.domain.resources import Tier
 from tests.support.world import SCOPE, World
 
 
-async def look(world: World, *, credentialed: bool = False) -> Status:
+async def read_status(world: World, *, credentialed: bool = False) -> Status:
     return await status(world.process(credentialed=credentialed))
 
 
@@ -30,7 +30,7 @@ def shown(found: Status, width: int = 160) -> str:
 
 async def test_status_limits_the_number_of_runs(world: World) -> None:
     await world.provision("1")
-    found = await look(world)
+    found = await read_status(world)
     assert "more" not in shown(found)
     for count, says in ((12, "  and 2 more\n"), (60, "  and at least 50 more\n")):
         assert shown(replace(found, runs=[*found.runs] * count)).endswith(says)
@@ -39,7 +39,7 @@ async def test_status_limits_the_number_of_runs(world: World) -> None:
 async def test_status_of_a_working_pool(world: World) -> None:
     idle = await world.warm(2)
     await world.provision("7", resource_class="xlarge")
-    found = await look(world)
+    found = await read_status(world)
     assert found.by_state() == {"running": 1, "idle": 2}
     assert (found.pools["large"].idle, found.pools["large"].messages) == (2, 2)
     assert not found.warnings
@@ -54,26 +54,26 @@ async def test_status_of_a_working_pool(world: World) -> None:
 
 async def test_table_shows_the_trust_tier(world: World) -> None:
     await world.provision("7", tier=Tier.UNTRUSTED)
-    assert "untrusted" in shown(await look(world), width=80)
+    assert "untrusted" in shown(await read_status(world), width=80)
 
 
 async def test_open_provision_shows_its_instances(world: World) -> None:
     world.behaviour.boot_s = 30.0
     provisioning = asyncio.create_task(world.provision("9", count=2))
     await asyncio.sleep(5)
-    found = await look(world)
+    found = await read_status(world)
     assert [(item.provision.run_id, item.instances) for item in found.open_provisions] == [("9", {"created": 2})]
     assert "2 created" in shown(found)
     assert status_document(found)["open_provisions"][0]["instances"] == {"created": 2}
     await provisioning
-    assert (await look(world)).open_provisions == ()
+    assert (await read_status(world)).open_provisions == ()
 
 
 async def test_dead_machine_is_a_warning(world: World) -> None:
     (instance_id,) = await world.warm(1)
     world.hosts[instance_id].power_off()
     await asyncio.sleep(25)
-    found = await look(world)
+    found = await read_status(world)
     assert [(item.kind, item.subject) for item in found.warnings] == [("stale-heartbeat", instance_id)]
     assert "stale-heartbeat" in shown(found, width=80)
 
@@ -84,16 +84,16 @@ async def test_stale_registrations_are_found_only_with_a_credential(world: World
     github = world.process(credentialed=True).github
     assert github is not None
     await github.jit_config(SCOPE, name=name, labels=["x"])
-    assert not (await look(world)).warnings
-    (ghost,) = (await look(world, credentialed=True)).warnings
-    assert (ghost.kind, ghost.subject) == ("stale-registration", name)
-    assert "idle" in ghost.text
+    assert not (await read_status(world)).warnings
+    (warning,) = (await read_status(world, credentialed=True)).warnings
+    assert (warning.kind, warning.subject) == ("stale-registration", name)
+    assert "idle" in warning.text
 
 
 async def test_unreachable_github_is_a_warning(world: World) -> None:
     await world.warm(1)
     good, world.token = world.token, "r3voked"
-    found = await look(world, credentialed=True)
+    found = await read_status(world, credentialed=True)
     world.token = good
     assert [item.kind for item in found.warnings] == ["github"]
     assert found.by_state() == {"idle": 1}
@@ -101,11 +101,11 @@ async def test_unreachable_github_is_a_warning(world: World) -> None:
 
 async def test_watch_lines_show_only_changes(world: World) -> None:
     (instance_id,) = await world.warm(1)
-    first = await look(world)
+    first = await read_status(world)
     assert changes(None, first)[0] == headline(first)
-    assert changes(first, await look(world)) == []
+    assert changes(first, await read_status(world)) == []
     await world.provision("8")
-    second = await look(world)
+    second = await read_status(world)
     assert any(f"{instance_id} is running for run 8 (was idle)" in line for line in changes(first, second))
     assert any("is gone" in line for line in changes(second, replace(second, instances=[])))
 
@@ -113,7 +113,7 @@ async def test_watch_lines_show_only_changes(world: World) -> None:
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/nope]"])
 async def test_markup_in_names_is_escaped(world: World, name: str) -> None:
     await world.warm(1)
-    found = await look(world)
+    found = await read_status(world)
     hostile = [
         replace(item, retire_reason=RetireReason.DRAINED, retire_detail=name, state=State.IDLE)
         for item in found.instances

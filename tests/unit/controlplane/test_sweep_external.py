@@ -1,4 +1,4 @@
-"""Machines against records, and ghost registrations: the outside world is reconciled, never trusted to be current."""
+"""Sweeps of machines and stale registrations: lists of EC2 and GitHub may lag behind the records."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.virtual_time import Call
 from tests.support.world import LIFETIMES, SCOPE, World, number_of
 
 
-async def stray(world: World) -> str:
-    """A machine of this pool that nobody wrote down."""
+async def launch_unrecorded(world: World) -> str:
+    """Launch a machine of this pool without a record."""
     request = RunnerRequest(
         resource_class=DEFAULT_CLASSES[0],
         usage_class=UsageClass.ON_DEMAND,
@@ -45,7 +45,7 @@ async def stray(world: World) -> str:
 
 
 async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: World) -> None:
-    lost = await stray(world)
+    lost = await launch_unrecorded(world)
     await asyncio.sleep(world.lifetimes.unrecorded_grace_s - 1)
     await world.sweep()
     assert lost not in world.database.instances
@@ -60,12 +60,12 @@ async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: Wo
 
 
 async def test_machine_of_another_pool_is_never_terminated(world: World) -> None:
-    foreign = await stray(world)
+    foreign = await launch_unrecorded(world)
     world.cloud.retag(foreign, lambda tags: {**tags, POOL_TAG: "other"})
     world.hosts[foreign].task.cancel()
     await world.pass_time(100)
     assert world.cloud.is_alive(foreign)
-    # Not even where a record of ours names it.
+    # Not even if a record of this pool names it.
     await world.process().store.apply(birth(make_record(number_of(foreign), threshold=world.clock.now())))
     await asyncio.sleep(5)
     result = await world.sweep()
@@ -90,7 +90,7 @@ async def test_record_of_a_missing_machine_is_closed_by_the_second_sweep(world: 
 
 
 async def test_lagging_list_closes_no_record(world: World) -> None:
-    """Missing once, there again, missing once: never twice in a row."""
+    """The machine is missing in every second list, never in two consecutive ones."""
     (item,) = (await world.provision(max_runtime_s=300.0)).instances
     hidden = False
 
@@ -121,7 +121,7 @@ async def test_failed_list_closes_no_record(world: World) -> None:
 
 
 async def test_new_machine_is_not_missing(world: World) -> None:
-    """The list was read before the record was written, and lags for a while after that."""
+    """The list was read before the record was written, and lags."""
     (item,) = (await world.provision()).instances
 
     async def hook(name: str, call: Call) -> Any:
@@ -169,7 +169,7 @@ async def test_record_is_terminated_only_after_its_machine(world: World) -> None
 
 
 async def test_running_machine_with_a_terminated_record_is_terminated(world: World) -> None:
-    lost = await stray(world)
+    lost = await launch_unrecorded(world)
     record = make_record(number_of(lost), state=State.TERMINATED, threshold=world.clock.now())
     await world.process().store.apply(birth(record))
     await world.sweep()
@@ -177,14 +177,14 @@ async def test_running_machine_with_a_terminated_record_is_terminated(world: Wor
     assert world.record(lost).state is State.TERMINATED
 
 
-class Lying(MemoryInstanceStore):
-    """A store whose searches show every record in a state of its choice; reads by key tell the truth."""
+class WrongSearchStore(MemoryInstanceStore):
+    """Searches return every record in a wrong state; reads by key are correct."""
 
-    says = State.TERMINATING
+    wrong_state = State.TERMINATING
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
         found = await super().find(states, threshold_before=threshold_before)
-        return [replace(item, state=self.says) for item in found]
+        return [replace(item, state=self.wrong_state) for item in found]
 
 
 @pytest.mark.parametrize("says", [State.TERMINATING, State.TERMINATED])
@@ -192,17 +192,17 @@ async def test_no_machine_is_terminated_because_of_a_search_result(world: World,
     (item,) = (await world.provision()).instances
     key = item.instance.instance_id
     context = world.process(credentialed=True)
-    store = Lying(clock=world.clock, calls=context.calls, database=world.database)
-    store.says = says
+    store = WrongSearchStore(clock=world.clock, calls=context.calls, database=world.database)
+    store.wrong_state = says
     await refresh(replace(context, store=store), None)
     assert world.cloud.is_alive(key)
     assert world.record(key).state is State.RUNNING
 
 
-# Ghosts -----------------------------------------------------------------------------------------------------------
+# Stale registrations -------------------------------------------------------------------------------------------------
 
 
-def ghost(world: World, epoch: int, instance_id: str, *, pool: str = "test") -> str:
+def add_registration(world: World, epoch: int, instance_id: str, *, pool: str = "test") -> str:
     name = f"remuda-{pool}-{epoch}-{instance_id}"
     world.github.add(SCOPE, name)
     return name
@@ -213,7 +213,7 @@ def names(world: World) -> set[str]:
 
 
 async def test_registration_without_a_record_is_removed_after_the_grace_period(world: World) -> None:
-    name = ghost(world, 1, "i-0000000000000beef")
+    name = add_registration(world, 1, "i-0000000000000beef")
     await world.sweep()
     await asyncio.sleep(world.lifetimes.registration_grace_s - 1)
     assert not (await world.sweep()).stale_registrations
@@ -223,21 +223,21 @@ async def test_registration_without_a_record_is_removed_after_the_grace_period(w
 
 
 async def test_registration_without_a_record_stays_while_its_machine_exists(world: World) -> None:
-    """As those for one job do: their record may be on its way. Nobody's grace is needed for it to stay."""
+    """Just-in-time runners are registered before their record is written."""
     await world.configure(lifetimes=replace(world.lifetimes, registration_grace_s=0.0, unrecorded_grace_s=500.0))
-    machine = await stray(world)
-    name = ghost(world, 1, machine)
+    machine = await launch_unrecorded(world)
+    name = add_registration(world, 1, machine)
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.missing_after_s)
         assert not (await world.sweep()).stale_registrations
-    assert not world.database.sightings
+    assert not world.database.first_seen
     await asyncio.sleep(500)
-    assert list((result := await world.sweep()).retired) == [machine], "buried, and its registration with it"
+    assert list((result := await world.sweep()).retired) == [machine], "tombstone written, and its registration removed"
     assert result.stale_registrations == (name,)
 
 
 async def test_without_a_machine_list_unrecorded_registrations_stay(world: World) -> None:
-    name = ghost(world, 1, "i-0000000000000beef")
+    name = add_registration(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
         if operation == "compute.list_pool":
@@ -248,7 +248,7 @@ async def test_without_a_machine_list_unrecorded_registrations_stay(world: World
         await asyncio.sleep(world.lifetimes.registration_stale_after_s)
         assert not (await world.sweep(hook)).stale_registrations
     assert names(world) == {name}
-    # What was seen before a look that failed still counts.
+    # A failed list does not reset the time when it was first seen.
     await world.sweep()
     await asyncio.sleep(world.lifetimes.registration_stale_after_s)
     assert not (await world.sweep(hook)).stale_registrations
@@ -256,10 +256,10 @@ async def test_without_a_machine_list_unrecorded_registrations_stay(world: World
 
 
 async def test_paused_sweep_counts_as_one_sighting(world: World) -> None:
-    name = ghost(world, 1, "i-0000000000000beef")
+    name = add_registration(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
-        if operation == "store.get_sightings":
+        if operation == "store.get_first_seen":
             seen = await call()
             await asyncio.sleep(2 * world.lifetimes.registration_stale_after_s)
             return seen
@@ -275,26 +275,26 @@ async def test_paused_sweep_counts_as_one_sighting(world: World) -> None:
 async def test_registration_of_a_terminated_instance_is_removed(world: World) -> None:
     record = make_record(0xE, state=State.TERMINATED)
     await world.process().store.apply(birth(record))
-    name = ghost(world, 1, record.instance_id)
+    name = add_registration(world, 1, record.instance_id)
     assert (await world.sweep()).stale_registrations == (name,)
 
 
 async def test_registration_of_an_earlier_epoch_is_removed(world: World) -> None:
     (warm,) = await world.warm(1)
     await world.provision()
-    old = ghost(world, 1, warm)
+    old = add_registration(world, 1, warm)
     assert (await world.sweep()).stale_registrations == (old,)
     assert names(world) == {f"remuda-test-2-{warm}"}
 
 
 async def test_registration_of_an_idle_instance_is_removed(world: World) -> None:
     (warm,) = await world.warm(1)
-    name = ghost(world, 1, warm)
+    name = add_registration(world, 1, warm)
     assert (await world.sweep()).stale_registrations == (name,)
 
 
 async def test_registration_of_the_current_epoch_stays(world: World) -> None:
-    """Listed first, read then: whoever has a record of this epoch keeps its registration."""
+    """Runners are listed before records are read, so a record of this epoch owns its registration."""
     result = await world.provision(count=2)
     for _ in range(3):
         assert not (await world.sweep()).stale_registrations
@@ -303,7 +303,7 @@ async def test_registration_of_the_current_epoch_stays(world: World) -> None:
 
 async def test_busy_stale_registration_stays_until_its_job_ends(world: World) -> None:
     (warm,) = await world.warm(1)
-    name = ghost(world, 1, warm)
+    name = add_registration(world, 1, warm)
     runner = world.github.find(SCOPE, name)
     assert runner is not None
     runner.labels = ("odd",)
@@ -329,30 +329,30 @@ async def test_other_runners_are_never_removed(world: World) -> None:
 
 
 async def test_runners_of_a_pool_with_a_similar_name_stay(world: World) -> None:
-    """`test-2` has the prefix `remuda-test-2-`: read as ours, its epoch would be 2."""
-    name = ghost(world, 5, "i-0000000000000beef", pool="test-2")
+    """The prefix `remuda-test-2-` of pool `test-2` parses as epoch 2 of pool `test`."""
+    name = add_registration(world, 5, "i-0000000000000beef", pool="test-2")
     await world.pass_time(3 * world.lifetimes.registration_grace_s)
     assert names(world) == {name}
     world.github.runners.clear()
 
 
 async def test_resolved_anomalies_are_dropped(world: World) -> None:
-    name = ghost(world, 1, "i-0000000000000beef")
+    name = add_registration(world, 1, "i-0000000000000beef")
     await world.sweep()
-    assert f"stale-registration:{name}" in world.database.sightings
+    assert f"stale-registration:{name}" in world.database.first_seen
     world.github.runners.clear()
     await world.sweep()
-    assert not world.database.sightings
+    assert not world.database.first_seen
 
 
-class HalfRead(MemoryInstanceStore):
-    """A store in which somebody spoiled some records."""
+class CorruptedStore(MemoryInstanceStore):
+    """A store in which some records cannot be parsed."""
 
-    spoiled: frozenset[str] = frozenset()
+    corrupted: frozenset[str] = frozenset()
 
     async def get_many(self, instance_ids: Collection[str]) -> Mapping[str, Instance]:
         found = await super().get_many(instance_ids)
-        bad = {name: "Instance lacks epoch" for name in found if name in self.spoiled}
+        bad = {name: "Instance lacks epoch" for name in found if name in self.corrupted}
         if bad:
             good = {name: item for name, item in found.items() if name not in bad}
             raise Unreadable("the store", bad, records=good)
@@ -360,35 +360,35 @@ class HalfRead(MemoryInstanceStore):
 
     async def find(self, states: Collection[State], *, threshold_before: datetime | None = None) -> Sequence[Instance]:
         found = await super().find(states, threshold_before=threshold_before)
-        return [item for item in found if item.instance_id not in self.spoiled]
+        return [item for item in found if item.instance_id not in self.corrupted]
 
 
 async def test_unreadable_record_is_reported_and_others_are_swept(world: World) -> None:
-    """Its machine, its registration and its hint are left alone: it is there, whatever it says."""
-    spoiled = (await world.provision(count=2)).instances[0].instance.instance_id
-    lost = await stray(world)
+    """The record exists, so its machine, registration and pool message stay."""
+    corrupted = (await world.provision(count=2)).instances[0].instance.instance_id
+    lost = await launch_unrecorded(world)
     await asyncio.sleep(world.lifetimes.unrecorded_grace_s + world.lifetimes.registration_grace_s)
     context = world.process(credentialed=True)
-    store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)
-    store.spoiled = frozenset({spoiled})
-    registered = world.registrations(spoiled)
+    store = CorruptedStore(clock=world.clock, calls=context.calls, database=world.database)
+    store.corrupted = frozenset({corrupted})
+    registered = world.registrations(corrupted)
     for _ in range(2):
         result = await refresh(replace(context, store=store), None)
-        assert len([error for error in result.errors if spoiled in error]) == 1
-        assert not [error for error in result.errors if spoiled not in error]
+        assert len([error for error in result.errors if corrupted in error]) == 1
+        assert not [error for error in result.errors if corrupted not in error]
         await asyncio.sleep(world.lifetimes.registration_grace_s + 1)
-    assert world.cloud.is_alive(spoiled)
-    assert world.registrations(spoiled) == registered
+    assert world.cloud.is_alive(corrupted)
+    assert world.registrations(corrupted) == registered
     assert len(registered) == 1
-    assert not world.cloud.is_alive(lost), "the others are swept"
+    assert not world.cloud.is_alive(lost), "other machines are swept"
 
 
 async def test_release_continues_with_readable_records(world: World) -> None:
-    spoiled, other = [item.instance.instance_id for item in (await world.provision(count=2)).instances]
+    corrupted, other = [item.instance.instance_id for item in (await world.provision(count=2)).instances]
     context = world.process()
-    store = HalfRead(clock=world.clock, calls=context.calls, database=world.database)
-    store.spoiled = frozenset({spoiled})
+    store = CorruptedStore(clock=world.clock, calls=context.calls, database=world.database)
+    store.corrupted = frozenset({corrupted})
     done = await world.release(process=replace(context, store=store))
     assert [outcome.instance_id for outcome in done.of(ReleaseStatus.RELEASED)] == [other]
     (error,) = done.errors
-    assert spoiled in error
+    assert corrupted in error

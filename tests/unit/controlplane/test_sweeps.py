@@ -1,4 +1,4 @@
-"""The sweeps over records and provisions: what is expired, half done or nobody's is found and finished."""
+"""Sweeps of records, provisions and pool messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARGIN_S = LIFETIMES.margin_s
 
 @pytest.mark.parametrize("state", sorted(LIVE - {State.TERMINATING}))
 async def test_expired_instances_end_in_every_live_state(state: State) -> None:
-    """And not before: until the margin has passed nobody touches it."""
+    """Not before the clock margin has passed."""
     world = World()
     await world.configure()
     threshold = world.clock.now()
@@ -76,7 +76,7 @@ async def test_provision_killed_before_its_commit_is_rolled_back(world: World) -
 
 
 async def test_running_instances_of_an_uncommitted_provision_are_released(world: World) -> None:
-    """Killed between the first `running` and the commit: the run never learnt of them."""
+    """The process was killed between the first transition to `running` and the commit."""
     await world.warm(2)
 
     async def hook(name: str, call: Call) -> Any:
@@ -201,7 +201,7 @@ async def test_unreleased_run_is_closed_after_its_deadline(world: World) -> None
 
 
 async def test_late_claim_of_a_released_provision_is_taken_back(world: World) -> None:
-    """A provision was closed; a claim of its dead process arrives after that."""
+    """A claim of a killed process is applied after its provision was closed."""
     (warm,) = await world.warm(1)
     closed = provision(9, created_at=world.clock.now(), deadline=world.clock.now())
     await world.process().store.put_provision(closed)
@@ -219,7 +219,7 @@ async def test_late_claim_of_a_released_provision_is_taken_back(world: World) ->
     world.database.instances[warm] = late
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
-    world.law.broken.clear()  # The record was written past the law.
+    world.law.broken.clear()  # The record was written without a transition.
 
 
 async def test_old_records_are_deleted() -> None:
@@ -243,13 +243,13 @@ FAILING = {
     "store.get_reports": "reports of releases",
     "pool.send": "pool messages",
     "store.forget": "old records",
-    "store.put_sightings": "anomalies",
+    "store.put_first_seen": "anomalies",
 }
 
 
 @pytest.mark.parametrize("operation", FAILING)
 async def test_failing_sweep_does_not_stop_the_others(operation: str) -> None:
-    """Each sweep has something to do; with one of them failing, all others do theirs."""
+    """Each sweep has something to do. If one fails, all others still do it."""
     world = World()
     await world.configure()
     await world.warm(1)
@@ -277,7 +277,7 @@ async def test_failing_sweep_does_not_stop_the_others(operation: str) -> None:
 
 
 async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: World) -> None:
-    """However long the sweep takes: the surplus may be a message that is being claimed."""
+    """However long the sweep takes, because the surplus may be a message that is being claimed."""
     world.queues.put("large", message(0xBAD), shuffle=0.5)
 
     async def slow(name: str, call: Call) -> Any:
@@ -326,7 +326,7 @@ async def test_failed_list_cancels_the_other_list(world: World) -> None:
 
 
 class HalfWritten(MemoryInstanceStore):
-    """A store that writes a third, refuses a third for good, and loses the answer to the last third."""
+    """Applies a third of the writes, rejects a third, and loses the answers of the last third."""
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         written, refused, lost = changes
